@@ -1,0 +1,79 @@
+"""flopwatch: know what every training step costs, to the FLOP.
+
+The public names stand in `__all__`. Most of them need torch, so each is loaded on first use: `import flopwatch`
+costs nothing, and `flopwatch.peak_flops(name=...)` answers on a laptop without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flopwatch.version import __version__
+
+if TYPE_CHECKING:
+    from flopwatch.errors import (
+        FlopwatchError,
+        InputError,
+        MeasurementError,
+        MissingDependencyError,
+        UntraceableError,
+    )
+    from flopwatch.flops.count import count_flops
+    from flopwatch.flops.fit import fit_flops_law
+    from flopwatch.flops.formulas import register_formula
+    from flopwatch.flops.law import FlopLaw
+    from flopwatch.hardware import measure_peak, peak_flops
+    from flopwatch.mfu import calculate_mfu, calculate_mfu_with_profiler, profile_model_flops
+    from flopwatch.records import FlopCount, Peak, PhaseFlops, UncountedOp
+
+_HOME = {
+    "FlopCount": "records",
+    "FlopLaw": "flops.law",
+    "FlopwatchError": "errors",
+    "InputError": "errors",
+    "MeasurementError": "errors",
+    "MissingDependencyError": "errors",
+    "Peak": "records",
+    "PhaseFlops": "records",
+    "UncountedOp": "records",
+    "UntraceableError": "errors",
+    "calculate_mfu": "mfu",
+    "calculate_mfu_with_profiler": "mfu",
+    "count_flops": "flops.count",
+    "fit_flops_law": "flops.fit",
+    "measure_peak": "hardware",
+    "peak_flops": "hardware",
+    "profile_model_flops": "mfu",
+    "register_formula": "flops.formulas",
+}
+
+__all__ = [
+    "FlopCount",
+    "FlopLaw",
+    "FlopwatchError",
+    "InputError",
+    "MeasurementError",
+    "MissingDependencyError",
+    "Peak",
+    "PhaseFlops",
+    "UncountedOp",
+    "UntraceableError",
+    "__version__",
+    "calculate_mfu",
+    "calculate_mfu_with_profiler",
+    "count_flops",
+    "fit_flops_law",
+    "measure_peak",
+    "peak_flops",
+    "profile_model_flops",
+    "register_formula",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'flopwatch' has no attribute {name!r}")
+    return getattr(import_module(f"flopwatch.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,5 @@
+"""Lets `python -m flopwatch` work like the command."""
+
+from flopwatch.cli import main
+
+main()

@@ -1,0 +1,39 @@
+"""The commands of `flopwatch`. Command modules import what is heavy inside their functions, so `--help` is quick."""
+
+from typing import Annotated
+
+import typer
+
+from flopwatch.cli.flops import flops
+from flopwatch.cli.light_command import LightCommand, LightGroup
+from flopwatch.cli.peak import peak
+from flopwatch.version import __version__
+
+app = typer.Typer(
+    name="flopwatch",
+    cls=LightGroup,
+    help="What a PyTorch training step really costs, to the FLOP, and how much of the hardware it uses.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Plain help: drawing it with rich doubles the time it takes.
+    rich_markup_mode=None,
+)
+app.command("peak", cls=LightCommand)(peak)
+app.command("flops", cls=LightCommand)(flops)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"flopwatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _flopwatch(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    # With a callback, typer keeps `peak` a sub command even while it is the only one.
+    pass

@@ -1,0 +1,211 @@
+"""Estimate FLOPs from the modules' shapes alone. Runs nothing, so it always has an answer, and an error.
+
+Every weight matrix meets every token of its stream once: 2 FLOPs per weight and token forward, as many again for the
+input's gradient and for the weight's own where they are needed (Kaplan et al., arXiv 2001.08361, §2.1, without their
+assumption that all parameters do). Experts count by the share that is active. Attention adds its two products over the
+pairs of positions. What it leaves out: state-space scans, relative positions, losses. Measured errors per architecture
+stand in docs/accuracy.md.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.errors import InputError
+from flopwatch.flops.batches import named
+from flopwatch.flops.passes import LossFn
+from flopwatch.flops.replica import unwrap
+from flopwatch.flops.streams import Stream, read_streams, stream_of
+from flopwatch.records import AttentionConvention, FlopCount, PhaseFlops
+
+_ACTIVE_EXPERTS = (
+    "num_experts_per_tok",
+    "top_k",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "num_selected_experts",
+)
+_QUERY = ("q_proj", "q_b_proj", "query", "q", "wq", "to_q", "query_proj")
+_OUTPUT = ("o_proj", "out_proj", "o", "wo", "dense", "c_proj", "proj", "to_out")
+_VALUE = ("value", "v_proj", "v")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_POOLINGS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """One use of one weight: how many multiply-adds, and whether the weight is trained."""
+
+    module: str
+    multiply_adds: int
+    trained: bool
+
+
+def count_by_estimate(
+    model: nn.Module, batch: Any, *, attention: AttentionConvention, loss_fn: LossFn | None, training: bool
+) -> FlopCount:
+    """Estimate; raise InputError for a model without any weight matrix."""
+    model = unwrap(model)
+    streams = read_streams(model, named(batch))
+    products = list(_weight_products(model, streams))
+    if not products:
+        raise InputError(f"{type(model).__name__} has no weight matrix to estimate from")
+    scores = _attention_products(model, streams, attention)
+    by_module: dict[str, PhaseFlops] = {}
+    any_trained_before = _trains_embeddings(model)
+    for product in _in_order(products, scores):
+        backward = int(any_trained_before) * product.multiply_adds
+        if product in scores:
+            backward *= 2  # both operands of each product are activations
+        elif product.trained:
+            backward += product.multiply_adds
+        any_trained_before = any_trained_before or product.trained
+        flops = PhaseFlops(2 * product.multiply_adds, 2 * backward if training else 0)
+        by_module[product.module] = by_module.get(product.module, PhaseFlops()) + flops
+    return _as_count(by_module, attention, checkpointed=training and _checkpoints(model))
+
+
+def _as_count(by_module: dict[str, PhaseFlops], attention: AttentionConvention, *, checkpointed: bool) -> FlopCount:
+    total = sum(by_module.values(), PhaseFlops())
+    recompute = total.forward if checkpointed else 0
+    notes = ["an estimate from the modules' shapes: see docs/accuracy.md for its error on architectures like this one"]
+    if checkpointed:
+        notes.append("the model uses gradient checkpointing: one more forward pass is assumed")
+    return FlopCount(
+        model_flops=total.forward + total.backward,
+        hardware_flops=total.forward + total.backward + recompute,
+        forward_flops=total.forward,
+        backward_flops=total.backward,
+        recompute_flops=recompute,
+        method="estimate",
+        attention=attention,
+        by_module=by_module,
+        notes=tuple(notes),
+    )
+
+
+def _weight_products(model: nn.Module, streams: Mapping[str, Stream]) -> Iterator[_Product]:
+    for path, module in model.named_modules():
+        stream = streams[stream_of(path, streams)]
+        if isinstance(module, _POOLINGS):
+            stream.conv_positions(path, module)
+        for name, weight in module.named_parameters(recurse=False):
+            per_token = _weights_per_token(model, path, module, name, weight)
+            if not per_token:
+                continue
+            if isinstance(module, _CONVOLUTIONS):
+                positions = stream.batch_size * stream.conv_positions(path, module)
+            else:
+                positions = stream.linear_positions(path)
+            yield _Product(path, int(positions * per_token), weight.requires_grad)
+
+
+def _weights_per_token(model: nn.Module, path: str, module: nn.Module, name: str, weight: torch.Tensor) -> float:
+    """Multiply-adds one token makes with this parameter."""
+    if weight.dim() < 2 or name.endswith("bias") or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return 0
+    if isinstance(module, _CONVOLUTIONS):
+        return prod(weight.shape)
+    if weight.dim() == 3:
+        # Stacked experts; a leading 1 is a token or position table.
+        return prod(weight.shape) * _active_share(model, weight.shape[0]) if weight.shape[0] > 1 else 0
+    if ".experts." in f".{path}." and path.rpartition("experts.")[2][:1].isdigit():
+        siblings = len(list(model.get_submodule(path.rpartition("experts.")[0] + "experts").children()))
+        return prod(weight.shape) * _active_share(model, siblings)
+    return prod(weight.shape)
+
+
+def _active_share(model: nn.Module, experts: int) -> float:
+    config = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None)):
+        for name in _ACTIVE_EXPERTS:
+            active = getattr(holder, name, None)
+            if isinstance(active, int):
+                return min(1.0, active / experts)
+    return 1.0
+
+
+def _attention_products(
+    model: nn.Module, streams: Mapping[str, Stream], attention: AttentionConvention
+) -> list[_Product]:
+    """The two products over pairs of positions, for every module that has a query projection or a fused one."""
+    products = []
+    for path, module in model.named_modules():
+        widths = _attention_widths(module)
+        if widths:
+            queries, keys = _attention_lengths(path, streams)
+            half = attention == "causal" and queries == keys and _is_causal(model, path)
+            pairs = queries * (keys + 1) // 2 if half else queries * keys
+            products.append(_Product(path, streams[stream_of(path, streams)].batch_size * pairs * sum(widths), False))
+    return products
+
+
+def _attention_widths(module: nn.Module) -> tuple[int, int] | None:
+    """Heads x width of queries and of values, read off the projections."""
+    if "attention" not in type(module).__name__.lower() and "attn" not in type(module).__name__.lower():
+        return None
+    children = dict(module.named_children())
+    outgoing = next((_features(children[name])[0] for name in _OUTPUT if name in children), None)
+    query = next((_features(children[name])[1] for name in _QUERY if name in children), None)
+    value = next((_features(children[name])[1] for name in _VALUE if name in children), None)
+    fused = any("qkv" in name or name in ("query_key_value", "c_attn", "in_proj") for name in children)
+    if query is None and not fused:
+        return None
+    wide = outgoing or (value if value and query and value >= query else query)
+    return (query or wide or 0, wide or 0) if wide else None
+
+
+def _features(module: nn.Module) -> tuple[int | None, int | None]:
+    """Inputs and outputs of a projection, through a LoRA wrapper if there is one."""
+    module = getattr(module, "base_layer", module)
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2:  # GPT-2's Conv1D keeps it transposed
+        return weight.shape[0], weight.shape[1]
+    return None, None
+
+
+def _attention_lengths(path: str, streams: Mapping[str, Stream]) -> tuple[int, int]:
+    own = streams[stream_of(path, streams)].attended_now
+    crosses = any(word in path.lower() for word in ("encdec", "cross", "encoder_attn"))
+    return (own, streams["encoder"].attended_now) if crosses and "encoder" in streams else (own, own)
+
+
+def _is_causal(model: nn.Module, path: str) -> bool:
+    config = getattr(model, "config", None)
+    is_vision = any(word in path for word in ("vision", "visual"))
+    return not is_vision and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and config is not None
+
+
+def _in_order(products: list[_Product], scores: list[_Product]) -> list[_Product]:
+    """Attention's products after the projections that feed them."""
+    ordered: list[_Product] = []
+    waiting = list(scores)
+    for product in products:
+        while waiting and not product.module.startswith(waiting[0].module) and _is_past(ordered, waiting[0]):
+            ordered.append(waiting.pop(0))
+        ordered.append(product)
+    return ordered + waiting
+
+
+def _is_past(ordered: list[_Product], score: _Product) -> bool:
+    return any(product.module.startswith(score.module) for product in ordered)
+
+
+def _trains_embeddings(model: nn.Module) -> bool:
+    return any(
+        parameter.requires_grad
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

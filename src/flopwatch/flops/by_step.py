@@ -1,0 +1,78 @@
+"""Count one real step: for models that fake tensors cannot follow.
+
+It runs on a stand-in that shares the live parameters' storage, so the live gradients, buffers and hooks are not
+touched, but forward and backward really run and need their memory.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from flopwatch.errors import FlopwatchError, MeasurementError
+from flopwatch.flops.counter import CountingMode
+from flopwatch.flops.passes import LossFn, run_step
+from flopwatch.flops.replica import ModuleStack, replicate
+from flopwatch.flops.undisturbed import undisturbed
+from flopwatch.records import AttentionConvention, FlopCount
+
+
+def count_by_step(
+    model: nn.Module, batch: Any, *, attention: AttentionConvention, loss_fn: LossFn | None, training: bool
+) -> FlopCount:
+    """Raise MeasurementError where the step cannot be run."""
+    obstacle = step_obstacle(model)
+    if obstacle:
+        raise MeasurementError(f"{obstacle}; use method='trace'")
+    stack = ModuleStack()
+    keeper = _GradientKeeper()
+    mode = CountingMode(stack, attention, keeper.execute)
+    with undisturbed(), keeper:
+        replica = replicate(model, _alias, stack)
+        copied_batch = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), batch)
+        try:
+            run_step(replica, copied_batch, loss_fn, mode, training=training)
+        except FlopwatchError:
+            raise
+        except Exception as error:
+            raise MeasurementError(
+                f"the step raised {type(error).__name__} in module {stack.failed_in!r}: {error}"
+            ) from error
+    return mode.tally.as_count("step", attention)
+
+
+def step_obstacle(model: nn.Module) -> str | None:
+    """Why a real step cannot be run in this process, or None."""
+    for parameter in model.parameters():
+        if parameter.device.type == "meta":
+            return "the model is on the meta device and has no weights to run a step with"
+        if hasattr(parameter, "full_tensor"):  # a DTensor
+            return "its parameters are sharded, so one process cannot run a step"
+    return None
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Parameters are only read and share storage; buffers (batch norm's statistics) are written to, so copied."""
+    return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+
+
+class _GradientKeeper:
+    """Puts back the gradients of parameters that the stand-in does not know of (a module hidden in a closure)."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for value in args:
+            if isinstance(value, nn.Parameter):
+                gradient = value.grad
+                self._kept.setdefault(id(value), (value, None if gradient is None else gradient.clone()))
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        for parameter, gradient in self._kept.values():
+            parameter.grad = gradient

@@ -1,0 +1,106 @@
+"""Fake tensors for counting: shapes without storage, on the CPU, and answers where torch has none.
+
+Parameters, floating buffers and floating inputs become fake; everything else stays real (token ids, grids, masks,
+coins), so the values that steer a model's control flow exist. The fake mode itself is not entered: an op that meets a
+fake tensor is faked by the tensor, any other op runs for real.
+"""
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_any, tree_map_only
+
+from flopwatch.errors import UntraceableError
+from flopwatch.flops.formulas import bind
+
+_CPU = torch.device("cpu")
+_aten = torch.ops.aten
+
+_INDEXED_BY_MASK = {_aten.index, _aten.index_put, _aten.index_put_}
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class Faker:
+    """Makes fake tensors of one mode and runs ops on them."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake of a floating tensor; a CPU copy of any other, so that in-place ops do not reach the original."""
+        if tensor.is_floating_point() or tensor.is_complex():
+            return self._empty(tensor.shape, tensor.dtype)
+        if tensor.device.type == "meta":
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=_CPU)
+        return tensor.detach().to(_CPU, copy=True)
+
+    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        with self._mode:
+            return torch.empty(shape, dtype=dtype, device=_CPU)
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op. Every device becomes the CPU: nothing may reach an accelerator."""
+        args, kwargs = tree_map_only(torch.Tensor, self._localised, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _CPU}
+        if tree_any(lambda value: isinstance(value, FakeTensor), (args, kwargs)):
+            answer = self._answer(func, args, kwargs)
+            if answer is not None:
+                return answer
+        return func(*args, **kwargs)
+
+    def _localised(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if isinstance(tensor, torch.nn.Parameter):
+            raise UntraceableError(
+                f"the model uses a parameter of shape {tuple(tensor.shape)} that is not among its parameters()"
+            )
+        return tensor if tensor.device == _CPU else self.tensor(tensor)
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Shapes of ops that fake tensors cannot do, None for all others."""
+        packet = getattr(func, "_overloadpacket", None)
+        if packet in _INDEXED_BY_MASK:
+            return func(args[0], _mask_to_positions(args[1]), *args[2:], **kwargs)
+        if packet is _aten._grouped_mm:
+            return self._grouped_mm(bind(func, args, kwargs))
+        if packet is _aten._ctc_loss:
+            return self._ctc_loss(bind(func, args, kwargs))
+        if packet is _aten._ctc_loss_backward:
+            log_probs = bind(func, args, kwargs)["log_probs"]
+            return self._empty(log_probs.shape, log_probs.dtype)
+        return None
+
+    def _grouped_mm(self, arguments: dict[str, Any]) -> torch.Tensor:
+        """Torch's own shape function accepts bf16 only."""
+        a, b, offsets = arguments["self"], arguments["mat2"], arguments["offs"]
+        groups = [] if a.dim() != b.dim() else [a.shape[0] if a.dim() == 3 else offsets.shape[0]]
+        shape = torch.Size([*groups, a.shape[-2], b.shape[-1]])
+        return self._empty(shape, arguments["out_dtype"] or a.dtype)
+
+    def _ctc_loss(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = arguments["log_probs"]
+        time, batch = log_probs.shape[:2]
+        longest = max(int(length) for length in arguments["target_lengths"])
+        losses = self._empty(torch.Size([batch]), log_probs.dtype)
+        return losses, self._empty(torch.Size([batch, time, 2 * longest + 1]), log_probs.dtype)
+
+
+def _mask_to_positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Write boolean masks out as the positions they select: a mask we know the values of has a known size."""
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or isinstance(index, FakeTensor) or index.dtype not in (torch.bool, torch.uint8):
+            positions.append(index)
+        else:
+            positions += index.nonzero().unbind(-1)
+    return positions

@@ -1,0 +1,169 @@
+"""Fused attention: every kernel torch and the common packages have, under both conventions.
+
+Forward is two products over the pairs of positions, Q·Kᵀ and P·V. The mathematics of the backward pass is four: dV,
+dP, dQ, dK (Dao et al., FlashAttention, arXiv 2205.14135, algorithm 4). A fused kernel computes Q·Kᵀ once more, because
+it did not keep the scores: that fifth product is executed, not needed. Neither is the gradient of an input that needs
+none, which a fused kernel computes all the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
+
+MASK_NOT_READABLE = "the attention mask is computed from activations and could not be read: counted as full attention"
+
+_HEADS_FIRST = [
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_scaled_dot_product_attention_math_for_mps",
+    "aten::_cudnn_attention",
+]
+_POSITIONS_FIRST = [
+    "aten::_flash_attention",
+    "aten::_efficient_attention",
+    "flash_attn::_flash_attn",
+    "flash_attn::_flash_attn_varlen",
+    "flash_attn_3::fwd",
+    "torch_attn::_varlen_attn",
+    "xformers_flash::flash",
+    "xformers_flash3::flash",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What the products run over: (pairs of positions) x heads, summed over the batch, and the two widths."""
+
+    pairs: int
+    query_width: int
+    value_width: int
+    note: str | None = None
+
+
+@formula(*_HEADS_FIRST, "aten::_cudnn_attention_forward")
+def _heads_first_forward(call: OpCall) -> OpFlops:
+    return _forward(_heads_first_sizes(call))
+
+
+@formula(*(name + "_backward" for name in _HEADS_FIRST))
+def _heads_first_backward(call: OpCall) -> OpFlops:
+    return _backward(_heads_first_sizes(call), call.needs_grad)
+
+
+@formula(
+    *_POSITIONS_FIRST, *(name + "_forward" for name in _POSITIONS_FIRST), *(name + "_fwd" for name in _POSITIONS_FIRST)
+)
+def _positions_first_forward(call: OpCall) -> OpFlops:
+    return _forward(_positions_first_sizes(call))
+
+
+@formula(*(name + "_backward" for name in _POSITIONS_FIRST), *(name + "_bwd" for name in _POSITIONS_FIRST))
+def _positions_first_backward(call: OpCall) -> OpFlops:
+    return _backward(_positions_first_sizes(call), call.needs_grad)
+
+
+def _forward(sizes: _Sizes) -> OpFlops:
+    return OpFlops(2 * sizes.pairs * (sizes.query_width + sizes.value_width), note=sizes.note)
+
+
+def _backward(sizes: _Sizes, needs_grad: tuple[bool, ...]) -> OpFlops:
+    query, key, value = needs_grad[:3] if len(needs_grad) >= 3 else (True, True, True)
+    widths = (query + key) * sizes.query_width + (value + (query or key)) * sizes.value_width
+    executed = 3 * sizes.query_width + 2 * sizes.value_width
+    return OpFlops(2 * sizes.pairs * widths, 2 * sizes.pairs * (executed - widths), sizes.note)
+
+
+def attention_forward_flops(query: Any, key: Any, value: Any) -> OpFlops:
+    """Full attention over tensors laid out (batch, heads, positions, width)."""
+    return _forward(_full_sizes(query, key, value))
+
+
+def attention_backward_flops(query: Any, key: Any, value: Any) -> OpFlops:
+    return _backward(_full_sizes(query, key, value), ())
+
+
+def _full_sizes(query: Any, key: Any, value: Any) -> _Sizes:
+    batch, heads, queries, width = query.shape
+    return _Sizes(batch * heads * queries * key.shape[-2], width, value.shape[-1])
+
+
+def _heads_first_sizes(call: OpCall) -> _Sizes:
+    query, key, value = _operands(call)
+    full = _full_sizes(query, key, value)
+    if call.attention == "full":
+        return full
+    mask = next((call.arguments[name] for name in ("attn_mask", "attn_bias") if _given(call, name)), None)
+    if mask is not None:
+        pairs = _unmasked_pairs(mask, full.pairs)
+        note = MASK_NOT_READABLE if pairs is None else None
+        return _Sizes(full.pairs if pairs is None else pairs, full.query_width, full.value_width, note)
+    if not call.arguments.get("is_causal"):
+        return full
+    batch, heads, queries, _ = query.shape
+    pairs = batch * heads * causal_pairs(queries, key.shape[-2], last_aligned=False)
+    return _Sizes(pairs, full.query_width, full.value_width)
+
+
+def _positions_first_sizes(call: OpCall) -> _Sizes:
+    query, key, value = _operands(call)
+    query_lengths = _lengths(call, query, ("cum_seq_q", "cu_seqlens_q", "cu_seq_q"))
+    key_lengths = _lengths(call, key, ("cum_seq_k", "cu_seqlens_k", "cu_seq_k")) or query_lengths
+    causal = call.attention == "causal" and bool(
+        call.arguments.get("is_causal") or call.arguments.get("causal") or call.arguments.get("custom_mask_type")
+    )
+    # The flash kernels align a causal mask with the last position, unlike torch's own attention.
+    pairs = sum(
+        causal_pairs(queries, keys, last_aligned=True) if causal else queries * keys
+        for queries, keys in zip(query_lengths, key_lengths, strict=True)
+    )
+    return _Sizes(query.shape[-2] * pairs, query.shape[-1], value.shape[-1])
+
+
+def causal_pairs(queries: int, keys: int, *, last_aligned: bool) -> int:
+    """How many (query, key) pairs a causal mask leaves.
+
+    >>> causal_pairs(4, 4, last_aligned=False)
+    10
+    """
+    square = min(queries, keys)
+    triangle = square * (square + 1) // 2
+    if last_aligned:  # surplus keys lie before the diagonal and are seen by every query
+        return triangle + max(0, keys - queries) * queries
+    return triangle + max(0, queries - keys) * keys
+
+
+def _operands(call: OpCall) -> tuple[Any, Any, Any]:
+    arguments = call.arguments
+    names = ("query", "key", "value") if "query" in arguments else ("q", "k", "v")
+    return arguments[names[0]], arguments[names[1]], arguments[names[2]]
+
+
+def _given(call: OpCall, name: str) -> bool:
+    return isinstance(call.arguments.get(name), torch.Tensor)
+
+
+def _lengths(call: OpCall, operand: Any, names: Sequence[str]) -> list[int]:
+    """Lengths of the sequences in a packed batch; of every row where it is not packed."""
+    for name in names:
+        if _given(call, name) and operand.dim() == 3:
+            return [int(length) for length in call.arguments[name].diff().tolist()]
+    if operand.dim() == 3:
+        return [operand.shape[0]]
+    return [operand.shape[1]] * operand.shape[0]
+
+
+def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
+    """Pairs the mask lets through, or None when its values cannot be read (it is fake)."""
+    if isinstance(mask, FakeTensor) or mask.device.type == "meta":
+        return None
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    # A mask of one head or one row is broadcast over the others.
+    return int(torch.count_nonzero(allowed)) * (full_pairs // allowed.numel())

@@ -1,0 +1,132 @@
+"""Where an op's formula is kept and found.
+
+Formulas are kept by the op's qualified name (`aten::mm`), so an op of a package that is not installed can have one.
+Ours come first; torch's own registry is asked for what we do not have, so formulas that users gave to torch count too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry as torch_registry
+
+from flopwatch.errors import InputError
+from flopwatch.records import AttentionConvention
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One call of one op, its arguments by the names of the op's schema, defaults filled in.
+
+    `needs_grad` tells in a backward op which inputs of the forward op need a gradient, in order; it is empty where
+    that is not known.
+    """
+
+    func: torch._ops.OpOverload
+    arguments: Mapping[str, Any]
+    out: Any
+    attention: AttentionConvention = "full"
+    needs_grad: tuple[bool, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.func._schema.name)
+
+
+@dataclass(frozen=True, slots=True)
+class OpFlops:
+    """FLOPs of one call: what the mathematics needs, and what the kernel computes beyond that."""
+
+    needed: int
+    extra: int = 0
+    note: str | None = None
+
+
+Formula = Callable[[OpCall], OpFlops | int]
+
+_formulas: dict[str, Formula] = {}
+
+
+def formula(*names: str) -> Callable[[Formula], Formula]:
+    """Register a built-in formula under the ops' qualified names."""
+
+    def register(function: Formula) -> Formula:
+        _formulas.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def register_formula(
+    op: str | torch._ops.OpOverloadPacket[Any, Any] | torch._ops.OpOverload[Any, Any], *, replace: bool = False
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Teach flopwatch what an op costs.
+
+    The function gets the op's own arguments as they were passed, and `out`, its result. Tensors may be fake: read
+    shapes, not values.
+
+    Args:
+        op: `torch.ops.mylib.foo` or its name, `"mylib::foo"`.
+        replace: Set to replace a formula that is already there.
+
+    Example:
+        >>> @register_formula("mylib::scale_and_multiply")
+        ... def scale_and_multiply_flops(a, b, scale, *, out):
+        ...     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    """
+    name = op if isinstance(op, str) else _qualified_name(op)
+    if "::" not in name:
+        raise InputError(f"an op's name looks like 'mylib::foo', got {name!r}")
+    if name in _formulas and not replace:
+        raise InputError(f"{name} has a formula already; pass replace=True to put yours in its place")
+
+    def register(function: Callable[..., int]) -> Callable[..., int]:
+        def as_called(call: OpCall) -> int:
+            args, kwargs = unbind(call)
+            return function(*args, **kwargs, out=call.out)
+
+        _formulas[name] = as_called
+        return function
+
+    return register
+
+
+def find_formula(func: torch._ops.OpOverload[Any, Any]) -> Formula | None:
+    """Our formula for this op, else torch's, else None."""
+    ours = _formulas.get(func._schema.name)
+    if ours is not None:
+        return ours
+    theirs = torch_registry.get(func._overloadpacket)
+    if theirs is None:
+        return None
+
+    def as_called(call: OpCall) -> int:
+        args, kwargs = unbind(call)
+        return int(theirs(*args, **kwargs, out_val=call.out))
+
+    return as_called
+
+
+def bind(func: torch._ops.OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's arguments by the names in the op's schema."""
+    schema = func._schema.arguments
+    bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    bound.update(zip((argument.name for argument in schema), args, strict=False))
+    bound.update(kwargs)
+    return bound
+
+
+def unbind(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments as a call takes them: positional ones in order, keyword-only ones by name."""
+    schema = call.func._schema.arguments
+    given = call.arguments
+    args = [given[item.name] for item in schema if not item.kwarg_only and item.name in given]
+    kwargs = {item.name: given[item.name] for item in schema if item.kwarg_only and item.name in given}
+    return args, kwargs
+
+
+def _qualified_name(op: torch._ops.OpOverloadPacket[Any, Any] | torch._ops.OpOverload[Any, Any]) -> str:
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op._schema.name)
+    return str(op._qualified_op_name)

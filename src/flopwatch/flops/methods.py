@@ -1,0 +1,60 @@
+"""The ways to count a batch as it stands, and which one is tried when another fails."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from flopwatch.errors import InputError, MeasurementError
+from flopwatch.flops.by_estimate import count_by_estimate
+from flopwatch.flops.by_step import count_by_step, step_obstacle
+from flopwatch.flops.by_trace import count_by_trace
+from flopwatch.flops.passes import LossFn
+from flopwatch.records import AttentionConvention, FlopCount
+
+MethodChoice = Literal["auto", "trace", "step", "estimate"]
+
+
+def count_as_is(
+    model: nn.Module,
+    batch: Any,
+    *,
+    method: MethodChoice | Callable[[Any], int],
+    attention: AttentionConvention,
+    loss_fn: LossFn | None,
+    training: bool,
+) -> FlopCount:
+    """Count every position, padding or not."""
+    if callable(method):
+        return _count_by_user(method, batch, attention)
+    if method not in get_args(MethodChoice):
+        choices = ", ".join(map(repr, get_args(MethodChoice)))
+        raise InputError(f"method is one of {choices} or a function from a batch to its FLOPs, got {method!r}")
+    ways = {"trace": count_by_trace, "step": count_by_step, "estimate": count_by_estimate}
+    if method != "auto":
+        return ways[method](model, batch, attention=attention, loss_fn=loss_fn, training=training)
+    return _count_by_first_that_works(model, batch, attention=attention, loss_fn=loss_fn, training=training)
+
+
+def _count_by_first_that_works(model: nn.Module, batch: Any, **options: Any) -> FlopCount:
+    try:
+        return count_by_trace(model, batch, **options)
+    except MeasurementError as error:
+        trace_error = error
+    obstacle = step_obstacle(model)
+    if obstacle is None:
+        count = count_by_step(model, batch, **options)
+        note = f"counted on one real step, because fake tensors could not follow the model: {trace_error}"
+    else:
+        count = count_by_estimate(model, batch, **options)
+        note = f"estimated: fake tensors could not follow the model ({trace_error}), and {obstacle}"
+    return replace(count, notes=(note, *count.notes))
+
+
+def _count_by_user(flops_fn: Callable[[Any], int], batch: Any, attention: AttentionConvention) -> FlopCount:
+    flops = flops_fn(batch)
+    if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
+        raise InputError(f"the function given as method must return a positive finite number of FLOPs, got {flops!r}")
+    note = "as the user's function says; forward and backward are not told apart"
+    return FlopCount(int(flops), int(flops), 0, 0, 0, method="flops_fn", attention=attention, notes=(note,))

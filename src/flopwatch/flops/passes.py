@@ -1,0 +1,63 @@
+"""One training step on a stand-in of the model: forward, loss, backward, and nothing left behind."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.errors import InputError
+from flopwatch.flops.counter import CountingMode
+
+LossFn = Callable[[Any], torch.Tensor]
+
+
+def run_step(model: nn.Module, batch: Any, loss_fn: LossFn | None, mode: CountingMode, *, training: bool) -> None:
+    """Run the step under the counting mode; `training=False` runs the forward pass only."""
+    args, kwargs = as_call(batch)
+    if not training:
+        with torch.no_grad(), mode:
+            model.eval()(*args, **kwargs)
+        return
+    if not model.training:
+        model.train()
+    with torch.enable_grad(), mode:
+        loss = _loss(model(*args, **kwargs), loss_fn)
+        if not loss.requires_grad:
+            raise InputError(
+                "the loss does not depend on any parameter that requires a gradient; "
+                "unfreeze one, or pass training=False to count the forward pass"
+            )
+        mode.in_backward = True
+        loss.backward()
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch is keyword arguments, positional arguments or the one argument of the model."""
+    if isinstance(batch, Mapping):
+        if not all(isinstance(name, str) for name in batch):
+            raise InputError(f"a batch given as a dict needs argument names as keys, got {list(batch)[:5]}")
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def _loss(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
+    loss = loss_fn(output) if loss_fn else _loss_of_output(output)
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(f"the loss must be a tensor, got {type(loss).__name__}; let loss_fn return a scalar tensor")
+    # Any differentiable loss sends a gradient of the output's shape; which one does not change the count.
+    return loss if loss.numel() == 1 else loss.sum()
+
+
+def _loss_of_output(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise InputError(
+            f"the model returned {type(output).__name__} without a loss; put labels into the batch, "
+            "or pass loss_fn=lambda output: ... that returns the scalar your training minimises"
+        )
+    return loss

@@ -1,0 +1,198 @@
+"""A stand-in for a live model: the same modules and code, other tensors, none of the user's hooks.
+
+The live model is never touched. Each module is copied shallowly, its parameters and buffers replaced by what the caller
+maps them to (fake tensors, or aliases of the real ones), so a forward pass writes into the copies only. Wrappers that
+change how a model runs but not what it computes (`torch.compile`, DDP, FSDP2) are taken off on the way.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from flopwatch.errors import InputError, UntraceableError
+
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
+
+_HOOK_TABLES = [
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+]
+# Hooks these libraries install are part of the model (old-style weight norm, captured hidden states); all others are
+# the user's or a wrapper's.
+_LIBRARIES_WHOSE_HOOKS_COMPUTE = ("torch.nn.utils.", "transformers.")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Take off the wrappers that do not change the mathematics."""
+    while True:
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            module = module.module
+        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
+            module = cast("nn.Module", module._orig_mod)
+        else:
+            return module
+
+
+class ModuleStack:
+    """The path of the module that runs now; `""` is the model itself."""
+
+    def __init__(self) -> None:
+        self._paths = [""]
+        self.failed_in: str | None = None
+
+    @property
+    def current(self) -> str:
+        return self._paths[-1]
+
+    @property
+    def is_inside(self) -> bool:
+        return len(self._paths) > 1
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        self._paths.append(path)
+        try:
+            yield
+        except Exception:
+            self.failed_in = self.failed_in or path  # the innermost one is left first
+            raise
+        finally:
+            self._paths.pop()
+
+
+def replicate(model: nn.Module, map_tensor: TensorMap, stack: ModuleStack) -> nn.Module:
+    """Copy the module tree; a tensor that occurs twice (tied weights) is mapped once."""
+    return _Replicator(map_tensor, stack).module(model, "")
+
+
+class _Replicator:
+    def __init__(self, map_tensor: TensorMap, stack: ModuleStack) -> None:
+        self._map_tensor = map_tensor
+        self._stack = stack
+        self._copies: dict[int, Any] = {}
+        # Ids are only unique among living objects, so the originals are kept until the copy is done.
+        self._originals: list[Any] = []
+
+    def module(self, module: nn.Module, path: str) -> nn.Module:
+        original = unwrap(module)
+        if id(original) in self._copies:
+            return self._copies[id(original)]  # type: ignore[no-any-return]
+        if isinstance(original, torch.jit.ScriptModule):
+            raise UntraceableError(
+                f"module {path or type(original).__name__!r} is TorchScript, whose code cannot be run on other "
+                "tensors; count the Python module it was made from"
+            )
+        copy: nn.Module = object.__new__(_plain_class(original))
+        self._remember(original, copy)
+        if module is not original:
+            self._remember(module, copy)
+        copy.__dict__["_parameters"] = {name: self.value(value) for name, value in original._parameters.items()}
+        copy.__dict__["_buffers"] = {name: self.value(value) for name, value in original._buffers.items()}
+        copy.__dict__["_modules"] = {
+            name: None if child is None else self.module(child, f"{path}.{name}".lstrip("."))
+            for name, child in original._modules.items()
+        }
+        # After the children, so that a module which is also kept in a plain attribute goes by its path in the tree.
+        attributes = original.__dict__.items()
+        copy.__dict__.update({name: self.value(value) for name, value in attributes if name not in _STATE})
+        copy.__dict__.update(_kept_hooks(original))
+        # nn.Module.__call__ prefers this attribute: it is how the running module is known without a hook.
+        copy.__dict__["_compiled_call_impl"] = functools.partial(_call_inside, copy, self._stack, path)
+        return copy
+
+    def value(self, value: Any) -> Any:
+        """Map tensors, modules and what holds them; share everything else with the live model."""
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if isinstance(value, torch.Tensor):
+            return self._remember(value, self._tensor(value))
+        if isinstance(value, nn.Module):
+            return self.module(value, type(value).__name__)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            return MethodType(value.__func__, self.module(value.__self__, ""))
+        if isinstance(value, functools.partial):
+            return functools.partial(self.value(value.func), *map(self.value, value.args), **self.value(value.keywords))
+        if type(value) in (list, tuple, set):
+            return type(value)(map(self.value, value))
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, self.value(item)) for key, item in value.items())
+        return value
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_lazy(tensor):
+            raise InputError("the model has lazy parameters without a shape yet; run one batch through it first")
+        mapped = self._map_tensor(tensor)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(mapped, requires_grad=tensor.requires_grad)
+        return mapped
+
+    def _remember(self, original: Any, copy: Any) -> Any:
+        self._originals.append(original)
+        self._copies[id(original)] = copy
+        return copy
+
+
+_STATE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *_HOOK_TABLES}
+
+
+def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, **kwargs: Any) -> Any:
+    with stack.inside(path):
+        return module._call_impl(*args, **kwargs)
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class as the user wrote it: `fully_shard` swaps in a subclass that shards."""
+    cls = type(module)
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        if isinstance(module, FullyShardedDataParallel):
+            raise UntraceableError(
+                "FSDP1 flattens parameters and hides their shapes; count the model before wrapping it, "
+                "or use fully_shard"
+            )
+        if isinstance(module, FSDPModule):
+            return cls.__mro__[2]
+    return cls
+
+
+def _kept_hooks(module: nn.Module) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for table in _HOOK_TABLES:
+        hooks = getattr(module, table)
+        kept[table] = type(hooks)((key, hook) for key, hook in hooks.items() if _computes(module, key))
+    return kept
+
+
+def _computes(module: nn.Module, key: int) -> bool:
+    hook = module._forward_pre_hooks.get(key) or module._forward_hooks.get(key)
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).startswith(_LIBRARIES_WHOSE_HOOKS_COMPUTE)
+
+
+@contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Hooks registered for all modules would fire for the copies too."""
+    tables = [value for name, value in vars(nn.modules.module).items() if name.startswith("_global_") and value]
+    tables = [table for table in tables if isinstance(table, OrderedDict)]
+    saved = [OrderedDict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, entries in zip(tables, saved, strict=True):
+            table.update(entries)

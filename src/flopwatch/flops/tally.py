@@ -1,0 +1,74 @@
+"""Adds up what the ops of one step cost: by phase, by op, by module, and what had no formula."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+
+from flopwatch.flops.formulas import OpFlops
+from flopwatch.records import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
+
+Phase = Literal["forward", "backward", "recompute"]
+
+
+class Tally:
+    """A running sum; `as_count` turns it into the result."""
+
+    def __init__(self) -> None:
+        self._flops: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._counted_calls = 0
+        self._uncounted: Counter[tuple[str, str, tuple[tuple[int, ...], ...]]] = Counter()
+        self._notes: dict[str, None] = {}
+
+    def add(self, op: str, module: str, phase: Phase, flops: OpFlops) -> None:
+        self._counted_calls += 1
+        cell = self._flops[op, module]
+        cell[phase] += flops.needed
+        cell["recompute"] += flops.extra
+        if flops.note:
+            self.note(flops.note)
+
+    def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor]) -> None:
+        self._uncounted[op, module, tuple(tuple(tensor.shape) for tensor in tensors)] += 1
+
+    def note(self, text: str) -> None:
+        self._notes[text] = None
+
+    def as_count(self, method: Method, attention: AttentionConvention) -> FlopCount:
+        by_op = self._grouped(0)
+        total = sum(by_op.values(), PhaseFlops())
+        uncounted_calls = sum(self._uncounted.values())
+        calls = self._counted_calls + uncounted_calls
+        return FlopCount(
+            model_flops=total.forward + total.backward,
+            hardware_flops=total.total,
+            forward_flops=total.forward,
+            backward_flops=total.backward,
+            recompute_flops=total.recompute,
+            method=method,
+            attention=attention,
+            coverage=self._counted_calls / calls if calls else 1.0,
+            uncounted=tuple(UncountedOp(*key, calls) for key, calls in self._uncounted.items()),
+            by_op=by_op,
+            by_module=self._grouped(1),
+            notes=tuple(self._notes),
+        )
+
+    def _grouped(self, part: int) -> dict[str, PhaseFlops]:
+        groups: dict[str, PhaseFlops] = defaultdict(PhaseFlops)
+        for key, cell in self._flops.items():
+            groups[key[part]] += PhaseFlops(cell["forward"], cell["backward"], cell["recompute"])
+        return dict(groups)
+
+
+def float_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The floating tensors among an op's arguments, lists of tensors opened."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point() or value.is_complex():
+                found.append(value)
+        elif isinstance(value, list | tuple):
+            found += float_tensors(value)
+    return found

@@ -1,0 +1,56 @@
+"""Run something without leaving a trace: random states, autocast cache, dispatch modes, compiled frames."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flopwatch.flops.replica import without_global_hooks
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """What runs inside changes no state that a training sees afterwards."""
+    with ExitStack() as stack:
+        stack.enter_context(_same_random_states())
+        stack.enter_context(_no_autocast_cache())
+        stack.enter_context(without_global_hooks())
+        # The user's own modes (another counter, say) would see our ops.
+        stack.enter_context(_disable_current_modes())
+        # A compiled function that first runs under a dispatch mode is never compiled again (pytorch issue 140909):
+        # forced to run eagerly it is passed by, and stays as it was.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def _same_random_states() -> Iterator[None]:
+    python_state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(device_type=_accelerator_type()):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+
+def _accelerator_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator else "cuda"  # "cuda" without a device forks the CPU's state only
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    # Inside a user's autocast region the casts of our tensors would stay cached until the region ends.
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

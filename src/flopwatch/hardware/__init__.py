@@ -1,0 +1,34 @@
+"""What the hardware can do at best: by the table, by derivation, by measurement.
+
+Loads torch only when a device is looked at.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flopwatch.hardware.facts import DeviceFacts
+from flopwatch.hardware.resolve import explain_unknown, list_peaks, peak_flops, product_notes
+
+if TYPE_CHECKING:
+    from flopwatch.hardware.compute_dtype import matmul_dtype
+    from flopwatch.hardware.device import read_device
+    from flopwatch.hardware.measure import measure_peak
+
+__all__ = [
+    "DeviceFacts",
+    "explain_unknown",
+    "list_peaks",
+    "matmul_dtype",
+    "measure_peak",
+    "peak_flops",
+    "product_notes",
+    "read_device",
+]
+
+_NEEDS_TORCH = {"matmul_dtype": "compute_dtype", "measure_peak": "measure", "read_device": "device"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'flopwatch.hardware' has no attribute {name!r}")
+    return getattr(import_module(f"flopwatch.hardware.{_NEEDS_TORCH[name]}"), name)

@@ -1,0 +1,96 @@
+"""What is here: a device's own account of itself, read through torch."""
+
+import math
+from typing import Any
+
+import torch
+
+from flopwatch.errors import InputError
+from flopwatch.hardware.cpu import read_cpu
+from flopwatch.hardware.facts import DeviceFacts
+
+_GIB = 2**30
+_EUS_PER_XE_CORE = 8
+
+
+def read_device(device: torch.device | str | None = None, torch_module: Any = torch) -> DeviceFacts:
+    """What a device says about itself.
+
+    >>> read_device("cpu").kind
+    'cpu'
+
+    Args:
+        device: A device or its name, such as `cuda:1`; None is the current accelerator, or the CPU without one.
+        torch_module: Where to ask; tests pass `flopwatch.testing.fake_torch(...)`.
+
+    Raises:
+        InputError: There is no such device here.
+    """
+    wanted = find_device(device, torch_module)
+    if wanted.type == "cpu":
+        cpu = read_cpu()
+        return DeviceFacts(cpu.name, "cpu", None if cpu.core_count is None else math.ceil(cpu.core_count))
+    read = {"cuda": _read_cuda, "xpu": _read_xpu, "mps": _read_mps}.get(wanted.type, _read_other)
+    try:
+        return read(wanted, torch_module)
+    except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"device {str(wanted)!r} cannot be used here: {_first_line(error)}; "
+            f"pass a device that exists, such as 'cpu', or look a product up by name"
+        ) from error
+
+
+def find_device(device: torch.device | str | None = None, torch_module: Any = torch) -> torch.device:
+    """The device that is meant: None is the current accelerator, or the CPU without one.
+
+    >>> find_device("cuda:1")
+    device(type='cuda', index=1)
+    """
+    if device is None:
+        # Without the check, a CUDA build of torch names CUDA on a machine that has no GPU.
+        current: torch.device | None = torch_module.accelerator.current_accelerator(check_available=True)
+        return current or torch.device("cpu")
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"{device!r} is not a device: {_first_line(error)}; use one like 'cuda:0' or 'cpu'") from error
+
+
+def _read_cuda(device: torch.device, torch_module: Any) -> DeviceFacts:
+    properties = torch_module.cuda.get_device_properties(device)
+    is_rocm = torch_module.version.hip is not None
+    return DeviceFacts(
+        name=properties.name,
+        kind="cuda",
+        unit_count=properties.multi_processor_count,
+        memory_gib=properties.total_memory / _GIB,
+        # CUDA builds of torch answer these two as well, with the product's name and NVIDIA's numbers.
+        gcn_arch=properties.gcnArchName if is_rocm else None,
+        compute_capability=None if is_rocm else (properties.major, properties.minor),
+        clock_mhz=properties.clock_rate / 1e3,  # in kHz
+    )
+
+
+def _read_xpu(device: torch.device, torch_module: Any) -> DeviceFacts:
+    properties = torch_module.xpu.get_device_properties(device)
+    return DeviceFacts(
+        name=properties.name,
+        kind="xpu",
+        unit_count=properties.gpu_eu_count // _EUS_PER_XE_CORE,
+        memory_gib=properties.total_memory / _GIB,
+    )
+
+
+def _read_mps(device: torch.device, torch_module: Any) -> DeviceFacts:
+    if not torch_module.backends.mps.is_available():
+        raise RuntimeError("this torch has no Metal device")
+    return DeviceFacts(torch_module.backends.mps.get_name(), "mps", torch_module.backends.mps.get_core_count())
+
+
+def _read_other(device: torch.device, torch_module: Any) -> DeviceFacts:
+    """Ascend (`torch.npu`, present once torch_npu is imported) and others that follow torch's naming."""
+    return DeviceFacts(getattr(torch_module, device.type).get_device_name(device), device.type)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

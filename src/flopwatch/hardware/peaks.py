@@ -1,0 +1,142 @@
+"""From what a device says about itself to its datasheet peak. Never loads torch."""
+
+import re
+
+from flopwatch.hardware.facts import DeviceFacts, Unknown
+from flopwatch.hardware.table import Accelerator, load_accelerators
+from flopwatch.records import Peak
+
+# What matmuls run on where a product quotes two rates for one type: fp64 on tensor cores (cuBLAS), fp32 and fp64 on
+# AMD's matrix cores (rocBLAS). Against the vector rate a good matmul would show an MFU near 2.
+_MATMUL_RATES = {"fp64": ("fp64_tensor", "fp64_matrix", "fp64"), "fp32": ("fp32_matrix", "fp32")}
+_RATES_BEHIND_A_DTYPE = {"fp64_tensor", "fp64_matrix", "fp32_matrix", "fp32_packed"}
+_USUAL_TRAINING_DTYPES = ("bf16", "fp16", "fp32")
+_MOST_SUGGESTIONS = 4
+_TOO_FAR = (0, 0.5)  # no word with a digit in common, and half of the letters different
+
+
+def find_accelerator(facts: DeviceFacts) -> Accelerator | Unknown:
+    """The product a device is: by name, then by whatever else is known where several products share the name.
+
+    >>> find_accelerator(DeviceFacts("NVIDIA H100 80GB HBM3")).id
+    'h100-sxm5-80gb'
+    >>> find_accelerator(DeviceFacts("NVIDIA RTX A1000"))
+    Unknown(reason="no product in the table reports the name 'NVIDIA RTX A1000'")
+    """
+    name = " ".join(facts.name.split())
+    namesakes = _named(name)
+    if not namesakes:
+        return _find_by_generic_name(name, facts)
+    fitting = namesakes
+    if len(fitting) > 1:
+        fitting = [record for record in fitting if record.when is None or record.when.allows(facts)]
+    if len(fitting) > 1:
+        fitting = [record for record in fitting if record.is_default_for_name]
+    if len(fitting) == 1:
+        return fitting[0]
+    return Unknown(f"{len(namesakes)} products report the name {name!r} and none is known to have {_known(facts)}")
+
+
+def peak_of_record(record: Accelerator, facts: DeviceFacts, dtype: str | None = None) -> Peak | Unknown:
+    """The datasheet peak of a product, scaled to the part of it that is visible.
+
+    >>> slice_of_it = DeviceFacts("NVIDIA A100-SXM4-40GB MIG 1g.5gb", unit_count=14)
+    >>> peak = peak_of_record(find_accelerator(slice_of_it), slice_of_it, "bf16")
+    >>> round(peak.flops_per_s / 1e12, 2), round(peak.fraction, 3)
+    (40.44, 0.13)
+
+    Args:
+        record: The product.
+        facts: What the device reports.
+        dtype: Canonical compute type; None takes the usual one of training: bf16, else fp16, else fp32.
+    """
+    dtype = dtype or next((usual for usual in _USUAL_TRAINING_DTYPES if usual in record.peak_tflops), "fp32")
+    rate = next((key for key in _MATMUL_RATES.get(dtype, (dtype,)) if key in record.peak_tflops), None)
+    if rate is None:
+        return Unknown(f"{record.name} has no dense {dtype} rate; it has {_matmul_dtypes(record)}")
+    fraction = _visible_fraction(record, facts)
+    if fraction is None:
+        return Unknown(
+            f"{facts.name!r} is a slice of {record.name} and its share of the multiprocessors is not known; "
+            f"ask on the slice itself, or look up the whole {record.name}"
+        )
+    return Peak(
+        flops_per_s=round(record.peak_tflops[rate] * 1e12) * fraction,
+        device=record.name,
+        dtype=dtype,
+        source=record.source + (f" (rate {rate}: what matmuls run on)" if rate != dtype else ""),
+        kind="datasheet",
+        confidence=record.confidence,
+        fraction=fraction,
+    )
+
+
+def similar_products(name: str) -> list[str]:
+    """Names of products that look like `name`, the nearest first; each can be looked up.
+
+    >>> similar_products("NVIDIA H100 80GB")[0]
+    'H100 SXM5 80GB'
+    """
+    from difflib import SequenceMatcher  # a tenth of the start-up time, needed after mistakes only
+
+    query = name.lower()
+    models = {word for word in query.split() if any(letter.isdigit() for letter in word)}
+
+    def closeness(product: str) -> tuple[int, float]:
+        lowered = product.lower()
+        shared = sum(any(word.startswith(model) for word in lowered.split()) for model in models)
+        return shared, SequenceMatcher(None, query, lowered).ratio()
+
+    ranked = sorted(((closeness(record.name), record.name) for record in load_accelerators()), reverse=True)
+    return [product for how_close, product in ranked[:_MOST_SUGGESTIONS] if how_close > _TOO_FAR]
+
+
+def _named(name: str) -> list[Accelerator]:
+    records = load_accelerators()
+    lowered = name.lower()
+    called_so = [record for record in records if lowered in (record.id, record.name.lower())]
+    return called_so or [record for record in records if _reports(record, name, lowered)]
+
+
+def _reports(record: Accelerator, name: str, lowered: str) -> bool:
+    if record.contains and not any(part in lowered for part in record.contains):
+        return False
+    return any(_matches(pattern, name) for pattern in record.match)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.search(pattern, name, re.IGNORECASE) is not None
+
+
+def _find_by_generic_name(name: str, facts: DeviceFacts) -> Accelerator | Unknown:
+    named = [record for record in load_accelerators() if record.generic_name and _matches(record.generic_name, name)]
+    if not named:
+        return Unknown(f"no product in the table reports the name {name!r}")
+    if None in (facts.unit_count, facts.memory_gib, facts.gcn_arch):
+        return Unknown(f"many products report the name {name!r}; its architecture, units and memory must be known too")
+    fitting = [record for record in named if record.generic_when and record.generic_when.allows(facts)]
+    if len(fitting) == 1:
+        return fitting[0]
+    return Unknown(f"many products report the name {name!r} and none in the table has {_known(facts)}")
+
+
+def _visible_fraction(record: Accelerator, facts: DeviceFacts) -> float | None:
+    if facts.unit_count is not None and record.unit_count is not None:
+        return min(1.0, facts.unit_count / record.unit_count)
+    # The profile in the name ("1g.5gb") does not give the share: 1g is 14 of 108 on an A100, 16 of 132 on an H100.
+    return None if re.search(r"\bMIG\b", facts.name, re.IGNORECASE) else 1.0
+
+
+def _known(facts: DeviceFacts) -> str:
+    parts = []
+    if facts.unit_count is not None:
+        parts.append(f"{facts.unit_count} units")
+    if facts.memory_gib is not None:
+        parts.append(f"{facts.memory_gib:.1f} GiB")
+    if facts.gcn_arch is not None:
+        parts.append(facts.gcn_arch)
+    return ", ".join(parts) or "nothing"
+
+
+def _matmul_dtypes(record: Accelerator) -> str:
+    return ", ".join(dtype for dtype in record.peak_tflops if dtype not in _RATES_BEHIND_A_DTYPE)

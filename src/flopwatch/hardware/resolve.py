@@ -1,0 +1,171 @@
+"""Which peak holds: what the user says, the table, a derivation, or none. Loads torch only to look at a device."""
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+from flopwatch.errors import InputError
+from flopwatch.hardware.dtypes import DTYPES, canonical_dtype
+from flopwatch.hardware.facts import DeviceFacts, Unknown
+from flopwatch.hardware.peaks import find_accelerator, peak_of_record, similar_products
+from flopwatch.records import Peak
+
+if TYPE_CHECKING:
+    import torch
+
+ENVIRONMENT_VARIABLE = "FLOPWATCH_PEAK_TFLOPS"
+
+
+def peak_flops(
+    device: "torch.device | DeviceFacts | str | None" = None,
+    dtype: "torch.dtype | str | None" = None,
+    *,
+    name: str | None = None,
+    override_flops_per_s: float | None = None,
+) -> Peak | None:
+    """The peak FLOP/s of a device for a compute type, or None if nobody knows it.
+
+    Tried in this order: `override_flops_per_s`, the environment variable FLOPWATCH_PEAK_TFLOPS, the product table
+    (scaled to the visible part of the device on MIG slices and AMD partitions), a derivation from the architecture,
+    marked `derived` and of low confidence. There is no default device: what is not known is None, and
+    `flopwatch.hardware.explain_unknown` says why and what to do.
+
+    >>> peak_flops(name="NVIDIA A100-SXM4-80GB", dtype="bf16").flops_per_s
+    312000000000000.0
+    >>> print(peak_flops(name="NVIDIA RTX A1000"))
+    None
+
+    Args:
+        device: `cuda:1`, a `torch.device` or `DeviceFacts`; None is the current accelerator, or the CPU without one.
+        dtype: Compute type, as a `torch.dtype` or a name such as `bf16`. None asks torch what a matmul would run in
+            now (autocast, TF32); with `name`, it is bf16, or fp16 or fp32 where the product has no bf16.
+        name: A product to look up without having it. torch is not loaded, the environment variable not asked.
+        override_flops_per_s: The figure to use instead, in FLOP/s.
+
+    Raises:
+        InputError: The device does not exist here, the dtype is not known, or a figure is not a positive number.
+    """
+    answer = _resolve(_facts(device, name), dtype, override_flops_per_s)
+    return answer if isinstance(answer, Peak) else None
+
+
+def list_peaks(device: "torch.device | DeviceFacts | str | None" = None, *, name: str | None = None) -> list[Peak]:
+    """The peaks of a device or product for every compute type; empty if none is known.
+
+    >>> [peak.dtype for peak in list_peaks(name="Tesla T4")]
+    ['fp64', 'fp32', 'fp16', 'int8', 'int4']
+    """
+    facts = _facts(device, name)
+    dtypes: tuple[str | None, ...] = (None,) if _environment_flops_per_s(facts) is not None else DTYPES
+    answers = [_resolve(facts, dtype) for dtype in dtypes]
+    return [answer for answer in answers if isinstance(answer, Peak)]
+
+
+def product_notes(device: "torch.device | DeviceFacts | str | None" = None, *, name: str | None = None) -> str:
+    """What the table remarks on a product; empty for none.
+
+    >>> product_notes(name="Tesla V100-SXM2-16GB")
+    'No BF16 and no TF32 tensor path: bf16 matmul runs at about fp32 speed.'
+    """
+    record = find_accelerator(_facts(device, name))
+    return "" if isinstance(record, Unknown) else record.notes
+
+
+def explain_unknown(
+    device: "torch.device | DeviceFacts | str | None" = None,
+    dtype: "torch.dtype | str | None" = None,
+    *,
+    name: str | None = None,
+) -> str:
+    """Why `peak_flops` answers None to the same question, and what to do about it.
+
+    >>> print(explain_unknown(name="NVIDIA A100"))
+    The peak is not known: no product in the table reports the name 'NVIDIA A100'.
+    Similar products: A100 SXM4 80GB, A100 SXM4 40GB, A100 PCIe 80GB, A100 PCIe 40GB.
+    Give the name as `torch.cuda.get_device_name()` prints it, or the figure itself: override_flops_per_s=...
+    """
+    facts = _facts(device, name)
+    answer = _resolve(facts, dtype)
+    if isinstance(answer, Peak):
+        return f"The peak is known: {answer.flops_per_s:.4g} FLOP/s ({answer.source})."
+    lines = [f"The peak is not known: {answer.reason}."]
+    if name is None:
+        lines.append(
+            f"Set {ENVIRONMENT_VARIABLE} to the dense figure of the datasheet, pass override_flops_per_s=..., "
+            "or measure what this device achieves: flopwatch peak --measure"
+        )
+        return "\n".join(lines)
+    if isinstance(find_accelerator(facts), Unknown):
+        similar = similar_products(name)
+        lines += [f"Similar products: {', '.join(similar)}."] if similar else []
+        lines.append(
+            "Give the name as `torch.cuda.get_device_name()` prints it, or the figure itself: override_flops_per_s=..."
+        )
+    return "\n".join(lines)
+
+
+def _resolve(
+    facts: DeviceFacts, dtype: "torch.dtype | str | None", override_flops_per_s: float | None = None
+) -> Peak | Unknown:
+    compute_dtype = _dtype_now(facts) if dtype is None else canonical_dtype(dtype)
+    if override_flops_per_s is not None:
+        what = f"override_flops_per_s={override_flops_per_s!r}"
+        figure = _positive(override_flops_per_s, what, "in FLOP/s, such as 989.4e12")
+        return _said_by_user(figure, facts, compute_dtype, "the argument override_flops_per_s")
+    figure_from_environment = _environment_flops_per_s(facts)
+    if figure_from_environment is not None:
+        return _said_by_user(figure_from_environment, facts, compute_dtype, f"the variable {ENVIRONMENT_VARIABLE}")
+    if facts.kind == "cpu":
+        from flopwatch.hardware.cpu import read_cpu
+        from flopwatch.hardware.cpu_peak import peak_of_cpu
+
+        return peak_of_cpu(read_cpu(), compute_dtype or "fp32")
+    record = find_accelerator(facts)
+    if isinstance(record, Unknown):
+        from flopwatch.hardware.derive import derive_peak
+
+        return (derive_peak(facts, compute_dtype) if compute_dtype else None) or record
+    return peak_of_record(record, facts, compute_dtype)
+
+
+def _facts(device: "torch.device | DeviceFacts | str | None", name: str | None) -> DeviceFacts:
+    if name is not None:
+        if device is not None:
+            raise InputError(f"both device={device!r} and name={name!r} were given; pass one of them")
+        return DeviceFacts(name)
+    if isinstance(device, DeviceFacts):
+        return device
+    from flopwatch.hardware.device import read_device  # loads torch
+
+    return read_device(device)
+
+
+def _dtype_now(facts: DeviceFacts) -> str | None:
+    if not facts.kind:  # a product looked up by name runs nothing
+        return None
+    from flopwatch.hardware.compute_dtype import matmul_dtype  # loads torch
+
+    return matmul_dtype(facts.kind, compute_capability=facts.compute_capability)
+
+
+def _said_by_user(flops_per_s: float, facts: DeviceFacts, dtype: str | None, source: str) -> Peak:
+    return Peak(flops_per_s, facts.name, dtype or "any", source, kind="override", confidence="high")
+
+
+def _environment_flops_per_s(facts: DeviceFacts) -> float | None:
+    """The user's figure for the devices here; a product that is only looked up has its own."""
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    if not text or not facts.kind:
+        return None
+    what = f"the environment variable {ENVIRONMENT_VARIABLE}={text!r}"
+    return _positive(text, what, "in teraFLOP/s, such as 989.4") * 1e12
+
+
+def _positive(value: float | str, what: str, example: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise InputError(f"{what} is not a positive number; give the device's dense peak {example}")
+    return number

@@ -1,0 +1,81 @@
+"""Build a model from what a user names: a preset, a Hugging Face config file, or a function of theirs."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.errors import InputError
+from flopwatch.models.presets import PRESETS
+from flopwatch.models.transformer import Decoder
+from flopwatch.optional import require
+
+
+def load_model(spec: str, *, device: str = "meta") -> nn.Module:
+    """Build a model in training mode; on the meta device it has shapes and no weights.
+
+    Args:
+        spec: `tiny`, `small`, `medium` or `1b`; the path of a Hugging Face `config.json`; or `package.module:function`,
+            a function without arguments that returns a module.
+        device: Where its parameters are made.
+    """
+    if spec in PRESETS:
+        with torch.device(device):
+            return Decoder(PRESETS[spec]).train()
+    if Path(spec).suffix == ".json" or Path(spec).is_dir():
+        return _from_config_file(Path(spec), device)
+    if ":" in spec:
+        return _from_factory(spec, device)
+    raise InputError(
+        f"model {spec!r} is none of the presets ({', '.join(PRESETS)}), no .json file and no 'module:function'"
+    )
+
+
+def _from_config_file(path: Path, device: str) -> nn.Module:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise InputError(f"there is no file {file}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{file} is not JSON: {error}") from None
+    if not isinstance(settings, dict) or "model_type" not in settings:
+        raise InputError(f"{file} has no 'model_type', so it is not the config.json of a Hugging Face model")
+    transformers = require("transformers", "hf")
+    try:
+        config = transformers.AutoConfig.for_model(**settings)
+        build = _builder(transformers, settings, config)
+        with torch.device(device):
+            model: nn.Module = build(config)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"transformers {transformers.__version__} cannot build {file}: {error}") from error
+    return model.train()
+
+
+def _builder(transformers: Any, settings: dict[str, Any], config: Any) -> Any:
+    """The class the file names; a causal language model where it names none."""
+    names = settings.get("architectures") or []
+    for name in names:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return transformers.AutoModelForCausalLM.from_config
+
+
+def _from_factory(spec: str, device: str) -> nn.Module:
+    module_name, _, function_name = spec.partition(":")
+    sys.path.insert(0, "")  # as `python -m` does: a user's file lies in the working directory
+    try:
+        factory = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"cannot load {spec!r}: {error}") from error
+    finally:
+        sys.path.remove("")
+    with torch.device(device):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{spec!r} returned {type(model).__name__}, not a torch.nn.Module")
+    return model

@@ -1,0 +1,106 @@
+"""The values that cross seams: frozen, and each with a JSON form. Never loads torch."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Method = Literal["trace", "step", "estimate", "flops_fn"]
+AttentionConvention = Literal["full", "causal"]
+Confidence = Literal["high", "medium", "low"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What a device can do at best, and who says so.
+
+    Attributes:
+        flops_per_s: Dense FLOP/s of one device as the framework enumerates it.
+        device: The product, or the name the device gives itself.
+        dtype: The compute type: `bf16`, `fp16`, `tf32`, `fp32`, `fp8`, ...
+        source: Where the figure comes from, in words.
+        kind: `datasheet`, `derived` (units x rate x clock), `measured` (best GEMM) or `override` (the user said so).
+        confidence: How far the source can be trusted.
+        fraction: Share of the whole device that is visible (MIG slices, AMD partitions); 1.0 for a whole device.
+    """
+
+    flops_per_s: float
+    device: str
+    dtype: str
+    source: str
+    kind: Literal["datasheet", "derived", "measured", "override"]
+    confidence: Confidence
+    fraction: float = 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseFlops:
+    """FLOPs that ran, by phase. `recompute` is what checkpointing and fused attention run a second time."""
+
+    forward: int = 0
+    backward: int = 0
+    recompute: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward + self.recompute
+
+    def __add__(self, other: "PhaseFlops") -> "PhaseFlops":
+        return PhaseFlops(
+            self.forward + other.forward, self.backward + other.backward, self.recompute + other.recompute
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UncountedOp:
+    """A matmul-like op that ran and has no formula."""
+
+    op: str
+    module: str
+    shapes: tuple[tuple[int, ...], ...]
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlopCount:
+    """The FLOPs of one step.
+
+    Attributes:
+        model_flops: What the mathematics needs: forward and needed backward, no recomputation, no padding.
+        hardware_flops: What is executed: forward, backward, recomputation, padding.
+        forward_flops: Executed in the forward pass, padding included.
+        backward_flops: Executed in the backward pass, padding included, recomputation not.
+        recompute_flops: Executed a second time: activation checkpointing, fused attention's backward.
+        padding_flops: The part of forward and backward spent on tokens that `attention_mask` calls padding.
+        coverage: Share of the matmul-like op calls that had a formula; None where no op was seen (`estimate`).
+        uncounted: The ops without a formula, with module and shapes.
+        by_op: Executed FLOPs by op.
+        by_module: Executed FLOPs by the innermost module that ran them; `""` is the model itself.
+        method: How the number was found.
+        attention: Which pairs of positions count: all (`full`) or those not masked (`causal`).
+        notes: What a reader must know before using the number: fallbacks, what could not be told.
+    """
+
+    model_flops: int
+    hardware_flops: int
+    forward_flops: int
+    backward_flops: int
+    recompute_flops: int
+    method: Method
+    attention: AttentionConvention
+    padding_flops: int = 0
+    coverage: float | None = None
+    uncounted: tuple[UncountedOp, ...] = ()
+    by_op: Mapping[str, PhaseFlops] = field(default_factory=dict)
+    by_module: Mapping[str, PhaseFlops] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """True when some matmul-like op had no formula, so the truth is higher."""
+        return bool(self.uncounted)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,112 @@
+"""Model FLOPs against an independent truth: the same model run eagerly, for real, under torch's own counter."""
+
+import copy
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import flopwatch
+from architectures import ARCHITECTURES, SEED, Architecture, true_flops
+
+each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda item: item.name)
+
+
+@pytest.mark.requirement("R2")
+@each_architecture
+def test_a_trace_equals_the_truth_to_the_flop(architecture: Architecture) -> None:
+    batch = architecture.batch(2, 32)
+    truth = true_flops(architecture.build(eager=True), batch)
+    torch.manual_seed(SEED)  # layer drop tosses coins; both toss the same
+
+    count = flopwatch.count_flops(architecture.build(), batch)
+
+    assert count.model_flops == truth
+    assert count.method == "trace"
+    assert count.coverage == 1.0
+    assert count.uncounted == ()
+
+
+@each_architecture
+def test_the_parts_of_a_count_add_up(architecture: Architecture) -> None:
+    count = flopwatch.count_flops(architecture.build(), architecture.batch(2, 32))
+
+    assert count.model_flops == count.forward_flops + count.backward_flops
+    assert count.hardware_flops == count.model_flops + count.recompute_flops
+    assert sum(part.total for part in count.by_op.values()) == count.hardware_flops
+    assert sum(part.total for part in count.by_module.values()) == count.hardware_flops
+
+
+@each_architecture
+def test_counting_leaves_no_trace(architecture: Architecture) -> None:
+    batch = architecture.batch(2, 32)
+    model = architecture.build()
+    next(iter(model.modules())).training = True
+    for module in list(model.modules())[::3]:
+        module.training = False
+    for parameter in list(model.parameters())[::2]:
+        parameter.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    fired: list[str] = []
+    handles = [module.register_forward_hook(lambda *_: fired.append("forward")) for module in model.modules()]
+    handles += [module.register_forward_pre_hook(lambda *_: fired.append("pre")) for module in model.modules()]
+    handles += [
+        parameter.register_hook(lambda grad: fired.append("grad"))  # type: ignore[func-returns-value]
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    before, batch_before = _everything(model), copy.deepcopy(batch)
+
+    flopwatch.count_flops(model, batch, method="trace")
+    flopwatch.count_flops(model, batch, method="step")
+
+    assert fired == []
+    _assert_same(before, _everything(model))
+    _assert_same(batch_before, batch)
+
+
+def _everything(model: torch.nn.Module) -> dict[str, object]:
+    """All state a training could see change, by value or by identity."""
+    functional = torch.nn.functional
+    return {
+        "parameters": {name: value.detach().clone() for name, value in model.named_parameters()},
+        "buffers": {name: value.clone() for name, value in model.named_buffers()},
+        "gradients": {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None},
+        "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
+        "training": [module.training for module in model.modules()],
+        "identities": [id(item) for group in (model.modules(), model.parameters(), model.buffers()) for item in group],
+        "hooks": [
+            (list(module._forward_hooks), list(module._forward_pre_hooks), list(module._backward_hooks))
+            for module in model.modules()
+        ],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "torch_random": torch.get_rng_state(),
+        "python_random": random.getstate(),
+        "numpy_random": repr(np.random.get_state()),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "grad_mode": torch.is_grad_enabled(),
+        "functions": [id(item) for item in (*vars(functional).values(), *vars(torch.Tensor).values(), torch.mm)],
+        "global_hooks": [len(table) for table in _global_hook_tables()],
+    }
+
+
+def _global_hook_tables() -> Iterator[dict[int, object]]:
+    for name, value in vars(torch.nn.modules.module).items():
+        if name.startswith("_global_") and isinstance(value, dict):
+            yield value
+
+
+def _assert_same(before: object, after: object) -> None:
+    if isinstance(before, torch.Tensor):
+        assert isinstance(after, torch.Tensor)
+        assert torch.equal(before, after)
+    elif isinstance(before, dict):
+        assert isinstance(after, dict)
+        assert list(before) == list(after)
+        for name, value in before.items():
+            _assert_same(value, after[name])
+    else:
+        assert before == after

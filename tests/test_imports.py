@@ -1,0 +1,53 @@
+"""The light side does not load torch. Asked in a fresh interpreter: the import linter cannot see lazy names."""
+
+import subprocess
+import sys
+
+import pytest
+
+REPORT = """
+import sys
+{statement}
+heavy = ["torch", "transformers", "pydantic", "rich.console"]
+sys.__stdout__.write("loaded: " + " ".join(name for name in heavy if name in sys.modules))
+"""
+
+RUN = """
+from flopwatch.cli import main
+try:
+    main({arguments!r})
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+
+
+def heavy_modules_after(statement):
+    code = REPORT.format(statement=statement)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return result.stdout.rpartition("loaded: ")[2].split()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import flopwatch",
+        "import flopwatch.hardware",
+        "import flopwatch.hardware.peaks",
+        "import flopwatch.testing",
+        "import flopwatch; assert flopwatch.peak_flops(name='NVIDIA H100 80GB HBM3').flops_per_s == 989.4e12",
+        RUN.format(arguments=["--help"]),
+        RUN.format(arguments=["--version"]),
+        RUN.format(arguments=["peak", "--help"]),
+        RUN.format(arguments=["peak", "--name", "NVIDIA H100 80GB HBM3"]),
+        RUN.format(arguments=["peak", "--name", "NVIDIA H100 80GB HBM3", "--dtype", "bf16", "--json"]),
+    ],
+)
+def test_nothing_heavy_is_loaded(statement):
+    assert heavy_modules_after(statement) == []
+
+
+@pytest.mark.parametrize(
+    "statement", ["import flopwatch; flopwatch.peak_flops('cpu')", RUN.format(arguments=["peak", "--device", "cpu"])]
+)
+def test_looking_at_a_device_loads_torch_so_the_check_above_can_fail(statement):
+    assert "torch" in heavy_modules_after(statement)
