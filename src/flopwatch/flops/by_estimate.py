@@ -58,7 +58,9 @@ def count_by_estimate(
     scores = _attention_products(model, streams, attention)
     by_module: dict[str, PhaseFlops] = {}
     any_trained_before = _trains_embeddings(model)
+    trained_norms = _layers_with_trained_norms(model)
     for product in _in_order(products, scores):
+        any_trained_before = any_trained_before or _layer(product.module) in trained_norms
         backward = int(any_trained_before) * product.multiply_adds
         if product in scores:
             backward *= 2  # both operands of each product are activations
@@ -205,6 +207,23 @@ def _trains_embeddings(model: nn.Module) -> bool:
         if isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     )
+
+
+def _layers_with_trained_norms(model: nn.Module) -> set[str]:
+    """Norms come first in a layer, wherever they are listed, so all of it needs its inputs' gradients."""
+    return {
+        _layer(path)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name == "weight" and parameter.dim() == 1 and parameter.requires_grad
+    }
+
+
+def _layer(path: str) -> str:
+    """The path up to the layer's number: `model.layers.3.mlp.up_proj` to `model.layers.3`."""
+    parts = path.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: number + 1])
 
 
 def _checkpoints(model: nn.Module) -> bool:

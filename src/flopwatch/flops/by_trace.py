@@ -1,5 +1,6 @@
 """Count by following the model's own code with fake tensors: no weights, no device time, the live model untouched."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from flopwatch.flops.fakes import NEEDS_VALUES, Faker
 from flopwatch.flops.passes import LossFn, run_step
 from flopwatch.flops.replica import ModuleStack, replicate
 from flopwatch.flops.undisturbed import undisturbed
+from flopwatch.flops.unfused import WholeAttention
 from flopwatch.records import AttentionConvention, FlopCount
 
 
@@ -24,8 +26,10 @@ def count_by_trace(
     with undisturbed():
         replica = replicate(model, faker.tensor, stack)
         fake_batch = tree_map_only(torch.Tensor, faker.tensor, batch)
+        whole_attention = WholeAttention(mode.add) if attention == "causal" else nullcontext()
         try:
-            run_step(replica, fake_batch, loss_fn, mode, training=training)
+            with whole_attention:
+                run_step(replica, fake_batch, loss_fn, mode, training=training)
         except FlopwatchError:
             raise
         except NEEDS_VALUES as error:

@@ -80,7 +80,7 @@ class CountingMode(TorchDispatchMode):
         if formula is not None:
             call = OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad())
             flops = formula(call)
-            self._add(func._schema.name, flops if isinstance(flops, OpFlops) else OpFlops(flops))
+            self.add(func._schema.name, flops if isinstance(flops, OpFlops) else OpFlops(flops))
         elif is_suspect(func, [*args, *kwargs.values()], out):
             self._add_uncounted(func._schema.name, args)
         return out
@@ -89,14 +89,15 @@ class CountingMode(TorchDispatchMode):
         out = self._execute(func, args, kwargs)
         name = func.name()
         if name == "flex_attention":
-            self._add(name, attention_forward_flops(*args[:3]))
+            self.add(name, attention_forward_flops(*args[:3]))
         elif name == "flex_attention_backward":
-            self._add(name, attention_backward_flops(*args[:3]))
+            self.add(name, attention_backward_flops(*args[:3]))
         else:
             self._add_uncounted(name, args)
         return out
 
-    def _add(self, name: str, flops: OpFlops) -> None:
+    def add(self, name: str, flops: OpFlops) -> None:
+        """Put one op's FLOPs down to the phase and the module that run now."""
         phase = self._phase()
         module = self._module(phase)
         if phase == "recompute":

@@ -52,6 +52,8 @@ class Faker:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
         if tree_any(lambda value: isinstance(value, FakeTensor), (args, kwargs)):
+            # torch would make them fake too, and warn where one has a gradient that is not its own.
+            args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             answer = self._answer(func, args, kwargs)
             if answer is not None:
                 return answer
@@ -65,6 +67,10 @@ class Faker:
                 f"the model uses a parameter of shape {tuple(tensor.shape)} that is not among its parameters()"
             )
         return tensor if tensor.device == _CPU else self.tensor(tensor)
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_real = not isinstance(tensor, FakeTensor) and (tensor.is_floating_point() or tensor.is_complex())
+        return self.tensor(tensor) if is_real else tensor
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Shapes of ops that fake tensors cannot do, None for all others."""

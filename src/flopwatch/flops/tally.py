@@ -9,6 +9,8 @@ import torch
 from flopwatch.flops.formulas import OpFlops
 from flopwatch.records import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
 
+UNMASKED_PRODUCTS = "attention written out as batched products, if there is any, counts in full: its mask does not show"
+
 Phase = Literal["forward", "backward", "recompute"]
 
 
@@ -37,6 +39,8 @@ class Tally:
 
     def as_count(self, method: Method, attention: AttentionConvention) -> FlopCount:
         by_op = self._grouped(0)
+        if attention == "causal" and "bmm" in by_op:
+            self.note(UNMASKED_PRODUCTS)
         total = sum(by_op.values(), PhaseFlops())
         uncounted_calls = sum(self._uncounted.values())
         calls = self._counted_calls + uncounted_calls

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend
 
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
 
@@ -81,6 +82,56 @@ def _backward(sizes: _Sizes, needs_grad: tuple[bool, ...]) -> OpFlops:
     return OpFlops(2 * sizes.pairs * widths, 2 * sizes.pairs * (executed - widths), sizes.note)
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The arguments of `torch.nn.functional.scaled_dot_product_attention`."""
+
+    query: Any
+    key: Any
+    value: Any
+    mask: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool
+
+    @classmethod
+    def bind(
+        cls,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> "AttentionCall":
+        return cls(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+
+    def is_fused(self) -> bool:
+        """Whether torch has one kernel for it."""
+        choice = torch._fused_sdp_choice(
+            self.query,
+            self.key,
+            self.value,
+            self.mask,
+            self.dropout_p,
+            self.is_causal,
+            enable_gqa=self.enable_gqa,
+        )
+        return choice != int(SDPBackend.MATH.value)
+
+
+def unfused_forward(call: AttentionCall) -> OpFlops:
+    return _forward(_unmasked_sizes(call.query, call.key, call.value, call.mask, is_causal=call.is_causal))
+
+
+def unfused_backward(call: AttentionCall, needs_grad: tuple[bool, ...]) -> OpFlops:
+    """Products run one by one: the scores are still there, and what nobody needs is not computed."""
+    sizes = _unmasked_sizes(call.query, call.key, call.value, call.mask, is_causal=call.is_causal)
+    return OpFlops(_backward(sizes, needs_grad).needed, note=sizes.note)
+
+
 def attention_forward_flops(query: Any, key: Any, value: Any) -> OpFlops:
     """Full attention over tensors laid out (batch, heads, positions, width)."""
     return _forward(_full_sizes(query, key, value))
@@ -97,15 +148,19 @@ def _full_sizes(query: Any, key: Any, value: Any) -> _Sizes:
 
 def _heads_first_sizes(call: OpCall) -> _Sizes:
     query, key, value = _operands(call)
-    full = _full_sizes(query, key, value)
     if call.attention == "full":
-        return full
+        return _full_sizes(query, key, value)
     mask = next((call.arguments[name] for name in ("attn_mask", "attn_bias") if _given(call, name)), None)
+    return _unmasked_sizes(query, key, value, mask, is_causal=bool(call.arguments.get("is_causal")))
+
+
+def _unmasked_sizes(query: Any, key: Any, value: Any, mask: torch.Tensor | None, *, is_causal: bool) -> _Sizes:
+    full = _full_sizes(query, key, value)
     if mask is not None:
         pairs = _unmasked_pairs(mask, full.pairs)
         note = MASK_NOT_READABLE if pairs is None else None
         return _Sizes(full.pairs if pairs is None else pairs, full.query_width, full.value_width, note)
-    if not call.arguments.get("is_causal"):
+    if not is_causal:
         return full
     batch, heads, queries, _ = query.shape
     pairs = batch * heads * causal_pairs(queries, key.shape[-2], last_aligned=False)

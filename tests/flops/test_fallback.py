@@ -1,0 +1,95 @@
+"""What happens when fake tensors cannot follow a model: another way, and a note that says so."""
+
+import pytest
+import torch
+from torch import nn
+
+import flopwatch
+
+BATCH = torch.randn(4, 8)
+
+
+class NeedsValues(nn.Module):
+    """Branches on an activation, so its control flow needs real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.other = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        return self.other(hidden) if hidden.norm() > 0 else hidden
+
+
+def test_a_model_that_needs_values_is_counted_on_a_real_step() -> None:
+    count = flopwatch.count_flops(NeedsValues(), BATCH)
+
+    assert count.method == "step"
+    assert count.model_flops == 2 * 4 * 8 * 8 * (2 + 1 + 2)  # forward twice, dX once, dW twice
+    assert "one real step" in count.notes[0]
+    assert "needs the value of an activation" in count.notes[0]
+
+
+def test_without_weights_it_is_estimated() -> None:
+    count = flopwatch.count_flops(NeedsValues().to("meta"), BATCH)
+
+    assert count.method == "estimate"
+    assert "meta device" in count.notes[0]
+    assert count.coverage is None
+
+
+def test_asking_for_a_trace_gets_a_trace_or_an_error() -> None:
+    with pytest.raises(flopwatch.UntraceableError, match="needs the value of an activation"):
+        flopwatch.count_flops(NeedsValues(), BATCH, method="trace")
+    with pytest.raises(flopwatch.MeasurementError, match="meta device"):
+        flopwatch.count_flops(NeedsValues().to("meta"), BATCH, method="step")
+
+
+def test_a_real_step_leaves_hidden_gradients_alone() -> None:
+    """A parameter the model does not list, reached through a closure, keeps its gradient."""
+    hidden = nn.Linear(8, 8)
+    hidden.weight.grad = torch.full_like(hidden.weight, 0.25)
+
+    class Sneaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.run = lambda x: hidden(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.run(self.layer(x))
+
+    count = flopwatch.count_flops(Sneaky(), BATCH)
+
+    assert count.method == "step"
+    assert "not among its parameters()" in count.notes[0]
+    assert count.model_flops == 2 * 4 * 8 * 8 * 5
+    assert torch.equal(hidden.weight.grad, torch.full_like(hidden.weight, 0.25))
+    assert hidden.bias.grad is None
+
+
+def test_modules_kept_in_lists_and_bound_methods_are_followed() -> None:
+    class Unlisted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(8, 8, bias=False)]
+            self.apply_layer = self.run
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.apply_layer(x)
+
+    count = flopwatch.count_flops(Unlisted(), BATCH)
+
+    assert (count.method, count.model_flops) == ("trace", 2 * 2 * 4 * 8 * 8)
+
+
+def test_a_function_of_the_users_is_taken_at_its_word() -> None:
+    count = flopwatch.count_flops(nn.Linear(8, 8), BATCH, method=lambda batch: 1000 * batch.shape[0])
+
+    assert (count.model_flops, count.method) == (4000, "flops_fn")
+    with pytest.raises(flopwatch.InputError, match="positive finite number"):
+        flopwatch.count_flops(nn.Linear(8, 8), BATCH, method=lambda batch: 0)

@@ -1,0 +1,181 @@
+"""The FLOP law against the truth at shapes it has never seen."""
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flopwatch
+from architectures import ARCHITECTURES, BY_NAME, qwen_vl_batch, true_flops
+from flopwatch.flops.solve import solve
+
+POLYNOMIAL = [
+    "gpt2", "gpt_neox", "llama", "mistral", "phi3", "olmo2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3",
+    "gpt_oss", "bert", "clip", "llava", "whisper",
+]  # fmt: skip
+NOT_POLYNOMIAL = ["mamba2", "qwen3_next", "qwen2_5_vl"]
+IMAGES_ONLY = ["vit", "convnext", "resnet", "segformer"]
+QUICK = {"llama", "mixtral"}
+
+
+def _named(names: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.requirement("R5")
+@pytest.mark.parametrize("name", _named(POLYNOMIAL))
+def test_it_predicts_fifty_random_shapes_to_the_flop(name: str) -> None:
+    architecture, draw = BY_NAME[name], random.Random(name)
+    law = flopwatch.fit_flops_law(architecture.build(), architecture.batch(2, 64))
+    eager = architecture.build(eager=True)
+    shapes = [(draw.randint(1, 6), draw.randint(18, 64)) for _ in range(50)]
+
+    predicted = [law.model_flops(batch_size, seq_len) for batch_size, seq_len in shapes]
+
+    assert law.exact
+    assert predicted == [true_flops(eager, architecture.batch(*shape)) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", _named(POLYNOMIAL))
+def test_it_predicts_ragged_batches_sample_by_sample(name: str) -> None:
+    if name == "clip":
+        pytest.skip("compares samples with each other")
+    architecture, draw = BY_NAME[name], random.Random(name)
+    law = flopwatch.fit_flops_law(architecture.build(), architecture.batch(2, 64))
+    eager = architecture.build(eager=True)
+    lengths = [draw.randint(18, 64) for _ in range(12)]
+
+    truth = sum(true_flops(eager, architecture.batch(1, length)) for length in lengths)
+
+    assert law.model_flops(lengths=lengths) == truth
+
+
+@pytest.mark.parametrize("name", _named(IMAGES_ONLY))
+def test_a_model_without_a_sequence_has_a_law_of_its_batch_size(name: str) -> None:
+    architecture = BY_NAME[name]
+    law = flopwatch.fit_flops_law(architecture.build(), architecture.batch(2, 0))
+    eager = architecture.build(eager=True)
+
+    assert law.exact
+    assert law.seq_lens is None
+    for batch_size in (2, 3, 6, 9):
+        assert law.model_flops(batch_size) == true_flops(eager, architecture.batch(batch_size, 0))
+
+
+@pytest.mark.slow
+def test_images_of_other_sizes_follow_the_law() -> None:
+    architecture, draw = BY_NAME["qwen2_vl"], random.Random(1)
+    law = flopwatch.fit_flops_law(architecture.build(), architecture.batch(2, 32))
+    eager = architecture.build(eager=True)
+
+    assert law.exact
+    for _ in range(50):
+        batch_size, grid = draw.randint(1, 3), (1, 2 * draw.randint(1, 5), 2 * draw.randint(1, 5))
+        seq_len = draw.randint(30, 80)
+        truth = true_flops(eager, qwen_vl_batch(batch_size, seq_len, grid))
+        assert law.model_flops(batch_size, seq_len, image_grids=[grid] * batch_size) == truth
+
+
+@pytest.mark.parametrize("name", _named(NOT_POLYNOMIAL))
+def test_it_never_calls_itself_exact_where_it_is_not(name: str) -> None:
+    architecture = BY_NAME[name]
+    model = architecture.build()
+    law = flopwatch.fit_flops_law(model, architecture.batch(2, 64))
+    eager = architecture.build(eager=True)
+
+    assert not law.exact
+    assert "counted on demand" in law.notes[0]
+    for batch_size, seq_len in ((3, 41), (1, 64), (2, 50)):
+        assert law.model_flops(batch_size, seq_len) == true_flops(eager, architecture.batch(batch_size, seq_len))
+
+
+class Chunked(nn.Module):
+    """Pads its sequence to a multiple of 7 before a product over pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.pad(self.embedding(input_ids), (0, 0, 0, -input_ids.shape[1] % 7))
+        return x @ x.transpose(-1, -2)
+
+
+@pytest.mark.parametrize("seq_len", [14, 28, 29, 35, 49, 63, 70, 128])
+def test_chunks_are_found_out_whatever_the_example(seq_len: int) -> None:
+    ids = torch.ones(2, seq_len, dtype=torch.long)
+
+    assert not flopwatch.fit_flops_law(Chunked(), {"input_ids": ids}).exact
+
+
+def test_a_law_counts_new_shapes_only_while_its_model_lives() -> None:
+    model = Chunked()
+    law = flopwatch.fit_flops_law(model, {"input_ids": torch.ones(2, 30, dtype=torch.long)})
+    assert law.model_flops(1, 8) == 2 * 14 * 14 * 8 * 3
+    del model
+    gc.collect()
+
+    assert law.model_flops(1, 8) == 2 * 14 * 14 * 8 * 3
+    with pytest.raises(flopwatch.InputError, match="is gone"):
+        law.model_flops(1, 9)
+
+
+def test_hardware_flops_follow_the_law_too() -> None:
+    architecture = BY_NAME["llama"]
+    model = architecture.build()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    law = flopwatch.fit_flops_law(model, architecture.batch(2, 40))
+
+    count = flopwatch.count_flops(model, architecture.batch(3, 23))
+
+    assert law.exact
+    assert law.model_flops(3, 23) == count.model_flops
+    assert law.hardware_flops(3, 23) == count.hardware_flops > count.model_flops
+
+
+def test_it_knows_the_range_it_was_verified_on() -> None:
+    law = flopwatch.fit_flops_law(BY_NAME["llama"].build(), BY_NAME["llama"].batch(2, 40))
+
+    assert law.covers(40)
+    assert law.covers(3)
+    assert not law.covers(41)
+    assert not law.covers(None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "says"),
+    [
+        ((), {}, "pass batch_size"),
+        ((2,), {}, "pass seq_len"),
+        ((2, 8), {"lengths": [3]}, "not both"),
+        ((), {"lengths": []}, "lengths is empty"),
+        ((0, 8), {}, "batch_size is a positive whole number, got 0"),
+        ((2, 8.5), {}, "a length is a positive whole number, got 8.5"),
+        ((2, float("nan")), {}, "positive whole number, got nan"),
+        ((2, 8), {"image_grids": [(1, 2, 2)]}, "leave image_grids out"),
+    ],
+)
+def test_shapes_that_are_none_are_refused(arguments: Any, options: Any, says: str) -> None:
+    law = flopwatch.FlopLaw(True, (1, 64), "full", {})
+
+    with pytest.raises(flopwatch.InputError, match=says):
+        law.model_flops(*arguments, **options)
+
+
+def test_labels_of_another_length_are_mentioned() -> None:
+    law = flopwatch.fit_flops_law(BY_NAME["t5"].build(), BY_NAME["t5"].batch(2, 32))
+
+    assert law.exact
+    assert "'labels' keeps its 16 positions" in law.notes[0]
+
+
+def test_a_singular_system_has_no_solution() -> None:
+    assert solve([[1, 2], [2, 4]], [1, 2]) is None
+
+
+def test_every_architecture_is_in_one_of_the_groups() -> None:
+    known = {*POLYNOMIAL, *NOT_POLYNOMIAL, *IMAGES_ONLY, "qwen2_vl", "t5", "wav2vec2"}
+    assert {architecture.name for architecture in ARCHITECTURES} == known

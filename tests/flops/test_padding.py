@@ -1,0 +1,65 @@
+"""Padding is executed and is not model FLOPs: each sample counts alone, at its own length."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import flopwatch
+from architectures import BY_NAME, Batch, true_flops
+
+FEW = [32, 20, 20]
+MANY = [32, 31, 29, 28, 26, 23, 22, 19, 18]
+
+
+@pytest.mark.requirement("R19")
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bert", "mamba2", "qwen2_vl"])
+@pytest.mark.parametrize("lengths", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_model_flops_are_those_of_each_sample_alone(name: str, lengths: list[int], left: bool) -> None:
+    if left and name == "qwen2_vl":
+        pytest.skip("placeholders of images stand at the start")
+    architecture = BY_NAME[name]
+    batch = _padded(architecture.batch(len(lengths), 32), lengths, left=left)
+    eager = architecture.build(eager=True)
+    truth = sum(true_flops(eager, architecture.batch(1, length)) for length in lengths)
+
+    count = flopwatch.count_flops(architecture.build(), batch)
+
+    assert count.model_flops == truth
+    assert count.forward_flops + count.backward_flops == true_flops(eager, architecture.batch(len(lengths), 32))
+    assert count.padding_flops == count.forward_flops + count.backward_flops - truth
+    assert count.notes == ()
+
+
+def test_a_row_that_cannot_stand_alone_is_said_to_be_padded() -> None:
+    class PairsOnly(torch.nn.Module):
+        """Refuses a single sample, as a contrastive loss does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(9, 4)
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            if len(input_ids) < 2:
+                raise ValueError("needs a pair")
+            return self.layer(self.embedding(input_ids))
+
+    ids = torch.ones(2, 6, dtype=torch.long)
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+
+    count = flopwatch.count_flops(PairsOnly(), {"input_ids": ids, "attention_mask": mask})
+
+    assert count.padding_flops == 0
+    assert count.model_flops == count.forward_flops + count.backward_flops
+    assert "padding counts as work" in count.notes[0]
+    assert "needs a pair" in count.notes[0]
+
+
+def _padded(batch: Batch, lengths: list[int], *, left: bool) -> dict[str, Any]:
+    mask = batch["attention_mask"]
+    for row, length in enumerate(lengths):
+        padding = slice(0, mask.shape[1] - length) if left else slice(length, None)
+        mask[row, padding] = 0
+    return batch

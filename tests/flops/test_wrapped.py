@@ -1,0 +1,108 @@
+"""Wrapped models count the same, and stay what they were."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+import flopwatch
+from architectures import BY_NAME, Batch
+
+# dynamo reads .grad of tensors that have none, and warns of itself.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+ARCHITECTURE = BY_NAME["llama"]
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return ARCHITECTURE.batch(2, 16)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.fixture
+def plain_flops(batch: Batch) -> int:
+    return flopwatch.count_flops(ARCHITECTURE.build(), batch).model_flops
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("method", ["trace", "step"])
+def test_a_compiled_model_stays_compiled(warm: bool, method: str, batch: Batch, plain_flops: int) -> None:
+    model = torch.compile(ARCHITECTURE.build(), backend="aot_eager")
+    if warm:
+        model(**batch).loss.backward()
+
+    count = flopwatch.count_flops(model, batch, method=method)  # type: ignore[arg-type]
+    model(**batch).loss.backward()
+
+    assert count.model_flops == plain_flops
+    assert _compiled_regions(model, batch) == {"Torch-Compiled Region: 0/0"}
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiled_parts_of_a_model_stay_compiled(batch: Batch, plain_flops: int) -> None:
+    model = ARCHITECTURE.build()
+    layers = model.model.layers  # type: ignore[union-attr]
+    layers[0] = torch.compile(layers[0], backend="aot_eager")  # type: ignore[index, operator]
+    layers[1].compile(backend="aot_eager")  # type: ignore[index, operator]
+
+    count = flopwatch.count_flops(model, batch)
+    model(**batch).loss.backward()
+
+    assert count.model_flops == plain_flops
+    assert len(_compiled_regions(model, batch)) >= 1
+    assert counters["stats"]["unique_graphs"] >= 1
+
+
+def test_a_compiled_function_inside_a_model_stays_compiled() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8, bias=False)
+            self.square = torch.compile(lambda x: torch.sin(x) @ x.T, backend="aot_eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.square(self.layer(x))
+
+    model, x = Model(), torch.randn(4, 8)
+
+    count = flopwatch.count_flops(model, x)
+    model(x).sum().backward()
+
+    assert count.model_flops == 2 * 4 * 8 * 8 * 2 + 3 * 2 * 4 * 8 * 4
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def _compiled_regions(model: nn.Module, batch: Batch) -> set[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as events:
+        model(**batch).loss.backward()
+    return {event.name for event in events.events() or [] if event.name.startswith("Torch-Compiled Region")}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_two_ranks_count_the_same_as_one(wrapper: str, plain_flops: int) -> None:
+    output = _run(["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"], wrapper)
+
+    assert sorted(output) == [f"rank 0: {plain_flops} trained", f"rank 1: {plain_flops} trained"]
+
+
+def test_fsdp2_over_64_fake_ranks_counts_the_same(plain_flops: int) -> None:
+    assert _run([], "fsdp2-fake-64") == [f"rank 0: {plain_flops} not trained"]
+
+
+def _run(launcher: list[str], wrapper: str) -> list[str]:
+    command = [sys.executable, *launcher, str(SCRIPTS / "count_wrapped.py"), wrapper]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("rank")]
