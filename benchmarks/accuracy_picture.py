@@ -45,9 +45,9 @@ STYLE = """
   .title { font-size: 20px; font-weight: 600 }
   .small { font-size: 13px; fill: #59636e }
   .group { font-size: 14px; font-weight: 600; text-anchor: middle }
-  .head { font-size: 12.5px; text-anchor: middle }
+  .head { font-size: 13px; text-anchor: middle }
   .label { font-size: 14px; text-anchor: end }
-  .cell { font-size: 13px; text-anchor: middle }
+  .cell { font-size: 14px; text-anchor: middle }
   .total { font-size: 14px; font-weight: 600; text-anchor: middle }
   @media (prefers-color-scheme: dark) {
     text { fill: #f0f6fc }

@@ -33,6 +33,7 @@ def flops(
     from flopwatch.models.dummy import dummy_batch
 
     peak = _peak(device, dtype, step_time)
+    _quiet_transformers()
     built = _built(model, checkpoint=checkpoint, with_weights=method == "step")
     count = count_flops(built, dummy_batch(built, batch_size, seq_len), method=method, attention=attention)  # type: ignore[arg-type]
     facts = _facts(model, built, count, batch_size, seq_len)
@@ -46,6 +47,13 @@ def flops(
         from flopwatch.cli.flops_table import print_flops
 
         print_flops(facts, count, peak)
+
+
+def _quiet_transformers() -> None:
+    """Its advice on training options is for people who train; it reads this when it is first imported."""
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def _built(model: str, *, checkpoint: bool, with_weights: bool) -> "nn.Module":

@@ -12,7 +12,7 @@ from rich.text import Text
 from flopwatch.records import FlopCount, Peak, PhaseFlops
 
 _METHODS = {
-    "trace": "traced op by op, nothing was run",
+    "trace": "traced, nothing was run",
     "step": "counted on one real step",
     "estimate": "estimated from the modules' shapes",
 }
@@ -24,9 +24,10 @@ def print_flops(facts: Mapping[str, Any], count: FlopCount, peak: Peak | None) -
     tokens = facts["batch_size"] * facts["seq_len"]
     console.print(
         f"[bold]{facts['model']}[/]  {facts['parameters']:,} parameters, "
-        f"{facts['batch_size']} x {facts['seq_len']:,} = {tokens:,} tokens"
+        f"{facts['batch_size']} x {facts['seq_len']:,} = {tokens:,} tokens\n"
     )
     console.print(_totals(count, tokens))
+    console.print()
     console.print(_modules(count))
     if peak is not None:
         _print_step(console, facts["step"], peak)
@@ -38,12 +39,20 @@ def _totals(count: FlopCount, tokens: int) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
-    table.add_row("model FLOPs", scaled(count.model_flops), f"{count.model_flops:,}")
+    table.add_row("model FLOPs", scaled(count.model_flops), f"{_how_sure(count)} {count.model_flops:,}")
     table.add_row("hardware FLOPs", scaled(count.hardware_flops), _share(count.hardware_flops, count.model_flops))
-    table.add_row("per token", scaled(count.model_flops / tokens), f"attention counted {count.attention}")
-    coverage = "" if count.coverage is None else f", {count.coverage:.1%} of the matmul-like ops have a formula"
-    table.add_row("how", "", _METHODS[count.method] + coverage)
+    table.add_row(
+        "per token",
+        scaled(count.model_flops / tokens),
+        f"attention counted {count.attention}, {_METHODS[count.method]}",
+    )
     return table
+
+
+def _how_sure(count: FlopCount) -> str:
+    if count.method == "estimate":
+        return "about"
+    return "at least" if count.is_lower_bound else "exactly"
 
 
 def _modules(count: FlopCount) -> Table:
@@ -51,7 +60,7 @@ def _modules(count: FlopCount) -> Table:
     groups: dict[str, PhaseFlops] = defaultdict(PhaseFlops)
     members: dict[str, int] = defaultdict(int)
     for path, flops in count.by_module.items():
-        kind = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(the model itself)"
+        kind = _kind(path)
         groups[kind] += flops
         members[kind] += 1
     ranked = sorted(groups.items(), key=lambda item: -item[1].total)
@@ -74,11 +83,17 @@ def _modules(count: FlopCount) -> Table:
     return table
 
 
+def _kind(path: str) -> str:
+    """`model.layers.3.mlp.0` to `model.layers.*.mlp.0`: the layer's number goes, and an expert's."""
+    without_layer = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path, count=1)
+    return re.sub(r"\bexperts\.\d+", "experts.*", without_layer) or "(the model itself)"
+
+
 def _print_step(console: Console, step: Mapping[str, Any], peak: Peak) -> None:
     console.print(
-        f"A step of {step['seconds']:g} s on one {peak.device}, "
-        f"{scaled(peak.flops_per_s)}/s in {peak.dtype} by its {peak.kind}: "
-        f"[bold green]MFU {step['mfu']:.1%}[/], HFU {step['hfu']:.1%}"
+        f"\nA step of {step['seconds']:g} s on one {peak.device}, "
+        f"{scaled(peak.flops_per_s)}/s in {peak.dtype} by its {peak.kind}:\n"
+        f"[bold green]MFU {step['mfu']:.1%}[/]  HFU {step['hfu']:.1%}"
     )
     if step["hfu"] > 1:
         console.print(f"[yellow]More than the peak: no {peak.device} can be this fast. Check the step time.[/]")

@@ -1,0 +1,53 @@
+"""Make the pictures of terminal screens in README and docs: run the command, draw what it printed.
+
+python benchmarks/screens.py
+"""
+
+import io
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+WIDTH = 92
+SCREENS = {
+    "flops": (
+        "flops --model examples/llama-7b.json --batch-size 2 --seq-len 4096 --checkpoint "
+        '--device "NVIDIA H100 80GB HBM3" --step-time 0.7'
+    ),
+    "peak": 'peak --name "NVIDIA H100 80GB HBM3"',
+}
+
+
+def main() -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name, arguments in SCREENS.items():
+        path = PICTURES / f"{name}.svg"
+        path.write_text(drawn(arguments))
+        print(path)
+
+
+def drawn(arguments: str) -> str:
+    """An SVG of a terminal in which the command was run."""
+    settings = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [sys.executable, "-m", "flopwatch", *shlex.split(arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+        env={**os.environ, **settings},
+    )
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    console.print(Text(f"$ flopwatch {arguments}", style="bold"), soft_wrap=False)
+    console.print(Text.from_ansi(done.stdout))
+    return console.export_svg(title="flopwatch")
+
+
+if __name__ == "__main__":
+    main()

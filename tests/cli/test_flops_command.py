@@ -1,0 +1,110 @@
+"""`flopwatch flops`: the screens and the JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import flopwatch
+from flopwatch.cli import main
+from flopwatch.models.dummy import dummy_batch
+from flopwatch.models.load import load_model
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ending:
+        main(["flops", *arguments])
+    captured = capsys.readouterr()
+    return int(ending.value.code or 0), captured.out, captured.err
+
+
+def test_json_holds_the_count(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "--model", "tiny", "--batch-size", "2", "--seq-len", "64", "--json")
+    model = load_model("tiny")
+    count = flopwatch.count_flops(model, dummy_batch(model, 2, 64))
+
+    assert status == 0
+    facts = json.loads(out)
+    assert facts["parameters"] == 228_096
+    assert facts["flops"]["model_flops"] == count.model_flops
+    assert facts["flops"]["method"] == "trace"
+
+
+def test_the_table_names_modules_and_totals(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "--model", "tiny", "--batch-size", "2", "--seq-len", "64", "--checkpoint")
+
+    assert status == 0
+    assert "228,096 parameters, 2 x 64 = 128 tokens" in out
+    assert "blocks.*.mlp.0" in out
+    assert "recomputation" in out
+    assert "exactly" in out
+
+
+def test_a_hypothetical_step_has_an_mfu(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "tiny", "--device", "NVIDIA H100 80GB HBM3", "--step-time", "0.001", "--json"]
+    status, out, _ = run(capsys, *arguments)
+
+    facts = json.loads(out)
+    assert status == 0
+    assert facts["step"]["peak"]["flops_per_s"] == 989.4e12
+    assert facts["step"]["mfu"] == facts["flops"]["model_flops"] / 0.001 / 989.4e12
+    assert facts["step"]["hfu"] == facts["flops"]["hardware_flops"] / 0.001 / 989.4e12
+
+
+def test_a_step_faster_than_the_peak_is_questioned(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "tiny", "--device", "NVIDIA H100 80GB HBM3", "--step-time", "1e-9"]
+    _, out, _ = run(capsys, *arguments)
+
+    assert "Check the step time" in " ".join(out.split())
+
+
+def test_conventions_and_methods_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    flops = {}
+    for options in (["--attention", "full"], ["--attention", "causal"], ["--method", "estimate"], ["--method", "step"]):
+        _, out, _ = run(capsys, "--model", "tiny", "--seq-len", "32", "--json", *options)
+        flops[options[1]] = json.loads(out)["flops"]["model_flops"]
+
+    assert flops["causal"] < flops["full"] == flops["step"] == flops["estimate"]
+
+
+def test_uncounted_ops_are_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_model.py").write_text(
+        "import torch\n"
+        "class Odd(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.embedding = torch.nn.Embedding(9, 4)\n"
+        "        self.layer = torch.nn.Linear(4, 4)\n"
+        "    def forward(self, input_ids):\n"
+        "        x = self.layer(self.embedding(input_ids))\n"
+        "        return torch.cdist(x, x[:, :3]).sum() + x.sum()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys, "--model", "odd_model:Odd", "--seq-len", "7")
+
+    assert status == 0
+    assert "Not counted" in out
+    assert "The true number is higher" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "gigantic"], "none of the presets"),
+        (["--model", "tiny", "--batch-size", "0"], "positive whole number"),
+        (["--model", "tiny", "--attention", "half"], "'full' or 'causal'"),
+        (["--model", "tiny", "--method", "guess"], "method is one of"),
+        (["--model", "tiny", "--step-time", "1"], "needs both --device and --step-time"),
+        (["--model", "tiny", "--step-time", "nan", "--device", "NVIDIA H100 80GB HBM3"], "positive finite number"),
+        (["--model", "tiny", "--step-time", "1", "--device", "NVIDIA RTX A1000"], "peak is not known"),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_advice(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    status, _, err = run(capsys, *arguments)
+
+    assert status == 2
+    assert says in err
