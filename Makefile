@@ -1,24 +1,23 @@
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
+BIN := .venv/bin
 
 .PHONY: install check test test-all docs bench pictures clean
 
 # torch first and by its exact version: a plain `torch` pulls gigabytes of CUDA packages.
-install: $(VENV)/.installed
+install: .venv/.installed
 
-$(VENV)/.installed: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+.venv/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --editable ".[all]" --group dev
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable ".[all]" --group dev
 	touch $@
 
 check: install
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
-	PYTHONPATH=src $(BIN)/lint-imports
+	$(BIN)/lint-imports
 
 test: install
 	$(BIN)/pytest -m "not slow and not gpu"
@@ -27,10 +26,15 @@ test-all: install
 	$(BIN)/pytest -m "not gpu"
 
 docs: install
-	$(BIN)/mkdocs build --strict
+	$(BIN)/mkdocs build --strict --quiet
 
+# The tables that stand in the docs, written there by the command; other tools go into a venv of their own.
 bench: install
 	$(BIN)/python benchmarks/accuracy.py
+
+pictures: install
+	$(BIN)/python benchmarks/accuracy.py
+	$(BIN)/python benchmarks/screens.py
 
 clean:
 	rm -rf site build dist .mypy_cache .ruff_cache .pytest_cache

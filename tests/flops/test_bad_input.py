@@ -44,6 +44,7 @@ def test_what_cannot_be_used_is_refused_with_advice(model: Any, batch: Any, opti
         flopwatch.count_flops(model, batch, **options)
 
 
+@pytest.mark.requirement("R20")
 def test_missing_labels_are_asked_for() -> None:
     architecture = BY_NAME["llama"]
     batch = architecture.batch(2, 8)

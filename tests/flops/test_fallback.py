@@ -22,6 +22,7 @@ class NeedsValues(nn.Module):
         return self.other(hidden) if hidden.norm() > 0 else hidden
 
 
+@pytest.mark.requirement("R20")
 def test_a_model_that_needs_values_is_counted_on_a_real_step() -> None:
     count = flopwatch.count_flops(NeedsValues(), BATCH)
 

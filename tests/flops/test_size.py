@@ -26,6 +26,7 @@ print(json.dumps([count.model_flops, count.method, peak_gib]))
 """
 
 
+@pytest.mark.requirement("R14")
 @pytest.mark.parametrize(("sizes", "gib"), [(LLAMA_7B, 1.5), pytest.param(LLAMA_70B, 1.5, marks=pytest.mark.slow)])
 def test_a_large_model_is_counted_without_its_weights(sizes: dict[str, int], gib: float) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(sizes)]
