@@ -268,3 +268,9 @@ def test_a_contraction_without_a_formula_is_named_with_its_module() -> None:
 
     assert count.coverage == 0.5
     assert [(op.op, op.module, op.calls) for op in count.uncounted] == [("_cdist_forward", "1", 1)]
+
+
+def test_a_complex_product_is_four_real_ones() -> None:
+    a, b = torch.randn(3, 4, dtype=torch.complex64), torch.randn(4, 5, dtype=torch.complex64)
+
+    assert ours(lambda: a @ b).forward_flops == 4 * theirs(lambda: a.real @ b.real)

@@ -30,8 +30,8 @@ _ACTIVE_EXPERTS = (
     "moe_top_k",
     "num_selected_experts",
 )
-_QUERY = ("q_proj", "q_b_proj", "query", "q", "wq", "to_q", "query_proj")
-_OUTPUT = ("o_proj", "out_proj", "o", "wo", "dense", "c_proj", "proj", "to_out")
+_QUERY = ("q_proj", "q_b_proj", "query", "q", "wq", "to_q", "query_proj", "q_lin")
+_OUTPUT = ("o_proj", "out_proj", "o", "wo", "dense", "c_proj", "proj", "to_out", "out_lin")
 _VALUE = ("value", "v_proj", "v")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _POOLINGS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -151,7 +151,7 @@ def _attention_widths(module: nn.Module) -> tuple[int, int] | None:
     """Heads x width of queries and of values, read off the projections."""
     if "attention" not in type(module).__name__.lower() and "attn" not in type(module).__name__.lower():
         return None
-    children = dict(module.named_children())
+    children = {name.lower(): child for name, child in module.named_children()}
     outgoing = next((_features(children[name])[0] for name in _OUTPUT if name in children), None)
     query = next((_features(children[name])[1] for name in _QUERY if name in children), None)
     value = next((_features(children[name])[1] for name in _VALUE if name in children), None)

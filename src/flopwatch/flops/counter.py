@@ -77,11 +77,10 @@ class CountingMode(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         out = self._execute(func, args, kwargs)
-        if formula is not None:
+        if formula is not None and _is_dense(args):
             call = OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad())
-            flops = formula(call)
-            self.add(func._schema.name, flops if isinstance(flops, OpFlops) else OpFlops(flops))
-        elif is_suspect(func, [*args, *kwargs.values()], out):
+            self.add(func._schema.name, _flops(formula(call), args))
+        elif formula is not None or is_suspect(func, [*args, *kwargs.values()], out):
             self._add_uncounted(func._schema.name, args)
         return out
 
@@ -134,6 +133,19 @@ class CountingMode(TorchDispatchMode):
         if node is None:
             return ()
         return tuple(edge is not None for edge, _ in cast("Any", node).next_functions)
+
+
+def _flops(answer: OpFlops | int, args: tuple[Any, ...]) -> OpFlops:
+    flops = answer if isinstance(answer, OpFlops) else OpFlops(answer)
+    if any(isinstance(value, torch.Tensor) and value.is_complex() for value in args):
+        # One complex multiply-add is four real ones.
+        return OpFlops(4 * flops.needed, 4 * flops.extra, flops.note)
+    return flops
+
+
+def _is_dense(args: tuple[Any, ...]) -> bool:
+    """Shapes tell nothing of the work in sparse and nested tensors."""
+    return all(value.layout is torch.strided for value in args if isinstance(value, torch.Tensor))
 
 
 def _short(name: str) -> str:

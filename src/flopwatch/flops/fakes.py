@@ -36,6 +36,8 @@ class Faker:
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of a floating tensor; a CPU copy of any other, so that in-place ops do not reach the original."""
+        if tensor.layout is not torch.strided:
+            raise UntraceableError(f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}, which has no fake")
         if tensor.is_floating_point() or tensor.is_complex():
             return self._empty(tensor.shape, tensor.dtype)
         if tensor.device.type == "meta":

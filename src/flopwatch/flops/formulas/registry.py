@@ -93,8 +93,9 @@ def register_formula(
 
 
 def find_formula(func: torch._ops.OpOverload[Any, Any]) -> Formula | None:
-    """Our formula for this op, else torch's, else None."""
-    ours = _formulas.get(func._schema.name)
+    """Our formula for this op, else torch's, else None. In-place variants (`addmm_`) cost what the plain op costs."""
+    name = func._schema.name
+    ours = _formulas.get(name) or _formulas.get(name.removesuffix("_"))
     if ours is not None:
         return ours
     theirs = torch_registry.get(func._overloadpacket)
