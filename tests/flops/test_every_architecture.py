@@ -1,15 +1,18 @@
 """Model FLOPs against an independent truth: the same model run eagerly, for real, under torch's own counter."""
 
 import copy
+import gc
 import random
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import flopwatch
-from architectures import ARCHITECTURES, SEED, Architecture, true_flops
+from architectures import ARCHITECTURES, BY_NAME, SEED, Architecture, true_flops
 
 each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda item: item.name)
 
@@ -110,3 +113,59 @@ def _assert_same(before: object, after: object) -> None:
             _assert_same(value, after[name])
     else:
         assert before == after
+
+
+def test_hooks_for_all_modules_do_not_fire_and_stay() -> None:
+    fired: list[str] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: fired.append("global"))
+    try:
+        flopwatch.count_flops(torch.nn.Linear(4, 4), torch.randn(2, 4))
+        assert fired == []
+        torch.nn.Linear(4, 4)(torch.randn(2, 4))
+        assert fired == ["global"]
+    finally:
+        handle.remove()
+
+
+def test_the_users_own_modes_do_not_see_the_count() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as theirs:
+        flopwatch.count_flops(torch.nn.Linear(4, 4), torch.randn(2, 4))
+
+    assert theirs.get_total_flops() == 0
+
+
+def test_the_autocast_cache_holds_nothing_of_ours() -> None:
+    layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        flopwatch.count_flops(layer, x)
+        gc.collect()
+        left = [item for item in gc.get_objects() if type(item) is FakeTensor]
+
+    assert left == []
+
+
+@pytest.mark.parametrize("name", ["llava", "clip"])
+def test_hooks_a_library_computes_with_are_kept(name: str) -> None:
+    """transformers installs hooks at the first forward pass that hand on hidden states."""
+    architecture = BY_NAME[name]
+    batch = architecture.batch(2, 32)
+    fresh = flopwatch.count_flops(architecture.build(), batch).model_flops
+    model = architecture.build()
+    model(**batch)
+
+    count = flopwatch.count_flops(model, batch)
+
+    assert (count.model_flops, count.method) == (fresh, "trace")
+
+
+def test_weight_norm_by_hooks_is_kept() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this form deprecated; models use it all the same
+        layer = torch.nn.utils.weight_norm(torch.nn.Linear(8, 8))
+
+    count = flopwatch.count_flops(layer, torch.randn(4, 8))
+
+    # The norm's own parameters are trained, the weight made of them is not a parameter: both need its gradient.
+    assert (count.model_flops, count.method) == (2 * 2 * 4 * 8 * 8, "trace")

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import flopwatch
+from flopwatch.flops.fakes import Faker
 
 BATCH = torch.randn(4, 8)
 
@@ -94,3 +95,25 @@ def test_a_function_of_the_users_is_taken_at_its_word() -> None:
     assert (count.model_flops, count.method) == (4000, "flops_fn")
     with pytest.raises(flopwatch.InputError, match="positive finite number"):
         flopwatch.count_flops(nn.Linear(8, 8), BATCH, method=lambda batch: 0)
+
+
+def test_a_model_that_names_its_device_is_kept_off_it() -> None:
+    class Pinned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8, device="meta")
+            self.table = torch.ones(8, device="meta")  # a plain attribute, neither parameter nor buffer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + torch.arange(8, device="meta") + self.table
+
+    count = flopwatch.count_flops(Pinned(), BATCH)
+
+    assert (count.method, count.model_flops) == ("trace", 2 * 2 * 4 * 8 * 8)
+
+
+def test_what_a_model_makes_on_its_device_is_made_on_the_cpu() -> None:
+    made = Faker().execute(torch.ops.aten.arange.default, (3,), {"device": torch.device("meta")})
+
+    assert made.device.type == "cpu"
+    assert made.tolist() == [0, 1, 2]

@@ -1,5 +1,6 @@
 """The FLOP law against the truth at shapes it has never seen."""
 
+import functools
 import gc
 import random
 from typing import Any
@@ -25,12 +26,17 @@ def _named(names: list[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
+@functools.cache
+def law_of(name: str) -> flopwatch.FlopLaw:
+    architecture = BY_NAME[name]
+    return flopwatch.fit_flops_law(architecture.build(), architecture.batch(2, 64))
+
+
 @pytest.mark.requirement("R5")
 @pytest.mark.parametrize("name", _named(POLYNOMIAL))
 def test_it_predicts_fifty_random_shapes_to_the_flop(name: str) -> None:
     architecture, draw = BY_NAME[name], random.Random(name)
-    law = flopwatch.fit_flops_law(architecture.build(), architecture.batch(2, 64))
-    eager = architecture.build(eager=True)
+    law, eager = law_of(name), architecture.build(eager=True)
     shapes = [(draw.randint(1, 6), draw.randint(18, 64)) for _ in range(50)]
 
     predicted = [law.model_flops(batch_size, seq_len) for batch_size, seq_len in shapes]
@@ -44,8 +50,7 @@ def test_it_predicts_ragged_batches_sample_by_sample(name: str) -> None:
     if name == "clip":
         pytest.skip("compares samples with each other")
     architecture, draw = BY_NAME[name], random.Random(name)
-    law = flopwatch.fit_flops_law(architecture.build(), architecture.batch(2, 64))
-    eager = architecture.build(eager=True)
+    law, eager = law_of(name), architecture.build(eager=True)
     lengths = [draw.randint(18, 64) for _ in range(12)]
 
     truth = sum(true_flops(eager, architecture.batch(1, length)) for length in lengths)
@@ -163,6 +168,23 @@ def test_shapes_that_are_none_are_refused(arguments: Any, options: Any, says: st
 
     with pytest.raises(flopwatch.InputError, match=says):
         law.model_flops(*arguments, **options)
+
+
+def test_classes_of_an_image_are_no_sequence() -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 5, 3)
+
+        def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.mse_loss(self.convolution(pixel_values).mean(dim=(2, 3)), labels)
+
+    batch = {"pixel_values": torch.randn(4, 3, 8, 8), "labels": torch.rand(4, 5)}
+    law = flopwatch.fit_flops_law(Classifier(), batch)
+
+    assert law.exact
+    assert law.seq_lens is None
+    assert law.model_flops(7) == 2 * 7 * 6 * 6 * 5 * 3 * 3 * 3 * 2
 
 
 def test_labels_of_another_length_are_mentioned() -> None:

@@ -28,7 +28,7 @@ def count_by_step(
     stack = ModuleStack()
     keeper = _GradientKeeper()
     mode = CountingMode(stack, attention, keeper.execute)
-    with undisturbed(), keeper:
+    with undisturbed(parameter.device for parameter in model.parameters()), keeper:
         replica = replicate(model, _alias, stack)
         copied_batch = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), batch)
         try:

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,9 +12,17 @@ from flopwatch.flops.replica import without_global_hooks
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """What runs inside changes no state that a training sees afterwards."""
+def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """What runs inside changes no state that a training sees afterwards.
+
+    Args:
+        devices: The accelerators that something will be run on. Others are not even asked for their random state: that
+            would set up a context, and take memory, on each of them.
+    """
     with ExitStack() as stack:
+        for device in dict.fromkeys(devices):
+            if device.type not in ("cpu", "meta"):
+                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
         stack.enter_context(_same_random_states())
         stack.enter_context(_no_autocast_cache())
         stack.enter_context(without_global_hooks())
@@ -31,18 +39,13 @@ def _same_random_states() -> Iterator[None]:
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(device_type=_accelerator_type()):
+    with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
             random.setstate(python_state)
             if numpy:
                 numpy.random.set_state(numpy_state)
-
-
-def _accelerator_type() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator else "cuda"  # "cuda" without a device forks the CPU's state only
 
 
 @contextmanager
