@@ -19,11 +19,14 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# One thread per worker: the models are tiny, and more would only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
+
 test: install
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: install
-	$(BIN)/pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 docs: install
 	$(BIN)/mkdocs build --strict --quiet

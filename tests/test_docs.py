@@ -30,6 +30,7 @@ def snippets_with_output(page: Path) -> Iterator[tuple[str, str | None]]:
             yield code, following[1] if following[0] == "text" else None
 
 
+@pytest.mark.slow
 @with_id
 def test_python_snippets_run_and_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     snippets = list(snippets_with_output(page))
@@ -55,6 +56,7 @@ def test_python_snippets_run_and_print_what_the_page_says(page: Path, tmp_path: 
 _MARK = "--- end of snippet ---"
 
 
+@pytest.mark.slow
 @with_id
 def test_console_snippets_print_what_the_page_says(page: Path) -> None:
     sessions = [text for language, text in blocks(page) if language == "console"]

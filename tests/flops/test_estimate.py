@@ -6,12 +6,13 @@ from torch import nn
 
 import flopwatch
 from architectures import ARCHITECTURES, Architecture, true_flops
+from quick import for_each
 
 DECODERS = [item for item in ARCHITECTURES if item.kind in ("dense decoder", "MoE decoder")]
 
 
 @pytest.mark.requirement("R21")
-@pytest.mark.parametrize("architecture", DECODERS, ids=lambda item: item.name)
+@for_each(DECODERS)
 def test_it_is_within_five_percent_on_every_decoder(architecture: Architecture) -> None:
     batch = architecture.batch(2, 32)
     truth = true_flops(architecture.build(eager=True), batch)
@@ -24,7 +25,7 @@ def test_it_is_within_five_percent_on_every_decoder(architecture: Architecture) 
     assert count.coverage is None
 
 
-@pytest.mark.parametrize("architecture", DECODERS, ids=lambda item: item.name)
+@for_each(DECODERS)
 def test_frozen_weights_and_padding_are_taken_into_account(architecture: Architecture) -> None:
     batch, eager, model = architecture.batch(2, 32), architecture.build(eager=True), architecture.build()
     batch["attention_mask"][1, 20:] = 0

@@ -12,9 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import flopwatch
-from architectures import ARCHITECTURES, BY_NAME, SEED, Architecture, true_flops
+from architectures import BY_NAME, SEED, Architecture, true_flops
+from quick import for_each
 
-each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda item: item.name)
+each_architecture = for_each()
 
 
 @pytest.mark.requirement("R2")

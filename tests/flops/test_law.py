@@ -19,11 +19,10 @@ POLYNOMIAL = [
 ]  # fmt: skip
 NOT_POLYNOMIAL = ["mamba2", "qwen3_next", "qwen2_5_vl"]
 IMAGES_ONLY = ["vit", "convnext", "resnet", "segformer"]
-QUICK = {"llama", "mixtral"}
 
 
 def _named(names: list[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in {"llama"} else pytest.mark.slow) for name in names]
 
 
 @functools.cache
@@ -128,6 +127,7 @@ def test_a_law_counts_new_shapes_only_while_its_model_lives() -> None:
         law.model_flops(1, 9)
 
 
+@pytest.mark.slow
 def test_hardware_flops_follow_the_law_too() -> None:
     architecture = BY_NAME["llama"]
     model = architecture.build()
@@ -187,6 +187,7 @@ def test_classes_of_an_image_are_no_sequence() -> None:
     assert law.model_flops(7) == 2 * 7 * 6 * 6 * 5 * 3 * 3 * 3 * 2
 
 
+@pytest.mark.slow
 def test_labels_of_another_length_are_mentioned() -> None:
     law = flopwatch.fit_flops_law(BY_NAME["t5"].build(), BY_NAME["t5"].batch(2, 32))
 

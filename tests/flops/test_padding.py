@@ -8,12 +8,16 @@ import torch
 import flopwatch
 from architectures import BY_NAME, Batch, true_flops
 
+SLOW = ["mixtral", "bert", "mamba2", "qwen2_vl"]
 FEW = [32, 20, 20]
 MANY = [32, 31, 29, 28, 26, 23, 22, 19, 18]
 
 
 @pytest.mark.requirement("R19")
-@pytest.mark.parametrize("name", ["llama", "mixtral", "bert", "mamba2", "qwen2_vl"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "bert", "mamba2", "qwen2_vl"))],
+)
 @pytest.mark.parametrize("lengths", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_model_flops_are_those_of_each_sample_alone(name: str, lengths: list[int], left: bool) -> None:

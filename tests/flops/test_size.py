@@ -26,8 +26,9 @@ print(json.dumps([count.model_flops, count.method, peak_gib]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("R14")
-@pytest.mark.parametrize(("sizes", "gib"), [(LLAMA_7B, 1.5), pytest.param(LLAMA_70B, 1.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("sizes", "gib"), [(LLAMA_7B, 1.5), (LLAMA_70B, 1.5)])
 def test_a_large_model_is_counted_without_its_weights(sizes: dict[str, int], gib: float) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

@@ -11,16 +11,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import flopwatch
-from architectures import ARCHITECTURES, SEED, Architecture, true_flops
+from architectures import SEED, Architecture, true_flops
 from flopwatch.records import FlopCount
+from quick import for_each
 
-# A few of each kind in `make test`, all of them in `make test-all`.
-_QUICK = {"llama", "mixtral", "resnet", "t5"}
-each_architecture = pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(item, marks=() if item.name in _QUICK else pytest.mark.slow) for item in ARCHITECTURES],
-    ids=lambda item: item.name,
-)
+each_architecture = for_each()
 
 # peft refuses some layers (fused experts, Mamba's output): the attention projections or the classifier then.
 _LORA_TARGETS = {

@@ -37,7 +37,7 @@ def plain_flops(batch: Batch) -> int:
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-@pytest.mark.parametrize("method", ["trace", "step"])
+@pytest.mark.parametrize("method", ["trace", pytest.param("step", marks=pytest.mark.slow)])
 def test_a_compiled_model_stays_compiled(warm: bool, method: str, batch: Batch, plain_flops: int) -> None:
     model = torch.compile(ARCHITECTURE.build(), backend="aot_eager")
     if warm:
@@ -90,6 +90,7 @@ def _compiled_regions(model: nn.Module, batch: Batch) -> set[str]:
     return {event.name for event in events.events() or [] if event.name.startswith("Torch-Compiled Region")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_two_ranks_count_the_same_as_one(wrapper: str, plain_flops: int) -> None:
     output = _run(["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"], wrapper)
@@ -97,6 +98,7 @@ def test_two_ranks_count_the_same_as_one(wrapper: str, plain_flops: int) -> None
     assert sorted(output) == [f"rank 0: {plain_flops} trained", f"rank 1: {plain_flops} trained"]
 
 
+@pytest.mark.slow
 def test_fsdp2_over_64_fake_ranks_counts_the_same(plain_flops: int) -> None:
     assert _run([], "fsdp2-fake-64") == [f"rank 0: {plain_flops} not trained"]
 
