@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install check test test-all docs bench pictures clean
+.PHONY: install check test test-all docs bench campaign pictures clean
 
 # torch first and by its exact version: a plain `torch` pulls gigabytes of CUDA packages.
 install: .venv/.installed
@@ -34,6 +34,10 @@ docs: install
 # The tables that stand in the docs, written there by the command; other tools go into a venv of their own.
 bench: install
 	$(BIN)/python benchmarks/accuracy.py
+
+# Too long for CI; figures go into docs/accuracy.md.
+campaign: install
+	$(BIN)/python benchmarks/more_architectures.py
 
 pictures: install
 	$(BIN)/python benchmarks/accuracy.py

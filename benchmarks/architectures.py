@@ -43,9 +43,14 @@ class Architecture:
             config._attn_implementation = "eager"
         torch.manual_seed(SEED)
         model: nn.Module = getattr(transformers, self.model_class)(config)
-        if (eager and self.kind == "MoE decoder") or (eager and self.name == "qwen3_next"):
+        if eager and _has_experts(config):
             model.set_experts_implementation("eager")  # type: ignore[operator]
         return model.train()
+
+
+def _has_experts(config: Any) -> bool:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(getattr(config, name, None) for name in names) and config.model_type != "switch_transformers"
 
 
 def closed_convolution_backward(
@@ -77,7 +82,8 @@ def true_flops(model: nn.Module, batch: Batch, loss_fn: Callable[[Any], torch.Te
     return int(counter.get_total_flops())
 
 
-def _text(**extra: Any) -> dict[str, Any]:
+def text_sizes(**extra: Any) -> dict[str, Any]:
+    """Sizes most text models of transformers understand."""
     return {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -105,7 +111,7 @@ def causal_batch(batch_size: int, seq_len: int) -> Batch:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
-def _image_batch(batch_size: int, _: int, *, size: int = 32, labels: tuple[int, ...] = ()) -> Batch:
+def image_batch(batch_size: int, _: int, *, size: int = 32, labels: tuple[int, ...] = ()) -> Batch:
     return {
         "pixel_values": torch.randn(batch_size, 3, size, size, generator=_generator()),
         "labels": torch.randint(0, 2, (batch_size, *labels), generator=_generator()),
@@ -166,7 +172,7 @@ _VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "
 def _qwen2_vl_config() -> dict[str, Any]:
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
     return {
-        "text_config": _text(rope_parameters=rope),
+        "text_config": text_sizes(rope_parameters=rope),
         "vision_config": {
             "depth": 2,
             "embed_dim": 32,
@@ -214,20 +220,22 @@ ARCHITECTURES = [
         "dense decoder",
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",
-        _text,
+        text_sizes,
         causal_batch,
     ),
-    Architecture("llama", "dense decoder", "LlamaForCausalLM", "LlamaConfig", _text, causal_batch),
-    Architecture("mistral", "dense decoder", "MistralForCausalLM", "MistralConfig", _text, causal_batch),
-    Architecture("phi3", "dense decoder", "Phi3ForCausalLM", "Phi3Config", _text, causal_batch),
-    Architecture("olmo2", "dense decoder", "Olmo2ForCausalLM", "Olmo2Config", _text, causal_batch),
-    Architecture("qwen3", "dense decoder", "Qwen3ForCausalLM", "Qwen3Config", lambda: _text(head_dim=16), causal_batch),
+    Architecture("llama", "dense decoder", "LlamaForCausalLM", "LlamaConfig", text_sizes, causal_batch),
+    Architecture("mistral", "dense decoder", "MistralForCausalLM", "MistralConfig", text_sizes, causal_batch),
+    Architecture("phi3", "dense decoder", "Phi3ForCausalLM", "Phi3Config", text_sizes, causal_batch),
+    Architecture("olmo2", "dense decoder", "Olmo2ForCausalLM", "Olmo2Config", text_sizes, causal_batch),
+    Architecture(
+        "qwen3", "dense decoder", "Qwen3ForCausalLM", "Qwen3Config", lambda: text_sizes(head_dim=16), causal_batch
+    ),
     Architecture(
         "gemma3",
         "dense decoder",
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
-        lambda: _text(head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        lambda: text_sizes(head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
         causal_batch,
     ),
     Architecture(
@@ -235,7 +243,7 @@ ARCHITECTURES = [
         "MoE decoder",
         "MixtralForCausalLM",
         "MixtralConfig",
-        lambda: _text(num_local_experts=4),
+        lambda: text_sizes(num_local_experts=4),
         causal_batch,
     ),
     Architecture(
@@ -243,7 +251,7 @@ ARCHITECTURES = [
         "MoE decoder",
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
-        lambda: _text(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48),
+        lambda: text_sizes(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48),
         causal_batch,
     ),
     Architecture(
@@ -251,7 +259,7 @@ ARCHITECTURES = [
         "MoE decoder",
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
-        lambda: _text(
+        lambda: text_sizes(
             num_key_value_heads=4,
             num_hidden_layers=3,
             moe_intermediate_size=32,
@@ -273,7 +281,7 @@ ARCHITECTURES = [
         "MoE decoder",
         "GptOssForCausalLM",
         "GptOssConfig",
-        lambda: _text(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+        lambda: text_sizes(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
         causal_batch,
     ),
     Architecture(
@@ -301,7 +309,7 @@ ARCHITECTURES = [
         "linear attention",
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
-        lambda: _text(
+        lambda: text_sizes(
             head_dim=16,
             num_experts=4,
             num_experts_per_tok=2,
@@ -315,7 +323,7 @@ ARCHITECTURES = [
         ),
         causal_batch,
     ),
-    Architecture("bert", "encoder", "BertForMaskedLM", "BertConfig", _text, causal_batch),
+    Architecture("bert", "encoder", "BertForMaskedLM", "BertConfig", text_sizes, causal_batch),
     Architecture(
         "t5",
         "encoder-decoder",
@@ -339,7 +347,7 @@ ARCHITECTURES = [
         "ViTForImageClassification",
         "ViTConfig",
         lambda: {**_VISION, "image_size": 32, "patch_size": 8},
-        _image_batch,
+        image_batch,
     ),
     Architecture(
         "convnext",
@@ -347,7 +355,7 @@ ARCHITECTURES = [
         "ConvNextForImageClassification",
         "ConvNextConfig",
         lambda: {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1]},
-        _image_batch,
+        image_batch,
     ),
     Architecture(
         "resnet",
@@ -355,7 +363,7 @@ ARCHITECTURES = [
         "ResNetForImageClassification",
         "ResNetConfig",
         lambda: {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 1, 1]},
-        _image_batch,
+        image_batch,
     ),
     Architecture(
         "segformer",
@@ -368,7 +376,7 @@ ARCHITECTURES = [
             "decoder_hidden_size": 32,
             "num_attention_heads": [1, 2, 4, 4],
         },
-        lambda batch_size, _: _image_batch(batch_size, 0, size=64, labels=(64, 64)),
+        lambda batch_size, _: image_batch(batch_size, 0, size=64, labels=(64, 64)),
     ),
     Architecture(
         "clip",
@@ -388,7 +396,7 @@ ARCHITECTURES = [
         "LlavaForConditionalGeneration",
         "LlavaConfig",
         lambda: {
-            "text_config": {"model_type": "llama", **_text()},
+            "text_config": {"model_type": "llama", **text_sizes()},
             "vision_config": {"model_type": "clip_vision_model", **_VISION, "image_size": 32, "patch_size": 8},
             "image_token_id": IMAGE_TOKEN,
         },
