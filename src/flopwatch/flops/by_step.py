@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from flopwatch.errors import FlopwatchError, MeasurementError
+from flopwatch.errors import MeasurementError
 from flopwatch.flops.counter import CountingMode
-from flopwatch.flops.passes import LossFn, run_step
+from flopwatch.flops.passes import LossFn, failures_named, run_step
 from flopwatch.flops.replica import ModuleStack, replicate
 from flopwatch.flops.undisturbed import undisturbed
 from flopwatch.records import AttentionConvention, FlopCount
@@ -31,14 +31,8 @@ def count_by_step(
     with undisturbed(parameter.device for parameter in model.parameters()), keeper:
         replica = replicate(model, _alias, stack)
         copied_batch = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), batch)
-        try:
+        with failures_named(stack):
             run_step(replica, copied_batch, loss_fn, mode, training=training)
-        except FlopwatchError:
-            raise
-        except Exception as error:
-            raise MeasurementError(
-                f"the step raised {type(error).__name__} in module {stack.failed_in!r}: {error}"
-            ) from error
     return mode.tally.as_count("step", attention)
 
 

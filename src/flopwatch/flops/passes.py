@@ -1,13 +1,15 @@
 """One training step on a stand-in of the model: forward, loss, backward, and nothing left behind."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from flopwatch.errors import InputError
+from flopwatch.errors import FlopwatchError, InputError, MeasurementError, UntraceableError
 from flopwatch.flops.counter import CountingMode
+from flopwatch.flops.replica import ModuleStack
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -30,6 +32,26 @@ def run_step(model: nn.Module, batch: Any, loss_fn: LossFn | None, mode: Countin
             )
         mode.in_backward = True
         loss.backward()
+
+
+@contextmanager
+def failures_named(stack: ModuleStack, needs_values: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn what the model's code raises into our errors, with the module it came from.
+
+    Args:
+        stack: Knows the module.
+        needs_values: The errors of fake tensors that were asked for a value.
+    """
+    try:
+        yield
+    except FlopwatchError:
+        raise
+    except Exception as error:
+        what = (str(error).strip() or type(error).__name__).splitlines()[0]
+        where = f"module {stack.failed_in!r}" if stack.failed_in else "the model itself"
+        if isinstance(error, needs_values):
+            raise UntraceableError(f"{where} needs the value of an activation ({what})") from error
+        raise MeasurementError(f"the model's step raised {type(error).__name__} in {where}: {what}") from error
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
