@@ -93,8 +93,8 @@ class FlopCount:
     padding_flops: int = 0
     coverage: float | None = None
     uncounted: tuple[UncountedOp, ...] = ()
-    by_op: Mapping[str, PhaseFlops] = field(default_factory=dict)
-    by_module: Mapping[str, PhaseFlops] = field(default_factory=dict)
+    by_op: Mapping[str, PhaseFlops] = field(default_factory=dict, repr=False)
+    by_module: Mapping[str, PhaseFlops] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
 
     @property

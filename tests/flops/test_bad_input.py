@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -102,3 +103,96 @@ def test_a_row_of_padding_alone_is_refused() -> None:
 def test_mfu_of_nonsense_is_refused(flops: Any, seconds: Any, peak: Any) -> None:
     with pytest.raises(flopwatch.InputError, match="must be a positive finite number"):
         flopwatch.calculate_mfu(flops, seconds, peak)
+
+
+@pytest.mark.parametrize("batch", [((X, 1), (2, (X,))), {"a": {"x": [X]}}])
+def test_tensors_deep_in_a_batch_are_found(batch: Any) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8, bias=False)
+
+        def forward(self, *args: Any, a: Any = None) -> torch.Tensor:
+            return self.layer(a["x"][0] if a else args[1][1][0])
+
+    assert flopwatch.count_flops(Deep(), batch).model_flops == 2 * 2 * 4 * 8 * 8
+
+
+def test_a_tokenizers_batch_is_a_batch() -> None:
+    from transformers import BatchEncoding
+
+    architecture = BY_NAME["llama"]
+    batch = architecture.batch(2, 8)
+
+    count = flopwatch.count_flops(architecture.build(), BatchEncoding(batch))
+
+    assert count == flopwatch.count_flops(architecture.build(), batch)
+
+
+def test_a_loader_is_not_a_batch() -> None:
+    loader = torch.utils.data.DataLoader([X, X])
+
+    with pytest.raises(flopwatch.InputError, match=r"next\(iter\(loader\)\)"):
+        flopwatch.count_flops(nn.Linear(8, 8), loader)
+
+
+def test_the_first_of_a_tuple_is_the_loss() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out = self.layer(x)
+            return out.mean(), out
+
+    assert flopwatch.count_flops(Pair(), X).model_flops == 2 * 2 * 4 * 8 * 8
+
+
+@pytest.mark.parametrize("method", ["trace", "step"])
+def test_an_input_that_asks_for_a_gradient_gets_one(method: Any) -> None:
+    count = flopwatch.count_flops(nn.Linear(8, 8), X.clone().requires_grad_(), method=method)
+
+    assert count.backward_flops == 2 * count.forward_flops
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("method", ["trace", "step"])
+def test_a_count_without_grad_mode_is_the_same(mode: Any, method: Any) -> None:
+    layer = nn.Linear(8, 8)
+    with mode():
+        count = flopwatch.count_flops(layer, X, method=method)
+
+    assert count.model_flops == 2 * 2 * 4 * 8 * 8
+
+
+def test_generators_stay_where_they_were() -> None:
+    import random
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.torch_generator = torch.Generator()
+            self.numpy_generator = np.random.default_rng(0)
+            self.python_generator = random.Random(0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.numpy_generator.random()
+            self.python_generator.random()
+            return self.layer(x) + torch.rand(8, generator=self.torch_generator)
+
+    model = Draws()
+    before = _states(model)
+    flopwatch.count_flops(model, X)
+    flopwatch.count_flops(model, X, method="step")
+
+    assert _states(model) == before
+
+
+def _states(model: Any) -> list[str]:
+    return [
+        str(model.torch_generator.get_state().tolist()),
+        str(model.numpy_generator.bit_generator.state),
+        str(model.python_generator.getstate()),
+    ]

@@ -128,7 +128,15 @@ def test_a_recurrent_layer_costs_its_cells(kind: str, bidirectional: bool) -> No
     count = flopwatch.count_flops(layer, data, loss_fn=lambda output: output[0].sum())
     real = ours(lambda: layer(data)[0].sum().backward())
 
+    # Backward is twice that, less the gradient of the first input (the data leaf asks for one only in `real`) and the
+    # gradients of the states the two layers begin with.
+    first_input = 2 * 7 * 3 * directions * gates * 5 * 6
+    first_states = 2 * 3 * 2 * directions * gates * 5 * 5
     assert count.forward_flops == real.forward_flops == 2 * 7 * 3 * weights
+    assert count.backward_flops == 2 * count.forward_flops - first_states
+    assert flopwatch.count_flops(layer, data.detach(), loss_fn=lambda output: output[0].sum()).backward_flops == (
+        2 * count.forward_flops - first_input - first_states
+    )
     assert count.coverage == 1.0
 
 

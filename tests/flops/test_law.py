@@ -202,3 +202,20 @@ def test_a_singular_system_has_no_solution() -> None:
 def test_every_architecture_is_in_one_of_the_groups() -> None:
     known = {*POLYNOMIAL, *NOT_POLYNOMIAL, *IMAGES_ONLY, "qwen2_vl", "t5", "wav2vec2"}
     assert {architecture.name for architecture in ARCHITECTURES} == known
+
+
+def test_a_law_of_counts_with_holes_is_not_exact() -> None:
+    class Distances(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(9, 8)
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.layer(self.embedding(input_ids))
+            return torch.cdist(x, x).sum() + x.sum()
+
+    law = flopwatch.fit_flops_law(Distances(), {"input_ids": torch.ones(2, 30, dtype=torch.long)})
+
+    assert not law.exact
+    assert "without a formula" in law.notes[0]

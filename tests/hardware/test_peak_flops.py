@@ -229,3 +229,10 @@ def test_the_tables_remarks_can_be_read():
 def test_the_cpu_of_this_machine_has_a_derived_peak():
     peak = peak_flops("cpu", "fp32")
     assert peak is None or (peak.kind == "derived" and peak.confidence == "low" and " cores x " in peak.source)
+
+
+def test_a_figure_in_the_wrong_unit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOPWATCH_PEAK_TFLOPS", "989.4e12")
+
+    with pytest.raises(InputError, match="more than any device does"):
+        peak_flops("cpu")

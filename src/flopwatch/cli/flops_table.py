@@ -93,7 +93,7 @@ def _print_step(console: Console, step: Mapping[str, Any], peak: Peak) -> None:
     console.print(
         f"\nA step of {step['seconds']:g} s on one {peak.device}, "
         f"{scaled(peak.flops_per_s)}/s in {peak.dtype} by its {peak.kind}:\n"
-        f"[bold green]MFU {step['mfu']:.1%}[/]  HFU {step['hfu']:.1%}"
+        f"[bold green]MFU {_percent(step['mfu'])}[/]  HFU {_percent(step['hfu'])}"
     )
     if step["hfu"] > 1:
         console.print(f"[yellow]More than the peak: no {peak.device} can be this fast. Check the step time.[/]")
@@ -120,6 +120,10 @@ def scaled(flops: float) -> str:
     """
     factor, prefix = _scale(flops)
     return f"{flops / factor:.1f} {prefix}FLOP"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.01 else f"{100 * share:.2g}%"
 
 
 def _scale(flops: float) -> tuple[float, str]:

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from flopwatch.errors import InputError
 
@@ -34,10 +35,12 @@ def named(batch: Any) -> dict[str, Any]:
 def read_shape(batch: Any) -> BatchShape:
     """Batch size and length, from the tensors' shapes alone."""
     tensors = {name: value for name, value in named(batch).items() if isinstance(value, torch.Tensor)}
+    if not tensors:  # nested tuples or dicts
+        tensors = {str(index): leaf for index, leaf in enumerate(tree_leaves(batch)) if isinstance(leaf, torch.Tensor)}
     if not tensors:
         raise InputError(
             f"the batch holds no tensor (got {type(batch).__name__}); pass a dict of the model's keyword arguments, "
-            "a tuple of its arguments, or a tensor"
+            "a tuple of its arguments, or a tensor; of a DataLoader next(iter(loader)), of an array torch.from_numpy"
         )
     for name, tensor in tensors.items():
         if tensor.numel() == 0:

@@ -141,7 +141,7 @@ def _attention_products(
         widths = _attention_widths(module)
         if widths:
             queries, keys = _attention_lengths(path, streams)
-            half = attention == "causal" and queries == keys and _is_causal(model, path)
+            half = attention == "causal" and queries == keys and _is_causal(model, path, module)
             pairs = queries * (keys + 1) // 2 if half else queries * keys
             products.append(_Product(path, streams[stream_of(path, streams)].batch_size * pairs * sum(widths), False))
     return products
@@ -179,10 +179,10 @@ def _attention_lengths(path: str, streams: Mapping[str, Stream]) -> tuple[int, i
     return (own, streams["encoder"].attended_now) if crosses and "encoder" in streams else (own, own)
 
 
-def _is_causal(model: nn.Module, path: str) -> bool:
-    config = getattr(model, "config", None)
-    is_vision = any(word in path for word in ("vision", "visual"))
-    return not is_vision and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and config is not None
+def _is_causal(model: nn.Module, path: str, module: nn.Module) -> bool:
+    if any(word in path for word in ("vision", "visual")):
+        return False
+    return "causal" in type(module).__name__.lower() or type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def _in_order(products: list[_Product], scores: list[_Product]) -> list[_Product]:

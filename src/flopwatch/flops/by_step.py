@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.counter import CountingMode
-from flopwatch.flops.passes import LossFn, failures_named, run_step
+from flopwatch.flops.passes import LossFn, copied_batch, failures_named, run_step
 from flopwatch.flops.replica import ModuleStack, replicate
 from flopwatch.flops.undisturbed import undisturbed
 from flopwatch.records import AttentionConvention, FlopCount
@@ -30,9 +29,9 @@ def count_by_step(
     mode = CountingMode(stack, attention, keeper.execute)
     with undisturbed(parameter.device for parameter in model.parameters()), keeper:
         replica = replicate(model, _alias, stack)
-        copied_batch = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), batch)
+        own_batch = copied_batch(batch, lambda tensor: tensor.detach().clone())
         with failures_named(stack):
-            run_step(replica, copied_batch, loss_fn, mode, training=training)
+            run_step(replica, own_batch, loss_fn, mode, training=training)
     return mode.tally.as_count("step", attention)
 
 

@@ -3,13 +3,11 @@
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from flopwatch.flops.counter import CountingMode
-from flopwatch.flops.fakes import NEEDS_VALUES, Faker
-from flopwatch.flops.passes import LossFn, failures_named, run_step
+from flopwatch.flops.fakes import NEEDS_VALUES, Faker, quiet_fakes
+from flopwatch.flops.passes import LossFn, copied_batch, failures_named, run_step
 from flopwatch.flops.replica import ModuleStack, replicate
 from flopwatch.flops.undisturbed import undisturbed
 from flopwatch.flops.unfused import WholeAttention
@@ -23,9 +21,9 @@ def count_by_trace(
     faker, stack = Faker(), ModuleStack()
     mode = CountingMode(stack, attention, faker.execute)
     whole_attention = WholeAttention(mode.add) if attention == "causal" else nullcontext()
-    with undisturbed():
+    with undisturbed(), quiet_fakes():
         replica = replicate(model, faker.tensor, stack)
-        fake_batch = tree_map_only(torch.Tensor, faker.tensor, batch)
+        fake_batch = copied_batch(batch, faker.tensor)
         with failures_named(stack, NEEDS_VALUES), whole_attention:
             run_step(replica, fake_batch, loss_fn, mode, training=training)
     return mode.tally.as_count("trace", attention)

@@ -54,6 +54,8 @@ def count_flops(
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if attention not in get_args(AttentionConvention):
         raise InputError(f"attention is 'full' or 'causal', got {attention!r}")
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # a tokenizer's BatchEncoding is a mapping torch does not look into
     read_shape(batch)
     options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "training": training}
     count = count_as_is(model, batch, method=method, **options)

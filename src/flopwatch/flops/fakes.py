@@ -5,6 +5,9 @@ coins), so the values that steer a model's control flow exist. The fake mode its
 fake tensor is faked by the tensor, any other op runs for real.
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,6 +84,8 @@ class Faker:
             return func(args[0], _mask_to_positions(args[1]), *args[2:], **kwargs)
         if packet is _aten._grouped_mm:
             return self._grouped_mm(bind(func, args, kwargs))
+        if packet is _aten.bincount:
+            return self._bincount(bind(func, args, kwargs))
         if packet is _aten._ctc_loss:
             return self._ctc_loss(bind(func, args, kwargs))
         if packet is _aten._ctc_loss_backward:
@@ -95,12 +100,28 @@ class Faker:
         shape = torch.Size([*groups, a.shape[-2], b.shape[-1]])
         return self._empty(shape, arguments["out_dtype"] or a.dtype)
 
+    def _bincount(self, arguments: dict[str, Any]) -> torch.Tensor | None:
+        """Expert loads: ids below `minlength`, so that is the size. Without it nobody knows."""
+        size = arguments["minlength"]
+        return self._empty(torch.Size([size]), torch.int64) if size else None
+
     def _ctc_loss(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs = arguments["log_probs"]
         time, batch = log_probs.shape[:2]
         longest = max(int(length) for length in arguments["target_lengths"])
         losses = self._empty(torch.Size([batch]), log_probs.dtype)
         return losses, self._empty(torch.Size([batch, time, 2 * longest + 1]), log_probs.dtype)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging a page about an op whose shapes do not fit, before it raises what we report anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def _mask_to_positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -48,10 +48,11 @@ def fit_flops_law(
     for terms, fitted, held_out in plans(sample, own_batch_size):
         coefficients = _solved(counts, terms, fitted)
         wrong = next((shape for shape in held_out if not _predicts(coefficients, counts, shape)), None)
-        if coefficients and wrong is None:
+        if coefficients and wrong is None and not counts.doubts:
             return FlopLaw(True, counts.seq_lens(), attention, coefficients, sample.grids, notes=tuple(counts.notes))
         reason = f"batch size {wrong.batch_size}, length {wrong.seq_len}" if wrong else "the shapes tried"
-    note = f"no polynomial of the shape predicts {reason}; shapes are counted on demand, {CACHED_SHAPES} are kept"
+    because = next(iter(counts.doubts), f"no polynomial of the shape predicts {reason}")
+    note = f"{because}; shapes are counted on demand, {CACHED_SHAPES} are kept"
     return FlopLaw(
         False,
         counts.seq_lens(),
@@ -78,6 +79,8 @@ class ShapeCounts:
         }
         self._known: OrderedDict[StepShape, PhaseFlops] = OrderedDict()
         self.notes: dict[str, None] = {}
+        self.doubts: dict[str, None] = {}
+        """Why no law made of these counts can be exact."""
 
     def __call__(self, shape: StepShape) -> PhaseFlops:
         if shape not in self._known:
@@ -100,6 +103,11 @@ class ShapeCounts:
             sample = sample.with_grids(_grids_of_one_sample(shape))
         count = count_as_is(model, sample.batch(shape.batch_size, shape.seq_len), **self._options)
         self.notes.update(dict.fromkeys(count.notes))
+        if count.method == "estimate":
+            self.doubts["the counts are estimates"] = None
+        if count.uncounted:
+            ops = ", ".join(sorted({op.op for op in count.uncounted}))
+            self.doubts[f"ops without a formula are not in the counts ({ops})"] = None
         return PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
 
 

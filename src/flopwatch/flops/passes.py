@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._pytree import tree_map
 
 from flopwatch.errors import FlopwatchError, InputError, MeasurementError, UntraceableError
 from flopwatch.flops.counter import CountingMode
-from flopwatch.flops.replica import ModuleStack
+from flopwatch.flops.replica import ModuleStack, own_generator
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -31,7 +33,13 @@ def run_step(model: nn.Module, batch: Any, loss_fn: LossFn | None, mode: Countin
                 "unfreeze one, or pass training=False to count the forward pass"
             )
         mode.in_backward = True
-        loss.backward()
+        _backward(loss)
+
+
+def _backward(loss: torch.Tensor) -> None:
+    """Do what `loss.backward()` does, but keep function modes on: recomputation must see them."""
+    gradient = torch.ones_like(loss)
+    _engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager
@@ -52,6 +60,17 @@ def failures_named(stack: ModuleStack, needs_values: tuple[type[Exception], ...]
         if isinstance(error, needs_values):
             raise UntraceableError(f"{where} needs the value of an activation ({what})") from error
         raise MeasurementError(f"the model's step raised {type(error).__name__} in {where}: {what}") from error
+
+
+def copied_batch(batch: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with every tensor copied; one that asks for a gradient goes on asking. Generators are copied too."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return copy(value).requires_grad_(value.requires_grad)
+        return own_generator(value)
+
+    return tree_map(copied, batch)
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -77,6 +96,8 @@ def _loss_of_output(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor) and output[0].numel() == 1:
+        loss = output[0]  # (loss, logits), as transformers returns without return_dict
     if loss is None:
         raise InputError(
             f"the model returned {type(output).__name__} without a loss; put labels into the batch, "

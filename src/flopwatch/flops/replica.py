@@ -5,7 +5,9 @@ maps them to (fake tensors, or aliases of the real ones), so a forward pass writ
 change how a model runs but not what it computes (`torch.compile`, DDP, FSDP2) are taken off on the way.
 """
 
+import copy
 import functools
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,23 +97,23 @@ class _Replicator:
                 f"module {path or type(original).__name__!r} is TorchScript, whose code cannot be run on other "
                 "tensors; count the Python module it was made from"
             )
-        copy: nn.Module = object.__new__(_plain_class(original))
-        self._remember(original, copy)
+        twin: nn.Module = object.__new__(_plain_class(original))
+        self._remember(original, twin)
         if module is not original:
-            self._remember(module, copy)
-        copy.__dict__["_parameters"] = {name: self.value(value) for name, value in original._parameters.items()}
-        copy.__dict__["_buffers"] = {name: self.value(value) for name, value in original._buffers.items()}
-        copy.__dict__["_modules"] = {
+            self._remember(module, twin)
+        twin.__dict__["_parameters"] = {name: self.value(value) for name, value in original._parameters.items()}
+        twin.__dict__["_buffers"] = {name: self.value(value) for name, value in original._buffers.items()}
+        twin.__dict__["_modules"] = {
             name: None if child is None else self.module(child, f"{path}.{name}".lstrip("."))
             for name, child in original._modules.items()
         }
         # After the children, so that a module which is also kept in a plain attribute goes by its path in the tree.
         attributes = original.__dict__.items()
-        copy.__dict__.update({name: self.value(value) for name, value in attributes if name not in _STATE})
-        copy.__dict__.update(_kept_hooks(original))
+        twin.__dict__.update({name: self.value(value) for name, value in attributes if name not in _STATE})
+        twin.__dict__.update(_kept_hooks(original))
         # nn.Module.__call__ prefers this attribute: it is how the running module is known without a hook.
-        copy.__dict__["_compiled_call_impl"] = functools.partial(_call_inside, copy, self._stack, path)
-        return copy
+        twin.__dict__["_compiled_call_impl"] = functools.partial(_call_inside, twin, self._stack, path)
+        return twin
 
     def value(self, value: Any) -> Any:
         """Map tensors, modules and what holds them; share everything else with the live model."""
@@ -129,7 +131,7 @@ class _Replicator:
             return type(value)(map(self.value, value))
         if type(value) in (dict, OrderedDict):
             return type(value)((key, self.value(item)) for key, item in value.items())
-        return value
+        return own_generator(value)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
@@ -139,10 +141,19 @@ class _Replicator:
             return nn.Parameter(mapped, requires_grad=tensor.requires_grad)
         return mapped
 
-    def _remember(self, original: Any, copy: Any) -> Any:
+    def _remember(self, original: Any, twin: Any) -> Any:
         self._originals.append(original)
-        self._copies[id(original)] = copy
-        return copy
+        self._copies[id(original)] = twin
+        return twin
+
+
+def own_generator(value: Any) -> Any:
+    """A copy of a random generator, so that drawing from it leaves the original where it was; all else as it is."""
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
+        return copy.deepcopy(value)
+    return value
 
 
 _STATE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *_HOOK_TABLES}

@@ -18,6 +18,7 @@ _ELEMENTWISE_LOSSES_AND_NORMS = {
     "_ctc_loss_backward",
     "_embedding_bag_per_sample_weights_backward",
     "_fused_rms_norm_backward",
+    "_fused_sdp_choice",
     "_pdist_backward",
     "_thnn_fused_gru_cell",
     "_thnn_fused_gru_cell_backward",

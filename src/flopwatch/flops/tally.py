@@ -41,6 +41,8 @@ class Tally:
         by_op = self._grouped(0)
         if attention == "causal" and "bmm" in by_op:
             self.note(UNMASKED_PRODUCTS)
+            # Nothing was counted by the causal convention, so the number must not carry its name.
+            attention = attention if any("attention" in op or "attn" in op for op in by_op) else "full"
         total = sum(by_op.values(), PhaseFlops())
         uncounted_calls = sum(self._uncounted.values())
         calls = self._counted_calls + uncounted_calls

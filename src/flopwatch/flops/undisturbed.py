@@ -24,6 +24,7 @@ def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
             if device.type not in ("cpu", "meta"):
                 stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
         stack.enter_context(_same_random_states())
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(_no_autocast_cache())
         stack.enter_context(without_global_hooks())
         # The user's own modes (another counter, say) would see our ops.

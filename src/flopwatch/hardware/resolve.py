@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 ENVIRONMENT_VARIABLE = "FLOPWATCH_PEAK_TFLOPS"
+_MOST_TERAFLOPS = 1e6
 
 
 def peak_flops(
@@ -158,7 +159,10 @@ def _environment_flops_per_s(facts: DeviceFacts) -> float | None:
     if not text or not facts.kind:
         return None
     what = f"the environment variable {ENVIRONMENT_VARIABLE}={text!r}"
-    return _positive(text, what, "in teraFLOP/s, such as 989.4") * 1e12
+    figure = _positive(text, what, "in teraFLOP/s, such as 989.4")
+    if figure > _MOST_TERAFLOPS:
+        raise InputError(f"{what} is more than any device does; give teraFLOP/s, such as 989.4, not FLOP/s")
+    return figure * 1e12
 
 
 def _positive(value: float | str, what: str, example: str) -> float:

@@ -74,8 +74,11 @@ def _from_factory(spec: str, device: str) -> nn.Module:
         raise InputError(f"cannot load {spec!r}: {error}") from error
     finally:
         sys.path.remove("")
-    with torch.device(device):
-        model = factory()
+    try:
+        with torch.device(device):
+            model = factory()
+    except Exception as error:
+        raise InputError(f"{spec!r} must work without arguments; it raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec!r} returned {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
 
@@ -109,17 +110,28 @@ class AttentionCall:
         return cls(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
 
     def is_fused(self) -> bool:
-        """Whether torch has one kernel for it."""
-        choice = torch._fused_sdp_choice(
-            self.query,
-            self.key,
-            self.value,
-            self.mask,
-            self.dropout_p,
-            self.is_causal,
-            enable_gqa=self.enable_gqa,
-        )
+        """Whether torch has one kernel for it.
+
+        Asked with real tensors of the same shape that take no memory: for fake ones torch answers as for the meta
+        device, which is not what the call itself would do.
+        """
+        with _disable_current_modes():
+            choice = torch._fused_sdp_choice(
+                _stand_in(self.query),
+                _stand_in(self.key),
+                _stand_in(self.value),
+                None if self.mask is None else _stand_in(self.mask),
+                self.dropout_p,
+                self.is_causal,
+                enable_gqa=self.enable_gqa,
+            )
         return choice != int(SDPBackend.MATH.value)
+
+
+def _stand_in(tensor: Any) -> torch.Tensor:
+    """One row of storage, repeated."""
+    row = torch.empty(tensor.shape[-1], dtype=tensor.dtype)
+    return row.expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
 
 def unfused_forward(call: AttentionCall) -> OpFlops:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from flopwatch.flops.formulas.registry import OpCall, formula
+from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
 
 
 @formula("aten::mkldnn_rnn_layer")
@@ -13,8 +13,18 @@ def _mkldnn_rnn(call: OpCall) -> int:
 
 
 @formula("aten::mkldnn_rnn_layer_backward")
-def _mkldnn_rnn_backward(call: OpCall) -> int:
-    return 2 * _rnn_flops(call.arguments["input"].shape, [call.arguments["weight1"], call.arguments["weight2"]])
+def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
+    """The kernel computes every gradient; the input's and the first state's are needed only where they are asked for.
+
+    The state's first gradient leads to the state a sequence began with: one product less where nobody needs that.
+    """
+    data, into_gates, from_state = (call.arguments[name] for name in ("input", "weight1", "weight2"))
+    tokens, samples = prod(data.shape[:-1]), call.arguments["hx_"].shape[-2]
+    input_needs, state_needs = (call.needs_grad[0], call.needs_grad[5]) if len(call.needs_grad) > 5 else (True, True)
+    once = _rnn_flops(data.shape, [into_gates, from_state])
+    spared = 2 * samples * prod(from_state.shape) * (not state_needs)
+    spared += 2 * tokens * prod(into_gates.shape) * (not input_needs)
+    return OpFlops(2 * once - spared, spared)
 
 
 @formula("aten::_cudnn_rnn", "aten::miopen_rnn")
