@@ -62,6 +62,11 @@ def test_sizes_that_are_none_are_refused(arguments: Any, says: str) -> None:
         flopwatch.calculate_mfu_with_profiler(load_model("tiny", device="cpu"), *arguments, peak_flops_per_s=1e12)
 
 
+def test_a_peak_of_zero_is_refused_not_looked_up() -> None:
+    with pytest.raises(flopwatch.InputError, match="peak_flops_per_s must be a positive finite number, got 0"):
+        flopwatch.calculate_mfu_with_profiler(load_model("tiny", device="cpu"), 4, 16, 1.0, peak_flops_per_s=0)
+
+
 def test_a_model_on_no_device_has_no_peak() -> None:
     with pytest.raises(flopwatch.InputError, match="pass peak_flops_per_s"):
         flopwatch.calculate_mfu_with_profiler(load_model("tiny"), 4, 16, 1.0)

@@ -56,7 +56,7 @@ def calculate_mfu_with_profiler(
         A fraction, or None with a warning when nobody knows the device's peak.
     """
     flops = count_flops(model, dummy_batch(model, batch_size, seq_length)).model_flops
-    peak = peak_flops_per_s or _peak_of(model)
+    peak = _peak_of(model) if peak_flops_per_s is None else peak_flops_per_s
     return None if peak is None else calculate_mfu(flops, step_time, peak)
 
 

@@ -31,8 +31,8 @@ def test_presets_have_the_parameters_their_sizes_give(name: str, parameters: int
 def test_a_preset_learns() -> None:
     torch.manual_seed(0)
     model = load_model("tiny", device="cpu")
-    batch = {name: torch.randint(0, 1000, (2, 16)) for name in ("input_ids",)}
-    batch["labels"] = batch["input_ids"]
+    ids = torch.randint(0, 1000, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(5):

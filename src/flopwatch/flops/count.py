@@ -82,10 +82,11 @@ def _sum_of_rows(model: nn.Module, batch: Mapping[str, Any], options: dict[str, 
     lengths = real_lengths(batch) or []
     rows = [unpadded_row(batch, index) for index in range(len(lengths))]
     kinds = [(length, str(row.get("image_grid_thw"))) for length, row in zip(lengths, rows, strict=True)]
-    only_lengths_differ = len(set(kinds)) == len(set(lengths))
-    if len(set(kinds)) > _MOST_KINDS_COUNTED and only_lengths_differ and options["training"]:
+    masks_the_sequence = batch["attention_mask"].shape[1] == read_shape(batch).seq_len
+    a_law_may_tell = masks_the_sequence and len(set(kinds)) == len(set(lengths)) and options["training"]
+    if len(set(kinds)) > _MOST_KINDS_COUNTED and a_law_may_tell:
         law = fit_flops_law(model, batch, attention=options["attention"], loss_fn=options["loss_fn"])
-        if law.exact and batch["attention_mask"].shape[1] == read_shape(batch).seq_len:
+        if law.exact:
             return law.model_flops(lengths=lengths)
     cost = {kind: count_as_is(model, rows[kinds.index(kind)], **options).model_flops for kind in set(kinds)}
     return sum(cost[kind] for kind in kinds)

@@ -29,10 +29,6 @@ class OpCall:
     attention: AttentionConvention = "full"
     needs_grad: tuple[bool, ...] = ()
 
-    @property
-    def name(self) -> str:
-        return str(self.func._schema.name)
-
 
 @dataclass(frozen=True, slots=True)
 class OpFlops:
