@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -21,19 +22,31 @@ SCREENS = {
         '--device "NVIDIA H100 80GB HBM3" --step-time 0.7'
     ),
     "peak": 'peak --name "NVIDIA H100 80GB HBM3"',
+    "watch": "watch runs/example --once",
+    "explain": "explain runs/example --step 120",
 }
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 
 
 def main() -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
-    for name, arguments in SCREENS.items():
-        path = PICTURES / f"{name}.svg"
-        path.write_text(drawn(arguments))
-        print(path)
+    with tempfile.TemporaryDirectory() as folder:
+        train_example(Path(folder))
+        for name, arguments in SCREENS.items():
+            path = PICTURES / f"{name}.svg"
+            path.write_text(drawn(arguments, Path(folder)))
+            print(path)
 
 
-def drawn(arguments: str) -> str:
+def train_example(folder: Path) -> None:
+    """A real run for the commands that look at one."""
+    subprocess.run([sys.executable, str(EXAMPLE), "--steps", "200", "--model", "small"], cwd=folder, check=True)
+
+
+def drawn(arguments: str, folder: Path) -> str:
     """An SVG of a terminal in which the command was run."""
+    if not (folder / "examples").exists():  # the commands name files as a reader has them
+        (folder / "examples").symlink_to(EXAMPLE.parent)
     settings = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
         [sys.executable, "-m", "flopwatch", *shlex.split(arguments)],
@@ -42,6 +55,7 @@ def drawn(arguments: str) -> str:
         text=True,
         check=True,
         env={**os.environ, **settings},
+        cwd=folder,
     )
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ flopwatch {arguments}", style="bold"), soft_wrap=False)

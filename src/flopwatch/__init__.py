@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from flopwatch.flops.law import FlopLaw
     from flopwatch.hardware import measure_peak, peak_flops
     from flopwatch.mfu import calculate_mfu, calculate_mfu_with_profiler, profile_model_flops
+    from flopwatch.monitor.precise import calculate_precise_mfu
+    from flopwatch.monitor.training_monitor import TrainingMonitor
     from flopwatch.records import FlopCount, Peak, PhaseFlops, UncountedOp
 
 _HOME = {
@@ -34,10 +36,12 @@ _HOME = {
     "MissingDependencyError": "errors",
     "Peak": "records",
     "PhaseFlops": "records",
+    "TrainingMonitor": "monitor.training_monitor",
     "UncountedOp": "records",
     "UntraceableError": "errors",
     "calculate_mfu": "mfu",
     "calculate_mfu_with_profiler": "mfu",
+    "calculate_precise_mfu": "monitor.precise",
     "count_flops": "flops.count",
     "fit_flops_law": "flops.fit",
     "measure_peak": "hardware",
@@ -55,11 +59,13 @@ __all__ = [
     "MissingDependencyError",
     "Peak",
     "PhaseFlops",
+    "TrainingMonitor",
     "UncountedOp",
     "UntraceableError",
     "__version__",
     "calculate_mfu",
     "calculate_mfu_with_profiler",
+    "calculate_precise_mfu",
     "count_flops",
     "fit_flops_law",
     "measure_peak",

@@ -56,7 +56,7 @@ def calculate_mfu_with_profiler(
         A fraction, or None with a warning when nobody knows the device's peak.
     """
     flops = count_flops(model, dummy_batch(model, batch_size, seq_length)).model_flops
-    peak = _peak_of(model) if peak_flops_per_s is None else peak_flops_per_s
+    peak = peak_of(model) if peak_flops_per_s is None else peak_flops_per_s
     return None if peak is None else calculate_mfu(flops, step_time, peak)
 
 
@@ -69,7 +69,7 @@ def profile_model_flops(model: nn.Module, batch_example: Mapping[str, Any]) -> f
     return float(count_flops(model, dict(batch_example), method="estimate").model_flops)
 
 
-def _peak_of(model: nn.Module) -> float | None:
+def peak_of(model: nn.Module) -> float | None:
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type == "meta":
         raise InputError("the model is on no device whose peak could be looked up; pass peak_flops_per_s")

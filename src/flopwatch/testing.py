@@ -1,15 +1,17 @@
-"""Fakes for tests of code that uses flopwatch: devices that are not here, a clock that stands still.
+"""Fakes for tests of code that uses flopwatch: devices that are not here, a clock that stands still, a sink that fails.
 
 Nothing in the package imports this module.
 """
 
 from collections.abc import Callable
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.hardware.facts import DeviceFacts
 from flopwatch.hardware.matmul_search import Shape, matmul_flops
+from flopwatch.run_records import Record
 
 FAKE_DEVICES = {
     "h100": DeviceFacts("NVIDIA H100 80GB HBM3", "cuda", 132, 79.1, None, (9, 0), 1980.0),
@@ -94,6 +96,42 @@ class FakeClock:
         self._seconds += seconds
 
 
+class FakeEvents:
+    """Events of a device that is not here: each passes so many seconds after it was recorded.
+
+    >>> clock = FakeClock()
+    >>> events = FakeEvents(clock, lag_seconds=3.0)
+    >>> start, end = events("cuda:0"), events("cuda:0")
+    >>> start.record(); clock.advance(2.0); end.record()
+    >>> start.elapsed_time(end), end.query()
+    (2000.0, False)
+    >>> clock.advance(3.0); end.query()
+    True
+
+    Attributes:
+        waits: How often somebody waited for one.
+    """
+
+    def __init__(self, clock: FakeClock, lag_seconds: float = 0.0) -> None:
+        self.waits = 0
+        self._clock = clock
+        self._lag_seconds = lag_seconds
+
+    def __call__(self, device: object = None, *, enable_timing: bool = False) -> Any:
+        recorded: list[float] = []
+
+        def wait() -> None:
+            self.waits += 1
+
+        return SimpleNamespace(
+            record=lambda: recorded.append(self._clock()),
+            query=lambda: self._clock() >= recorded[-1] + self._lag_seconds,
+            synchronize=wait,
+            elapsed_time=lambda end: 1e3 * (end.recorded[-1] - recorded[-1]),
+            recorded=recorded,
+        )
+
+
 class FakeMatmul:
     """Stands in for the timer of `measure_peak`: each shape runs at the rate a function says, and the clock moves.
 
@@ -116,3 +154,65 @@ class FakeMatmul:
         seconds = calls * matmul_flops(shape) / self._flops_per_s(shape)
         self._clock.advance(seconds)
         return seconds
+
+
+class RecordingSink:
+    """A sink that keeps what it is given, and fails as it is told.
+
+    >>> from flopwatch.run_records import Notice
+    >>> sink = RecordingSink()
+    >>> sink.write(Notice(1, "info", "hello", "it works"))
+    >>> sink.records[0].code
+    'hello'
+
+    Args:
+        name: Of the sink.
+        raises: Raised instead of taking a record.
+        fails_after: Records that are taken before it raises or hangs.
+        hangs: True to get stuck instead of taking a record, until `release` is called.
+        seconds_per_record: How slow it is.
+
+    Attributes:
+        records: What came, in order.
+        flushes: How often it was flushed.
+        closed: How often it was closed.
+    """
+
+    def __init__(
+        self,
+        name: str = "recording",
+        *,
+        raises: BaseException | None = None,
+        fails_after: int = 0,
+        hangs: bool = False,
+        seconds_per_record: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.records: list[Record] = []
+        self.flushes = 0
+        self.closed = 0
+        self._raises = raises
+        self._fails_after = fails_after
+        self._hangs = hangs
+        self._seconds_per_record = seconds_per_record
+        self._released = Event()
+
+    def write(self, record: Record) -> None:
+        if len(self.records) >= self._fails_after:
+            if self._raises is not None:
+                raise self._raises
+            if self._hangs:
+                self._released.wait()
+        if self._seconds_per_record:
+            self._released.wait(self._seconds_per_record)
+        self.records.append(record)
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def release(self) -> None:
+        """End the hanging and the slowness."""
+        self._released.set()

@@ -4,9 +4,12 @@ from typing import Annotated
 
 import typer
 
+from flopwatch.cli.explain import explain
 from flopwatch.cli.flops import flops
 from flopwatch.cli.light_command import LightCommand, LightGroup
 from flopwatch.cli.peak import peak
+from flopwatch.cli.selftest import selftest
+from flopwatch.cli.watch import watch
 from flopwatch.version import __version__
 
 app = typer.Typer(
@@ -21,6 +24,9 @@ app = typer.Typer(
 )
 app.command("peak", cls=LightCommand)(peak)
 app.command("flops", cls=LightCommand)(flops)
+app.command("watch", cls=LightCommand)(watch)
+app.command("explain", cls=LightCommand)(explain)
+app.command("selftest", cls=LightCommand)(selftest)
 
 
 def _print_version(is_asked: bool) -> None:

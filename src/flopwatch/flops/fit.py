@@ -9,21 +9,27 @@ from torch import nn
 from flopwatch.errors import InputError
 from flopwatch.flops.batches import MAIN_SEQUENCE, read_shape
 from flopwatch.flops.law import PHASES, TERMS, FlopLaw, StepShape, evaluate
-from flopwatch.flops.methods import count_as_is
+from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.passes import LossFn
 from flopwatch.flops.sample import Grid, Sample, first_sample
 from flopwatch.flops.solve import solve
-from flopwatch.records import AttentionConvention, PhaseFlops
+from flopwatch.records import AttentionConvention, Method, PhaseFlops
 
 CACHED_SHAPES = 256
 _SHORTEST_SPAN = 12
+_LEAST_TRUSTED_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
 
 _Plan = tuple[list[str], list[StepShape], list[StepShape]]
 """Terms to fit, shapes to fit them on, shapes to test the result on."""
 
 
 def fit_flops_law(
-    model: nn.Module, batch: Any, *, attention: AttentionConvention = "full", loss_fn: LossFn | None = None
+    model: nn.Module,
+    batch: Any,
+    *,
+    attention: AttentionConvention = "full",
+    loss_fn: LossFn | None = None,
+    method: MethodChoice = "auto",
 ) -> FlopLaw:
     """Find what a training step of this model costs as a function of the batch's shape.
 
@@ -32,6 +38,7 @@ def fit_flops_law(
         batch: An example of what it is trained on. Its first sample is stretched, cut and repeated.
         attention: `full` counts every pair of positions, `causal` those not masked.
         loss_fn: From the model's output to the loss, where the model does not return one.
+        method: How the shapes are counted, as in `count_flops`.
 
     Example:
         >>> import torch
@@ -40,7 +47,7 @@ def fit_flops_law(
         (True, 8192000)
     """
     sample = first_sample(model, batch)
-    counts = ShapeCounts(model, sample, attention, loss_fn)
+    counts = ShapeCounts(model, sample, attention, loss_fn, method)
     own_batch_size = read_shape(batch).batch_size
     counts.notes.update(dict.fromkeys(_other_lengths(sample)))
     plans = _plans_with_sequence if sample.seq_len else _plans_without_sequence
@@ -48,31 +55,28 @@ def fit_flops_law(
     for terms, fitted, held_out in plans(sample, own_batch_size):
         coefficients = _solved(counts, terms, fitted)
         wrong = next((shape for shape in held_out if not _predicts(coefficients, counts, shape)), None)
-        if coefficients and wrong is None and not counts.doubts:
-            return FlopLaw(True, counts.seq_lens(), attention, coefficients, sample.grids, notes=tuple(counts.notes))
+        if coefficients and wrong is None:
+            return counts.law(attention, coefficients)
         reason = f"batch size {wrong.batch_size}, length {wrong.seq_len}" if wrong else "the shapes tried"
-    because = next(iter(counts.doubts), f"no polynomial of the shape predicts {reason}")
-    note = f"{because}; shapes are counted on demand, {CACHED_SHAPES} are kept"
-    return FlopLaw(
-        False,
-        counts.seq_lens(),
-        attention,
-        sample_grids=sample.grids,
-        notes=(note, *counts.notes),
-        count_shape=counts,
-    )
+    note = f"no polynomial of the shape predicts {reason}; shapes are counted on demand, {CACHED_SHAPES} are kept"
+    return counts.law(attention, {}, note)
 
 
 class ShapeCounts:
     """Counts per shape, made on demand; those not asked for the longest are dropped."""
 
     def __init__(
-        self, model: nn.Module, sample: Sample, attention: AttentionConvention, loss_fn: LossFn | None
+        self,
+        model: nn.Module,
+        sample: Sample,
+        attention: AttentionConvention,
+        loss_fn: LossFn | None,
+        method: MethodChoice,
     ) -> None:
         self._model = weakref.ref(model)
         self._sample = sample
         self._options: dict[str, Any] = {
-            "method": "auto",
+            "method": method,
             "attention": attention,
             "loss_fn": loss_fn,
             "training": True,
@@ -81,6 +85,8 @@ class ShapeCounts:
         self.notes: dict[str, None] = {}
         self.doubts: dict[str, None] = {}
         """Why no law made of these counts can be exact."""
+        self._methods: dict[Method, None] = {}
+        self._coverage: float | None = None
 
     def __call__(self, shape: StepShape) -> PhaseFlops:
         if shape not in self._known:
@@ -90,9 +96,26 @@ class ShapeCounts:
         self._known.move_to_end(shape)
         return self._known[shape]
 
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self._known
+
     def seq_lens(self) -> tuple[int, int] | None:
         lengths = [shape.seq_len for shape in self._known if shape.seq_len is not None]
         return (min(lengths), max(lengths)) if lengths else None
+
+    def law(self, attention: AttentionConvention, coefficients: dict[str, dict[str, Any]], note: str = "") -> FlopLaw:
+        """What these counts amount to; without coefficients, they themselves are the law."""
+        return FlopLaw(
+            exact=bool(coefficients) and not self.doubts,
+            seq_lens=self.seq_lens(),
+            attention=attention,
+            coefficients=coefficients,
+            sample_grids=self._sample.grids,
+            notes=tuple(filter(None, (*self.doubts, note, *self.notes))),
+            method=next((method for method in _LEAST_TRUSTED_FIRST if method in self._methods), "trace"),
+            coverage=self._coverage,
+            count_shape=None if coefficients else self,
+        )
 
     def _count(self, shape: StepShape) -> PhaseFlops:
         model = self._model()
@@ -103,6 +126,9 @@ class ShapeCounts:
             sample = sample.with_grids(_grids_of_one_sample(shape))
         count = count_as_is(model, sample.batch(shape.batch_size, shape.seq_len), **self._options)
         self.notes.update(dict.fromkeys(count.notes))
+        self._methods[count.method] = None
+        if count.coverage is not None:
+            self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
         if count.method == "estimate":
             self.doubts["the counts are estimates"] = None
         if count.uncounted:

@@ -1,0 +1,157 @@
+"""What does watching a training cost? flopwatch and the monitors people use today, in turns with the bare loop.
+
+    python benchmarks/overhead.py                            # everything; writes the page and the picture
+    python benchmarks/overhead.py --quick --parts free       # a short look; writes nothing
+    python benchmarks/overhead.py --parts rivals             # that part again; the others as they were last measured
+
+Only ratios of neighbouring blocks count: the machine may be busy with other things.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from overhead_loop import LARGE, SMALL, Size, calibrated
+from overhead_page import section, terminal_tables, write_section
+from overhead_picture import picture
+from overhead_tools import MONITORS
+from rivals_venv import PYTHON, prepare
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PARTS = ("free", "frequency", "rivals", "harm", "instructions")
+FREE_SECONDS = 0.2
+CHEAP_SECONDS = 0.025
+QUICK_SECONDS = 0.05
+FREQUENCIES = {1: (10, 8), 10: (20, 10), 50: (50, 8), 100: (100, 6), 500: (500, 4)}
+"""Measuring frequency to steps of a block and repeats: every block has at least one measured step."""
+QUICK_FREQUENCIES = {1: (4, 2), 10: (10, 2)}
+TABLE_WIDTH = 150
+
+
+def main() -> None:
+    arguments = _arguments()
+    console = Console()
+    if arguments.rivals and not arguments.quick and {"frequency", "rivals", "harm"} & set(arguments.parts):
+        prepare(console.print)
+    store = {} if arguments.quick or not arguments.results.exists() else json.loads(arguments.results.read_text())
+    torch.set_num_threads(1)
+    for part in arguments.parts:
+        console.print(f"Measuring: {part}")
+        store[part] = MEASURE[part](arguments)
+        store |= {"date": date.today().isoformat(), "load": os.getloadavg()}
+        if not arguments.quick:
+            arguments.results.parent.mkdir(parents=True, exist_ok=True)
+            arguments.results.write_text(json.dumps(store))
+    wide = Console(width=max(console.width, TABLE_WIDTH))
+    for table in terminal_tables(store):
+        wide.print(table)
+    if not arguments.quick and all(part in store for part in PARTS):
+        write_section(arguments.page, section(store))
+        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+        arguments.picture.write_text(picture(store))
+        console.print(f"Wrote {arguments.page} and {arguments.picture}")
+    else:
+        console.print("Part of the tables only: the page and the picture stay as they are")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few repeats, short steps, no tools from PyPI")
+    parser.add_argument("--parts", type=_chosen, default=list(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--no-rivals", dest="rivals", action="store_false", help="leave out the tools from PyPI")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "overhead.json", help="what was measured last")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "overhead.md")
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "pictures" / "overhead.svg")
+    return parser.parse_args()
+
+
+def _chosen(names: str) -> list[str]:
+    unknown = set(names.split(",")) - set(PARTS)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return [part for part in PARTS if part in names.split(",")]
+
+
+def _free(arguments: argparse.Namespace) -> Any:
+    size = calibrated(SMALL, QUICK_SECONDS) if arguments.quick else calibrated(LARGE, FREE_SECONDS)
+    repeats, steps = (3, 6) if arguments.quick else (20, 15)
+    return _work(sys.executable, part="free", size=size, repeats=repeats, steps=steps)
+
+
+def _frequency(arguments: argparse.Namespace) -> Any:
+    size = calibrated(SMALL, CHEAP_SECONDS)
+    rivals = arguments.rivals and not arguments.quick
+    return {
+        every: _work(
+            PYTHON if rivals else sys.executable,
+            part="frequency",
+            size=size,
+            every=every,
+            steps=steps,
+            repeats=repeats,
+            rivals=rivals,
+        )
+        for every, (steps, repeats) in (QUICK_FREQUENCIES if arguments.quick else FREQUENCIES).items()
+    }
+
+
+def _rivals(arguments: argparse.Namespace) -> Any:
+    return _work(PYTHON, part="rivals", size=calibrated(LARGE, FREE_SECONDS), repeats=16, steps=20)
+
+
+def _harm(arguments: argparse.Namespace) -> Any:
+    def one(tool: str, is_compiled: bool) -> Any:
+        return _work(PYTHON, part="harm", size=SMALL, tool=tool, is_compiled=is_compiled)
+
+    return {tool.name: [one(tool.name, False), one(tool.name, True)] for tool in MONITORS}
+
+
+def _instructions(arguments: argparse.Namespace) -> Any:
+    return json.loads(_output([sys.executable, str(HERE / "overhead_instructions.py")]))
+
+
+MEASURE = {
+    "free": _free,
+    "frequency": _frequency,
+    "rivals": _rivals,
+    "harm": _harm,
+    "instructions": _instructions,
+}
+
+
+def _work(python: str, *, size: Size, **plan: Any) -> Any:
+    with tempfile.TemporaryDirectory(prefix="flopwatch-overhead-") as folder:
+        text = json.dumps({"size": asdict(size), "folder": folder, **plan})
+        return json.loads(_output([python, str(HERE / "overhead_worker.py"), text]))
+
+
+def _output(command: list[str]) -> str:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONWARNINGS": "ignore",
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "WANDB_ERROR_REPORTING": "false",
+        "KINETO_LOG_LEVEL": "99",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()

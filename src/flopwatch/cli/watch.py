@@ -1,0 +1,63 @@
+"""`flopwatch watch`: a live view of a run, from its log alone."""
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from flopwatch.cli.watch_feed import WatchFeed
+
+
+def watch(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or its log file.")],
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
+    refresh: Annotated[float, typer.Option(help="Seconds between two looks at the log.")] = 1.0,
+) -> None:
+    """Watch a run: progress, loss, MFU, where time and FLOPs go. Ctrl-C ends it; the run does not notice."""
+    from rich.console import Console
+
+    from flopwatch.cli.watch_feed import WatchFeed
+    from flopwatch.errors import InputError
+
+    if not refresh > 0:
+        raise InputError(f"--refresh is a positive number of seconds, got {refresh:g}")
+    console = Console(highlight=False)
+    feed = WatchFeed(run_dir, time.time)
+    if once or not console.is_terminal:
+        feed.look(must_exist=True)
+        console.print(_frame(feed, console))
+    else:
+        _watch_live(feed, console, refresh)
+
+
+def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -> None:
+    import signal
+
+    from rich.live import Live
+
+    # Also when it is killed: the terminal must come back from the other screen.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with console.status(f"Reading the log in {feed.place}"):  # seconds, where it has gigabytes
+            feed.look()
+        with Live(_frame(feed, console), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(refresh_seconds)
+                feed.look()
+                live.update(_frame(feed, console), refresh=True)
+    except KeyboardInterrupt:
+        # The last frame stays on the ordinary screen.
+        console.print(_frame(feed, console))
+
+
+def _frame(feed: "WatchFeed", console: "Console") -> "RenderableType":
+    from rich.console import Group
+
+    from flopwatch.cli.watch_screen import draw_frame
+
+    width, height = console.size
+    in_colour = console.color_system is not None and not console.no_color
+    return Group(*draw_frame(feed.run, feed.place, feed.unix_time(), width=width, height=height, in_colour=in_colour))

@@ -1,0 +1,139 @@
+"""The screen of `flopwatch watch`: one frame of a given size from what is known of a run."""
+
+from collections.abc import Mapping
+
+from rich.text import Text
+
+from flopwatch.cli.quantities import duration, flop_rate, percent
+from flopwatch.cli.screen_lines import line, paragraph, spread
+from flopwatch.cli.watch_panels import cards, curves, flops_bar, time_bar
+from flopwatch.cli.watch_state import State, WatchedRun
+from flopwatch.run_records import Notice
+
+_STATES: Mapping[State, tuple[str, str]] = {
+    "no log": ("○", "yellow"),
+    "starting": ("○", "cyan"),
+    "running": ("●", "green"),
+    "silent": ("●", "yellow"),
+    "ended": ("■", "blue"),
+}
+_LEVELS = {"info": ("i", "cyan"), "warning": ("!", "yellow"), "error": ("x", "red")}
+_TALL, _WIDE = 30, 110
+_WIDEST = 160
+_HIGHEST_CURVE = 20
+_LOWEST_CURVE = 3
+
+
+def draw_frame(
+    run: WatchedRun, place: str, unix_time: float, *, width: int, height: int, in_colour: bool = True
+) -> list[Text]:
+    """The lines of one frame: no more than `height` in a terminal of 80 x 24 or more.
+
+    Args:
+        run: What is known.
+        place: The folder or file that is watched.
+        unix_time: Now.
+        width: Columns of the terminal.
+        height: Its lines.
+        in_colour: False where parts of a bar must differ by their pattern.
+    """
+    width = min(width, _WIDEST)
+    state = run.state(unix_time)
+    title = _title(run, place, state, unix_time, width)
+    if state == "no log":
+        return [title, line(), *paragraph("No record of a run yet. Waiting.", width, "dim")]
+    is_large = height >= _TALL and width >= _WIDE
+    top = [title, _facts(run, width), line(), _progress(run, width), line()]
+    top += [*cards(run, width, in_large_digits=is_large), line()]
+    bars = [*time_bar(run, width, in_colour=in_colour), *([line()] if is_large else [])]
+    bars += flops_bar(run, width, in_colour=in_colour)
+    notices = _notices(run, width)
+    room = height - len(top) - len(bars) - 3
+    for_notices = 1 + min(len(notices), 5 if is_large else 1) if notices else 0
+    curve_height = max(_LOWEST_CURVE, min(room - for_notices, _HIGHEST_CURVE))
+    frame = [*top, *curves(run, width, curve_height), line(), *bars]
+    if notices and height - len(frame) >= 2:
+        frame += [line(), *_fitted(notices, height - len(frame) - 1)]
+    return frame
+
+
+def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: int) -> Text:
+    mark, style = _STATES[state]
+    words = f"silent for {duration(run.silent_seconds(unix_time))}" if state == "silent" else state
+    end = line((f"{mark} {words}", f"bold {style}"))
+    room = max(width - end.cell_len - len("flopwatch  "), 2)
+    shown = place if len(place) <= room else f"…{place[1 - room :]}"
+    return spread(line(("flopwatch ", "dim"), (shown, "bold")), end, width)
+
+
+def _facts(run: WatchedRun, width: int) -> Text:
+    """As many as fit, the most important first."""
+    facts: list[str] = [*_device(run), *_counting(run)]
+    if run.sessions > 1:
+        facts.append(f"{run.sessions} sessions")
+    if run.start is not None and run.start.environment.get("host"):
+        facts.append(str(run.start.environment["host"]))
+    text = ""
+    for fact in facts:
+        longer = f"{text} · {fact}" if text else fact
+        text = longer if len(longer) <= width else text
+    return line((text, "dim"))
+
+
+def _device(run: WatchedRun) -> list[str]:
+    provenance = run.provenance
+    if provenance is None or provenance.peak is None:
+        device = run.start.environment.get("device") if run.start is not None else None
+        return [*([str(device)] if device else []), "peak unknown"]
+    peak = provenance.peak
+    times = f"{provenance.device_count} x " if provenance.device_count > 1 else ""
+    return [f"{times}{peak['device']}", f"{peak['dtype']} {flop_rate(peak['flops_per_s'])} {peak['kind']}"]
+
+
+def _counting(run: WatchedRun) -> list[str]:
+    provenance = run.provenance
+    if provenance is None:
+        return []
+    if provenance.method is None:
+        return [f"{provenance.mode}, FLOPs unknown"]
+    is_lower_bound = provenance.coverage is not None and provenance.coverage < 1
+    how_sure = "a lower bound" if is_lower_bound else "exact" if provenance.exact else "not exact"
+    return [f"{provenance.mode}, {how_sure}", f"attention {provenance.attention}"]
+
+
+def _progress(run: WatchedRun, width: int) -> Text:
+    step = run.row.step if run.row is not None else (run.start.resumed_after_step if run.start else None)
+    if step is None:
+        return line(("no step logged yet", "dim italic"))
+    total = run.start.total_steps if run.start is not None else None
+    elapsed = run.row.unix_time - run.start.unix_time if run.row is not None and run.start is not None else None
+    if not total:
+        so_far = f"  {duration(elapsed)} in this session" if elapsed else ""
+        return line("step ", (f"{step:,}", "bold"), (so_far, "dim"))
+    left = run.seconds_left
+    share = min(step / total, 1.0)
+    start = line("step ", (f"{step:,}", "bold"), (f" of {total:,}  ", "dim"))
+    end = line((f"  {percent(100 * share)}", "bold"), (f"  {duration(left)} left" if left else "", "dim"))
+    room = max(width - start.cell_len - end.cell_len, 4)
+    done = round(share * room)
+    return line() + start + line(("━" * done, "green"), ("─" * (room - done), "bright_black")) + end
+
+
+def _notices(run: WatchedRun, width: int) -> list[Text]:
+    """Newest first."""
+    return [row for notice in reversed(run.notices) for row in _notice(notice, width)]
+
+
+def _notice(notice: Notice, width: int) -> list[Text]:
+    mark, style = _LEVELS.get(notice.level, ("!", "yellow"))
+    when = "" if notice.step is None else f"step {notice.step:,}: "
+    first, *rest = paragraph(f"{when}{notice.message}", width - 2)
+    return [line((f"{mark} ", f"bold {style}")) + first, *(line("  ") + row for row in rest)]
+
+
+def _fitted(lines: list[Text], height: int) -> list[Text]:
+    if len(lines) <= height:
+        return lines
+    last = lines[height - 1].copy()
+    last.append(" …")
+    return [*lines[: height - 1], last]

@@ -1,0 +1,91 @@
+"""A monitor for training loops with Hugging Face Accelerate."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.integrations.harmless import harmless
+from flopwatch.monitor.step_context import Step
+from flopwatch.monitor.training_monitor import TrainingMonitor
+
+
+class AccelerateMonitor(TrainingMonitor):
+    """A `TrainingMonitor` that knows an `Accelerator`: its precision, and when gradients are accumulated.
+
+    Its `step` context goes around each micro-batch, beside `accelerator.accumulate`; the optimizer step is logged with
+    its last one. `monitor.latest` holds the newest values for `accelerator.log`, and
+    `accelerator.register_for_checkpointing(monitor)` lets a resumed run continue its totals.
+
+    Args:
+        accelerator: As the training uses it.
+        model: The model, prepared or not.
+        output_dir: The run's folder; only the main process writes.
+        monitor_options: As for `flopwatch.TrainingMonitor`.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+        >>> model = accelerator.prepare(torch.nn.Linear(8, 8))
+        >>> with AccelerateMonitor(accelerator, model, tempfile.mkdtemp()) as monitor:
+        ...     for batch in torch.randn(6, 4, 8):
+        ...         with accelerator.accumulate(model), monitor.step(batch) as step:
+        ...             loss = model(batch).sum()
+        ...             accelerator.backward(loss)
+        ...             step.log(loss=loss)
+        >>> monitor.summary.values["total/steps"], monitor.summary.values["total/samples"]
+        (3, 24)
+    """
+
+    def __init__(
+        self, accelerator: Any, model: nn.Module, output_dir: str | Path = "outputs", **monitor_options: Any
+    ) -> None:
+        # "no" leaves it to the weights, "fp8" is left to the user: it depends on the recipe which products are fp8.
+        precision = accelerator.mixed_precision
+        own: dict[str, Any] = {"model": model, "dtype": precision if precision in ("bf16", "fp16") else None}
+        super().__init__(output_dir, **(own | monitor_options))
+        self._accelerator = accelerator
+        self._losses: list[Any] = []
+
+    def step(
+        self,
+        batch: Any = None,
+        *,
+        step: int | None = None,
+        epoch: float | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Step:
+        """One micro-batch; as in `TrainingMonitor.step`. What is logged on it is logged with the optimizer step."""
+        plain = super().step(batch, step=step, epoch=epoch, lengths=lengths)
+        return _MicroStep(self, plain.number, epoch, batch, lengths)
+
+    @harmless
+    def _end_micro_batch(self, number: int, values: dict[str, Any]) -> None:
+        loss = values.pop("loss", None)
+        if not self._accelerator.sync_gradients:
+            # A sum is a new tensor: a CUDA graph would write the next loss over the old one.
+            self._losses += [] if loss is None else [_detached(loss) + 0]
+            return
+        earlier, self._losses = self._losses, []
+        if earlier and loss is not None:
+            loss = sum(earlier, _detached(loss)) / (len(earlier) + 1)
+        self.log_step(number, loss=loss, **values)
+
+
+class _MicroStep(Step):
+    __slots__ = ()
+    _monitor: AccelerateMonitor
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        if self._batch is not None:
+            self._monitor.micro_batch(self._batch, self._lengths)
+        self._monitor._end_micro_batch(self.number, {"epoch": self._epoch, **self._logged})
+
+
+def _detached(loss: Any) -> Any:
+    return loss.detach() if isinstance(loss, torch.Tensor) else loss

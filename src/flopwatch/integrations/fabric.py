@@ -1,0 +1,40 @@
+"""A monitor for training loops with Lightning Fabric."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from flopwatch.integrations.lightning_precision import autocast_dtype
+from flopwatch.monitor.training_monitor import TrainingMonitor
+
+
+def monitor_for(
+    fabric: Any, model: nn.Module, output_dir: str | Path = "outputs", **monitor_options: Any
+) -> TrainingMonitor:
+    """A `TrainingMonitor` for a model that `fabric.setup` has wrapped, with Fabric's precision.
+
+    Use it as in a plain loop; `fabric.log_dict(monitor.latest, step)` brings the newest values to Fabric's loggers, and
+    the monitor can stand in the state that `fabric.save` and `fabric.load` take.
+
+    Args:
+        fabric: As the training uses it.
+        model: The model, set up or not.
+        output_dir: The run's folder; only the first process writes.
+        monitor_options: As for `flopwatch.TrainingMonitor`.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(accelerator="cpu", devices=1)
+        >>> model = fabric.setup_module(torch.nn.Linear(8, 8))
+        >>> with monitor_for(fabric, model, tempfile.mkdtemp()) as monitor:
+        ...     with monitor.step(torch.randn(4, 8)) as step:
+        ...         step.log(loss=0.5)
+        >>> monitor.summary.values["total/model_flops"]  # 4 samples x 2 x 8 x 8, forward and weight gradient
+        1024
+    """
+    precision = getattr(fabric.strategy.precision, "precision", None)
+    # Fabric's own wrapper takes anything, so a batch could not be cut to what the model takes.
+    own: dict[str, Any] = {"model": getattr(model, "_original_module", model), "dtype": autocast_dtype(precision)}
+    return TrainingMonitor(output_dir, **(own | monitor_options))

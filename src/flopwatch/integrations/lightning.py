@@ -1,0 +1,249 @@
+"""One callback for Lightning's `Trainer`, under either of its two package names."""
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from flopwatch.integrations.framework_metrics import Selection, framework_metrics
+from flopwatch.integrations.harmless import harmless
+from flopwatch.integrations.instance_method import replace_method
+from flopwatch.integrations.lightning_precision import autocast_dtype
+from flopwatch.monitor.training_monitor import TrainingMonitor
+from flopwatch.optional import require
+
+
+def _lightning() -> ModuleType:
+    """`lightning.pytorch` or `pytorch_lightning`: the one that is loaded, else the one that is installed."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    loaded = [name for name in names if name in sys.modules]
+    installed = [name for name in names if find_spec(name.partition(".")[0])]
+    return require((loaded or installed or names)[0], "lightning")
+
+
+class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
+    """Exact MFU, tokens and rates of a Lightning run, in its own loggers and in a local log.
+
+    `Trainer(..., callbacks=[FlopwatchCallback()])` is all. Every `log_every_n_steps` the numbers go to all loggers of
+    the `Trainer`, in the same row as what the module logs on that step. Validation and saving are not in any step's
+    time. A run resumed from a checkpoint continues its totals.
+
+    FLOPs are those of the module's `forward` on its batch; of a batch `(x, y)` it gets what it takes. Where a module
+    has no `forward`, or its batches are dicts, and one child holds all its parameters (`self.model`), it is that
+    child's. `training_step` is never called: it logs.
+
+    Args:
+        output_dir: The run's folder; `flopwatch` in the `Trainer`'s `log_dir` without it.
+        model: What to count instead: a module, or the name of one in the `LightningModule`, such as `"model"`.
+        metrics: `basic` adds the seven numbers most people watch to the loggers' rows, `all` adds all.
+        monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `flops_fn=`.
+
+    Example:
+        >>> callback = FlopwatchCallback(peak_flops_per_s=989e12)
+        >>> callback.monitor is None  # until a training begins; `callback.monitor.summary` tells when it has ended
+        True
+
+    Attributes:
+        monitor: Of the training under way, or of the last one.
+        strict: True raises what would otherwise be reported once.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path | None = None,
+        *,
+        model: nn.Module | str | None = None,
+        metrics: Selection = "basic",
+        **monitor_options: Any,
+    ) -> None:
+        self._output_dir = output_dir
+        self._wanted_model = model
+        self._metrics = metrics
+        self._monitor_options = monitor_options
+        self._counted: nn.Module | None = None
+        self._has_looked_for_model = False
+        self._phases = ExitStack()
+        self._put_back: Callable[[], None] | None = None
+        self._totals: dict[str, Any] = {}
+        self._loss: Any = None
+        self._learning_rate: Any = None
+        self._steps_done = 0
+        self.strict = bool(monitor_options.get("strict"))
+        self.monitor: TrainingMonitor | None = None
+
+    @harmless
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._end()
+        self._forget_step()
+        self._has_looked_for_model = False
+        self._steps_done = trainer.global_step
+        self.monitor = TrainingMonitor(**self._options(trainer))
+        if self._totals.get("step") == trainer.global_step - 1:
+            self.monitor.load_state_dict(self._totals)
+        self._put_back = replace_method(trainer, "save_checkpoint", self._as_checkpoint)
+
+    @harmless
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.monitor is None:
+            return
+        if not self._has_looked_for_model:
+            self._has_looked_for_model = True
+            self._look_for_model(pl_module, batch)
+        self.monitor.start_step()
+        self.monitor.micro_batch(batch)
+
+    @harmless
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._learning_rate = optimizer.param_groups[0]["lr"]
+
+    @harmless
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.monitor is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        if loss is not None:
+            # Lightning has divided it by the number of micro-batches.
+            self._loss = loss if self._loss is None else self._loss + loss
+        if trainer.global_step == self._steps_done:
+            return  # gradients are still being accumulated
+        self._steps_done = trainer.global_step
+        # Lightning's loggers count steps from 0.
+        self.monitor.log_step(
+            trainer.global_step - 1, trainer.current_epoch, loss=self._loss, learning_rate=self._learning_rate
+        )
+        self._forget_step()
+        if _logs_this_step(trainer):
+            values = framework_metrics(self.monitor.log_now(), self._metrics)
+            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._enter(self._phases, "eval")
+
+    @harmless
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._phases.close()
+
+    @harmless
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end()
+
+    @harmless
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._end()
+
+    @harmless
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._end()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._note_totals()
+        return self._totals
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._totals = state_dict
+
+    @harmless
+    def _note_totals(self) -> None:
+        if self._put_back is not None and self.monitor is not None:
+            self._totals = self.monitor.state_dict()
+
+    @harmless
+    def _end(self) -> None:
+        self._note_totals()  # a checkpoint may follow
+        self._phases.close()
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
+        if self.monitor is not None:
+            self.monitor.close()
+        self._counted = None
+
+    def _forget_step(self) -> None:
+        self._loss = self._learning_rate = None
+
+    def _options(self, trainer: Any) -> dict[str, Any]:
+        own: dict[str, Any] = {
+            "output_dir": self._output_dir or Path(trainer.log_dir or trainer.default_root_dir) / "flopwatch",
+            "dtype": autocast_dtype(trainer.precision),
+            "total_steps": trainer.max_steps if trainer.max_steps > 0 else None,
+        }
+        if trainer.log_every_n_steps:
+            # One more than the Trainer's, so that it is the Trainer who closes each window.
+            own["log_every"] = trainer.log_every_n_steps + 1
+        return own | self._monitor_options
+
+    def _as_checkpoint(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_save(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as phase:
+                self._enter(phase, "checkpoint")
+                return save_checkpoint(*args, **kwargs)
+
+        return timed_save
+
+    @harmless
+    def _enter(self, stack: ExitStack, phase: str) -> None:
+        if self.monitor is not None:
+            stack.enter_context(self.monitor.phase(phase))
+
+    @harmless
+    def _look_for_model(self, pl_module: Any, batch: Any) -> None:
+        if isinstance(self._wanted_model, str):
+            self._counted = pl_module.get_submodule(self._wanted_model)
+        else:
+            self._counted = self._wanted_model or find_model(pl_module, batch)
+        if self.monitor is not None and self._counted is not None:
+            self.monitor.set_model(self._counted)
+
+
+def find_model(pl_module: nn.Module, batch: Any) -> nn.Module:
+    """The module whose `forward` takes the batch and whose cost is that of a training step.
+
+    Raises:
+        LookupError: It cannot be told.
+    """
+    everything = {id(parameter) for parameter in pl_module.parameters()}
+    children = list(pl_module.children())
+    whole = next((child for child in children if {id(p) for p in child.parameters()} == everything), None)
+    has_forward = type(pl_module).forward.__module__.partition(".")[0] not in (
+        "lightning",
+        "pytorch_lightning",
+        "torch",
+    )
+    if has_forward and not (whole is not None and _takes_anything(pl_module, batch)):
+        return _uncompiled(pl_module)
+    if whole is None:
+        raise LookupError(
+            f"{type(pl_module).__name__} has no forward, and no child of it holds all its parameters, so its FLOPs are "
+            'not known; write a forward, or pass model="name of a child" or flops_fn=... to FlopwatchCallback'
+        )
+    return whole
+
+
+def _takes_anything(module: nn.Module, batch: Any) -> bool:
+    kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
+    return isinstance(batch, Mapping) or inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """`torch.compile` of a LightningModule puts a compiled `forward` on the object; the class has the plain one."""
+    if "forward" not in vars(module):
+        return module
+    plain = copy.copy(module)
+    del vars(plain)["forward"]
+    return plain
+
+
+def _logs_this_step(trainer: Any) -> bool:
+    """Whether Lightning is about to log; asked as its own callbacks do."""
+    due = getattr(getattr(trainer, "_logger_connector", None), "should_update_logs", None)
+    if due is None:
+        every = trainer.log_every_n_steps
+        return bool(every and trainer.global_step % every == 0)
+    return bool(due)

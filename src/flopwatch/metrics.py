@@ -1,0 +1,103 @@
+"""Every number a run logs: its key, unit and meaning, defined once. Never loads torch.
+
+`basic` metrics go out with every logging window, the others with every detailed one (`detailed_log_every`).
+A number that is not known has no key in the row; it is never 0.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Group = Literal["training", "perf", "total", "time", "dataset"]
+
+STEP_KEY = "global_step"
+"""The x-axis of every other metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number of a row.
+
+    Attributes:
+        key: Its name in every sink, such as `perf/mfu`.
+        unit: `1` for a share between 0 and 1, `%`, `s`, `FLOP`, `FLOP/s`, `tokens`, `tokens/s`, ...
+        description: What it says, in one sentence.
+        basic: True when it is part of every row.
+    """
+
+    key: str
+    unit: str
+    description: str
+    basic: bool = False
+
+    @property
+    def group(self) -> str:
+        return self.key.partition("/")[0]
+
+
+_ALL = (
+    Metric("training/loss", "", "Mean loss of the window's steps.", basic=True),
+    Metric("training/lr", "", "Learning rate of the window's last step.", basic=True),
+    Metric("training/epoch", "epochs", "Epoch of the window's last step.", basic=True),
+    Metric("training/grad_norm", "", "Mean gradient norm of the window's steps."),
+    Metric("perf/mfu", "1", "Model FLOPs over what the devices could have done in the same time.", basic=True),
+    Metric("perf/mfu_percent", "%", "perf/mfu in percent.", basic=True),
+    Metric("perf/hfu", "1", "The same with all executed FLOPs: recomputation and padding too."),
+    Metric("perf/hfu_percent", "%", "perf/hfu in percent.", basic=True),
+    Metric("perf/step_time", "s", "Mean seconds of a step, input wait included, pauses not.", basic=True),
+    Metric("perf/step_time_p50", "s", "Median step time of the last 512 steps."),
+    Metric("perf/step_time_p90", "s", "90th percentile of the last 512 steps."),
+    Metric("perf/step_time_p99", "s", "99th percentile of the last 512 steps."),
+    Metric("perf/steps_per_second", "1/s", "Steps per second of training time."),
+    Metric("perf/tokens_per_second", "tokens/s", "All positions of the batches, padding included.", basic=True),
+    Metric("perf/real_tokens_per_second", "tokens/s", "Tokens that attention_mask does not call padding."),
+    Metric("perf/trainable_tokens_per_second", "tokens/s", "Tokens whose label is not -100."),
+    Metric("perf/samples_per_second", "samples/s", "Samples per second of training time."),
+    Metric("perf/tokens_per_second_per_device", "tokens/s", "perf/tokens_per_second of one device."),
+    Metric("perf/samples_per_second_per_device", "samples/s", "perf/samples_per_second of one device."),
+    Metric("perf/model_flops_per_second_per_device", "FLOP/s", "Model FLOPs per second of one device."),
+    Metric("perf/hardware_flops_per_second_per_device", "FLOP/s", "Executed FLOPs per second of one device."),
+    Metric("perf/peak_flops_per_second_per_device", "FLOP/s", "The denominator of MFU and HFU."),
+    Metric("perf/padding_percent", "%", "Share of all positions that is padding."),
+    Metric("perf/recompute_percent", "%", "Share of the executed FLOPs that runs a second time."),
+    Metric("perf/input_wait_percent", "%", "Share of the step time spent waiting for the next batch.", basic=True),
+    Metric("perf/counted_steps_percent", "%", "Share of the window's steps whose FLOPs are known, where not all are."),
+    Metric("perf/memory_allocated_gib", "GiB", "Most device memory held by tensors so far."),
+    Metric("perf/memory_reserved_gib", "GiB", "Most device memory reserved by torch so far."),
+    Metric("total/steps", "steps", "Optimizer steps since the first start."),
+    Metric("total/samples", "samples", "Samples since the first start."),
+    Metric("total/tokens", "tokens", "All positions since the first start.", basic=True),
+    Metric("total/real_tokens", "tokens", "Tokens that are not padding since the first start."),
+    Metric("total/trainable_tokens", "tokens", "Tokens with a label since the first start."),
+    Metric("total/model_flops", "FLOP", "Model FLOPs since the first start."),
+    Metric("total/hardware_flops", "FLOP", "Executed FLOPs since the first start."),
+    Metric("time/train_seconds", "s", "Time in steps since the first start, warm-up and input wait included."),
+    Metric("time/input_wait_seconds", "s", "Time waiting for batches since the first start; part of train_seconds."),
+    Metric("time/warm_up_seconds", "s", "Time in steps recognised as warm-up; part of train_seconds."),
+    Metric("time/eval_seconds", "s", "Time in evaluation since the first start."),
+    Metric("time/checkpoint_seconds", "s", "Time in checkpointing since the first start."),
+    Metric("time/pause_seconds", "s", "Time in pause() and other phases since the first start."),
+    Metric("time/count_seconds", "s", "Time flopwatch itself spent counting FLOPs since the first start."),
+)
+
+METRICS = {metric.key: metric for metric in _ALL}
+
+_OF_DATASETS = {
+    "loss": Metric("dataset/*/loss", "", "Mean loss of this dataset's samples in the window.", basic=True),
+    "accuracy": Metric("dataset/*/accuracy", "1", "Share of this dataset's predictions that are right.", basic=True),
+    "samples": Metric("dataset/*/samples", "samples", "Samples of this dataset behind the two."),
+}
+
+
+def find_metric(key: str) -> Metric:
+    """The definition of a key; what a user logs on top has no unit and is basic.
+
+    >>> find_metric("perf/step_time").unit
+    's'
+    >>> find_metric("dataset/code/loss").description
+    "Mean loss of this dataset's samples in the window."
+    >>> find_metric("training/temperature").basic
+    True
+    """
+    if key.startswith("dataset/") and key.rpartition("/")[2] in _OF_DATASETS:
+        return _OF_DATASETS[key.rpartition("/")[2]]
+    return METRICS.get(key) or Metric(key, "", "Logged by the user.", basic=True)

@@ -1,0 +1,121 @@
+"""The monitor's configuration: typed, with defaults, from a YAML file or a dict."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flopwatch.errors import InputError
+from flopwatch.monitor.spellings import translate
+from flopwatch.records import AttentionConvention
+
+ModeName = Literal["smart", "estimate", "profiler", "hybrid"]
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "production": {"mode": "smart", "flops_profile_freq": 500, "recalibration_frequency": 1000},
+    "research": {"mode": "profiler", "flops_profile_freq": 50},
+    "prototype": {"mode": "estimate", "flops_profile_freq": 0},
+    "complex": {"mode": "hybrid", "hardware_counters_enabled": True, "fallback_to_profiler": True},
+}
+"""The four set-ups the documents recommend."""
+
+
+class MonitorConfig(BaseModel):
+    """Everything that can be set. `docs/monitoring.md` lists the other spellings that are understood."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    mode: ModeName = Field("smart", description="How FLOPs are found.")
+    attention: AttentionConvention = Field("full", description="Which pairs of positions count.")
+    log_every: int = Field(10, ge=1, description="Steps per logging window: one row for every sink.")
+    detailed_log_every: int = Field(50, ge=1, description="Steps between rows that carry every metric.")
+    reduced_logging: bool = Field(False, description="Basic metrics only.")
+    local_log_every: int = Field(200, ge=1, description="Steps after which the local log is handed to the disk.")
+    local_log_seconds: float = Field(5.0, gt=0, description="Seconds after which it is, if that is sooner.")
+    flops_profile_freq: int = Field(500, ge=0, description="Steps between two counts in mode profiler; 0 is never.")
+    recalibration_frequency: int = Field(1000, ge=0, description="Steps between two checks of the law; 0 is never.")
+    initial_profiling: bool = Field(True, description="False: estimate until the first recalibration.")
+    calibration_enabled: bool = Field(True, description="False: the law is never checked again.")
+    hardware_counters_enabled: bool = Field(True, description="Mode hybrid: try the device's own counters.")
+    fallback_to_profiler: bool = Field(True, description="Mode hybrid: count like profiler where there are none.")
+    phase_frequencies: dict[str, int] = Field(
+        default={"warmup": 1000, "main": 500, "finetune": 200},
+        description="flops_profile_freq by training phase; see set_phase.",
+    )
+    log_dataset_metrics: bool = Field(True, description="False: log_datasets does nothing.")
+    dataset_metrics_every: int = Field(10, ge=1, description="Every so many steps, log_datasets takes part.")
+    warm_up_steps: int | Literal["auto"] = Field("auto", description="Leading steps left out of the rates.")
+    peak_tflops: float | None = Field(None, gt=0, description="Dense peak of one device, in TFLOP/s.")
+    dtype: str | None = Field(None, description="Compute type the peak is looked up for.")
+    total_steps: int | None = Field(None, ge=1, description="Planned steps, for progress and time left.")
+    batch_size: int | None = Field(None, ge=1, description="Samples per step, where no batch or mask is given.")
+    seq_length: int | None = Field(None, ge=1, description="Positions per sample, where no batch or mask is given.")
+    sinks: tuple[str, ...] = Field((), description="console, tensorboard, wandb, mlflow, prometheus, module:Class.")
+    sink_options: dict[str, dict[str, Any]] = Field({}, description="Options of a sink, by its name.")
+    strict: bool = Field(False, description="True raises what would otherwise be reported once.")
+    eval_steps: int | None = Field(None, ge=1, description="The training's own; kept for the record.")
+    save_steps: int | None = Field(None, ge=1, description="The training's own; kept for the record.")
+
+
+def read_config(
+    config: "Mapping[str, Any] | str | Path | MonitorConfig | None", preset: str | None = None, **overrides: Any
+) -> tuple[MonitorConfig, list[str]]:
+    """The configuration, and what in it could not be used.
+
+    Precedence: arguments in code, then the file or dict, then the preset, then the defaults. A value that cannot be
+    used is left out and named, so that a slip in a file does not end a training.
+
+    >>> config, problems = read_config({"monitoring": {"flops_profile_freq": 50, "mod": "smart"}})
+    >>> config.flops_profile_freq
+    50
+    >>> problems
+    ["monitoring.mod: not a known key; did you mean 'mode'?"]
+    """
+    if isinstance(config, MonitorConfig):
+        config = {"flopwatch": config.model_dump(exclude_unset=True)}
+    problems: list[str] = []
+    given, unknown = translate(_as_dict(config, problems))
+    problems += unknown
+    base = _preset(preset, problems)
+    wanted = {**base, **given, **{name: value for name, value in overrides.items() if value is not None}}
+    return _without_bad_values(wanted, problems), problems
+
+
+def _as_dict(config: "Mapping[str, Any] | str | Path | None", problems: list[str]) -> Mapping[str, Any]:
+    if config is None or isinstance(config, Mapping):
+        return config or {}
+    try:
+        content = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problems.append(f"config {str(config)!r} could not be read: {error}")
+        return {}
+    if not isinstance(content, Mapping):
+        problems.append(f"config {str(config)!r} holds {type(content).__name__}, not keys and values")
+        return {}
+    return content
+
+
+def _preset(name: str | None, problems: list[str]) -> Mapping[str, Any]:
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        problems.append(f"preset {name!r} does not exist; there are {', '.join(PRESETS)}")
+    return PRESETS.get(name, {})
+
+
+def _without_bad_values(wanted: dict[str, Any], problems: list[str]) -> MonitorConfig:
+    try:
+        return MonitorConfig(**wanted)
+    except ValidationError as error:
+        for problem in error.errors():
+            name = str(problem["loc"][0])
+            problems.append(f"{name}={wanted.get(name)!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
+            wanted.pop(name, None)
+        return _without_bad_values(wanted, problems)
+
+
+def refuse_problems(problems: list[str]) -> None:
+    if problems:
+        raise InputError("the monitor's configuration has mistakes: " + "; ".join(problems))

@@ -1,0 +1,116 @@
+"""Values that are on the device, fetched with one copy per window and read when the copy has arrived."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+_UNREADABLE = -1
+
+
+class Kept(NamedTuple):
+    """A loss or norm to be read later, and the version its storage had: an in-place change raises it."""
+
+    value: torch.Tensor
+    version: int
+
+    def is_unchanged(self) -> bool:
+        """False also for a value that is only a part of the whole."""
+        if self.version == _UNREADABLE:
+            return False
+        return not self.value.is_cpu or self.value.is_inference() or self.value._version == self.version
+
+
+def keep(value: Any) -> Any:
+    """Hold on to a tensor without its graph; numbers stay as they are.
+
+    CUDA graphs write the next step's loss into the same memory, so on an accelerator the value is copied. A copy of a
+    CPU tensor would cost more than all the rest of a step; there `Kept.is_unchanged` tells whether the training wrote
+    into it.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, DTensor):
+        return _keep_sharded(value)
+    if value.requires_grad:
+        value = value.detach()
+    if value.is_cpu and not value.is_inference():
+        return Kept(value, value._version)
+    return Kept(value.clone(), 0)
+
+
+def _keep_sharded(value: DTensor) -> Kept:
+    """A norm of sharded parameters. Reading one that is not the same everywhere would take a collective: left out."""
+    is_whole = all(placement.is_replicate() for placement in value.placements)
+    local = value.to_local().detach()
+    return Kept(local.clone(), 0 if is_whole else _UNREADABLE)
+
+
+class LateValues:
+    """Tensors of one window on their way to the host.
+
+    The copies are queued behind the work that computes the values, one per device; `are_there` asks without waiting. On
+    a CPU nothing is copied and everything is there at once.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        event: Any = torch.Event,
+        is_here: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cpu,
+    ) -> None:
+        self._tensors: list[torch.Tensor | None] = list(tensors)
+        self._copies: list[tuple[list[int], list[int], torch.Tensor, Any]] = []
+        groups: dict[tuple[torch.device, bool], list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if not is_here(tensor):
+                groups.setdefault((tensor.device, tensor.is_floating_point()), []).append(index)
+        for members in groups.values():
+            flat = _flattened([tensors[index] for index in members])
+            self._copies.append((members, [tensors[index].numel() for index in members], *_fetched(flat, event)))
+            for index in members:
+                self._tensors[index] = None
+
+    def are_there(self) -> bool:
+        return all(arrived.query() for *_, arrived in self._copies)
+
+    def wait(self) -> None:
+        """For the end of a run only."""
+        for *_, arrived in self._copies:
+            arrived.synchronize()
+
+    def read(self) -> list[list[Any]]:
+        """Each tensor's values in a flat list, in the order given."""
+        result = [[] if tensor is None else _flat_list(tensor) for tensor in self._tensors]
+        for members, sizes, host, _ in self._copies:
+            values, start = host.tolist(), 0
+            for index, size in zip(members, sizes, strict=True):
+                result[index] = values[start : start + size]
+                start += size
+        return result
+
+
+def _flat_list(tensor: torch.Tensor) -> list[Any]:
+    dimensions = tensor.dim()
+    if dimensions == 0:
+        return [tensor.item()]
+    values: list[Any] = tensor.tolist() if dimensions == 1 else tensor.reshape(-1).tolist()
+    return values
+
+
+def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not tensors[0].is_floating_point():
+        kind = torch.int64
+    else:
+        kind = torch.float32 if tensors[0].device.type == "mps" else torch.float64  # Metal has no float64
+    return torch.cat([tensor.reshape(-1).to(kind) for tensor in tensors])
+
+
+def _fetched(flat: torch.Tensor, event: Any) -> tuple[torch.Tensor, Any]:
+    # Without pinned memory, a copy to the host blocks even with non_blocking=True.
+    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
+    host.copy_(flat, non_blocking=True)
+    arrived = event(flat.device)
+    arrived.record()
+    return host, arrived

@@ -1,0 +1,115 @@
+"""Sends a run's records to its sinks, says things once, and remembers what failed."""
+
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flopwatch.run_records import Level, Notice, Number, Record, RunStart, Summary
+from flopwatch.sinks.protocol import Sink
+from flopwatch.sinks.thread import SinkThread
+
+_log = logging.getLogger("flopwatch")
+_LEVELS: Mapping[Level, int] = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+CLOSE_SECONDS = 30.0
+"""How long the end of a run waits for slow sinks, all together."""
+
+
+_FLUSH_SECONDS = 5.0
+
+
+class Outlets:
+    """One thread per sink. Records given before the run has started wait for its `RunStart`.
+
+    Attributes:
+        failed_parts: What was switched off, and why.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._threads = [SinkThread(sink, self._sink_failed) for sink in sinks]
+        self._early: list[Record] = []
+        self._has_started = False
+        self._notices: Counter[str] = Counter()
+        self.failed_parts: dict[str, str] = {}
+
+    @property
+    def cpu_seconds(self) -> float:
+        return sum(thread.cpu_seconds for thread in self._threads)
+
+    def start(self, start: RunStart) -> None:
+        self._has_started = True
+        for record in (start, *self._early):
+            self.send(record)
+        self._early.clear()
+
+    def send(self, record: Record) -> None:
+        """Queue a record for every sink; never blocks."""
+        if not self._has_started:
+            self._early.append(record)
+            return
+        for thread in self._threads:
+            if not thread.put(record) and thread.failed is None:
+                self.tell(
+                    "warning",
+                    f"rows_dropped:{thread.name}",
+                    f"the sink {thread.name} is too slow: rows are dropped for it, the local log has them all",
+                    step=getattr(record, "step", None),
+                )
+
+    def tell(self, level: Level, code: str, message: str, *, step: int | None = None) -> None:
+        """Say something once per code, to the log of the process and to every sink."""
+        self._notices[code] += 1
+        if self._notices[code] > 1:
+            return
+        _log.log(_LEVELS[level], "flopwatch: %s", message)
+        self.send(Notice(step, level, code.partition(":")[0], message))
+
+    def flush_log(self) -> None:
+        """Have all records so far in the local log, or give up after a while."""
+        if self._threads and not self._threads[0].flush(_FLUSH_SECONDS):
+            self.tell("warning", "log_is_behind", f"the local log could not be written within {_FLUSH_SECONDS:.0f} s")
+
+    def close(self, step: int | None, values: Mapping[str, Number]) -> Summary:
+        """End all sinks. The local log comes first in the list and ends last: its summary tells about the others."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        first, *others = self._threads
+        for thread in others:
+            thread.put(self._summary(step, values))
+        for thread in others:
+            if not thread.close(max(0.1, deadline - time.monotonic())) and thread.failed is None:
+                self.failed_parts[thread.name] = "did not end in time; what it still held is lost"
+        summary = self._summary(step, values)
+        first.put(summary)
+        if not first.close(max(1.0, deadline - time.monotonic())):
+            sys.stderr.write("flopwatch: the local log could not be written to its end\n")
+        return summary
+
+    def _summary(self, step: int | None, values: Mapping[str, Number]) -> Summary:
+        return Summary(
+            step,
+            time.time(),
+            dict(values),
+            dict(self._notices),
+            dict(self.failed_parts),
+            {thread.name: thread.dropped_rows for thread in self._threads if thread.dropped_rows},
+        )
+
+    def _sink_failed(self, name: str, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.failed_parts[name] = reason
+        self.tell("error", f"sink_failed:{name}", f"the sink {name} is switched off, training goes on: {reason}")
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def json_ready(value: Any) -> Any:
+    """A configuration as plain JSON values."""
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)

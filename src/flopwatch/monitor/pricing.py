@@ -1,0 +1,165 @@
+"""What steps cost and what that is divided by: the mode, the model and the peak of a live run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.clock import Clock
+from flopwatch.errors import InputError
+from flopwatch.monitor.batch_reader import BatchReader, Reading, Work
+from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.denominator import compute_dtype, device_of, find_peak
+from flopwatch.monitor.law_book import StepFlops
+from flopwatch.monitor.modes import FunctionMode, make_mode
+from flopwatch.records import Peak
+from flopwatch.run_records import Provenance
+
+Tell = Callable[[str, str, str], None]
+"""Level, code, message."""
+
+
+class Pricing:
+    """Reads batches, counts when it must, prices steps.
+
+    Attributes:
+        model: The model that is trained; let go when the run ends.
+        is_new: True when the provenance has changed since it was last written.
+        peak: Of one device; None while or where it is not known.
+        has_looked_for_peak: Whether it was looked up.
+        apart: A context in which counting runs, so that its time is not the step's.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        clock: Clock,
+        *,
+        loss_fn: Callable[[Any], torch.Tensor] | None,
+        flops_fn: Callable[[Any], int] | None,
+        peak_flops_per_s: float | None,
+        apart: Callable[[], Any],
+        tell: Tell,
+    ) -> None:
+        self._config = config
+        self._flops_fn = flops_fn
+        self._peak_override = peak_flops_per_s or (config.peak_tflops * 1e12 if config.peak_tflops else None)
+        self._apart = apart
+        self._tell = tell
+        self.model: nn.Module | None = None
+        self._reader = BatchReader()
+        self._mode = FunctionMode() if flops_fn is not None else make_mode(config, clock, loss_fn)
+        self._has_given_up = False
+        self.is_new = True
+        self.peak: Peak | None = None
+        self.has_looked_for_peak = False
+        self.device = torch.device("cpu")
+
+    def set_model(self, model: nn.Module) -> None:
+        self.model = model
+        self.device = device_of(model)
+        self.has_looked_for_peak = False
+        self.is_new = True
+
+    def set_frequency(self, steps: int) -> None:
+        self._mode.set_frequency(steps)
+
+    def read(self, batch: Any, lengths: Sequence[int] | None) -> Reading:
+        """Look at a batch; count, if nothing like it was met before."""
+        reading = self._reader.read(batch, lengths)
+        if not self._mode.knows(reading.plan) and self.model is not None and not self._has_given_up:
+            self._learn(batch, reading)
+            reading = self._reader.read(batch, lengths)  # now that the values of masks and positions were looked at
+        return reading
+
+    def user_flops(self, batch: Any) -> int | None:
+        """What the user's own function says."""
+        if self._flops_fn is None:
+            return None
+        flops = self._flops_fn(batch)
+        if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
+            raise InputError(f"flops_fn must return a positive finite number of FLOPs, got {flops!r}")
+        return int(flops)
+
+    def is_check_due(self, step: int) -> bool:
+        return self._mode.is_check_due(step)
+
+    def check(self, batch: Any, reading: Reading) -> None:
+        """Count this batch and compare with what it was priced at."""
+        model = self.model
+        if model is None or self._has_given_up:
+            return
+        with self._apart():
+            message = self._mode.check(model, batch, reading.plan)
+        if message:
+            self.is_new = True
+            self._tell("info", "flops_counted_anew", message)
+
+    def flops(self, work: Work) -> StepFlops | None:
+        """What a micro-batch costs; tells once when some are not known."""
+        flops = None if self._has_given_up else self._mode.flops(work)
+        if flops is None and self._mode.refused:
+            self._tell(
+                "info",
+                "shapes_not_counted",
+                "batches keep coming in shapes that were never counted, and counting has had its share of the time: "
+                "their steps have no FLOPs (perf/counted_steps_percent); pass flops_fn=... to have them all",
+            )
+        return flops
+
+    def look_for_peak(self, loss: Any) -> None:
+        """Once, when the first loss is there: its graph remembers which type the matmuls ran in."""
+        self.has_looked_for_peak = True
+        self.is_new = True
+        try:
+            dtype = self._config.dtype or compute_dtype(self.model, loss, self.device)
+            self.peak, why_not = find_peak(self.device, dtype, self._peak_override)
+        except InputError as error:
+            why_not = str(error)
+        if self.peak is None:
+            self._tell("warning", "peak_unknown", f"there will be no MFU. {why_not}")
+
+    def provenance(self, step: int) -> Provenance:
+        facts = self._mode.facts()
+        coverage = facts["coverage"]
+        if coverage is not None and coverage < 1:
+            self._tell(
+                "warning",
+                "coverage_below_1",
+                f"{100 * (1 - coverage):.3g} % of the matmul-like op calls have no formula, so MFU is a lower bound: "
+                f"{'; '.join(facts['notes'])}. Add one with flopwatch.register_formula",
+            )
+        return Provenance(
+            step,
+            self._mode.name,
+            facts["method"],
+            facts["exact"],
+            self._config.attention,
+            coverage,
+            facts["law"],
+            None if self.peak is None else self.peak.to_json(),
+            notes=facts["notes"],
+        )
+
+    def _learn(self, batch: Any, reading: Reading) -> None:
+        model = self.model
+        if model is None:
+            return
+        self.is_new = True
+        try:
+            with self._apart():
+                remark = self._reader.check_values(batch, reading.plan)
+                self._mode.learn(model, batch, reading.plan)
+            if remark:
+                self._tell("warning", "positions_not_understood", remark)
+        except Exception as error:  # the model's own code runs in there
+            self._has_given_up = True
+            self._tell(
+                "warning",
+                "flops_unknown",
+                f"there will be no FLOPs and no MFU: {error}. Pass batch= as the model takes it, loss_fn=..., or "
+                "flops_fn=... with a number of your own",
+            )
+            if self._config.strict:
+                raise

@@ -1,0 +1,344 @@
+"""`TrainingMonitor`: what a user adds to a training loop and forgets."""
+
+import atexit
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
+from flopwatch.monitor.core import Core
+from flopwatch.monitor.environment import rank_and_world_size
+from flopwatch.monitor.step_context import Step
+from flopwatch.run_records import Number, Summary
+from flopwatch.sinks.protocol import Sink
+
+
+class TrainingMonitor:
+    """Exact MFU, HFU and rates of a live run, in a log of its own and in the tools you use.
+
+    On an ordinary step `log_step` notes a few numbers and returns: nothing is read from a device, written or sent.
+    Every `log_every` steps the window becomes one row. A part of the monitor that fails is reported once and switched
+    off; the training goes on.
+
+    Args:
+        output_dir: The run's folder. A run that is resumed in the same folder continues its log and totals.
+        config: A YAML file, or a dict (also a whole training configuration); see `docs/monitoring.md`.
+        log_file: Name of the local log in `output_dir`: JSON Lines, append-only.
+        flops_profile_freq: Steps between two counts in mode `profiler`.
+        model: The model that is trained, wrapped or not. Without it there are rates but no FLOPs.
+        mode: `smart` counts once without running the model, and prices every step by its own shape; `estimate` never
+            counts; `profiler` counts every `flops_profile_freq` steps; `hybrid` falls back to `profiler`.
+        sinks: `console`, `tensorboard`, `wandb`, `mlflow`, `prometheus`, `module:Class`, or objects with the methods of
+            `flopwatch.sinks.protocol.Sink`.
+        attention: `full` counts every pair of positions, `causal` those not masked.
+        loss_fn: From the model's output to the loss, where the model does not return one.
+        flops_fn: From a batch to its model FLOPs; replaces counting.
+        peak_flops_per_s: The device's dense peak, where the table does not know it or you know better.
+        dtype: Compute type the peak is looked up for; found from the loss's graph or the weights without it.
+        log_every: Steps per row.
+        total_steps: Planned steps, for progress and time left.
+        preset: `production`, `research`, `prototype` or `complex`.
+        strict: Raise what would otherwise be reported once.
+        clock: Seconds that never go back; for tests.
+
+    Example:
+        >>> import tempfile, torch
+        >>> model = torch.nn.Linear(8, 8)
+        >>> with TrainingMonitor(tempfile.mkdtemp(), model=model) as monitor:
+        ...     for number in range(3):
+        ...         with monitor.step(torch.randn(4, 8)) as step:
+        ...             step.log(loss=0.5)
+        >>> monitor.summary.values["total/model_flops"]  # 3 x 4 samples x 2 x 8 x 8, forward and weight gradient
+        3072
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path = "outputs",
+        config: "Mapping[str, Any] | str | Path | MonitorConfig | None" = None,
+        log_file: str = "training_log.jsonl",
+        flops_profile_freq: int | None = None,
+        *,
+        model: nn.Module | None = None,
+        mode: str | None = None,
+        sinks: Sequence[str | Sink] | None = None,
+        attention: str | None = None,
+        loss_fn: Callable[[Any], torch.Tensor] | None = None,
+        flops_fn: Callable[[Any], int] | None = None,
+        peak_flops_per_s: float | None = None,
+        dtype: str | torch.dtype | None = None,
+        log_every: int | None = None,
+        total_steps: int | None = None,
+        preset: str | None = None,
+        strict: bool | None = None,
+        clock: Clock = monotonic_seconds,
+    ) -> None:
+        self.config, problems = read_config(
+            config,
+            preset,
+            mode=mode or os.environ.get("FLOPWATCH_MODE") or None,
+            flops_profile_freq=flops_profile_freq,
+            attention=attention,
+            dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            log_every=log_every,
+            total_steps=total_steps,
+            strict=strict,
+            sinks=None if sinks is None else tuple(sink for sink in sinks if isinstance(sink, str)),
+        )
+        if self.config.strict:
+            refuse_problems(problems)
+        self.output_dir = Path(output_dir)
+        self.log_path = self.output_dir / log_file
+        self.summary: Summary | None = None
+        self._clock = clock
+        self._core: Core | None = None
+        """None when switched off or closed, so that every call is cheap then."""
+        self._made: Core | None = None
+        rank, world_size = rank_and_world_size()
+        if rank != 0 or os.environ.get("FLOPWATCH_DISABLE", "") not in ("", "0"):
+            return
+        objects = [sink for sink in sinks or () if not isinstance(sink, str)]
+        self._core = Core(
+            self.config,
+            self.output_dir,
+            self.log_path,
+            [*self.config.sinks, *objects],
+            clock,
+            world_size=world_size,
+            loss_fn=loss_fn,
+            flops_fn=flops_fn,
+            peak_flops_per_s=peak_flops_per_s,
+        )
+        self._made = self._core
+        for problem in problems:
+            self._core.outlets.tell("warning", f"configuration:{problem}", f"configuration left out: {problem}")
+        if model is not None:
+            self.set_model(model)
+        atexit.register(_close_forgotten, weakref.ref(self))
+
+    def log_step(
+        self,
+        step: int,
+        epoch: float | None = None,
+        loss: Any = None,
+        grad_norm: Any = None,
+        learning_rate: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        skip_wandb: bool = False,
+        *,
+        batch: Any = None,
+        lengths: Sequence[int] | None = None,
+        **more: Any,
+    ) -> None:
+        """Say that an optimizer step has ended.
+
+        Args:
+            step: Its number.
+            epoch: Where the training is.
+            loss: A number or a tensor; a tensor is read later, with its window.
+            grad_norm: The same.
+            learning_rate: The same.
+            attention_mask: Of the batch; tells which tokens are real.
+            skip_wandb: True keeps this step's window out of W&B, if all its steps say so.
+            batch: What the model was given; its shapes, mask, labels, packed lengths and image grids are read from it
+                without touching the device. With gradient accumulation, pass each one to `micro_batch` instead.
+            lengths: Lengths of the documents in the batch, where it does not tell them itself.
+            more: Your own metrics, logged as `training/<name>`.
+        """
+        core = self._core
+        if core is None:
+            return
+        entered = self._clock()
+        if batch is None and not core.has_batches:
+            batch = core.assumed_batch if attention_mask is None else {"attention_mask": attention_mask}
+        try:
+            core.note_step(step, epoch, loss, grad_norm, learning_rate, skip_wandb, batch, lengths, more)
+        except Exception as error:
+            self._failed("log_step", error)
+        core.own_seconds += self._clock() - entered
+
+    def step(
+        self,
+        batch: Any = None,
+        *,
+        step: int | None = None,
+        epoch: float | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Step:
+        """One optimizer step as a context: `with monitor.step(batch) as step: ... step.log(loss=loss, lr=lr)`.
+
+        Args:
+            batch: What the model is given; leave it out and call `step.micro_batch(batch)` with accumulation.
+            step: The step's number; counted on from the last one without it.
+            epoch: Where the training is.
+            lengths: Lengths of the documents in the batch, where it does not tell them itself.
+        """
+        last = self._core.last_step if self._core is not None else None
+        number = step if step is not None else (0 if last is None else last + 1)
+        return Step(self, number, epoch, batch, lengths)
+
+    def start_step(self) -> None:
+        """The batch is there: the wait for it ends. `step()` does this itself."""
+        if self._core is not None:
+            self._core.step_clock.start_step()
+
+    def micro_batch(self, batch: Any, lengths: Sequence[int] | None = None) -> None:
+        """One of the batches of the step under way, for gradient accumulation."""
+        self._do("micro_batch", lambda core: core.take_micro_batch(batch, lengths))
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Time that belongs to no step: `with monitor.pause(): ...`."""
+        return self.phase("pause")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time outside training: `with monitor.phase("eval"): ...`. Metrics tell `eval`, `checkpoint` and the rest."""
+        if self._core is None:
+            yield
+            return
+        with self._core.phase(name):
+            yield
+
+    def spent_on(self, name: str) -> None:
+        """Book the time since the last step's end (or last booking) to a phase, where only its end is seen."""
+        self._do("spent_on", lambda core: core.spent_on(name))
+
+    def set_phase(self, name: str) -> None:
+        """The training's phase, such as `warmup`, `main`, `finetune`: decides how often FLOPs are counted.
+
+        The frequencies stand in `phase_frequencies` of the configuration; a name that is not there uses
+        `flops_profile_freq`.
+        """
+        frequency = self.config.phase_frequencies.get(name, self.config.flops_profile_freq)
+        self._do("set_phase", lambda core: core.pricing.set_frequency(frequency))
+
+    def log_datasets(
+        self,
+        names: Sequence[str],
+        losses: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+    ) -> None:
+        """Loss and accuracy per dataset of a mixed batch, summed on the device.
+
+        Args:
+            names: The dataset of each sample.
+            losses: The loss of each sample.
+            logits: Scores, classes last; with `labels` they give the accuracy.
+            labels: The right classes; -100 is left out.
+        """
+        if self._core is None or not self.config.log_dataset_metrics:
+            return
+        coming = 0 if self._core.last_step is None else self._core.last_step + 1
+        if coming % self.config.dataset_metrics_every == 0:
+            self._do("log_datasets", lambda core: core.datasets.add(names, losses, logits, labels))
+
+    def log_now(
+        self, *, loss: Any = None, grad_norm: Any = None, learning_rate: Any = None, wait: bool = False
+    ) -> dict[str, Number]:
+        """Close the logging window now; returns the newest row's values, all of them, for a logger of your own.
+
+        Args:
+            loss: Of the window, where it is known only now: logged with its last step.
+            grad_norm: The same.
+            learning_rate: The same.
+            wait: True waits for the device, so that the values are those of this window; without it, they are those
+                of the newest window that has arrived.
+        """
+        self._do("log_now", lambda core: core.add_to_last_step(loss, grad_norm, learning_rate))
+        self._do("log_now", lambda core: core.close_window(now=True, wait=wait))
+        return self.latest
+
+    @property
+    def latest(self) -> dict[str, Number]:
+        """All values of the newest row; empty before the first."""
+        return {} if self._made is None else dict(self._made.rows.latest)
+
+    def capture_trace(self, steps: int = 3) -> None:
+        """Record the next steps with torch's profiler into `traces/` of the run's folder, for ui.perfetto.dev."""
+        self._do("capture_trace", lambda core: core.trace.ask(steps))
+
+    def set_model(self, model: nn.Module) -> None:
+        """The model that is trained, where it was not there when the monitor was made."""
+        self._do("set_model", lambda core: core.set_model(model))
+
+    @property
+    def model_ref(self) -> nn.Module | None:
+        """The model; can be assigned."""
+        return None if self._core is None else self._core.pricing.model
+
+    @model_ref.setter
+    def model_ref(self, model: nn.Module) -> None:
+        self.set_model(model)
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds the training thread has spent in the monitor, the counting of FLOPs not included."""
+        return 0.0 if self._made is None else self._made.own_seconds - self._made.count_seconds
+
+    @property
+    def count_seconds(self) -> float:
+        """Seconds the training thread has spent counting FLOPs; not in any step's time."""
+        return 0.0 if self._made is None else self._made.count_seconds
+
+    @property
+    def thread_cpu_seconds(self) -> float:
+        """CPU seconds of the sinks' threads."""
+        return 0.0 if self._made is None else self._made.outlets.cpu_seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals up to the last step, for a checkpoint."""
+        state: dict[str, Any] = {}
+        self._do("state_dict", lambda core: state.update(core.state()))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the totals of a checkpoint; call it before the first step."""
+        if state:
+            self._do("load_state_dict", lambda core: core.load(state))
+
+    def close(self) -> None:
+        """Write what is left, end the sinks. Waits for slow ones, but not for ever."""
+        core = self._core
+        if core is None:
+            return
+        try:
+            self.summary = core.close()
+        except Exception as error:
+            self._failed("close", error)
+        self._core = None
+
+    def __enter__(self) -> "TrainingMonitor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _do(self, part: str, action: Callable[[Core], None]) -> None:
+        """Run one part of the monitor so that it cannot harm the training."""
+        core = self._core
+        if core is None:
+            return
+        entered = self._clock()
+        try:
+            action(core)
+        except Exception as error:
+            self._failed(part, error)
+        core.own_seconds += self._clock() - entered
+
+    def _failed(self, part: str, error: Exception) -> None:
+        if self._core is not None:
+            self._core.failed(part, error)
+
+
+def _close_forgotten(reference: "weakref.ref[TrainingMonitor]") -> None:
+    monitor = reference()
+    if monitor is not None:
+        monitor.close()

@@ -1,0 +1,134 @@
+"""From what was noted on each step to what is known about it, once the values have arrived."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flopwatch.monitor.batch_reader import Reading, Work, as_work
+from flopwatch.monitor.late_values import Kept, LateValues
+from flopwatch.monitor.law_book import StepFlops
+from flopwatch.monitor.meter import MeasuredStep
+from flopwatch.monitor.step_clock import Segments
+from flopwatch.monitor.timers import StepTimer
+
+
+@dataclass(slots=True)
+class NotedStep:
+    """What `log_step` keeps: numbers, small tensors, marks. Nothing in it has been read from a device."""
+
+    step: int
+    epoch: Any
+    loss: Any
+    grad_norm: Any
+    learning_rate: Any
+    readings: list[Reading]
+    segments: Segments | None
+    input_wait_seconds: float | None
+    skip_wandb: bool
+    more: dict[str, Any]
+    user_flops: int | None = None
+
+
+@dataclass(frozen=True)
+class SettledStep:
+    """A step with everything that is known about it; `more` are the user's own metrics."""
+
+    measured: MeasuredStep
+    epoch: float | None
+    learning_rate: float | None
+    more: dict[str, float]
+    skip_wandb: bool
+
+
+@dataclass
+class Window:
+    """The steps of one row on their way."""
+
+    steps: list[NotedStep]
+    timer: StepTimer
+    scalars: LateValues = field(init=False)
+    integers: LateValues = field(init=False)
+    changed_in_place: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.scalars = LateValues([kept.value for kept in self._kept()])
+        self.integers = LateValues([t for step in self.steps for r in step.readings for t in r.tensors()])
+
+    def has_arrived(self) -> bool:
+        segments = self.steps[-1].segments
+        marks_passed = segments is None or self.timer.has_passed(segments[-1][1])
+        return marks_passed and self.scalars.are_there() and self.integers.are_there()
+
+    def wait(self) -> None:
+        segments = self.steps[-1].segments
+        if segments is not None:
+            self.timer.wait(segments[-1][1])
+        self.scalars.wait()
+        self.integers.wait()
+
+    def settle(self, flops_of: Callable[[Work], StepFlops | None]) -> list[SettledStep]:
+        """Read everything; price every micro-batch."""
+        scalars = iter(self.scalars.read())
+        integers = iter(self.integers.read())
+        return [self._settled(step, scalars, integers, flops_of) for step in self.steps]
+
+    def _settled(
+        self,
+        step: NotedStep,
+        scalars: Iterator[list[Any]],
+        integers: Iterator[list[Any]],
+        flops_of: Callable[[Work], StepFlops | None],
+    ) -> SettledStep:
+        numbers = {name: self._number(name, value, scalars) for name, value in _scalars_of(step)}
+        works = [as_work(reading, [next(integers) for _ in reading.tensors()]) for reading in step.readings]
+        flops = StepFlops(step.user_flops) if step.user_flops is not None else _sum([flops_of(work) for work in works])
+        measured = MeasuredStep(
+            step.step,
+            None if step.segments is None else sum([self.timer.seconds(*pair) for pair in step.segments]),
+            step.input_wait_seconds,
+            _sum_known([work.samples for work in works]),
+            _sum_known([work.tokens for work in works]),
+            _sum_known([work.real_tokens for work in works]),
+            _sum_known([work.trainable_tokens for work in works]),
+            None if flops is None else flops.model,
+            None if flops is None else flops.hardware,
+            None if flops is None else flops.recompute,
+            numbers.pop("loss"),
+            numbers.pop("grad_norm"),
+        )
+        learning_rate = numbers.pop("lr")
+        more = {name: value for name, value in numbers.items() if value is not None}
+        return SettledStep(measured, self._number("epoch", step.epoch, scalars), learning_rate, more, step.skip_wandb)
+
+    def _number(self, name: str, value: Any, scalars: Iterator[list[Any]]) -> float | None:
+        if isinstance(value, Kept):
+            values = next(scalars)
+            if len(values) != 1 or not value.is_unchanged():
+                self.changed_in_place.add(name)
+                return None
+            value = values[0]
+        return None if value is None or isinstance(value, str) else float(value)
+
+    def _kept(self) -> list[Kept]:
+        return [value for step in self.steps for _, value in _scalars_of(step) if isinstance(value, Kept)]
+
+
+def _scalars_of(step: NotedStep) -> list[tuple[str, Any]]:
+    return [("loss", step.loss), ("grad_norm", step.grad_norm), ("lr", step.learning_rate), *step.more.items()]
+
+
+def _sum(parts: Sequence[StepFlops | None]) -> StepFlops | None:
+    total: StepFlops | None = None
+    for part in parts:
+        if part is None:
+            return None
+        total = part if total is None else total + part
+    return total
+
+
+def _sum_known(amounts: Sequence[int | None]) -> int | None:
+    """Unknown as soon as one is."""
+    if len(amounts) == 1:
+        return amounts[0]
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if known and len(known) == len(amounts) else None

@@ -1,0 +1,209 @@
+"""The current run of a log: what its last fresh start and the resumes after it left standing.
+
+A log is read from its end, because the end decides: a session that resumes after step N takes back every step above N
+of the sessions before it, and what stands before a fresh start is another run.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from flopwatch.errors import InputError
+from flopwatch.run_log.lines import TornLineError, lines_from_end, parse_object, row_step, to_record
+from flopwatch.run_records import Notice, Provenance, Record, Row, RunStart, Summary
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """The records of one run, oldest first.
+
+    Attributes:
+        path: The file.
+        starts: Its sessions.
+        provenances: Where the numbers come from, whenever that changed.
+        rows: Its logging windows. A window of which only the end was run again is cut to the steps that count, and has
+            no values: those were of the whole window.
+        notices: What had to be said, in every session.
+        summary: The end of the last session; None while it runs, or when it was killed.
+        torn_lines: Lines that are no whole record.
+    """
+
+    path: Path
+    starts: tuple[RunStart, ...]
+    provenances: tuple[Provenance, ...]
+    rows: tuple[Row, ...]
+    notices: tuple[Notice, ...] = ()
+    summary: Summary | None = None
+    torn_lines: int = 0
+
+
+class _RowLine(NamedTuple):
+    """A row not parsed yet, for not every reader wants it."""
+
+    line: bytes
+    step: int
+    cut_after: float = inf
+    """Its later steps were run again."""
+
+    def parse(self) -> dict[str, Any] | None:
+        """The row; None when none of its steps counts."""
+        row = parse_object(self.line)
+        return row if self.is_whole else _cut(row, self.cut_after)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.step <= self.cut_after
+
+
+class _Torn(NamedTuple):
+    """A line that is no record."""
+
+
+_Found: TypeAlias = Record | _RowLine | _Torn
+
+
+def read_log(path: str | Path) -> RunLog:
+    """All records of the current run, in memory: for a log of gigabytes take `read_around` or `rows_from_end`.
+
+    Raises:
+        InputError: The file is no log of a run, or one in a newer format.
+    """
+    return _as_log(Path(path), _current_run(Path(path)))
+
+
+def read_around(path: str | Path, step: int | None = None) -> RunLog:
+    """The log with a few of its rows: the first, the last, the one with this step and the one before.
+
+    Only those are parsed and kept, so a log may have any length.
+    """
+    return _as_log(Path(path), _few_rows(_current_run(Path(path)), step))
+
+
+def rows_from_end(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The rows of the current run, newest first, in their JSON form; nothing for a file that is not there.
+
+    Reads no further than you ask, so the newest rows of a log of any length are there at once. A row of which any step
+    was run again is left out.
+    """
+    if not Path(path).exists():
+        return
+    for found in _current_run(Path(path)):
+        if isinstance(found, _RowLine) and found.is_whole:
+            with suppress(TornLineError):
+                yield parse_object(found.line)
+
+
+def _current_run(path: Path) -> Iterator[_Found]:
+    """What stands of the last run in the file, newest first."""
+    last_valid_step = inf
+    superseded: _RowLine | None = None  # the oldest one so far; its first steps may still count
+    is_last_of_session = True
+    for line in lines_from_end(path):
+        found = _read_line(line, may_be_torn=is_last_of_session)
+        is_last_of_session = isinstance(found, RunStart)
+        if isinstance(found, _RowLine) and found.step > last_valid_step:
+            superseded = found._replace(cut_after=last_valid_step)
+            continue
+        if isinstance(found, Provenance) and found.step > last_valid_step:
+            continue
+        if superseded is not None and isinstance(found, _RowLine | RunStart):
+            yield from _with_steps_left(superseded)
+            superseded = None
+        if found is not None:
+            yield found
+        if isinstance(found, RunStart):
+            if found.resumed_after_step is None:
+                return
+            last_valid_step = min(last_valid_step, found.resumed_after_step)
+    if superseded is not None:
+        yield from _with_steps_left(superseded)
+
+
+def _with_steps_left(row: _RowLine) -> Iterator[_RowLine]:
+    with suppress(TornLineError):
+        if row.parse() is not None:
+            yield row
+
+
+def _read_line(line: bytes, *, may_be_torn: bool) -> _Found | None:
+    """A row is parsed only where a kill can have cut it off; this is what makes long logs quick to read."""
+    step = row_step(line)
+    if step is not None and not may_be_torn:
+        return _RowLine(line, step)
+    try:
+        record = to_record(parse_object(line))
+    except TornLineError:
+        return _Torn()
+    return _RowLine(line, record.step) if isinstance(record, Row) else record
+
+
+def _cut(row: dict[str, Any], last_step: float) -> dict[str, Any] | None:
+    columns = row.get("steps") or {}
+    kept = [index for index, step in enumerate(columns.get("step", ())) if step <= last_step]
+    if not kept:
+        return None
+    steps = {name: [column[index] for index in kept] for name, column in columns.items()}
+    return {"type": "row", "step": steps["step"][-1], "unix_time": row["unix_time"], "values": {}, "steps": steps}
+
+
+def _few_rows(found: Iterable[_Found], step: int | None) -> Iterator[_Found]:
+    newest = wanted = before = oldest = None
+    for item in found:
+        if not isinstance(item, _RowLine):
+            yield item
+            continue
+        newest = newest or item
+        if step is not None and min(item.step, item.cut_after) >= step:
+            wanted = item
+        elif step is not None and before is None:
+            before = item
+        oldest = item
+    chosen = (item for item in (newest, wanted, before, oldest) if item is not None)
+    yield from dict.fromkeys(chosen)
+
+
+def _as_log(path: Path, found: Iterable[_Found]) -> RunLog:
+    records: list[Record] = []
+    torn = 0
+    for item in found:
+        try:
+            records.extend(_records_of(item))
+        except TornLineError:
+            torn += 1
+    if not records:
+        raise InputError(f"{str(path)!r} has no record of a run: it is not a log of flopwatch, or nothing is in it yet")
+    records.reverse()
+    return RunLog(
+        path,
+        tuple(record for record in records if isinstance(record, RunStart)),
+        tuple(record for record in records if isinstance(record, Provenance)),
+        tuple(record for record in records if isinstance(record, Row)),
+        tuple(record for record in records if isinstance(record, Notice)),
+        _end_of_last_session(records),
+        torn,
+    )
+
+
+def _records_of(item: _Found) -> Iterator[Record]:
+    """One record, or none where no step of a row counts."""
+    if isinstance(item, _Torn):
+        raise TornLineError
+    if not isinstance(item, _RowLine):
+        yield item
+        return
+    row = item.parse()
+    record = to_record(row) if row is not None else None
+    if record is not None:
+        yield record
+
+
+def _end_of_last_session(records: list[Record]) -> Summary | None:
+    for record in reversed(records):
+        if isinstance(record, Summary):
+            return record
+        if isinstance(record, RunStart):
+            return None
+    return None

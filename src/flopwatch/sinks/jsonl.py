@@ -1,0 +1,139 @@
+"""The record of the run: JSON Lines on the local disk, readable after `kill -9`."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.run_records import Notice, Provenance, Record, Row, RunStart
+
+_STRICT_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
+class JsonlSink:
+    r"""Appends one line of JSON per record.
+
+    JSON has no NaN and no infinity: they are written as the texts `"nan"`, `"inf"` and `"-inf"`, so that every line is
+    strict JSON. A line is on its way to the disk after `flush_steps` steps or `flush_seconds` seconds at the latest,
+    whichever comes first; anything but a row goes at once. A crash can tear one line, never two.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from flopwatch.run_records import Notice
+    >>> path = Path(tempfile.mkdtemp()) / "log.jsonl"
+    >>> sink = JsonlSink(path)
+    >>> sink.write(Notice(7, "warning", "mfu_above_peak", "MFU is 1.2"))
+    >>> path.read_text()
+    '{"step":7,"level":"warning","code":"mfu_above_peak","message":"MFU is 1.2","type":"notice"}\n'
+    """
+
+    name = "jsonl"
+
+    def __init__(
+        self,
+        path: Path | str,
+        flush_steps: int = 200,
+        flush_seconds: float = 5.0,
+        clock: Clock = monotonic_seconds,
+    ) -> None:
+        self._path = Path(path)
+        self._flush_steps = flush_steps
+        self._flush_seconds = flush_seconds
+        self._clock = clock
+        self._descriptor: int | None = None
+        self._buffer = bytearray()
+        self._last_step: int | None = None
+        self._flushed_step: int | None = None
+        self._flushed_at = clock()
+        self._said_once: dict[type, bytes] = {}
+
+    def write(self, record: Record) -> None:
+        line = _encode(record.to_json())
+        if self._descriptor is None:
+            self._open()
+        self._buffer += line
+        if isinstance(record, RunStart | Provenance):
+            self._said_once[type(record)] = line
+        if isinstance(record, Row):
+            self._last_step = record.step
+        if not isinstance(record, Row) or self._is_due(record.step):
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        if self._descriptor is None or not self._buffer:
+            return
+        if not self._is_in_place(self._descriptor):
+            self._recreate(self._descriptor)
+        while self._buffer:
+            written = os.write(self._descriptor, self._buffer)
+            del self._buffer[:written]
+        self._flushed_step = self._last_step
+        self._flushed_at = self._clock()
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _is_due(self, step: int) -> bool:
+        if self._flushed_step is None or abs(step - self._flushed_step) >= self._flush_steps:
+            return True
+        return self._clock() - self._flushed_at >= self._flush_seconds
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            self._buffer[:0] = b"\n"  # an earlier session was killed in mid-line: that line is lost, not ours
+
+    def _is_in_place(self, descriptor: int) -> bool:
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(descriptor))
+
+    def _recreate(self, gone: int) -> None:
+        """Somebody deleted or replaced the file: start it again with what a reader needs to understand the rest."""
+        self._descriptor = None
+        os.close(gone)
+        notice = Notice(
+            self._last_step,
+            "warning",
+            "log_recreated",
+            f"{self._path} was deleted or replaced while the run was writing it; it was created again and holds what "
+            "came since the last flush. Keep the run's folder until the run has ended.",
+        )
+        self._buffer[:0] = b"".join(self._said_once.values()) + _encode(notice.to_json())
+        self._open()
+
+
+def _encode(content: Mapping[str, Any]) -> bytes:
+    try:
+        text = _STRICT_JSON.encode(content)
+    except (TypeError, ValueError):  # NaN, infinity, or an object of the user's configuration
+        text = _STRICT_JSON.encode(_strict(content))
+    return text.encode("ascii") + b"\n"
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _strict(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_strict(inner) for inner in value]
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):  # numpy's integers are such, but no int
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else str(float(value))
+    return str(value)

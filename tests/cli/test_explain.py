@@ -1,0 +1,342 @@
+"""`flopwatch explain`: what it prints can be checked with a pocket calculator, and is what the run logged."""
+
+import json
+import re
+import subprocess
+import sys
+from decimal import Decimal
+
+import pytest
+
+from cli.make_run_log import PEAK, Accounts, Story, lengths_of, session, write_log, write_run
+from flopwatch.explain_law import apply_law
+from flopwatch.run_records import Provenance, Row, RunStart
+
+LOG = "training_log.jsonl"
+
+
+def rows_in(path):
+    """Straight from the file, without our reader."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record for record in records if record["type"] == "row"]
+
+
+def number(text):
+    return Decimal(text.replace(",", ""))
+
+
+def divisions(out):
+    """Name to (numerator, denominator factors, result) of the divisions that are written out in full."""
+    found = {}
+    for name, block in re.findall(r"^(MFU|HFU) = (.*?)(?:\n\n|\Z)", out, re.MULTILINE | re.DOTALL):
+        written = re.search(r"= ([\d,]+) / \(([^)]+)\)", block)
+        result = re.findall(r"^    = ([\d.e+-]+)$", block, re.MULTILINE)[-1]
+        found[name] = (number(written[1]), [number(factor) for factor in written[2].split(" x ")], Decimal(result))
+        assert is_close(quotient(found[name]), result), "the division as written gives the result as printed"
+    return found
+
+
+def quotient(division):
+    flops, factors, _ = division
+    for factor in factors:
+        flops /= factor
+    return flops
+
+
+def is_close(a, b, digits=6):
+    return abs(Decimal(a) / Decimal(b) - 1) < Decimal(10) ** -(digits - 1)
+
+
+def law_lines(out, label):
+    """(phase, count, term, FLOPs each, FLOPs) of the table under a label."""
+    section = re.search(rf"^  {label}  .*\n((?:    \w.*\n)+)", out, re.MULTILINE)[1]
+    pattern = r"^    (\w+) +([\d,]+) ([\w ]+?) +x +([\d,./]+) = +([\d,.]+)$"
+    return [(p, number(c), t, number(e), number(f)) for p, c, t, e, f in re.findall(pattern, section, re.MULTILINE)]
+
+
+def test_the_newest_window_divides_to_what_the_run_logged(flopwatch, tmp_path):
+    path = write_run(tmp_path, 2000)
+    status, out, err = flopwatch("explain", str(tmp_path))
+    assert (status, err) == (0, "")
+
+    row = rows_in(path)[-1]
+    columns = row["steps"]
+    mfu, hfu = divisions(out)["MFU"], divisions(out)["HFU"]
+    assert mfu[0] == sum(columns["model_flops"])
+    assert hfu[0] == sum(columns["hardware_flops"])
+    assert is_close(mfu[1][0], sum(columns["seconds"]), 12)
+    assert mfu[1][1] == Decimal(PEAK["flops_per_s"])
+    for division, key in ((mfu, "perf/mfu"), (hfu, "perf/hfu")):
+        assert is_close(division[2], row["values"][key])
+    assert out.count("the log says the same") == 2
+    assert f"MFU {100 * row['values']['perf/mfu']:.2f} %, HFU {100 * row['values']['perf/hfu']:.2f} %" in out
+
+
+def test_the_short_division_gives_the_same_on_a_calculator_of_nine_digits(flopwatch, tmp_path):
+    write_run(tmp_path, 50)
+    _, out, _ = flopwatch("explain", str(tmp_path), "--step", "33")
+    shorts = re.findall(r"= ([\d.]+) / \(([\d.]+) x ([\d.]+)\) in TFLOP", out)
+    for (flops, seconds, peak), name in zip(shorts, ("MFU", "HFU"), strict=True):
+        assert is_close(Decimal(flops) / Decimal(seconds) / Decimal(peak), divisions(out)[name][2])
+
+
+def test_one_step_divides_by_its_own_cells(flopwatch, tmp_path):
+    path = write_run(tmp_path, 100)
+    status, out, _ = flopwatch("explain", str(tmp_path), "--step", "57")
+    assert status == 0
+    columns = rows_in(path)[5]["steps"]
+    index = columns["step"].index(57)
+    flops, (seconds, peak), result = divisions(out)["MFU"]
+    assert (flops, peak) == (columns["model_flops"][index], Decimal(PEAK["flops_per_s"]))
+    assert float(seconds) == columns["seconds"][index]
+    assert is_close(result, columns["model_flops"][index] / columns["seconds"][index] / PEAK["flops_per_s"])
+    assert f"{columns['tokens'][index]:,} positions, {columns['real_tokens'][index]:,} not padding" in out
+    assert f"padding {1 - columns['real_tokens'][index] / columns['tokens'][index]:.2%}" in out
+    assert "logged with steps 51 to 60" in out
+
+
+def test_the_law_is_written_out_with_the_steps_own_numbers_and_adds_up(flopwatch, tmp_path):
+    write_run(tmp_path, 100)
+    _, out, _ = flopwatch("explain", str(tmp_path), "--step", "57")
+    for label, name in (("model FLOPs", "MFU"), ("hardware FLOPs", "HFU")):
+        lines = law_lines(out, label)
+        assert all(count * each == flops for _, count, _, each, flops in lines)
+        assert sum(flops for *_, flops in lines) == divisions(out)[name][0]
+    lengths = lengths_of(57, Story())
+    counts = {term: count for _, count, term, _, _ in law_lines(out, "model FLOPs")}
+    assert counts == {"positions": sum(lengths), "pairs": sum(length**2 for length in lengths)}
+    assert "what the logged FLOPs leave for it" in " ".join(out.split())
+
+
+def test_equal_lengths_need_no_guess(flopwatch, tmp_path):
+    write_run(tmp_path, 100, Story(pads=False))
+    _, out, _ = flopwatch("explain", str(tmp_path), "--step", "57")
+    assert [count for _, count, term, _, _ in law_lines(out, "model FLOPs") if term == "pairs"] == [8 * 2048**2] * 2
+    assert "The log does not hold" not in out
+
+
+def test_a_law_whose_terms_the_log_does_not_tell_is_shown_as_it_is(flopwatch, tmp_path):
+    law = {"forward": {"positions": "10", "patches": "7168"}, "backward": {"positions": "20"}}
+    columns = {"step": [1], "seconds": [2.0], "samples": [2], "tokens": [8], "model_flops": [99_999]}
+    records = [
+        RunStart("s", 0.0, "out"),
+        Provenance(1, "smart", "trace", True, "full", 1.0, law, PEAK),
+        Row(1, 1.0, {}, steps=columns),
+    ]
+    write_log(tmp_path / LOG, records)
+    _, out, _ = flopwatch("explain", str(tmp_path))
+    text = " ".join(out.split())
+    assert "by the law forward: 10 x positions + 7,168 x patches; backward: 20 x positions." in text
+    assert "cannot be told from the log" in text
+
+
+def test_a_sum_that_no_lengths_can_give_is_not_made_up():
+    law = {"forward": {"positions": "10", "pairs": "4"}}
+    assert apply_law(law, {"samples": 2, "tokens": 9, "model_flops": 90 + 4 * 41}, "model").terms[1].count == 41
+    assert apply_law(law, {"samples": 2, "tokens": 9, "model_flops": 90 + 4 * 41 + 1}, "model") is None, (
+        "no whole number"
+    )
+    assert apply_law(law, {"samples": 2, "tokens": 9, "model_flops": 90 + 4 * 8}, "model") is None, (
+        "fewer than positions"
+    )
+
+
+def test_fractions_in_the_law_are_exact():
+    law = {"forward": {"positions": "5/3"}, "backward": {"pairs": "2.5"}}
+    found = apply_law(law, {"samples": 1, "tokens": 6, "model_flops": 100}, "model")
+    assert [(term.count, term.flops_each, term.flops) for term in found.terms] == [(6, "5/3", 10), (36, "2.5", 90)]
+
+
+def test_without_a_law_it_says_how_each_shape_was_counted(flopwatch, tmp_path):
+    write_run(tmp_path, 20, Story(has_law=False))
+    _, out, _ = flopwatch("explain", str(tmp_path))
+    assert "counted by trace, nothing was run, shape by shape: there is no law" in " ".join(out.split())
+
+
+def test_untimed_and_warm_up_steps_are_named_and_not_summed(flopwatch, tmp_path):
+    path = write_run(tmp_path, 10)
+    _, out, _ = flopwatch("explain", str(tmp_path))
+    columns = rows_in(path)[0]["steps"]
+    assert "Steps 1 to 10 (7 of 10 of them count)" in out
+    assert "Left out: step 1 (not timed)" in out
+    assert "Left out: steps 2, 3 (warm-up)" in out
+    assert divisions(out)["MFU"][0] == sum(columns["model_flops"][3:])
+    assert is_close(divisions(out)["MFU"][1][0], sum(columns["seconds"][3:]), 12)
+    assert out.count("the log says the same") == 1, "HFU is in detailed rows only"
+
+
+def test_a_warm_up_step_says_that_it_is_one(flopwatch, tmp_path):
+    write_run(tmp_path, 10)
+    assert "warm-up step: it is in no MFU of the log" in flopwatch("explain", str(tmp_path), "--step", "2")[1]
+    assert "warm-up" not in flopwatch("explain", str(tmp_path), "--step", "7")[1]
+
+
+def test_the_first_step_has_no_time_and_says_why(flopwatch, tmp_path):
+    write_run(tmp_path, 10)
+    status, out, _ = flopwatch("explain", str(tmp_path), "--step", "1")
+    assert status == 0
+    assert "unknown: the step has no beginning" in " ".join(out.split())
+    assert "MFU unknown: without seconds there is nothing to divide" in out
+
+
+@pytest.mark.parametrize(
+    ("story", "reasons"),
+    [
+        (Story(knows_peak=False), ["nobody knows the peak of NVIDIA H100 80GB HBM3; pass peak_flops_per_s="]),
+        (Story(knows_flops=False), ["FLOPs had not been found by then"]),
+        (Story(knows_tokens=False), ["the batch's shape was not given; pass batch= or attention_mask="]),
+        (
+            Story(knows_peak=False, knows_flops=False, knows_tokens=False),
+            ["nobody knows the peak", "MFU unknown: without model FLOPs and peak"],
+        ),
+    ],
+)
+def test_what_is_unknown_is_said_with_its_reason(flopwatch, tmp_path, story, reasons):
+    write_run(tmp_path, 20, story)
+    status, out, _ = flopwatch("explain", str(tmp_path))
+    assert status == 0
+    for reason in reasons:
+        assert reason in " ".join(out.split())
+
+
+def test_the_peaks_of_several_devices_are_summed(flopwatch, tmp_path):
+    path = write_run(tmp_path, 50, Story(device_count=8))
+    _, out, _ = flopwatch("explain", str(tmp_path))
+    division = divisions(out)["MFU"]
+    assert division[1][2] == 8
+    assert is_close(quotient(division), rows_in(path)[-1]["values"]["perf/mfu"])
+    assert "8 devices, 7,915,200,000,000,000 FLOP/s in all" in out
+
+
+def test_a_logged_value_that_does_not_follow_from_the_steps_is_pointed_out(flopwatch, tmp_path):
+    path = write_run(tmp_path, 50)
+    lines = path.read_text().splitlines()
+    row = json.loads(lines[-1])
+    row["values"]["perf/mfu"] *= 1.1
+    path.write_text("\n".join([*lines[:-1], json.dumps(row)]) + "\n")
+    assert "which differs by +10.00%" in flopwatch("explain", str(tmp_path))[1]
+
+
+def test_seconds_rounded_to_nanoseconds_still_give_the_same(flopwatch, tmp_path):
+    path = write_run(tmp_path, 50)
+    lines = path.read_text().splitlines()
+    row = json.loads(lines[-1])
+    exact = [seconds / 1000 for seconds in row["steps"]["seconds"]]
+    row["values"]["perf/mfu"] = sum(row["steps"]["model_flops"]) / sum(exact) / PEAK["flops_per_s"]
+    row["steps"]["seconds"] = [round(seconds, 9) for seconds in exact]
+    path.write_text("\n".join([*lines[:-1], json.dumps(row)]) + "\n")
+    _, out, _ = flopwatch("explain", str(tmp_path))
+    assert "the log says the same" in out.partition("HFU =")[0]
+    assert "more than the peak: the peak, the count or the time is wrong" in out
+
+
+def test_a_step_that_was_run_again_is_explained_as_it_ran_last(flopwatch, tmp_path):
+    accounts = Accounts()
+    path = write_log(tmp_path / LOG, session(Story(), 1, 60, accounts))
+    write_log(path, session(Story(seed=1), 31, 60, accounts, 30), append=True)
+    _, out, _ = flopwatch("explain", str(tmp_path), "--step", "45")
+    again = [row for row in rows_in(path) if row["step"] == 50][1]
+    assert divisions(out)["MFU"][0] == again["steps"]["model_flops"][4]
+    assert "session 2 of 2" in out
+
+
+def test_the_session_named_is_the_one_whose_steps_count(flopwatch, tmp_path):
+    accounts = Accounts()
+    path = write_log(tmp_path / LOG, session(Story(), 1, 40, accounts))
+    write_log(path, session(Story(), 31, 60, accounts, 30), append=True)
+    write_log(path, session(Story(), 21, 60, accounts, 20), append=True)
+    for step, number in ((15, 1), (25, 3), (45, 3)):
+        assert f"session {number} of 3" in flopwatch("explain", str(tmp_path), "--step", str(step))[1]
+
+
+def test_a_window_run_again_in_part_is_summed_over_what_is_left(flopwatch, tmp_path):
+    path = write_log(tmp_path / LOG, session(Story(), 1, 60, Accounts()))
+    write_log(path, [RunStart("again", 0.0, "out", resumed_after_step=54)], append=True)
+    _, out, _ = flopwatch("explain", str(tmp_path))
+    assert "Steps 51 to 54 (all 4 of them count" in out
+    assert divisions(out)["MFU"][0] == sum(rows_in(path)[-1]["steps"]["model_flops"][:4])
+
+
+@pytest.mark.slow
+def test_a_real_run_is_explained_to_what_it_logged(flopwatch, tmp_path):
+    import torch
+
+    from flopwatch import TrainingMonitor
+
+    model = torch.nn.Linear(64, 32)
+    with TrainingMonitor(str(tmp_path), model=model, log_every=5, peak_flops_per_s=1e12) as monitor:
+        for step in range(1, 41):
+            batch = torch.randn(step, 64)
+            loss = model(batch).square().mean()
+            loss.backward()
+            monitor.log_step(step, loss=loss, batch=batch)
+
+    _, out, _ = flopwatch("explain", str(tmp_path), "--step", "33")
+    # 2 x 64 x 32 FLOPs forward, as many for the weights' gradient; the inputs need none.
+    assert divisions(out)["MFU"][0] == 33 * 2 * (2 * 64 * 32)
+    assert [count for _, count, term, _, _ in law_lines(out, "model FLOPs") if term == "samples"] == [33, 33]
+
+    _, out, _ = flopwatch("explain", str(tmp_path))
+    assert divisions(out)["MFU"][0] == sum(range(36, 41)) * 2 * (2 * 64 * 32)
+    assert "the log says the same" in out.partition("HFU =")[0]
+
+
+def test_json_carries_the_same_numbers(flopwatch, tmp_path):
+    path = write_run(tmp_path, 50)
+    status, out, _ = flopwatch("explain", str(tmp_path), "--json")
+    facts = json.loads(out)
+    columns = rows_in(path)[-1]["steps"]
+    assert status == 0
+    assert facts["model_flops"] == sum(columns["model_flops"])
+    assert facts["mfu"]["share"] == pytest.approx(
+        facts["model_flops"] / facts["seconds"] / PEAK["flops_per_s"], rel=1e-12
+    )
+    assert facts["provenance"]["peak"] == PEAK
+    assert facts["unknown"] == {}
+    assert facts["steps"] == list(range(41, 51))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "51"], "step 51 is not in .*: it has steps 1 to 50"),
+        (["--step", "0"], "step 0 is not in .*: it has steps 1 to 50"),
+    ],
+)
+def test_a_step_that_is_not_in_the_log_ends_with_status_2_and_those_that_are(flopwatch, tmp_path, arguments, message):
+    write_run(tmp_path, 50)
+    status, out, err = flopwatch("explain", str(tmp_path), *arguments)
+    assert (status, out) == (2, "")
+    assert re.search(message, err)
+
+
+def test_a_run_without_a_window_yet_says_so(flopwatch, tmp_path):
+    write_log(tmp_path / LOG, [RunStart("s", 0.0, "out")])
+    status, _, err = flopwatch("explain", str(tmp_path))
+    assert status == 2
+    assert "has no logging window yet" in err
+
+
+def test_as_a_process_a_folder_without_a_log_ends_with_status_2_and_a_message(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "flopwatch", "explain", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "has no training_log.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_heavy_is_loaded(tmp_path):
+    write_run(tmp_path, 50)
+    code = f"""
+import sys
+from flopwatch.cli import main
+try:
+    main(["explain", {str(tmp_path)!r}])
+except SystemExit as end:
+    assert not end.code
+assert "flopwatch.explain" in sys.modules
+sys.exit([name for name in ("torch", "rich.console", "pydantic", "numpy") if name in sys.modules] or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

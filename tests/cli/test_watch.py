@@ -1,0 +1,427 @@
+"""`flopwatch watch`: what stands on the screen is what the log says, at every size, live and after the end."""
+
+import doctest
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from cli.make_run_log import Accounts, Story, session, summary_of, to_line, write_log, write_run
+from flopwatch.cli.plots import draw_curve
+from flopwatch.cli.watch_feed import WatchFeed
+from flopwatch.cli.watch_screen import draw_frame
+from flopwatch.cli.watch_state import ThinnedCurve, WatchedRun
+from flopwatch.run_log import read_log
+from flopwatch.run_records import Notice, Row, RunStart
+
+LOG = "training_log.jsonl"
+MAKE_RUN_LOG = Path(__file__).with_name("make_run_log.py")
+STORIES = {
+    "all known": Story(),
+    "no peak": Story(knows_peak=False),
+    "no tokens": Story(knows_tokens=False),
+    "no FLOPs": Story(knows_flops=False),
+    "nothing known": Story(knows_peak=False, knows_tokens=False, knows_flops=False, total_steps=None),
+}
+
+
+def watched(records):
+    run = WatchedRun()
+    for record in records:
+        run.add(record)
+    return run
+
+
+def text_of(run, unix_time=None, width=80, height=24, **options):
+    now = run.heard_unix_time + 1 if unix_time is None else unix_time
+    lines = draw_frame(run, "runs/a", now, width=width, height=height, **options)
+    return "\n".join(line.plain for line in lines)
+
+
+def rows_in(path):
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record for record in records if record["type"] == "row"]
+
+
+# The frame
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40), (220, 70)], ids=str)
+@pytest.mark.parametrize("steps", [0, 10, 700], ids="{} steps".format)
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_a_frame_fits_the_terminal(story, steps, size):
+    width, height = size
+    records = list(session(story, 1, steps, Accounts())) if steps else list(session(story, 1, 1, Accounts()))[:2]
+    notices = [Notice(5, "warning", "a", "words " * 60), Notice(None, "error", "b", "more " * 60)]
+    for run in (watched(records), watched([*records, *notices])):
+        for in_colour in (True, False):
+            lines = draw_frame(run, "/a/very/long/folder" * 9, 2e9, width=width, height=height, in_colour=in_colour)
+            assert len(lines) <= height
+            assert max(line.cell_len for line in lines) <= width
+
+
+def test_the_numbers_are_those_of_the_newest_window(tmp_path):
+    path = write_run(tmp_path, 3000)
+    values = rows_in(path)[-1]["values"]
+    text = text_of(watched(read_all(path)))
+    assert "step 3,000 of 20,000" in text
+    assert "15.0 %" in text
+    for shown in (
+        f"{values['perf/mfu_percent']:.1f} %",
+        f"{values['perf/hfu_percent']:.1f} %",
+        f"{values['training/loss']:.3f}",
+        f"{values['perf/tokens_per_second']:,.0f}",
+        f"{1e3 * values['perf/step_time']:.1f} ms",
+        *(f"{name} {1e3 * values[f'perf/step_time_{name}']:.0f}" for name in ("p50", "p90", "p99")),
+    ):
+        assert shown in text
+
+
+def read_all(path):
+    log = read_log(path)
+    return [*log.starts, *log.provenances, *log.rows, *log.notices, *([log.summary] if log.summary else [])]
+
+
+def test_where_time_goes_adds_up_to_what_the_run_spent(tmp_path):
+    path = write_run(tmp_path, 5050)
+    spent = {key: value for key, value in rows_in(path)[-1]["values"].items() if key.startswith("time/")}
+    outside = sum(spent[f"time/{name}_seconds"] for name in ("eval", "checkpoint", "pause", "count"))
+    whole = spent["time/train_seconds"] + outside
+    compute = spent["time/train_seconds"] - spent["time/input_wait_seconds"] - spent["time/warm_up_seconds"]
+    text = text_of(watched(read_all(path)))
+    shares = dict(re.findall(r"■ ([a-z -]+) ([\d.]+) %", text))
+    assert float(shares["compute"]) == pytest.approx(100 * compute / whole, abs=0.051)
+    assert float(shares["eval"]) == pytest.approx(100 * spent["time/eval_seconds"] / whole, abs=0.051)
+    names = ("compute", "input wait", "warm-up", "eval", "checkpoint", "pause", "counting")
+    assert sum(float(shares.get(name, 0)) for name in names) == pytest.approx(100, abs=0.4)
+
+
+def test_what_the_flops_were_for_adds_up(tmp_path):
+    path = write_run(tmp_path, 1000)
+    row = rows_in(path)[-1]
+    useful = 100 * sum(row["steps"]["model_flops"]) / sum(row["steps"]["hardware_flops"])
+    shares = dict(re.findall(r"■ (useful|recompute|padding) ([\d.]+) %", text_of(watched(read_all(path)))))
+    assert float(shares["useful"]) == pytest.approx(useful, abs=0.051)
+    assert float(shares["recompute"]) == pytest.approx(row["values"]["perf/recompute_percent"], abs=0.051)
+    assert sum(map(float, shares.values())) == pytest.approx(100, abs=0.2)
+
+
+def test_the_ledger_of_the_newest_window_is_preferred_for_times():
+    records = list(session(Story(), 1, 120, Accounts()))
+    newest = replace(records[-1], ledger={"steps": 120, "totals": {}, "seconds": {"train": 60.0, "eval": 40.0}})
+    assert re.search(r"compute 60\.0 %.*eval 40\.0 %", text_of(watched([*records[:-1], newest])))
+
+
+def test_without_colour_the_parts_of_a_bar_differ_by_pattern(tmp_path):
+    text = text_of(watched(session(Story(), 1, 5000, Accounts())), in_colour=False)
+    bar = next(line for line in text.splitlines() if line.startswith("time"))
+    keys = re.findall(r"(\S) (?:compute|input wait|eval|checkpoint)", text)
+    assert len(set(keys)) == 4
+    assert all(key in bar for key in keys)
+
+
+@pytest.mark.parametrize("name", ["no peak", "no FLOPs", "nothing known"])
+def test_what_nobody_knows_is_called_unknown_and_never_zero(name):
+    text = text_of(watched(session(STORIES[name], 1, 200, Accounts())))
+    numbers = text.splitlines()[6]
+    assert numbers.count("unknown") == (3 if name == "nothing known" else 2)
+    assert not re.search(r"(?<![\d.])0(\.0)? %", numbers)
+    assert "step time by step" in text, "in place of the MFU curve"
+
+
+def test_a_loss_that_is_not_a_number_is_shown_and_does_not_break_the_curve():
+    records = list(session(Story(), 1, 200, Accounts()))
+    broken = replace(records[-1], values={**records[-1].values, "training/loss": float("nan")})
+    text = text_of(watched([*records[:-1], broken]))
+    assert "nan" in text.splitlines()[6]
+    assert "loss by step" in text
+
+
+def test_large_digits_are_used_where_there_is_room():
+    run = watched(session(Story(), 1, 200, Accounts()))
+    assert "█▀█" in text_of(run, width=120, height=40)
+    assert "…" not in text_of(run, width=120, height=40), "nothing is cut off"
+    assert "█▀█" not in text_of(run, width=80, height=24)
+    assert "…" not in text_of(run, width=80, height=24)
+
+
+def test_the_last_notices_are_shown_newest_first():
+    run = watched(session(Story(), 1, 200, Accounts()))
+    run.add(Notice(120, "warning", "a", "first thing"))
+    run.add(Notice(150, "error", "b", "second thing"))
+    text = text_of(run, height=40)
+    assert text.index("x step 150: second thing") < text.index("! step 120: first thing")
+
+
+# The state
+
+
+def test_a_run_is_running_while_it_speaks_silent_after_and_ended_with_its_summary():
+    accounts = Accounts()
+    run = watched(session(Story(), 1, 200, accounts))
+    heard = run.heard_unix_time
+    assert "● running" in text_of(run, heard + 5)
+    assert "● silent for 10 min" in text_of(run, heard + 600)
+    assert "● running" in text_of(run, heard - 600), "the clock of the other machine may be ahead"
+    run.add(summary_of(accounts, 200))
+    assert "■ ended" in text_of(run, heard + 600)
+    run.add(RunStart("s2", accounts.unix_time, "out", resumed_after_step=200))
+    assert "○ starting" in text_of(run)
+
+
+def test_slow_windows_are_not_taken_for_silence():
+    rows = [Row(10 * index, 600.0 * index, {}, steps={"step": list(range(10))}) for index in range(1, 5)]
+    run = watched([RunStart("s", 0.0, "out"), *rows])
+    assert run.state(2400 + 900) == "running"
+    assert run.state(2400 + 3000) == "silent"
+
+
+def test_time_left_follows_the_pace_of_this_session_with_everything_in_it():
+    rows = [Row(step, 1000.0 + 2 * step, {}) for step in (10, 20, 30)]
+    run = watched([RunStart("s", 0.0, "out", total_steps=130), *rows])
+    assert run.seconds_left == pytest.approx(200)
+    assert "3 min left" in text_of(run)
+
+
+# What is kept
+
+
+def test_a_curve_of_any_length_keeps_its_ends_its_mean_and_a_bounded_size():
+    curve = ThinnedCurve()
+    for step in range(1, 200_001):
+        curve.add(step, float(step % 1000))
+    points = curve.points()
+    assert len(points) <= 1024
+    assert curve.ends == (1, 200_000)
+    assert points[0][0] < 400
+    assert points[-1][0] > 200_000 - 400
+    assert sum(value for _, value in points) / len(points) == pytest.approx(499.5, rel=0.02)
+
+
+def test_curves_forget_what_was_run_again_and_all_of_an_older_run():
+    accounts = Accounts()
+    first = [*session(Story(), 1, 300, accounts), *session(Story(seed=1), 101, 150, accounts, 100)]
+    points = watched(first).curves["training/loss"].points()
+    assert [step for step, _ in points] == list(range(10, 160, 10))
+    assert watched(first).sessions == 2
+
+    fresh = watched([*first, *session(Story(), 1, 50, Accounts())])
+    assert [step for step, _ in fresh.curves["training/loss"].points()] == [10, 20, 30, 40, 50]
+    assert fresh.sessions == 1
+
+
+def test_a_curve_is_drawn_through_its_points():
+    rising = draw_curve([(step, float(step)) for step in range(100)], width=20, height=5, low=0.0, high=99.0)
+    assert rising[0].strip() == rising[0][-len(rising[0].strip()) :], "the top line is filled at its right end"
+    assert rising[-1][0] != " "
+    assert rising[0][-1] != " "
+    flat = draw_curve([(0, 1.0), (9, 1.0)], width=10, height=3, low=1.0, high=1.0)
+    assert [line.strip() == "" for line in flat] == [True, False, True]
+
+
+@pytest.mark.parametrize("module", ["plots", "quantities", "watch_state"])
+def test_the_examples_in_the_docstrings_are_true(module):
+    result = doctest.testmod(import_module(f"flopwatch.cli.{module}"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+# The feed
+
+
+def test_a_log_may_come_later_grow_and_be_replaced(tmp_path):
+    now = 100.0
+    feed = WatchFeed(str(tmp_path / "run"), lambda: now)
+    feed.look()
+    assert feed.run.state(now) == "no log"
+
+    path = write_run(tmp_path / "run", 30)
+    feed.look()
+    assert feed.run.row.step == 30
+
+    now = 5e9
+    write_log(path, list(session(Story(), 31, 40, Accounts(), 30)), append=True)
+    feed.look()
+    assert (feed.run.row.step, feed.run.heard_unix_time) == (40, now), "heard by the clock here"
+
+    write_log(tmp_path / "new", session(Story(), 101, 120, Accounts(), 100)).replace(path)
+    feed.look()
+    assert [step for step, _ in feed.run.curves["training/loss"].points()] == [110, 120]
+
+
+# The command
+
+
+def test_once_prints_one_frame(flopwatch, tmp_path):
+    path = write_run(tmp_path, 100)
+    status, out, err = flopwatch("watch", str(tmp_path), "--once")
+    assert (status, err) == (0, "")
+    assert out.count("step 100 of 20,000") == 1
+    assert "\x1b" not in out
+    status, out, _ = flopwatch("watch", str(path))
+    assert (status, out.count("step 100 of 20,000")) == (0, 1), "not a terminal: one frame as well"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--once"], "has no training_log.jsonl"),
+        (["--refresh", "0"], "--refresh is a positive number of seconds, got 0"),
+        (["--refresh", "nan"], "--refresh is a positive number of seconds, got nan"),
+    ],
+)
+def test_wrong_input_ends_with_status_2_and_a_message(flopwatch, tmp_path, arguments, message):
+    status, out, err = flopwatch("watch", str(tmp_path), *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+def test_nothing_heavy_is_loaded_and_pydantic_neither(tmp_path):
+    write_run(tmp_path, 50)
+    code = f"""
+import sys
+from flopwatch.cli import main
+try:
+    main(["watch", {str(tmp_path)!r}, "--once"])
+except SystemExit as end:
+    assert not end.code
+assert "rich.console" in sys.modules
+sys.exit([name for name in ("torch", "pydantic", "numpy") if name in sys.modules] or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class Terminal:
+    """A real terminal of a given size in which `flopwatch watch` runs."""
+
+    def __init__(self, *arguments, columns=100, lines=30):
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flopwatch", "watch", *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**environment, "TERM": "xterm-256color"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+        self.raw = ""
+
+    @property
+    def text(self):
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.raw)
+
+    def wait_for(self, shown, since=0):
+        self.wait_until(lambda text: shown in text[since:])
+
+    def wait_until(self, is_there):
+        deadline = time.monotonic() + 60
+        while not is_there(self.text):
+            assert time.monotonic() < deadline, f"it never came; the terminal says: {self.text[-3000:]}"
+            self._read()
+
+    def _read(self):
+        if select.select([self._master], [], [], 0.1)[0]:
+            try:
+                self.raw += os.read(self._master, 65536).decode(errors="replace")
+            except OSError:  # the other side is closed
+                return False
+        return True
+
+    def type(self, keys):
+        os.write(self._master, keys)
+
+    def end(self):
+        """Wait for the process; its exit status."""
+        while self._read() and self.process.poll() is None:
+            pass
+        while select.select([self._master], [], [], 0)[0] and self._read():
+            pass
+        return self.process.wait(60)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+def assert_clean_end(terminal):
+    assert "Traceback" not in terminal.text
+    left = terminal.raw.rpartition("\x1b[?1049l")
+    assert left[1], "the ordinary screen is back"
+    assert terminal.raw.rfind("\x1b[?25h") > terminal.raw.rfind("\x1b[?25l"), "and the cursor"
+    return left[2]
+
+
+@pytest.mark.slow
+def test_a_growing_log_is_followed_until_ctrl_c(tmp_path):
+    writer = subprocess.Popen([sys.executable, str(MAKE_RUN_LOG), str(tmp_path / "run"), "100000", "--live"])
+    try:
+        with Terminal(str(tmp_path / "run"), "--refresh", "0.05") as terminal:
+            terminal.wait_until(lambda text: len(set(re.findall(r"step ([\d,]+) of 100,000", text))) >= 5)
+            terminal.wait_for("● running")
+            steps = [int(step.replace(",", "")) for step in re.findall(r"step ([\d,]+) of", terminal.text)]
+            assert steps == sorted(steps)
+            assert "\x1b[?1049h" in terminal.raw
+            assert "\x1b[1;32m" in terminal.raw, "in colour"
+            terminal.type(b"\x03")
+            assert terminal.end() == 0
+            last_frame = assert_clean_end(terminal)
+            assert "MFU by step" in last_frame, "the last frame stays"
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+@pytest.mark.slow
+def test_a_run_that_has_not_begun_is_waited_for_then_followed_to_its_end(tmp_path):
+    with Terminal(str(tmp_path / "run"), "--refresh", "0.05") as terminal:
+        terminal.wait_for("No record of a run yet. Waiting.")
+        accounts = Accounts(unix_time=time.time())
+        path = write_run(tmp_path / "run", 30)
+        terminal.wait_for("step 30 of")
+        half = to_line(summary_of(accounts, 30))
+        with path.open("ab", buffering=0) as file:
+            file.write(half[:25])
+            seen = len(terminal.text)
+            terminal.wait_for("step 30 of", since=seen)
+            assert "ended" not in terminal.text
+            file.write(half[25:])
+        terminal.wait_for("■ ended")
+        os.kill(terminal.process.pid, signal.SIGTERM)
+        assert terminal.end() == 0
+        assert_clean_end(terminal)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_changes_its_size_gets_a_frame_that_fits(tmp_path):
+    write_run(tmp_path, 200)
+    with Terminal(str(tmp_path), "--refresh", "0.05", columns=80, lines=24) as terminal:
+        terminal.wait_for("MFU by step")
+        assert "█▀█" not in terminal.text
+        fcntl.ioctl(terminal._master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 130, 0, 0))
+        terminal.wait_for("█▀█")
+        terminal.type(b"\x03")
+        assert terminal.end() == 0

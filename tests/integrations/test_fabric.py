@@ -1,0 +1,103 @@
+"""A monitor in training loops with Lightning Fabric."""
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch._dynamo.utils import counters
+
+import flopwatch
+from flopwatch.integrations.fabric import monitor_for
+from integrations import tiny_run
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
+
+
+def fabric_for_cpu(**options):
+    return Fabric(accelerator="cpu", devices=1, **options)
+
+
+def train(fabric, folder, *, compiled=False, make_monitor=monitor_for, epochs=1):
+    """Each batch a step; `make_monitor` None trains without."""
+    torch.manual_seed(0)
+    plain = tiny_run.model(dropout=0.2)
+    wrapped = torch.compile(plain, backend="aot_eager") if compiled else plain
+    model, optimizer = fabric.setup(wrapped, tiny_run.optimizer(plain))
+    monitor = make_monitor(fabric, model, folder) if make_monitor else None
+    for _ in range(epochs):
+        for batch in tiny_run.loader():
+            if monitor:
+                monitor.start_step()
+            loss = model(**batch).loss
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if monitor:
+                monitor.log_step(0, loss=loss, batch=batch)
+    if monitor:
+        monitor.close()
+    return monitor, tiny_run.parameters(plain)
+
+
+@pytest.mark.slow
+def test_a_plain_monitor_on_a_wrapped_model_counts_the_same(tmp_path):
+    def plain_monitor(fabric, model, folder):
+        return flopwatch.TrainingMonitor(folder, model=model)
+
+    monitor, _ = train(fabric_for_cpu(), tmp_path, make_monitor=plain_monitor)
+    assert 2 * monitor.summary.values["total/model_flops"] == tiny_run.truth()["total/model_flops"]
+
+
+@pytest.mark.slow
+def test_mixed_precision_decides_the_peaks_type_and_counts_the_same(tmp_path):
+    monitor, _ = train(fabric_for_cpu(precision="bf16-mixed"), tmp_path)
+    assert monitor.config.dtype == "bf16"
+    assert 2 * monitor.summary.values["total/model_flops"] == tiny_run.truth()["total/model_flops"]
+
+
+@pytest.mark.slow
+def test_a_pair_is_cut_to_what_the_model_takes(tmp_path):
+    fabric = fabric_for_cpu()
+    model = fabric.setup_module(nn.Linear(12, 4))
+    with monitor_for(fabric, model, tmp_path) as monitor, monitor.step((torch.randn(5, 12), torch.zeros(5))):
+        pass
+    assert monitor.summary.values["total/model_flops"] == 5 * 2 * (2 * 12 * 4)
+
+
+@pytest.mark.slow
+def test_parameters_are_bitwise_equal(tmp_path):
+    _, bare = train(fabric_for_cpu(), tmp_path, make_monitor=None, epochs=4)
+    _, watched = train(fabric_for_cpu(), tmp_path, epochs=4)
+    assert torch.equal(watched, bare)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_as_many_graphs(tmp_path):
+    def graphs(make_monitor):
+        torch._dynamo.reset()
+        counters.clear()
+        monitor, _ = train(fabric_for_cpu(), tmp_path, compiled=True, make_monitor=make_monitor)
+        return monitor, counters["stats"]["unique_graphs"]
+
+    _, bare = graphs(None)
+    monitor, watched = graphs(monitor_for)
+    assert watched == bare > 0
+    assert 2 * monitor.summary.values["total/model_flops"] == tiny_run.truth()["total/model_flops"]
+
+
+def test_totals_go_on_from_a_saved_state(tmp_path):
+    def steps(fabric, folder, before=lambda state: None):
+        model = fabric.setup_module(nn.Linear(12, 4))
+        with monitor_for(fabric, model, folder, mode="estimate") as monitor:
+            before({"model": model, "monitor": monitor})
+            for _ in range(3):
+                with monitor.step(torch.randn(5, 12)):
+                    pass
+            fabric.save(folder / "state", {"model": model, "monitor": monitor})
+        return monitor.summary
+
+    fabric = fabric_for_cpu()
+    steps(fabric, tmp_path / "first")
+    summary = steps(fabric, tmp_path / "second", lambda state: fabric.load(tmp_path / "first" / "state", state))
+    assert summary.values["total/samples"] == 2 * 3 * 5
+    assert summary.step == 5

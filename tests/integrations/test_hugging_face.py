@@ -1,0 +1,430 @@
+"""The callback in real runs of the Hugging Face Trainer."""
+
+import logging
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import flopwatch
+from flopwatch.integrations.hugging_face import FlopwatchCallback
+from flopwatch.testing import FakeClock
+from integrations import tiny_run
+from integrations.tiny_hf import hf_trainer, logged_rows
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo, of itself
+    pytest.mark.filterwarnings("ignore:.*`use_reentrant` parameter should be passed explicitly"),
+]
+
+
+def quick_callback(**options):
+    """Without counting, for what does not concern FLOPs."""
+    return FlopwatchCallback(mode="estimate", **options)
+
+
+def traces_on(trainer):
+    """What the callback may have left on a Trainer, its callbacks' order aside."""
+    return {"training_step", "_run_epoch"} & vars(trainer).keys()
+
+
+class TestRows:
+    @pytest.mark.slow
+    def test_tensorboard_has_our_numbers_at_the_steps_of_the_loss(self, tmp_path, monkeypatch):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
+        hf_trainer(tmp_path, FlopwatchCallback(), report_to=["tensorboard"]).train()
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        steps = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+        assert steps["train/loss"] == [2, 4, 6]
+        for tag in ("train/perf/mfu", "train/perf/tokens_per_second", "train/total/tokens"):
+            assert steps[tag] == steps["train/loss"]
+        assert events.Scalars("train/total/tokens")[-1].value == tiny_run.truth()["total/tokens"]
+
+    @pytest.mark.slow
+    def test_wandb_has_our_numbers_in_the_row_of_the_loss(self, tmp_path, monkeypatch):
+        import wandb
+
+        from sinks.wandb_file import find_file, read_history
+
+        monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+        hf_trainer(tmp_path, FlopwatchCallback(), report_to=["wandb"]).train()
+        wandb.finish()
+        rows = [row for row in read_history(find_file(tmp_path)) if "train/loss" in row]
+        assert [row["train/global_step"] for row in rows] == [2, 4, 6]
+        assert all({"train/perf/mfu", "train/perf/step_time", "train/total/tokens"} <= row.keys() for row in rows)
+        assert rows[-1]["train/total/tokens"] == tiny_run.truth()["total/tokens"]
+
+    def test_the_local_log_has_the_trainers_loss_and_its_rows(self, tmp_path):
+        trainer = hf_trainer(tmp_path, quick_callback(), logging_first_step=True)
+        trainer.train()
+        told = [entry for entry in trainer.state.log_history if "loss" in entry]
+        logged = logged_rows(tmp_path / "flopwatch")
+        assert [row["step"] for row in logged] == [entry["step"] for entry in told] == [1, 2, 4, 6]
+        assert [row["values"]["training/loss"] for row in logged] == [entry["loss"] for entry in told]
+        assert [row["values"]["training/lr"] for row in logged] == [entry["learning_rate"] for entry in told]
+        assert logged[0]["values"]["training/grad_norm"] == told[0]["grad_norm"]
+
+    def test_an_epoch_between_two_logs_of_the_trainer_leaves_rows_on_the_way(self, tmp_path):
+        hf_trainer(tmp_path, quick_callback(log_every=2), logging_strategy="epoch", num_train_epochs=2).train()
+        assert [row["step"] for row in logged_rows(tmp_path / "flopwatch")] == [2, 3, 5, 6]
+
+    def test_rows_of_evaluations_and_of_the_end_are_left_alone(self, tmp_path, caplog):
+        seen = []
+
+        class Watch(TrainerCallback):
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                seen.append(dict(logs))
+
+        # Before ours in the list, as reporting callbacks are.
+        hf_trainer(tmp_path, Watch(), quick_callback(), eval_strategy="steps", eval_steps=3).train()
+        others = [row for row in seen if "loss" not in row]
+        assert [next(iter(row)) for row in others] == ["eval_loss", "eval_loss", "train_runtime"]
+        assert not [key for row in others for key in row if key.startswith(("perf/", "total/"))]
+        assert all("perf/step_time" in row for row in seen if "loss" in row)
+        assert not [record for record in caplog.records if record.name == "flopwatch"]
+
+    def test_all_metrics_can_be_asked_for(self, tmp_path):
+        seen = []
+
+        class Watch(TrainerCallback):
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                seen.append(dict(logs))
+
+        hf_trainer(tmp_path, quick_callback(metrics="all"), Watch()).train()
+        assert {"perf/padding_percent", "total/real_tokens", "time/train_seconds"} <= seen[0].keys()
+        assert not [key for key in seen[0] if key.startswith("training/")]
+
+
+class TestTokens:
+    def test_are_counted_with_worker_processes(self, tmp_path):
+        callback = quick_callback()
+        hf_trainer(tmp_path, callback, dataloader_num_workers=2).train()
+        assert callback.monitor.summary.values["total/tokens"] == tiny_run.truth()["total/tokens"]
+
+    def test_are_counted_when_the_callback_is_added_later(self, tmp_path):
+        callback = quick_callback()
+        trainer = hf_trainer(tmp_path)
+        trainer.add_callback(callback)
+        trainer.train()
+        assert callback.monitor.summary.values["total/tokens"] == tiny_run.truth()["total/tokens"]
+
+    def test_are_missing_with_a_word_where_no_trainer_is_found(self, tmp_path, caplog):
+        callback = quick_callback()
+        args = TrainingArguments(**tiny_run.training_arguments(tmp_path))
+        state = TrainerState(max_steps=2, logging_steps=2)
+        callback.on_train_begin(args, state, TrainerControl(), model=tiny_run.model())
+        for step in (1, 2):
+            callback.on_step_begin(args, state, TrainerControl())
+            state.global_step = step
+            callback.on_step_end(args, state, TrainerControl())
+        callback.on_train_end(args, state, TrainerControl())
+        assert [record.message for record in caplog.records] == [
+            "flopwatch: no Trainer found around the callback, so there are no tokens, FLOPs or MFU"
+        ]
+        assert callback.monitor.summary.values["total/steps"] == 2
+        assert "total/tokens" not in callback.monitor.summary.values
+
+
+class TestClocks:
+    """Each micro-batch takes 1 s, an evaluation 100 s, a checkpoint 1000 s, by a clock that the training moves."""
+
+    @staticmethod
+    def trainer_class(clock):
+        class SlowTrainer(Trainer):
+            def training_step(self, *args, **kwargs):
+                clock.advance(1)
+                return super().training_step(*args, **kwargs)
+
+            def evaluation_loop(self, *args, **kwargs):
+                clock.advance(100)
+                return super().evaluation_loop(*args, **kwargs)
+
+            def _save_checkpoint(self, *args, **kwargs):
+                clock.advance(1000)
+                return super()._save_checkpoint(*args, **kwargs)
+
+        return SlowTrainer
+
+    def test_evaluation_and_saving_are_in_no_steps_time(self, tmp_path):
+        clock = FakeClock()
+        callback = quick_callback(clock=clock)
+        trainer = hf_trainer(
+            tmp_path,
+            callback,
+            kind=self.trainer_class(clock),
+            eval_strategy="steps",
+            eval_steps=2,
+            eval_on_start=True,
+            save_strategy="steps",
+            save_steps=3,
+        )
+        trainer.train()
+        values = callback.monitor.summary.values
+        assert values["perf/step_time"] == tiny_run.ACCUMULATION
+        assert values["time/train_seconds"] == 6 * tiny_run.ACCUMULATION
+        assert values["time/eval_seconds"] == 3 * 100
+        assert values["time/checkpoint_seconds"] == 2 * 1000
+
+    def test_an_evaluation_outside_a_training_does_no_harm(self, tmp_path):
+        clock = FakeClock()
+        callback = quick_callback(clock=clock)
+        trainer = hf_trainer(tmp_path, callback, kind=self.trainer_class(clock))
+        trainer.evaluate()
+        trainer.train()
+        trainer.evaluate()
+        assert callback.monitor.summary.values["time/train_seconds"] == 6 * tiny_run.ACCUMULATION
+        assert not callback.monitor.summary.failed_parts
+
+    def test_the_real_clock_agrees(self, tmp_path):
+        """What is booked is at least what the Trainer measured itself, and all of it fits into the run."""
+        callback = quick_callback()
+        trainer = hf_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=2)
+        runtime = trainer.train().metrics["train_runtime"]
+        measured = sum(entry.get("eval_runtime", 0.0) for entry in trainer.state.log_history)
+        values = callback.monitor.summary.values
+        slack = 0.001 * len(trainer.state.log_history)  # the Trainer rounds to four digits
+        assert measured - slack <= values["time/eval_seconds"]
+        assert values["time/eval_seconds"] + values["time/train_seconds"] <= runtime + slack
+
+
+class TestNoTrace:
+    @pytest.mark.slow
+    def test_parameters_are_bitwise_equal(self, tmp_path):
+        def train(*callbacks):
+            torch.manual_seed(0)
+            model = tiny_run.model(dropout=0.2)
+            hf_trainer(tmp_path, *callbacks, model=model, num_train_epochs=12).train()
+            return tiny_run.parameters(model)
+
+        assert torch.equal(train(), train(FlopwatchCallback()))
+
+    @pytest.mark.slow
+    def test_a_compiled_model_has_as_many_graphs(self, tmp_path):
+        def graphs(*callbacks):
+            torch._dynamo.reset()
+            counters.clear()
+            model = tiny_run.model()
+            options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "num_train_epochs": 1}
+            hf_trainer(tmp_path, *callbacks, model=model, **options).train()
+            return counters["stats"]["unique_graphs"], tiny_run.parameters(model)
+
+        bare, bare_parameters = graphs()
+        callback = FlopwatchCallback()
+        watched, watched_parameters = graphs(callback)
+        assert watched == bare > 0
+        assert torch.equal(watched_parameters, bare_parameters)
+        assert 2 * callback.monitor.summary.values["total/model_flops"] == tiny_run.truth()["total/model_flops"]
+
+    def test_nothing_stays_on_the_trainer(self, tmp_path):
+        seen = []
+
+        class Watch(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                seen.append(traces_on(trainer))
+
+        before = [Trainer.training_step, Trainer._run_epoch]
+        callback = quick_callback()
+        trainer = hf_trainer(tmp_path, callback, Watch())
+        trainer.train()
+        assert {"training_step"} <= seen[0]
+        assert not traces_on(trainer)
+        assert [Trainer.training_step, Trainer._run_epoch] == before
+        assert not [hook for module in trainer.model.modules() for hook in module._forward_pre_hooks]
+
+    def test_every_other_callback_is_called_once_for_each_event(self, tmp_path):
+        calls = []
+
+        class Watch(TrainerCallback):
+            def on_train_begin(self, args, state, control, **kwargs):
+                calls.append("begin")
+
+            def on_step_end(self, args, state, control, **kwargs):
+                calls.append("step")
+
+        class WatchToo(Watch):
+            pass
+
+        hf_trainer(tmp_path, Watch(), quick_callback(), WatchToo()).train()
+        assert calls.count("begin") == 2
+        assert calls.count("step") == 2 * 6
+
+
+class TestErrors:
+    @pytest.mark.parametrize("where", ["training_step", "get_batch_samples", "evaluate", "_save_checkpoint"])
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_a_training_that_raises_leaves_nothing_on_the_trainer(self, tmp_path, where, error):
+        class Fails(Trainer):
+            pass
+
+        def fail(self, *args, **kwargs):
+            if self.is_in_train and self.state.global_step >= 2:
+                raise error("on purpose")
+            return getattr(Trainer, where)(self, *args, **kwargs)
+
+        setattr(Fails, where, fail)
+        callback = quick_callback()
+        trainer = hf_trainer(
+            tmp_path, callback, kind=Fails, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2
+        )
+        with pytest.raises(error, match="on purpose"):
+            trainer.train()
+        assert not traces_on(trainer)
+        assert callback.monitor.summary.values["total/steps"] == 2
+
+    def test_what_an_error_between_epochs_leaves_is_gone_with_the_next_training(self, tmp_path):
+        class FailsOnce(TrainerCallback):
+            has_failed = False
+
+            def on_epoch_begin(self, args, state, control, **kwargs):
+                if state.global_step == 3 and not self.has_failed:
+                    self.has_failed = True
+                    raise RuntimeError("on purpose")
+
+        callback = quick_callback()
+        trainer = hf_trainer(tmp_path, callback, FailsOnce())
+        with pytest.raises(RuntimeError, match="on purpose"):
+            trainer.train()
+        first = callback.monitor
+        trainer.train()
+        assert first.summary.values["total/steps"] == 3
+        assert callback.monitor.summary.values["total/tokens"] == tiny_run.truth()["total/tokens"]
+        assert not traces_on(trainer)
+
+    def test_a_second_training_of_the_same_trainer_starts_afresh(self, tmp_path):
+        callback = quick_callback()
+        trainer = hf_trainer(tmp_path, callback)
+        trainer.train()
+        trainer.train()
+        assert callback.monitor.summary.values["total/steps"] == 6
+        assert not traces_on(trainer)
+
+    @pytest.mark.slow
+    def test_a_smaller_batch_found_after_running_out_of_memory_is_a_new_session(self, tmp_path):
+        class RunsOut(Trainer):
+            def training_step(self, model, inputs, *args, **kwargs):
+                if len(inputs["input_ids"]) == tiny_run.BATCH_SIZE and self.state.global_step == 1:
+                    raise RuntimeError("CUDA out of memory.")
+                return super().training_step(model, inputs, *args, **kwargs)
+
+        callback = quick_callback()
+        trainer = hf_trainer(tmp_path, callback, kind=RunsOut, auto_find_batch_size=True)
+        trainer.train()
+        assert trainer._train_batch_size < tiny_run.BATCH_SIZE
+        assert callback.monitor.summary.values["total/samples"] == tiny_run.truth()["total/samples"]
+
+    def test_an_error_of_ours_is_reported_once_and_swallowed(self, tmp_path, caplog):
+        class BrokenMonitor:
+            def __getattr__(self, name):
+                raise ValueError("broken on purpose")
+
+        class Break(TrainerCallback):
+            def on_train_begin(self, args, state, control, **kwargs):
+                callback.monitor = BrokenMonitor()
+
+        def train(*callbacks):
+            model = tiny_run.model()
+            trainer = hf_trainer(
+                tmp_path,
+                *callbacks,
+                model=model,
+                eval_strategy="steps",
+                eval_steps=2,
+                save_strategy="steps",
+                save_steps=2,
+            )
+            trainer.train()
+            return trainer, tiny_run.parameters(model)
+
+        _, expected = train()
+        callback = quick_callback()
+        with caplog.at_level(logging.ERROR, logger="flopwatch"):
+            trainer, parameters = train(callback, Break())
+        assert trainer.state.global_step == 6
+        assert torch.equal(parameters, expected)
+        parts = [record.args[0] for record in caplog.records if record.name == "flopwatch"]
+        assert len(parts) == len(set(parts))
+        assert {"on_step_begin", "_see", "on_step_end", "on_log", "on_evaluate", "on_save", "_end"} <= set(parts)
+        assert not traces_on(trainer)
+
+    def test_strict_raises_it(self, tmp_path):
+        callback = quick_callback(strict=True, config={"monitoring": {"nonsense": 1}})
+        with pytest.raises(flopwatch.InputError, match="nonsense"):
+            hf_trainer(tmp_path, callback).train()
+
+
+@pytest.mark.slow
+class TestResume:
+    """Six steps, a checkpoint after the third, and the last three once more from there."""
+
+    def trained_twice(self, tmp_path, first, second, **more):
+        options = {"save_strategy": "steps", "save_steps": 3, **more}
+        hf_trainer(tmp_path, *first, **options).train()
+        trainer = hf_trainer(tmp_path, *second, **options)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        return trainer
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_totals_go_on_from_the_checkpoint(self, tmp_path, workers):
+        first, second = FlopwatchCallback(tmp_path / "first"), FlopwatchCallback(tmp_path / "second")
+        self.trained_twice(tmp_path, [first], [second], dataloader_num_workers=workers)
+        values = second.monitor.summary.values
+        assert {key: values[key] for key in tiny_run.truth()} == tiny_run.truth()
+        assert values["time/train_seconds"] > 0
+        assert [row["step"] for row in logged_rows(tmp_path / "second")] == [4, 6]
+
+    def test_totals_go_on_when_the_trainer_restores_its_callbacks(self, tmp_path, caplog):
+        second = quick_callback(output_dir=tmp_path / "flopwatch", clock=FakeClock())
+        trainer = self.trained_twice(
+            tmp_path,
+            [quick_callback(output_dir=tmp_path / "flopwatch", clock=FakeClock())],
+            [second],
+            restore_callback_states_from_checkpoint=True,
+        )
+        (restored,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, FlopwatchCallback)]
+        assert restored is not second
+        assert restored.monitor.config.mode == "estimate"
+        assert restored.monitor.output_dir == tmp_path / "flopwatch"
+        assert restored.monitor.summary.values["total/tokens"] == tiny_run.truth()["total/tokens"]
+        assert "flopwatch: the Trainer restored the callback without clock" in caplog.messages
+
+    def test_a_checkpoint_made_without_the_callback_can_be_resumed_and_saved_with_it(self, tmp_path):
+        callback = quick_callback()
+        trainer = self.trained_twice(tmp_path, [], [callback])
+        assert trainer.state.global_step == 6
+        assert callback.monitor.summary.values["total/steps"] == 3
+
+    def test_a_checkpoint_made_with_the_callback_can_be_resumed_without(self, tmp_path):
+        assert self.trained_twice(tmp_path, [quick_callback()], []).state.global_step == 6
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_decides_the_peaks_type(tmp_path, precision):
+    callback = quick_callback()
+    args = TrainingArguments(**tiny_run.training_arguments(tmp_path))
+    setattr(args, precision, True)
+    state = TrainerState(max_steps=2, logging_steps=2)
+    callback.on_train_begin(args, state, TrainerControl(), model=tiny_run.model())
+    assert callback.monitor.config.dtype == precision
+
+
+@pytest.mark.slow
+def test_a_training_in_bf16_counts_the_same(tmp_path):
+    callback = FlopwatchCallback()
+    hf_trainer(tmp_path, callback, bf16=True).train()
+    assert callback.monitor.summary.values["total/model_flops"] == tiny_run.truth()["total/model_flops"]
+
+
+@pytest.mark.slow
+def test_a_weight_frozen_on_the_way_is_noticed_when_the_count_is_checked(tmp_path):
+    class Freeze(TrainerCallback):
+        def on_epoch_begin(self, args, state, control, model=None, **kwargs):
+            model.lm_head.weight.requires_grad_(state.global_step == 0)
+
+    callback = FlopwatchCallback(mode="profiler", flops_profile_freq=1)
+    hf_trainer(tmp_path, callback, Freeze(), logging_steps=3).train()
+    weight_gradient = 2 * 128 * 64 * sum(map(len, tiny_run.rows()))
+    flops = callback.monitor.summary.values["total/model_flops"]
+    assert flops == tiny_run.truth()["total/model_flops"] - weight_gradient

@@ -1,0 +1,366 @@
+"""The callback in real runs of Lightning's Trainer."""
+
+import csv
+import json
+import logging
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+from torch._dynamo.utils import counters
+
+from flopwatch.integrations.lightning import FlopwatchCallback
+from flopwatch.testing import FakeClock
+from integrations import tiny_run
+from integrations.tiny_hf import logged_rows
+from integrations.tiny_lightning import ImageModule, TextModule, lightning_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
+
+
+def quick_callback(**options):
+    """Without counting, for what does not concern FLOPs."""
+    return FlopwatchCallback(mode="estimate", **options)
+
+
+def counting_method(callback):
+    records = map(json.loads, callback.monitor.log_path.read_text().splitlines())
+    return [record["method"] for record in records if record["type"] == "provenance"][-1]
+
+
+class TestRows:
+    def test_our_numbers_are_in_the_loggers_row_of_the_loss(self, tmp_path):
+        logger = CSVLogger(tmp_path)
+        lightning_trainer(tmp_path, quick_callback(), logger=logger).fit(TextModule(), tiny_run.loader())
+        with open(f"{logger.log_dir}/metrics.csv") as file:
+            rows = [row for row in csv.DictReader(file) if row["loss"]]
+        assert [row["step"] for row in rows] == ["1", "3", "5"]
+        assert all(row["perf/mfu"] and row["perf/step_time"] for row in rows)
+        assert float(rows[-1]["total/tokens"]) == tiny_run.truth()["total/tokens"]
+
+    def test_tensorboard_has_them_at_the_same_steps(self, tmp_path):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        logger = TensorBoardLogger(tmp_path)
+        lightning_trainer(tmp_path, quick_callback(), logger=logger).fit(TextModule(), tiny_run.loader())
+        events = EventAccumulator(logger.log_dir).Reload()
+        assert [event.step for event in events.Scalars("loss")] == [1, 3, 5]
+        assert [event.step for event in events.Scalars("perf/mfu")] == [1, 3, 5]
+
+    def test_the_local_log_counts_steps_and_losses_as_lightning_does(self, tmp_path):
+        logger = CSVLogger(tmp_path)
+        callback = quick_callback()
+        trainer = lightning_trainer(tmp_path, callback, logger=logger, accumulate_grad_batches=1, log_every_n_steps=1)
+        trainer.fit(TextModule(), tiny_run.loader())
+        with open(f"{logger.log_dir}/metrics.csv") as file:
+            told = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file) if row["loss"]]
+        rows = logged_rows(callback.monitor.output_dir)
+        assert [row["step"] for row in rows] == [step for step, _ in told]
+        assert [row["values"]["training/loss"] for row in rows] == pytest.approx([loss for _, loss in told])
+        assert rows[0]["values"]["training/lr"] == 0.1
+
+    def test_the_folder_is_that_of_the_logger(self, tmp_path):
+        logger = CSVLogger(tmp_path)
+        callback = quick_callback()
+        lightning_trainer(tmp_path, callback, logger=logger).fit(TextModule(), tiny_run.loader())
+        assert str(callback.monitor.output_dir) == f"{logger.log_dir}/flopwatch"
+
+
+class TestModel:
+    @pytest.mark.slow
+    def test_a_pair_is_cut_to_what_forward_takes(self, tmp_path):
+        callback = FlopwatchCallback()
+        lightning_trainer(tmp_path, callback).fit(ImageModule(), ImageModule.batches())
+        values = callback.monitor.summary.values
+        assert values["total/model_flops"] == 2 * 12 * ImageModule.step_flops()
+        assert values["total/samples"] == 2 * 12 * 5
+        assert "total/tokens" not in values
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("given", ["encoder", nn.Linear(12, 8)], ids=["by name", "as a module"])
+    def test_the_user_can_say_what_to_count(self, tmp_path, given):
+        callback = FlopwatchCallback(model=given)
+        lightning_trainer(tmp_path, callback).fit(ImageModule(), ImageModule.batches())
+        assert callback.monitor.summary.values["total/model_flops"] == 2 * 12 * 5 * 2 * (2 * 12 * 8)
+
+    @pytest.mark.slow
+    def test_a_child_that_holds_everything_stands_for_a_module_without_forward(self, tmp_path):
+        class NoForward(ImageModule):
+            forward = LightningModule.forward
+
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Sequential(self.encoder, self.head)
+                del self.encoder, self.head
+
+            def training_step(self, batch, batch_idx):
+                return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        callback = FlopwatchCallback()
+        lightning_trainer(tmp_path, callback).fit(NoForward(), ImageModule.batches())
+        assert callback.monitor.summary.values["total/model_flops"] == 2 * 12 * ImageModule.step_flops()
+
+    @pytest.mark.slow
+    def test_a_forward_that_does_more_than_its_child_is_what_counts(self, tmp_path):
+        class Twice(ImageModule):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Sequential(self.encoder, self.head)
+                del self.encoder, self.head
+
+            def forward(self, pixels):
+                return self.net(pixels) + self.net(-pixels)
+
+        callback = FlopwatchCallback()
+        lightning_trainer(tmp_path, callback).fit(Twice(), ImageModule.batches())
+        assert callback.monitor.summary.values["total/model_flops"] == 2 * 2 * 12 * ImageModule.step_flops()
+
+    def test_a_module_that_cannot_be_counted_says_so_and_is_timed(self, tmp_path, caplog):
+        class NoForward(ImageModule):
+            forward = LightningModule.forward
+
+            def training_step(self, batch, batch_idx):
+                return nn.functional.cross_entropy(self.head(self.encoder(batch[0])), batch[1])
+
+        callback = FlopwatchCallback()
+        lightning_trainer(tmp_path, callback).fit(NoForward(), ImageModule.batches())
+        values = callback.monitor.summary.values
+        assert "total/model_flops" not in values
+        assert values["total/samples"] == 2 * 12 * 5
+        assert values["perf/step_time"] > 0
+        (message,) = [record.message for record in caplog.records if record.name == "flopwatch"]
+        assert "NoForward has no forward" in message
+        assert 'pass model="name of a child"' in message
+
+
+class TestClocks:
+    """Each micro-batch takes 1 s, a validation batch 100 s, a checkpoint 1000 s, by a clock that the training moves."""
+
+    @staticmethod
+    def module(clock):
+        class SlowModule(TextModule):
+            def training_step(self, batch, batch_idx):
+                clock.advance(1)
+                return super().training_step(batch, batch_idx)
+
+            def validation_step(self, batch, batch_idx):
+                clock.advance(100)
+
+            def on_save_checkpoint(self, checkpoint):
+                clock.advance(1000)
+
+        return SlowModule()
+
+    @pytest.mark.parametrize("every", [2, 3], ids=["between steps", "amid an accumulation"])
+    def test_validation_and_saving_are_in_no_steps_time(self, tmp_path, every):
+        clock = FakeClock()
+        callback = quick_callback(clock=clock)
+        trainer = lightning_trainer(
+            tmp_path,
+            callback,
+            ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1),
+            enable_checkpointing=True,
+            val_check_interval=every,
+            limit_val_batches=1,
+            num_sanity_val_steps=1,
+        )
+        trainer.fit(self.module(clock), tiny_run.loader(), tiny_run.loader())
+        values = callback.monitor.summary.values
+        assert values["perf/step_time"] == tiny_run.ACCUMULATION
+        assert values["time/train_seconds"] == 6 * tiny_run.ACCUMULATION
+        assert values["time/eval_seconds"] == 12 / every * 100
+        assert values["time/checkpoint_seconds"] == 2 * 1000
+
+    def test_a_validation_outside_a_training_does_no_harm(self, tmp_path):
+        callback = quick_callback()
+        module = TextModule()
+        trainer = lightning_trainer(tmp_path, callback)
+        trainer.validate(module, tiny_run.loader(), verbose=False)
+        trainer.fit(module, tiny_run.loader())
+        trainer.validate(module, tiny_run.loader(), verbose=False)
+        assert callback.monitor.summary.values["total/steps"] == 6
+        assert not callback.monitor.summary.failed_parts
+
+
+class TestNoTrace:
+    @pytest.mark.slow
+    def test_parameters_are_bitwise_equal(self, tmp_path):
+        def train(*callbacks):
+            torch.manual_seed(0)
+            module = ImageModule()
+            lightning_trainer(tmp_path, *callbacks, max_epochs=6).fit(module, ImageModule.batches())
+            return tiny_run.parameters(module)
+
+        assert torch.equal(train(), train(FlopwatchCallback()))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("what", ["a module with forward", "a module with a child", "the child"])
+    def test_a_compiled_model_has_as_many_graphs(self, tmp_path, what):
+        batches = ImageModule.batches() if what == "a module with forward" else tiny_run.loader()
+
+        def graphs(*callbacks):
+            torch._dynamo.reset()
+            counters.clear()
+            torch.manual_seed(0)
+            module = ImageModule() if what == "a module with forward" else TextModule()
+            module.logs = False  # Lightning 2.6 cannot log in a compiled training_step with torch 2.13
+            if what == "the child":
+                module.model = torch.compile(module.model, backend="aot_eager")
+            fitted = module if what == "the child" else torch.compile(module, backend="aot_eager")
+            lightning_trainer(tmp_path, *callbacks, max_epochs=1).fit(fitted, batches)
+            return counters["stats"]["unique_graphs"], tiny_run.parameters(module)
+
+        bare, bare_parameters = graphs()
+        callback = FlopwatchCallback()
+        watched, watched_parameters = graphs(callback)
+        assert watched == bare > 0
+        assert torch.equal(watched_parameters, bare_parameters)
+        assert counting_method(callback) == "trace"
+        of_images = 12 * ImageModule.step_flops()
+        expected = of_images if what == "a module with forward" else tiny_run.truth()["total/model_flops"] // 2
+        assert callback.monitor.summary.values["total/model_flops"] == expected
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_nothing_stays_on_the_trainer_even_when_the_training_raises(self, tmp_path, error):
+        class Fails(TextModule):
+            def training_step(self, batch, batch_idx):
+                if self.global_step == 2:
+                    raise error("on purpose")
+                return super().training_step(batch, batch_idx)
+
+        callback = quick_callback()
+        trainer = lightning_trainer(tmp_path, callback)
+        with pytest.raises((error, SystemExit)):
+            trainer.fit(Fails(), tiny_run.loader())
+        assert "save_checkpoint" not in vars(trainer)
+        assert callback.monitor.summary.values["total/steps"] == 2
+
+    def test_nothing_stays_on_the_trainer_when_it_ends(self, tmp_path):
+        trainer = lightning_trainer(tmp_path, quick_callback())
+        trainer.fit(TextModule(), tiny_run.loader())
+        assert "save_checkpoint" not in vars(trainer)
+
+
+def test_an_error_of_ours_is_reported_once_and_swallowed(tmp_path, caplog):
+    class BrokenMonitor:
+        def __getattr__(self, name):
+            raise ValueError("broken on purpose")
+
+    class Break(Callback):
+        def on_train_start(self, trainer, pl_module):
+            callback.monitor = BrokenMonitor()
+
+    def train(*callbacks):
+        module = TextModule()
+        trainer = lightning_trainer(tmp_path, *callbacks, val_check_interval=2)
+        trainer.fit(module, tiny_run.loader(), tiny_run.loader())
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        return trainer.global_step, tiny_run.parameters(module)
+
+    steps, expected = train()
+    callback = quick_callback()
+    with caplog.at_level(logging.ERROR, logger="flopwatch"):
+        steps_watched, parameters = train(callback, Break())
+    assert steps_watched == steps == 6
+    assert torch.equal(parameters, expected)
+    parts = [record.args[0] for record in caplog.records if record.name == "flopwatch"]
+    assert len(parts) == len(set(parts))
+    assert {"on_train_batch_start", "on_train_batch_end", "_enter", "_end"} <= set(parts)
+
+
+@pytest.mark.slow
+def test_a_broken_monitor_does_not_stop_a_checkpoint(tmp_path):
+    callback = quick_callback()
+    trainer = lightning_trainer(
+        tmp_path, callback, ModelCheckpoint(tmp_path, every_n_train_steps=3), enable_checkpointing=True
+    )
+
+    class Break(Callback):
+        def on_train_start(self, trainer, pl_module):
+            callback.monitor = None
+
+    trainer.callbacks.insert(1, Break())
+    trainer.fit(TextModule(), tiny_run.loader())
+    assert list(tmp_path.glob("*.ckpt"))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_its_totals(tmp_path):
+    """The checkpoint is that of the third step; the second run does the last three again."""
+
+    def fit(folder, checkpoint=None):
+        callback = FlopwatchCallback(tmp_path / folder)
+        saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        trainer = lightning_trainer(tmp_path, callback, saving, enable_checkpointing=True)
+        trainer.fit(TextModule(), tiny_run.loader(), ckpt_path=checkpoint)
+        return callback.monitor.summary.values
+
+    fit("first")
+    values = fit("second", tmp_path / "step=3.ckpt")
+    assert {key: values[key] for key in tiny_run.truth()} == tiny_run.truth()
+    assert [row["step"] for row in logged_rows(tmp_path / "second")] == [3, 5]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_saved_after_the_training_has_the_totals(tmp_path):
+    callback = quick_callback()
+    trainer = lightning_trainer(tmp_path, callback)
+    trainer.fit(TextModule(), tiny_run.loader())
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"]["FlopwatchCallback"]
+    assert saved["ledger"]["totals"]["tokens"] == tiny_run.truth()["total/tokens"]
+
+
+@pytest.mark.slow
+def test_two_optimizers_of_a_module_that_steps_by_hand(tmp_path):
+    class ByHand(ImageModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return [tiny_run.optimizer(self.encoder), tiny_run.optimizer(self.head)]
+
+    logger = CSVLogger(tmp_path)
+    callback = FlopwatchCallback()
+    trainer = lightning_trainer(tmp_path, callback, logger=logger, accumulate_grad_batches=1, max_epochs=1)
+    trainer.fit(ByHand(), ImageModule.batches())
+    assert callback.monitor.summary.values["total/model_flops"] == 12 * ImageModule.step_flops()
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["loss"]]
+    assert len(rows) == 6
+    assert all(row["perf/step_time"] for row in rows)
+
+
+def test_it_works_under_lightnings_other_name(tmp_path):
+    import pytorch_lightning
+
+    class Module(pytorch_lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = tiny_run.model()
+
+        training_step = TextModule.training_step
+        configure_optimizers = TextModule.configure_optimizers
+
+    callback = quick_callback()
+    trainer = lightning_trainer(tmp_path, callback, kind=pytorch_lightning.Trainer)
+    trainer.fit(Module(), tiny_run.loader())
+    assert callback.monitor.summary.values["total/tokens"] == tiny_run.truth()["total/tokens"]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", "bf16"), ("32-true", None)])
+def test_mixed_precision_decides_the_peaks_type(tmp_path, precision, dtype):
+    callback = quick_callback()
+    lightning_trainer(tmp_path, callback, precision=precision, max_epochs=1).fit(TextModule(), tiny_run.loader())
+    assert callback.monitor.config.dtype == dtype

@@ -1,0 +1,208 @@
+"""The FLOPs a run adds up, against an op-by-op count of the same steps: each document run alone, eagerly, by torch."""
+
+import random
+
+import pytest
+import torch
+
+import flopwatch
+from architectures import BY_NAME, causal_batch, image_batch, qwen_vl_batch, true_flops
+from flopwatch.testing import FakeClock
+from quick import for_each
+
+LENGTHS = range(3, 60)
+
+
+class Truth:
+    """The eager twin of a model; what it has counted once it remembers."""
+
+    def __init__(self, name):
+        self._model = BY_NAME[name].build(eager=True)
+        self._known = {}
+
+    def of_length(self, length):
+        if length not in self._known:
+            self._known[length] = true_flops(self._model, causal_batch(1, length))
+        return self._known[length]
+
+    def of_batch(self, batch):
+        return true_flops(self._model, batch)
+
+
+def padded(lengths, longest, *, left=False):
+    batch = causal_batch(len(lengths), longest)
+    for row, length in enumerate(lengths):
+        padding = slice(0, longest - length) if left else slice(length, longest)
+        batch["attention_mask"][row, padding] = 0
+        batch["labels"][row, padding] = -100
+    return batch
+
+
+def packed(lengths):
+    batch = causal_batch(1, sum(lengths))
+    del batch["attention_mask"]
+    return {**batch, "position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+
+
+def cumulative(lengths):
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    batch = packed(lengths)
+    return {"input_ids": batch["input_ids"], "labels": batch["labels"], "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+
+
+def monitored(model, tmp_path, batches, **options):
+    clock = FakeClock()
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=model, strict=True, clock=clock, **options)
+    for number, (batch, more) in enumerate(batches):
+        clock.advance(1.0)
+        monitor.log_step(number, 0, 1.0, 1.0, 0.1, batch=batch, **more)
+    monitor.close()
+    return monitor.summary.values
+
+
+@pytest.mark.requirement("R5")
+@pytest.mark.requirement("R10")
+@for_each(BY_NAME[name] for name in ("llama", "gpt2", "mixtral", "qwen3"))
+def test_padded_ragged_and_packed_steps_add_up_to_the_flop(architecture, tmp_path):
+    name = architecture.name
+    chance = random.Random(7)
+    truth = Truth(name)
+    batches, flops, tokens, real_tokens, trainable = [], 0, 0, 0, 0
+    for number in range(24):
+        lengths = [chance.choice(LENGTHS) for _ in range(chance.randint(1, 4))]
+        kind = ("padded", "left", "packed", "cumulative", "ragged", "given")[number % 6]
+        more = {}
+        if kind in ("padded", "left"):
+            batch = padded(lengths, max(lengths) + chance.randint(0, 5), left=kind == "left")
+        elif kind in ("packed", "cumulative"):
+            batch = packed(lengths) if kind == "packed" else cumulative(lengths)
+        elif kind == "given":
+            batch, more = packed(lengths), {"lengths": lengths}
+            del batch["position_ids"]
+        else:
+            lengths = [lengths[0]] * len(lengths)  # another shape on every step, nothing padded
+            batch = causal_batch(len(lengths), lengths[0])
+        batches.append((batch, more))
+        flops += sum(map(truth.of_length, lengths))
+        tokens += batch["input_ids"].numel()
+        real_tokens += sum(lengths)
+        trainable += int((batch["labels"] != -100).sum())
+
+    values = monitored(BY_NAME[name].build(), tmp_path, batches)
+
+    assert values["total/model_flops"] == flops
+    assert values["total/tokens"] == tokens
+    assert values["total/real_tokens"] == real_tokens
+    assert values["total/trainable_tokens"] == trainable
+
+
+def test_images_of_every_size_are_priced(tmp_path):
+    grids = [(1, 4, 6), (1, 2, 2), (1, 6, 4), (1, 8, 2)]
+    truth = Truth("qwen2_vl")
+    batches = [qwen_vl_batch(2, 40 + 3 * index, grid) for index, grid in enumerate(grids)]
+
+    values = monitored(BY_NAME["qwen2_vl"].build(), tmp_path, [(batch, {}) for batch in batches])
+
+    assert values["total/model_flops"] == sum(map(truth.of_batch, batches))
+
+
+def test_images_without_a_text_are_priced_by_the_sample(tmp_path):
+    truth = Truth("vit")
+    batches = [image_batch(size, 0) for size in (2, 5, 3)]
+
+    values = monitored(BY_NAME["vit"].build(), tmp_path, [(batch, {}) for batch in batches])
+
+    assert values["total/model_flops"] == sum(map(truth.of_batch, batches))
+    assert values["total/samples"] == 10
+    assert "total/tokens" not in values
+
+
+def test_a_model_without_a_law_is_counted_shape_by_shape(tmp_path):
+    truth = Truth("mamba2")
+    batches = [causal_batch(2, length) for length in (20, 33, 20, 33)]
+
+    values = monitored(BY_NAME["mamba2"].build(), tmp_path, [(batch, {}) for batch in batches])
+
+    assert values["total/model_flops"] == sum(map(truth.of_batch, batches))
+
+
+def test_micro_batches_of_a_step_add_up(tmp_path):
+    truth = Truth("llama")
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=BY_NAME["llama"].build(), strict=True)
+    with monitor.step() as step:
+        for length in (20, 30, 25, 28):
+            step.micro_batch(causal_batch(1, length))
+        step.log(loss=1.0)
+    monitor.close()
+
+    assert monitor.summary.values["total/model_flops"] == sum(map(truth.of_length, (20, 30, 25, 28)))
+    assert monitor.summary.values["total/steps"] == 1
+
+
+def test_a_mask_alone_is_enough_for_a_text_model(tmp_path):
+    truth = Truth("llama")
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=BY_NAME["llama"].build(), strict=True)
+    mask = padded([9, 17, 30], 30)["attention_mask"]
+    monitor.log_step(0, 0, 1.0, 1.0, 0.1, mask)
+    monitor.close()
+
+    assert monitor.summary.values["total/model_flops"] == sum(map(truth.of_length, (9, 17, 30)))
+
+
+def test_a_loop_that_passes_nothing_can_state_its_shape(tmp_path):
+    model = BY_NAME["llama"].build()
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=model, strict=True, config={"batch_size": 2, "seq_length": 16})
+    monitor.log_step(0, 0, 1.0, 1.0, 0.1)
+    monitor.close()
+
+    assert monitor.summary.values["total/model_flops"] == 2 * Truth("llama").of_length(16)
+
+
+def test_a_mask_that_numbers_the_documents_is_not_taken_for_lengths(tmp_path):
+    batch = causal_batch(2, 12)
+    batch["attention_mask"] = torch.tensor([[1] * 5 + [2] * 7, [1] * 6 + [2] * 3 + [0] * 3])
+
+    values = monitored(BY_NAME["llama"].build(), tmp_path, [(batch, {})])
+
+    assert values["total/real_tokens"] == 12 + 9
+
+
+def test_cumulative_lengths_that_are_filled_up_count_no_empty_documents(tmp_path):
+    batch = cumulative([9, 14])
+    batch["cu_seq_lens_q"] = torch.tensor([0, 9, 23, 23, 23], dtype=torch.int32)
+
+    values = monitored(BY_NAME["llama"].build(), tmp_path, [(batch, {})])
+
+    truth = Truth("llama")
+    assert values["total/model_flops"] == truth.of_length(9) + truth.of_length(14)
+    assert values["total/samples"] == 2
+
+
+def test_positions_that_do_not_start_at_zero_are_not_taken_for_documents(tmp_path, caplog):
+    batch = {**causal_batch(2, 12), "position_ids": torch.arange(500, 512).expand(2, -1)}
+
+    values = monitored(BY_NAME["llama"].build(), tmp_path, [(batch, {})])
+
+    assert values["total/model_flops"] == 2 * Truth("llama").of_length(12)
+    assert "each row is taken as one document" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["smart", "profiler", "hybrid", "estimate"])
+def test_every_mode_prices_a_dense_decoder_to_the_flop(mode, tmp_path):
+    truth = Truth("llama")
+    batches = [causal_batch(2, length) for length in (16, 24, 32)]
+
+    values = monitored(BY_NAME["llama"].build(), tmp_path, [(batch, {}) for batch in batches], mode=mode)
+
+    assert values["total/model_flops"] == sum(2 * truth.of_length(length) for length in (16, 24, 32))
+
+
+def test_the_users_own_function_is_asked_for_every_batch(tmp_path):
+    batches = [causal_batch(2, length) for length in (16, 24)]
+
+    values = monitored(
+        BY_NAME["llama"].build(), tmp_path, [(b, {}) for b in batches], flops_fn=lambda b: b["input_ids"].numel()
+    )
+
+    assert values["total/model_flops"] == 2 * (16 + 24)
+    assert "total/hardware_flops" not in values

@@ -1,0 +1,41 @@
+"""What docs/monitoring.md says of settings, spellings and metrics is what the code says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flopwatch.metrics import METRICS, find_metric
+from flopwatch.monitor.config import PRESETS, read_config
+from monitor_tables import PAGE, page_with_tables
+
+TEXT = Path(PAGE).read_text(encoding="utf-8")
+YAML = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+
+
+def test_the_tables_are_up_to_date():
+    assert page_with_tables(TEXT) == TEXT, "run: python benchmarks/monitor_tables.py"
+
+
+@pytest.mark.parametrize("block", YAML)
+def test_every_yaml_block_is_understood(block):
+    _, problems = read_config(yaml.safe_load(block))
+    assert problems == []
+
+
+@pytest.mark.parametrize("block", [block for block in YAML if block.startswith("# ")])
+def test_the_presets_are_what_the_page_says(block):
+    name = block.splitlines()[0].removeprefix("# ")
+    assert read_config(yaml.safe_load(block))[0] == read_config(None, name)[0]
+
+
+def test_every_preset_is_on_the_page():
+    assert {block.splitlines()[0] for block in YAML} >= {f"# {name}" for name in PRESETS}
+
+
+def test_every_key_has_a_unit_or_is_a_plain_number_and_a_sentence():
+    for metric in METRICS.values():
+        assert metric.description.endswith("."), metric
+        assert metric.group in {"training", "perf", "total", "time"}
+        assert find_metric(metric.key) is metric

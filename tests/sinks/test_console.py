@@ -1,0 +1,160 @@
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from dataclasses import replace
+
+import pytest
+
+from flopwatch.run_records import Notice, Row, Summary
+from flopwatch.sinks.console import ConsoleSink
+from sinks.sample_run import ORIGIN, START, records
+
+FULL = {
+    "training/loss": 2.345678,
+    "perf/mfu_percent": 41.234,
+    "perf/hfu_percent": 45.01,
+    "perf/tokens_per_second": 182_345.0,
+    "perf/step_time": 0.2134,
+}
+
+
+def printed(*written):
+    stream = io.StringIO()
+    sink = ConsoleSink(stream)
+    for record in written:
+        sink.write(record)
+    sink.close()
+    return stream.getvalue()
+
+
+def test_a_row_is_one_plain_line():
+    line = printed(Row(20, 0.0, FULL))
+    assert line == "step 20  loss  2.3457  MFU 41.2%  HFU 45.0%   182k tok/s  213 ms/step\n"
+
+
+def test_what_is_not_known_is_left_out():
+    assert printed(Row(20, 0.0, {})) == "step 20\n"
+    assert printed(Row(20, 0.0, {"perf/step_time": 2.5})) == "step 20  2.5 s/step\n"
+
+
+def test_a_file_gets_no_escape_codes_and_no_bar():
+    text = printed(*records())
+    assert "\x1b" not in text
+    assert "left" not in text
+    assert text.count("\nstep ") == 6
+
+
+def test_a_long_notice_stays_on_one_line_of_a_file_and_is_not_taken_for_markup():
+    message = "[bold]" + "a long story " * 20 + "[/nothing]"
+    assert printed(Notice(7, "error", "code", message)) == f"error at step 7: {message}\n"
+
+
+def test_the_peak_and_its_convention_are_told_once():
+    text = printed(START, ORIGIN)
+    assert "FLOPs by trace, exact, attention full" in text
+    assert "8 x 989 TFLOP/s bf16 of NVIDIA H100 80GB HBM3" in text
+    assert "no peak known" in printed(START, replace(ORIGIN, peak=None))
+
+
+def test_the_summary_is_a_table_that_tells_what_failed():
+    values = {
+        "total/steps": 12_000,
+        "time/train_seconds": 2556.1,
+        "perf/mfu_percent": 41.9,
+        "total/model_flops": 3.3e21,
+    }
+    text = printed(
+        Summary(12_000, 0.0, values, {"mfu_above_peak": 2}, {"mlflow": "refused"}, {"wandb": 12, "jsonl": 0})
+    )
+    table = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines()[2:])
+    assert table == {
+        "steps": "12,000",
+        "time in steps": "42:36 min",
+        "MFU": "41.9%",
+        "model FLOPs": "3.3 ZFLOP",
+        "notice mfu_above_peak": "2 x",
+        "wandb lost": "12 rows",
+        "mlflow failed": "refused",
+    }
+
+
+def on_terminal(columns, code):
+    """What a terminal of this width gets from the code, byte by byte."""
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    settings = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "NO_COLOR")}
+    settings |= {"TERM": "xterm-256color", "PYTHONPATH": str(__file__).rpartition("/sinks/")[0]}
+    prepared = "from dataclasses import replace\nfrom flopwatch.sinks.console import ConsoleSink\n"
+    prepared += (
+        "from flopwatch.run_records import *\nfrom sinks.sample_run import *\nfrom sinks.test_console import FULL\n"
+    )
+    command = [sys.executable, "-c", prepared + "sink = ConsoleSink()\n" + code]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=settings)
+    os.close(terminal)
+    seen = b""
+    try:
+        while piece := os.read(main, 65536):
+            seen += piece
+    except OSError:
+        pass
+    os.close(main)
+    assert process.wait() == 0, seen.decode()
+    return seen.decode().replace("\r\n", "\n")
+
+
+def screen(seen):
+    """The lines that stand on the screen in the end: an erased line is gone, colours are not looked at."""
+    lines = [line.rpartition("\r\x1b[2K")[2] for line in seen.split("\n")]
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in lines]
+
+
+HALFWAY = """
+for record in (START, *(Row(step, STARTED_AT + 2 * step, FULL) for step in (10, 20, 30))):
+    sink.write(record)
+"""
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_terminal_has_one_bar_below_the_lines_and_nothing_is_wider_than_it(columns):
+    lines = screen(on_terminal(columns, HALFWAY))
+    assert [line.split("  ")[0] for line in lines[1:-1]] == ["step 10", "step 20", "step 30"]
+    assert re.search(r"━+.* 50%  30 of 60  60 s left$", lines[-1])
+    assert max(map(len, lines)) <= columns
+
+
+def test_the_bar_is_gone_when_the_summary_stands_there():
+    lines = screen(on_terminal(80, HALFWAY + "sink.write(summary())\nsink.close()"))
+    assert not any("━" in line for line in lines)
+    assert "The run ended at step 60." in lines
+
+
+def test_an_interrupted_run_leaves_a_visible_cursor_on_a_line_of_its_own():
+    seen = on_terminal(80, HALFWAY + "sink.close()")
+    assert "\x1b[?25l" not in seen
+    assert seen.endswith("\n")
+
+
+def test_warnings_are_yellow_and_errors_red():
+    seen = on_terminal(80, "sink.write(WARNING)\nsink.write(Notice(1, 'error', 'c', 'broken'))")
+    assert "\x1b[1;33mwarning" in seen
+    assert "\x1b[1;31merror" in seen
+
+
+def test_without_a_total_there_is_no_bar():
+    assert "━" not in on_terminal(80, HALFWAY.replace("START,", "replace(START, total_steps=None),"))
+
+
+def test_a_first_row_tells_the_time_left_by_its_step_time():
+    lines = screen(on_terminal(80, "sink.write(START)\nsink.write(Row(10, STARTED_AT, {'perf/step_time': 2.0}))"))
+    assert lines[-1].endswith("100 s left") or lines[-1].endswith("1:40 min left")
+
+
+def test_the_sample_rows_fit_80_columns():
+    lines = screen(on_terminal(80, "for step in (10, 20): sink.write(basic_row(step))"))
+    assert all(len(line) <= 80 for line in lines)

@@ -1,0 +1,110 @@
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+
+from flopwatch.errors import InputError
+from flopwatch.run_records import Row
+from flopwatch.sinks.prometheus import PrometheusSink
+from sinks.sample_run import ORIGIN, START, basic_row, detailed_row
+from sinks.servers import free_port
+
+
+@pytest.fixture
+def sink():
+    made = PrometheusSink(free_port())
+    yield made
+    made.close()
+
+
+def exposed(sink):
+    """The page as it is served: series to value, and the help text of each name."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink._port}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    helps = dict(line[7:].split(" ", 1) for line in lines if line.startswith("# HELP"))
+    return {series: float(value) for series, value in values.items()}, helps
+
+
+def test_before_the_first_row_no_number_is_shown(sink):
+    sink.write(START)
+    assert exposed(sink) == ({}, {})
+
+
+def test_names_have_units_and_help_says_what_the_metric_says(sink):
+    sink.write(START)
+    sink.write(detailed_row(50))
+    values, helps = exposed(sink)
+    assert values["flopwatch_perf_step_time_seconds"] == detailed_row(50).values["perf/step_time"]
+    assert values["flopwatch_time_train_seconds"] == detailed_row(50).values["time/train_seconds"]
+    assert values["flopwatch_total_model_flops"] == float(2**70 + 50)
+    assert values['flopwatch_dataset_loss{dataset="数学 (zh)"}'] == detailed_row(50).values["dataset/数学 (zh)/loss"]
+    assert helps["flopwatch_perf_mfu"].startswith("Model FLOPs over what the devices could have done")
+
+
+def test_a_number_of_a_detailed_row_stays_until_the_next_one(sink):
+    sink.write(START)
+    sink.write(Row(1, 0.0, {"perf/hfu": 0.5, "perf/mfu": 0.4, "mine": 1.0}, detailed=True))
+    sink.write(Row(2, 0.0, {"perf/mfu": 0.41}))
+    values, _ = exposed(sink)
+    assert (values["flopwatch_perf_hfu"], values["flopwatch_perf_mfu"]) == (0.5, 0.41)
+    sink.write(Row(3, 0.0, {"perf/mfu": 0.42}, detailed=True))
+    values, _ = exposed(sink)
+    assert "flopwatch_perf_hfu" not in values
+    assert values["flopwatch_mine"] == 1.0
+
+
+def test_two_keys_of_the_user_never_share_a_name(sink):
+    sink.write(START)
+    sink.write(Row(1, 0.0, {"my/loss": 1.0}))
+    sink.write(Row(2, 0.0, {"my loss": 2.0, "global_step": 3.0}))
+    values, helps = exposed(sink)
+    assert (values["flopwatch_my_loss"], values["flopwatch_my_loss_2"]) == (1.0, 2.0)
+    assert helps["flopwatch_my_loss_2"].startswith("my loss: ")
+    assert (values["flopwatch_global_step"], values["flopwatch_global_step_2"]) == (2.0, 3.0)
+
+
+def test_unknown_provenance_has_no_label(sink):
+    sink.write(ORIGIN)
+    (info,) = [series for series in exposed(sink)[0] if series.startswith("flopwatch_info")]
+    assert 'device="NVIDIA H100 80GB HBM3"' in info
+    assert "peak_source" not in info
+
+
+def test_a_taken_port_is_named_with_what_to_do():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            InputError, match=f"port {port} of 127.0.0.1 is taken by another program.*pass another port"
+        ):
+            PrometheusSink(port).write(START)
+
+
+def test_closing_frees_the_port(sink):
+    sink.write(START)
+    sink.close()
+    with pytest.raises(urllib.error.URLError):
+        exposed(sink)
+    again = PrometheusSink(sink._port)
+    again.write(START)
+    again.close()
+
+
+def test_only_this_machine_is_served(sink):
+    sink.write(START)
+    assert sink._server.server_address[0] == "127.0.0.1"
+
+
+def test_nothing_of_the_training_s_own_registry_is_served(sink):
+    import prometheus_client
+
+    mine = prometheus_client.Counter("training_things", "Of the training.")
+    try:
+        sink.write(START)
+        sink.write(basic_row(10))
+        assert all(series.startswith("flopwatch_") for series in exposed(sink)[0])
+    finally:
+        prometheus_client.REGISTRY.unregister(mine)

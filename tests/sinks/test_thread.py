@@ -1,0 +1,175 @@
+import threading
+import time
+
+import pytest
+
+from flopwatch.run_records import Row, Summary
+from flopwatch.sinks.thread import SinkThread
+from flopwatch.testing import RecordingSink
+from sinks.sample_run import START, basic_row, records, rows
+from sinks.servers import wait_until
+
+
+@pytest.fixture
+def start():
+    """Starts sink threads and ends them after the test; `start.failures` is what they reported."""
+    started = []
+
+    def start_one(sink, **more):
+        thread = SinkThread(sink, lambda name, error: start_one.failures.append((name, error)), **more)
+        started.append((sink, thread))
+        return thread
+
+    start_one.failures = []
+    yield start_one
+    for sink, thread in started:
+        sink.release()
+        assert thread.close(10)
+
+
+def test_every_record_arrives_in_order_and_the_sink_is_flushed_and_closed_once(start):
+    sink = RecordingSink()
+    thread = start(sink)
+    sent = records()
+    assert all(thread.put(record) for record in sent)
+    assert thread.close(10)
+    assert sink.records == sent
+    assert (sink.flushes > 0, sink.closed) == (True, 1)
+    assert (thread.dropped_rows, thread.failed, start.failures) == (0, None, [])
+
+
+def test_closing_twice_closes_the_sink_once_and_nothing_is_taken_afterwards(start):
+    sink = RecordingSink()
+    thread = start(sink)
+    assert thread.close(10)
+    assert thread.close(10)
+    assert not thread.put(START)
+    assert (sink.closed, sink.records, thread.dropped_rows) == (1, [], 0)
+
+
+def test_a_full_queue_turns_rows_away_and_counts_them(start):
+    sink = RecordingSink(hangs=True)
+    thread = start(sink, queue_size=5)
+    thread.put(START)
+    wait_until(lambda: thread._queue.qsize() == 0, "the sink hangs with the first record")
+    taken = [thread.put(basic_row(10 * number)) for number in range(1, 9)]
+    assert taken == [True] * 5 + [False] * 3
+    assert thread.dropped_rows == 3
+    sink.release()
+    assert thread.close(10)
+    assert [record.step for record in sink.records[1:]] == [10, 20, 30, 40, 50]
+
+
+def test_a_queue_full_of_rows_still_takes_the_summary(start):
+    sink = RecordingSink(hangs=True)
+    thread = start(sink, queue_size=2)
+    for row in rows():
+        thread.put(row)
+    assert thread.put(Summary(60, 1.0))
+    sink.release()
+    assert thread.close(10)
+    assert isinstance(sink.records[-1], Summary)
+
+
+def test_a_hanging_sink_holds_up_neither_put_nor_close_nor_another_sink(start):
+    hanging, working = RecordingSink("hanging", hangs=True), RecordingSink("working")
+    threads = [start(hanging), start(working)]
+    for record in records():
+        assert all(thread.put(record) for thread in threads)
+    assert threads[1].close(10)
+    assert working.records == records()
+    assert not threads[0].close(0.05)
+    assert hanging.records == []
+
+
+@pytest.mark.parametrize("error", [ValueError("no more"), SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_the_first_exception_is_reported_once_and_switches_the_sink_off(start, error):
+    sink = RecordingSink("broken", raises=error, fails_after=2)
+    thread = start(sink)
+    for row in rows():
+        thread.put(row)
+    wait_until(lambda: thread.failed is not None, "the sink is switched off")
+    assert not thread.put(START)
+    assert thread.close(10)
+    assert start.failures == [("broken", error)]
+    assert type(error).__name__ in thread.failed
+    assert str(error) in thread.failed
+    assert (len(sink.records), sink.closed, thread.dropped_rows) == (2, 1, 0)
+
+
+@pytest.mark.parametrize("method", ["flush", "close"])
+def test_an_exception_of_flush_or_close_is_reported_too(start, method):
+    sink = RecordingSink("broken")
+    setattr(sink, method, lambda: 1 / 0)
+    thread = start(sink)
+    thread.put(START)
+    assert thread.close(10)
+    assert [name for name, _ in start.failures] == ["broken"]
+    assert "ZeroDivisionError" in thread.failed
+
+
+def test_a_report_that_raises_itself_does_no_harm():
+    def on_failure(name, error):
+        raise RuntimeError("the monitor is broken too")
+
+    sink = RecordingSink(raises=ValueError("no"))
+    thread = SinkThread(sink, on_failure)
+    thread.put(START)
+    assert thread.close(10)
+    assert (thread.failed, sink.closed) == ("ValueError: no", 1)
+
+
+def test_a_row_is_not_given_to_the_sinks_it_skips(start):
+    sinks = [RecordingSink("wandb"), RecordingSink("other")]
+    threads = [start(sink) for sink in sinks]
+    row = Row(1, 0.0, {}, skip=("wandb",))
+    assert all(thread.put(row) and thread.close(10) for thread in threads)
+    assert [len(sink.records) for sink in sinks] == [0, 1]
+
+
+def test_an_idle_sink_is_flushed_once_and_then_left_alone(start):
+    sink = RecordingSink()
+    thread = start(sink, idle_flush_seconds=0.01)
+    assert sink.flushes == 0
+    thread.put(START)
+    wait_until(lambda: sink.flushes == 1, "the sink is flushed")
+    asleep = thread.cpu_seconds
+    time.sleep(0.1)  # ten times the wait: an idle thread that polls would have flushed or worked again
+    assert (sink.flushes, thread.cpu_seconds) == (1, asleep)
+    thread.put(START)
+    wait_until(lambda: sink.flushes == 2, "the sink is flushed again")
+
+
+def test_a_sink_may_say_itself_when_it_is_idle(start):
+    sink = RecordingSink()
+    sink.idle_flush_seconds = 3600.0
+    thread = start(sink, idle_flush_seconds=0.01)
+    thread.put(START)
+    wait_until(lambda: sink.records, "the record arrived")
+    time.sleep(0.1)
+    assert sink.flushes == 0
+
+
+def test_cpu_time_is_that_of_the_thread_and_opening_is_told_apart(start):
+    def work(record):
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+
+    sink = RecordingSink()
+    sink.write = work
+    thread = start(sink)
+    before = time.process_time()
+    thread.put(START)
+    thread.put(rows()[0])
+    wait_until(lambda: thread.opening_cpu_seconds, "the first row is written")
+    thread.put(rows()[1])
+    assert thread.close(10)
+    assert 0.1 <= thread.opening_cpu_seconds <= thread.cpu_seconds - 0.05
+    assert thread.cpu_seconds <= time.process_time() - before
+
+
+def test_the_thread_is_a_daemon_named_after_its_sink(start):
+    start(RecordingSink("mine"))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "flopwatch-mine"]
+    assert thread.daemon
