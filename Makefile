@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install check test test-all docs bench campaign pictures clean
+.PHONY: install servers check test test-all docs bench campaign pictures clean
 
 # torch first and by its exact version: a plain `torch` pulls gigabytes of CUDA packages.
 install: .venv/.installed
@@ -12,6 +12,10 @@ install: .venv/.installed
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable ".[all]" --group dev
 	touch $@
+
+# MLflow and Prometheus for the sink tests; without them those are skipped.
+servers:
+	bash tests/servers/install
 
 check: install
 	$(BIN)/ruff format --check src tests benchmarks examples
@@ -34,13 +38,17 @@ docs: install
 # The tables that stand in the docs, written there by the command; other tools go into a venv of their own.
 bench: install
 	$(BIN)/python benchmarks/accuracy.py
+	$(BIN)/python benchmarks/overhead.py
 
-# Too long for CI; figures go into docs/accuracy.md.
+# Too long for CI; figures go into docs/accuracy.md and docs/overhead.md.
 campaign: install
 	$(BIN)/python benchmarks/more_architectures.py
+	$(BIN)/python benchmarks/kills.py --kills 50
+	$(BIN)/python benchmarks/long_run.py --calls 2000000
 
 pictures: install
 	$(BIN)/python benchmarks/accuracy.py
+	$(BIN)/python benchmarks/monitor_tables.py
 	$(BIN)/python benchmarks/screens.py
 
 clean:

@@ -423,8 +423,6 @@ def test_a_weight_frozen_on_the_way_is_noticed_when_the_count_is_checked(tmp_pat
         def on_epoch_begin(self, args, state, control, model=None, **kwargs):
             model.lm_head.weight.requires_grad_(state.global_step == 0)
 
-    callback = FlopwatchCallback(mode="profiler", flops_profile_freq=1)
-    hf_trainer(tmp_path, callback, Freeze(), logging_steps=3).train()
-    weight_gradient = 2 * 128 * 64 * sum(map(len, tiny_run.rows()))
-    flops = callback.monitor.summary.values["total/model_flops"]
-    assert flops == tiny_run.truth()["total/model_flops"] - weight_gradient
+    callback = FlopwatchCallback(mode="profiler", flops_profile_freq=4)
+    hf_trainer(tmp_path, callback, Freeze()).train()
+    assert callback.monitor.summary.notices == {"flops_counted_anew": 1}

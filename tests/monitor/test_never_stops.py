@@ -129,6 +129,25 @@ def test_an_unknown_sink_is_said_and_left_out(tmp_path, caplog):
     assert monitor.summary.failed_parts.keys() == {"tensorbord"}
 
 
+def test_a_mode_that_cannot_be_costs_the_flops_only(tmp_path, caplog):
+    monitor, rounds = run(tmp_path, mode="hybrid", config={"fallback_to_profiler": False})
+    assert rounds == 20
+    assert "fallback_to_profiler is off" in caplog.text
+    assert "total/model_flops" not in monitor.summary.values
+    assert monitor.summary.values["total/tokens"] == 20 * 16
+
+
+def test_a_log_of_a_newer_version_is_not_resumed_but_the_training_goes_on(tmp_path, caplog):
+    (tmp_path / "training_log.jsonl").write_text('{"type":"run","format":99,"session":"x","unix_time":0}\n')
+    model = TinyText()
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=model, peak_flops_per_s=1e12)
+    for number in range(30, 50):
+        monitor.log_step(number, batch=text_batch(2, 8))
+    monitor.close()
+    assert "the totals start at 0" in caplog.text
+    assert monitor.summary.values["total/steps"] == 20
+
+
 def test_mistakes_in_the_configuration_are_named_and_left_out(tmp_path, caplog):
     config = {"monitoring": {"log_evry": 5, "mode": "fast", "log_every": 4}}
     monitor, rounds = run(tmp_path, config=config)

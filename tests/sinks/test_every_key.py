@@ -110,8 +110,8 @@ def test_tensorboard_shows_every_number_as_a_32_bit_float(run, tmp_path, loading
             points = get_json(f"{scalars}/scalars", run=".", tag=tag)
             true = [(step, value) for step, key, value in logged() if key == tag]
             assert [step for _, step, _ in points] == [step for step, _ in true]
-            for (_, _, found), (_, value) in zip(points, true, strict=True):
-                assert same(float(found), as_float32(value))
+            for (_, _, shown), (_, value) in zip(points, true, strict=True):
+                assert same(float(shown), as_float32(value))
         texts = get_json(f"{address}/data/plugin/text/tags")["."]
         assert {"flopwatch/provenance", "flopwatch/notices", "flopwatch/summary", "flopwatch/run"} <= set(texts)
         notices = get_json(f"{address}/data/plugin/text/text", run=".", tag="flopwatch/notices")
@@ -133,7 +133,7 @@ def test_wandb_holds_every_number_over_the_global_step(run):
     assert all(over[key] == "global_step" for _, key, _ in logged())
     assert read_config(file)["flopwatch"]["provenance"]["peak"] == ORIGIN.peak
     about = read_summary(file)["flopwatch"]
-    assert about["notices"] == {WARNING.code: WARNING.message}
+    assert about["messages"] == {WARNING.code: WARNING.message}
     assert about["values"]["total/steps"] == 60
     assert read_exit_code(file) == 0
 
@@ -153,8 +153,8 @@ def test_mlflow_holds_every_number(run, mlflow_address):
         points = sorted((point["step"], point["timestamp"], float(point["value"])) for point in history)
         true = [(row.step, int(row.unix_time * 1000), row.values[key]) for row in rows() if key in row.values]
         assert [point[:2] for point in points] == [point[:2] for point in true]
-        for (*_, found), (*_, value) in zip(points, true, strict=True):
-            assert same(found, in_mlflow(value))
+        for (*_, shown), (*_, value) in zip(points, true, strict=True):
+            assert same(shown, in_mlflow(value))
 
 
 def search_runs(address, experiment_id):

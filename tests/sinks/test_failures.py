@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sinks.failing_run import ROWS
+from sinks.fresh_python import fresh_environment
 from sinks.sample_run import summary
 from sinks.servers import mlflow_server
 
@@ -26,7 +27,7 @@ def run(tmp_path):
             capture_output=True,
             text=True,
             timeout=300,
-            env={**os.environ, "PYTHONPATH": str(TESTS)},
+            env=fresh_environment(),
         )
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr, "the process did not end quietly"

@@ -2,10 +2,10 @@ import os
 import pty
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from sinks.fresh_python import fresh_environment
 from sinks.wandb_file import find_file, read_config, read_exit_code, read_history, read_kind
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def run_python(tmp_path):
             capture_output=True,
             text=True,
             timeout=300,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
+            env=fresh_environment(**environment),
         )
         assert done.returncode == expect, done.stderr
         return done
@@ -151,16 +151,10 @@ def test_without_an_account_the_sink_fails_and_asks_nobody_on_the_terminal(tmp_p
     script.write_text(code)
     home = tmp_path / "home"
     home.mkdir()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    environment |= {
-        "HOME": str(home),
-        "NETRC": str(home / "netrc"),
-        "WANDB_MODE": "online",
-        "WANDB_ERROR_REPORTING": "false",
-        "WANDB_CONFIG_DIR": str(home),
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-        "TERM": "xterm",
-    }
+    environment = fresh_environment(
+        HOME=str(home), NETRC=str(home / "netrc"), WANDB_CONFIG_DIR=str(home), WANDB_MODE="online", TERM="xterm"
+    )
+    environment.pop("WANDB_API_KEY", None)
     process, terminal = pty.fork()
     if process == 0:
         os.execve(sys.executable, [sys.executable, str(script), str(tmp_path)], environment)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flopwatch.clock import Clock
-from flopwatch.errors import InputError
+from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.batch_reader import Reading, Work
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.datasets import DatasetMetrics
@@ -21,7 +21,7 @@ from flopwatch.monitor.kineto import TraceCapture
 from flopwatch.monitor.late_values import keep
 from flopwatch.monitor.law_book import StepFlops
 from flopwatch.monitor.ledger import Ledger
-from flopwatch.monitor.outlets import Outlets, first_line, json_ready
+from flopwatch.monitor.outlets import first_line, json_ready, open_outlets
 from flopwatch.monitor.pricing import Pricing
 from flopwatch.monitor.resume import find_resume_point
 from flopwatch.monitor.rows import RowMaker
@@ -29,8 +29,6 @@ from flopwatch.monitor.step_clock import StepClock
 from flopwatch.monitor.timers import HostTimer, StepTimer, timer_for
 from flopwatch.monitor.window import NotedStep, Window
 from flopwatch.run_records import Number, RunStart, Summary
-from flopwatch.sinks.build import build_sinks
-from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
 
 _MFU_ALARM = 1.05
@@ -57,7 +55,8 @@ class Core:
         self._log_path = log_path
         self._clock = clock
         self._world_size = world_size
-        self.outlets = _opened(config, output_dir, log_path, sinks)
+        self.outlets = open_outlets(config, output_dir, log_path, sinks)
+        self.last_step: int | None = None
         self.timer: StepTimer = HostTimer(clock)
         self.step_clock = StepClock(self.timer, clock)
         self.pricing = Pricing(
@@ -73,7 +72,6 @@ class Core:
         self.datasets = DatasetMetrics()
         self.trace = TraceCapture(output_dir / "traces", self._tell)
         self.assumed_batch = _assumed_batch(config)
-        self.last_step: int | None = None
         self.own_seconds = 0.0
         self.count_seconds = 0.0
         self._resumed_after: int | None = None
@@ -104,6 +102,7 @@ class Core:
     ) -> None:
         """The hot path: on an ordinary step nothing here reads from a device, writes or waits."""
         segments, wait = self.step_clock.end_step()
+        step = int(step)
         if not self._has_started:
             self._start_run(step)
         if batch is not None:
@@ -112,7 +111,7 @@ class Core:
             except Exception as error:  # costs this step's tokens, not its time and loss
                 self.failed("batch", error)
         noted = NotedStep(
-            int(step),
+            step,
             epoch,
             keep(loss),
             keep(grad_norm),
@@ -255,10 +254,7 @@ class Core:
     def _start_run(self, first_step: int) -> None:
         self._has_started = True
         if self._resumed_after is None:
-            point = find_resume_point(self._log_path, first_step)
-            if point is not None:
-                self._resumed_after, self.rows.ledger = point
-                self._tell_lost_steps(point.step, first_step)
+            self._resume_from_log(first_step)
         start = RunStart(
             uuid.uuid4().hex[:12],
             time.time(),
@@ -271,12 +267,20 @@ class Core:
         )
         self.outlets.start(start)
 
-    def _tell_lost_steps(self, logged: int, first_step: int) -> None:
-        if first_step > logged + 1:
+    def _resume_from_log(self, first_step: int) -> None:
+        try:
+            point = find_resume_point(self._log_path, first_step)
+        except (FlopwatchError, OSError, ValueError, KeyError) as error:
+            self._tell("warning", "log_not_resumed", f"the totals start at 0: {self._log_path} is of no use: {error}")
+            return
+        if point is None:
+            return
+        self._resumed_after, self.rows.ledger = point
+        if first_step > point.step + 1:
             self._tell(
                 "warning",
                 "steps_lost",
-                f"the log ends at step {logged} and the run continues at {first_step}: the totals lack the steps in "
+                f"the log ends at step {point.step} and the run continues at {first_step}: the totals lack the steps in "
                 "between; save monitor.state_dict() with your checkpoint and load it",
             )
 
@@ -289,23 +293,3 @@ def _assumed_batch(config: MonitorConfig) -> dict[str, torch.Tensor] | None:
     if config.batch_size is None or config.seq_length is None:
         return None
     return {"attention_mask": torch.ones(config.batch_size, config.seq_length, dtype=torch.long)}
-
-
-def _opened(config: MonitorConfig, output_dir: Path, log_path: Path, wanted: Sequence[str | Sink]) -> Outlets:
-    sinks: list[Sink] = []
-    failures: dict[str, str] = {}
-    for want in wanted:
-        try:
-            made, reasons = build_sinks([want], output_dir, config.sink_options)
-        except InputError as error:
-            if config.strict:
-                raise
-            made, reasons = [], {str(want): str(error)}
-        sinks += made
-        failures |= reasons
-    log = JsonlSink(log_path, flush_steps=config.local_log_every, flush_seconds=config.local_log_seconds)
-    outlets = Outlets([log, *sinks])
-    for name, reason in failures.items():
-        outlets.failed_parts[name] = reason
-        outlets.tell("error", f"sink_failed:{name}", f"the sink {name} is not used, training goes on: {reason}")
-    return outlets

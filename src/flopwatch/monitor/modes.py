@@ -3,7 +3,7 @@
 All evaluate a FLOP law for every step's own shape. They differ in how the law is made and when it is checked.
 """
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
@@ -119,11 +119,15 @@ class LawMode:
         self._book.learn(model, batch, plan)
 
 
-class FunctionMode:
-    """The user's own `flops_fn(batch)`, asked for every batch."""
+class NoLaw:
+    """No FLOPs of our own: the user's `flops_fn` has them, or nobody."""
 
-    name = "flops_fn"
     refused = 0
+
+    def __init__(self, name: str, method: Literal["flops_fn"] | None, note: str) -> None:
+        self.name = name
+        self._method = method
+        self._note = note
 
     def knows(self, plan: Plan) -> bool:
         return True
@@ -138,11 +142,10 @@ class FunctionMode:
         return None
 
     def flops(self, work: Work) -> StepFlops | None:
-        return None  # the monitor asks the function where the batch is at hand
+        return None  # the monitor asks the user's function where the batch is at hand
 
     def facts(self) -> dict[str, Any]:
-        note = "as the user's function says; what is executed is not known"
-        return {"method": "flops_fn", "exact": False, "coverage": None, "law": {}, "notes": (note,)}
+        return {"method": self._method, "exact": False, "coverage": None, "law": {}, "notes": (self._note,)}
 
     def set_frequency(self, steps: int) -> None:
         pass

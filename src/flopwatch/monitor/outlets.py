@@ -5,9 +5,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from flopwatch.errors import InputError
+from flopwatch.monitor.config import MonitorConfig
 from flopwatch.run_records import Level, Notice, Number, Record, RunStart, Summary
+from flopwatch.sinks.build import build_sinks
+from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
 from flopwatch.sinks.thread import SinkThread
 
@@ -100,6 +105,27 @@ class Outlets:
         reason = f"{type(error).__name__}: {error}"
         self.failed_parts[name] = reason
         self.tell("error", f"sink_failed:{name}", f"the sink {name} is switched off, training goes on: {reason}")
+
+
+def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted: Sequence[str | Sink]) -> Outlets:
+    """The local log and the sinks that are wanted; one that cannot be made is reported and left out."""
+    sinks: list[Sink] = []
+    failures: dict[str, str] = {}
+    for want in wanted:
+        try:
+            made, reasons = build_sinks([want], output_dir, config.sink_options)
+        except InputError as error:
+            if config.strict:
+                raise
+            made, reasons = [], {str(want): str(error)}
+        sinks += made
+        failures |= reasons
+    log = JsonlSink(log_path, flush_steps=config.local_log_every, flush_seconds=config.local_log_seconds)
+    outlets = Outlets([log, *sinks])
+    for name, reason in failures.items():
+        outlets.failed_parts[name] = reason
+        outlets.tell("error", f"sink_failed:{name}", f"the sink {name} is not used, training goes on: {reason}")
+    return outlets
 
 
 def first_line(error: BaseException) -> str:

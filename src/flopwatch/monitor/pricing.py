@@ -12,7 +12,7 @@ from flopwatch.monitor.batch_reader import BatchReader, Reading, Work
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.denominator import compute_dtype, device_of, find_peak
 from flopwatch.monitor.law_book import StepFlops
-from flopwatch.monitor.modes import FunctionMode, make_mode
+from flopwatch.monitor.modes import FlopMode, NoLaw, make_mode
 from flopwatch.records import Peak
 from flopwatch.run_records import Provenance
 
@@ -49,7 +49,7 @@ class Pricing:
         self._tell = tell
         self.model: nn.Module | None = None
         self._reader = BatchReader()
-        self._mode = FunctionMode() if flops_fn is not None else make_mode(config, clock, loss_fn)
+        self._mode = self._chosen_mode(clock, loss_fn)
         self._has_given_up = False
         self.is_new = True
         self.peak: Peak | None = None
@@ -141,6 +141,17 @@ class Pricing:
             None if self.peak is None else self.peak.to_json(),
             notes=facts["notes"],
         )
+
+    def _chosen_mode(self, clock: Clock, loss_fn: Callable[[Any], torch.Tensor] | None) -> FlopMode:
+        if self._flops_fn is not None:
+            return NoLaw("flops_fn", "flops_fn", "as the user's function says; what is executed is not known")
+        try:
+            return make_mode(self._config, clock, loss_fn)
+        except InputError as error:
+            if self._config.strict:
+                raise
+            self._tell("error", "flops_unknown", f"there will be no FLOPs and no MFU: {error}")
+            return NoLaw(self._config.mode, None, str(error))
 
     def _learn(self, batch: Any, reading: Reading) -> None:
         model = self.model

@@ -37,7 +37,7 @@ class WandbSink:
         self._before_first_row: list[Record] = []
         self._defined: set[str] = set()
         self._config: dict[str, Any] = {}
-        self._notices: dict[str, str] = {}
+        self._messages: dict[str, str] = {}
         self._summary: dict[str, Any] = {}
 
     def write(self, record: Record) -> None:
@@ -110,10 +110,10 @@ class WandbSink:
             self._run.config.update({"flopwatch": self._config}, allow_val_change=True)
         else:
             if isinstance(record, Notice):
-                self._notices[record.code] = record.message
+                self._messages[record.code] = record.message
             else:
                 self._summary = record.to_json()
-            self._run.summary["flopwatch"] = {"notices": self._notices, **self._summary}
+            self._run.summary["flopwatch"] = {**self._summary, "messages": self._messages}
 
     def _define(self, row: Row) -> None:
         for key in row.values.keys() - self._defined:
