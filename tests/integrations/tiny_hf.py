@@ -4,7 +4,13 @@ import json
 
 from transformers import Trainer, TrainingArguments
 
+from flopwatch.integrations.hugging_face import FlopwatchCallback
 from integrations import tiny_run
+
+
+def quick_callback(**options):
+    """Without counting, for what does not concern FLOPs."""
+    return FlopwatchCallback(mode="estimate", **options)
 
 
 def hf_trainer(folder, *callbacks, model=None, kind=Trainer, **more):

@@ -5,7 +5,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flopwatch.integrations.lightning import FlopwatchCallback
 from integrations import tiny_run
+
+
+def quick_callback(**options):
+    """Without counting, for what does not concern FLOPs."""
+    return FlopwatchCallback(mode="estimate", **options)
 
 
 class TextModule(LightningModule):

@@ -26,7 +26,9 @@ MAKERS = {
 }
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name == "mlflow" else ()) for name in MAKERS])
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow if name in ("mlflow", "wandb") else ()) for name in MAKERS]
+)
 def sink(request, tmp_path, monkeypatch):
     if request.param == "mlflow":
         monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("mlflow_address"))

@@ -1,7 +1,6 @@
 """One part of a run fails, in a real process: the others get everything, it is told once, and the process ends."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path

@@ -11,7 +11,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -124,7 +124,9 @@ class _Replicator:
         if isinstance(value, nn.Module):
             return self.module(value, type(value).__name__)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
-            return MethodType(value.__func__, self.module(value.__self__, ""))
+            return MethodType(self.value(value.__func__), self.module(value.__self__, ""))
+        if isinstance(value, FunctionType) and value.__closure__:
+            return self._function(value)
         if isinstance(value, functools.partial):
             return functools.partial(self.value(value.func), *map(self.value, value.args), **self.value(value.keywords))
         if type(value) in (list, tuple, set):
@@ -132,6 +134,28 @@ class _Replicator:
         if type(value) in (dict, OrderedDict):
             return type(value)((key, self.value(item)) for key, item in value.items())
         return own_generator(value)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        """A wrapper around a method of the live model (TRL's fused head) must call the stand-in's."""
+        cells = function.__closure__ or ()
+        try:
+            contents = [cell.cell_contents for cell in cells]
+        except ValueError:  # a cell that is still empty
+            return function
+        self._remember(function, function)  # a function may hold itself
+        mapped = [self.value(content) for content in contents]
+        if all(new is old for new, old in zip(mapped, contents, strict=True)):
+            return function
+        twin = FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            tuple(map(CellType, mapped)),
+        )
+        twin.__kwdefaults__ = function.__kwdefaults__
+        twin.__dict__.update(function.__dict__)
+        return cast("FunctionType", self._remember(function, twin))
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):

@@ -4,7 +4,7 @@ Shapes are free. What depends on values (real lengths, packed documents, labels,
 per step, computed where the batch is, and is read with the whole window.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -71,8 +71,7 @@ class Reading(NamedTuple):
         return [tensor for tensor in fields if isinstance(tensor, torch.Tensor)]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What one micro-batch asks of the machine, in whole numbers.
 
     Attributes:
@@ -217,9 +216,8 @@ def _trainable(labels: torch.Tensor) -> torch.Tensor | int:
     return (labels != IGNORED_LABEL).sum()
 
 
-def as_work(reading: Reading, integers: Sequence[Sequence[int]]) -> Work:
+def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
     """The reading with its values, which come in the order of `Reading.tensors`, flattened."""
-    values = iter(integers)
     row_lengths = tuple(next(values)) if reading.row_lengths is not None else None
     documents = Documents(*next(values)) if reading.documents is not None else reading.known_documents
     ends = next(values) if reading.cumulative is not None else None

@@ -129,7 +129,7 @@ class Core:
         if not self.pricing.has_looked_for_peak:
             self.pricing.look_for_peak(loss)
         if noted.readings and batch is not None and self.pricing.is_check_due(step):
-            self.pricing.check(batch, noted.readings[-1])
+            self.pricing.check(batch, noted.readings[-1], self.close_window)
         if self.trace.is_on:
             self.trace.step_ended(step)
         if len(self._noted) >= self._config.log_every:
@@ -152,7 +152,7 @@ class Core:
         self.take(batch, lengths)
         is_first = len(self._readings) == 1
         if is_first and self.last_step is not None and self.pricing.is_check_due(self.last_step + 1):
-            self.pricing.check(batch, self._readings[-1])
+            self.pricing.check(batch, self._readings[-1], self.close_window)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -271,7 +271,8 @@ class Core:
         try:
             point = find_resume_point(self._log_path, first_step)
         except (FlopwatchError, OSError, ValueError, KeyError) as error:
-            self._tell("warning", "log_not_resumed", f"the totals start at 0: {self._log_path} is of no use: {error}")
+            message = f"the totals start at 0: {self._log_path} is of no use: {error}"
+            self._tell("warning", "log_not_resumed", message)
             return
         if point is None:
             return
@@ -280,8 +281,8 @@ class Core:
             self._tell(
                 "warning",
                 "steps_lost",
-                f"the log ends at step {point.step} and the run continues at {first_step}: the totals lack the steps in "
-                "between; save monitor.state_dict() with your checkpoint and load it",
+                f"the log ends at step {point.step} and the run continues at {first_step}: the totals lack the steps "
+                "in between; save monitor.state_dict() with your checkpoint and load it",
             )
 
     def _tell(self, level: Any, code: str, message: str, step: int | None = None) -> None:

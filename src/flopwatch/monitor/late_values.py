@@ -17,9 +17,7 @@ class Kept(NamedTuple):
 
     def is_unchanged(self) -> bool:
         """False also for a value that is only a part of the whole."""
-        if self.version == _UNREADABLE:
-            return False
-        return not self.value.is_cpu or self.value.is_inference() or self.value._version == self.version
+        return self.value._version == self.version
 
 
 def keep(value: Any) -> Any:
@@ -37,7 +35,8 @@ def keep(value: Any) -> Any:
         value = value.detach()
     if value.is_cpu and not value.is_inference():
         return Kept(value, value._version)
-    return Kept(value.clone(), 0)
+    with torch.inference_mode(False):  # so that the copy has a version
+        return Kept(value.clone(), 0)
 
 
 def _keep_sharded(value: DTensor) -> Kept:

@@ -111,8 +111,7 @@ class LawBook:
             grids = _grids_of(example) if law.sample_grids else None
             seq_len = plan.seq_len if law.seq_lens is not None else None
             agrees = self._count(model, example) == law.phase_flops(plan.batch_size, seq_len, image_grids=grids)
-        if within_allowance:
-            self._check_seconds += self.count_seconds - before
+        self._check_seconds += self.count_seconds - before
         return agrees
 
     def flops(self, work: Work) -> StepFlops | None:

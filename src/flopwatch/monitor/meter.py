@@ -5,9 +5,9 @@ rates over-weights the fast steps.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from math import ceil, isnan
 from statistics import fmean, median
+from typing import NamedTuple
 
 from flopwatch.run_records import Number
 
@@ -15,8 +15,7 @@ _WARM_UP_FACTOR = 1.5
 """A leading step this much slower than the median of the later ones is warm-up: compilation, autotuning, caches."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """One optimizer step, everything known about it. Unknown is None.
 
     Attributes:
@@ -151,11 +150,6 @@ def find_warm_up(seconds: Sequence[float | None]) -> int:
             break
         leading = index + 1
     return leading
-
-
-def with_warm_up(steps: Sequence[MeasuredStep], count: int) -> list[MeasuredStep]:
-    """The same steps, the first `count` of them marked."""
-    return [replace(step, is_warm_up=True) if index < count else step for index, step in enumerate(steps)]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

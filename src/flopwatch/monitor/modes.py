@@ -31,7 +31,10 @@ class FlopMode(Protocol):
         """Whether this step's batch is to be counted; asked on every step."""
 
     def check(self, model: nn.Module, batch: Any, plan: Plan) -> str | None:
-        """Count this batch and compare; what to tell the user, if anything."""
+        """Why FLOPs must be counted anew, if they must: this batch is counted and compared."""
+
+    def start_again(self, model: nn.Module, batch: Any, plan: Plan) -> None:
+        """Forget what was counted, and count this batch."""
 
     def flops(self, work: Work) -> StepFlops | None:
         """What a micro-batch costs, None when unknown."""
@@ -83,18 +86,19 @@ class LawMode:
         return self._frequency > 0 and step > 0 and step % self._frequency == 0
 
     def check(self, model: nn.Module, batch: Any, plan: Plan) -> str | None:
-        now = fingerprint(model)
         if self._later is not None:
-            self._book, self._later = self._later, None
-            self._start_again(model, batch, plan, now)
             return "FLOPs were estimated so far and are counted from here on"
-        if now != self._fingerprint:
-            self._start_again(model, batch, plan, now)
+        if fingerprint(model) != self._fingerprint:
             return "the model has changed (parameters, what requires a gradient, checkpointing): FLOPs counted anew"
         if self._book.check(model, batch, plan, within_allowance=self._within_allowance) is False:
-            self._start_again(model, batch, plan, now)
             return "this batch does not cost what the FLOP law says: FLOPs counted anew"
         return None
+
+    def start_again(self, model: nn.Module, batch: Any, plan: Plan) -> None:
+        if self._later is not None:
+            self._book, self._later = self._later, None
+        self._book.forget()
+        self.learn(model, batch, plan)
 
     def flops(self, work: Work) -> StepFlops | None:
         return self._book.flops(work)
@@ -112,11 +116,6 @@ class LawMode:
 
     def set_frequency(self, steps: int) -> None:
         self._frequency = steps
-
-    def _start_again(self, model: nn.Module, batch: Any, plan: Plan, now: int) -> None:
-        self._book.forget()
-        self._fingerprint = now
-        self._book.learn(model, batch, plan)
 
 
 class NoLaw:
@@ -140,6 +139,9 @@ class NoLaw:
 
     def check(self, model: nn.Module, batch: Any, plan: Plan) -> str | None:
         return None
+
+    def start_again(self, model: nn.Module, batch: Any, plan: Plan) -> None:
+        pass
 
     def flops(self, work: Work) -> StepFlops | None:
         return None  # the monitor asks the user's function where the batch is at hand

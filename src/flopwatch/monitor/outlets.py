@@ -118,6 +118,8 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
             if config.strict:
                 raise
             made, reasons = [], {str(want): str(error)}
+        if reasons and config.strict:
+            raise InputError("; ".join(f"the sink {name} cannot be used: {why}" for name, why in reasons.items()))
         sinks += made
         failures |= reasons
     log = JsonlSink(log_path, flush_steps=config.local_log_every, flush_seconds=config.local_log_seconds)

@@ -85,16 +85,26 @@ class Pricing:
     def is_check_due(self, step: int) -> bool:
         return self._mode.is_check_due(step)
 
-    def check(self, batch: Any, reading: Reading) -> None:
-        """Count this batch and compare with what it was priced at."""
+    def check(self, batch: Any, reading: Reading, price_what_was: Callable[[], None]) -> None:
+        """Count this batch and compare with what it was priced at.
+
+        Args:
+            batch: As the model takes it.
+            reading: What was read of it.
+            price_what_was: Called before the prices change.
+        """
         model = self.model
         if model is None or self._has_given_up:
             return
         with self._apart():
             message = self._mode.check(model, batch, reading.plan)
-        if message:
-            self.is_new = True
-            self._tell("info", "flops_counted_anew", message)
+        if message is None:
+            return
+        price_what_was()
+        with self._apart():
+            self._mode.start_again(model, batch, reading.plan)
+        self.is_new = True
+        self._tell("info", "flops_counted_anew", message)
 
     def flops(self, work: Work) -> StepFlops | None:
         """What a micro-batch costs; tells once when some are not known."""

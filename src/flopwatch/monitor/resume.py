@@ -1,15 +1,12 @@
 """Where an earlier session of the same run left off."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flopwatch.monitor.ledger import Ledger
 from flopwatch.monitor.meter import MeasuredStep
 from flopwatch.run_log import rows_from_end
-
-_FIELDS = {field.name for field in fields(MeasuredStep)}
 
 
 class ResumePoint(NamedTuple):
@@ -41,7 +38,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
 def _steps(row: Mapping[str, Any] | None) -> list[MeasuredStep]:
     columns = dict(row["steps"]) if row is not None else {}
     columns["is_warm_up"] = columns.pop("warm_up", [False] * len(columns.get("step", ())))
-    names = [name for name in columns if name in _FIELDS]
+    names = [name for name in columns if name in MeasuredStep._fields]
     return [
         MeasuredStep(**dict(zip(names, cells, strict=True)))
         for cells in zip(*(columns[name] for name in names), strict=True)

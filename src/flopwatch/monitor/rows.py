@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from flopwatch.metrics import find_metric
@@ -16,6 +15,8 @@ from flopwatch.run_records import Number, Row
 
 _PERCENTILE_STEPS = 512
 _STEPS_TO_SEE_WARM_UP = 6
+_NANOSECONDS = 9
+"""Digits that are enough, and make the log shorter."""
 _COLUMNS = (
     "step",
     "seconds",
@@ -76,7 +77,7 @@ class RowMaker:
         self._steps_seen += len(steps)
         self._warm_up_is_told = wanted == "auto" or self._steps_seen >= wanted
         marked = [
-            replace(step, measured=replace(step.measured, is_warm_up=True)) if index < count else step
+            step._replace(measured=step.measured._replace(is_warm_up=True)) if index < count else step
             for index, step in enumerate(steps)
         ]
         rest = iter(marked)
@@ -173,12 +174,9 @@ def _means(steps: Sequence[SettledStep]) -> dict[str, Number]:
 
 
 def _columns(steps: Sequence[MeasuredStep]) -> dict[str, list[Any]]:
-    columns = {name: [_short(getattr(step, name)) for step in steps] for name in _COLUMNS}
+    columns: dict[str, list[Any]] = {name: [getattr(step, name) for step in steps] for name in _COLUMNS}
+    for name in ("seconds", "input_wait_seconds"):
+        columns[name] = [None if value is None else round(value, _NANOSECONDS) for value in columns[name]]
     if any(step.is_warm_up for step in steps):
         columns["warm_up"] = [step.is_warm_up for step in steps]
     return {name: column for name, column in columns.items() if any(value is not None for value in column)}
-
-
-def _short(value: Any) -> Any:
-    """Nanoseconds are enough, and halve the log."""
-    return round(value, 9) if isinstance(value, float) else value

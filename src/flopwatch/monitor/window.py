@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopwatch.monitor.batch_reader import Reading, Work, as_work
 from flopwatch.monitor.late_values import Kept, LateValues
@@ -29,8 +29,7 @@ class NotedStep:
     user_flops: int | None = None
 
 
-@dataclass(frozen=True)
-class SettledStep:
+class SettledStep(NamedTuple):
     """A step with everything that is known about it; `more` are the user's own metrics."""
 
     measured: MeasuredStep
@@ -79,12 +78,16 @@ class Window:
         integers: Iterator[list[Any]],
         flops_of: Callable[[Work], StepFlops | None],
     ) -> SettledStep:
-        numbers = {name: self._number(name, value, scalars) for name, value in _scalars_of(step)}
-        works = [as_work(reading, [next(integers) for _ in reading.tensors()]) for reading in step.readings]
+        loss = self._number("loss", step.loss, scalars)
+        grad_norm = self._number("grad_norm", step.grad_norm, scalars)
+        learning_rate = self._number("lr", step.learning_rate, scalars)
+        more = {name: self._number(name, value, scalars) for name, value in step.more.items()} if step.more else {}
+        works = [as_work(reading, integers) for reading in step.readings]
         flops = StepFlops(step.user_flops) if step.user_flops is not None else _sum([flops_of(work) for work in works])
+        segments = step.segments
         measured = MeasuredStep(
             step.step,
-            None if step.segments is None else sum([self.timer.seconds(*pair) for pair in step.segments]),
+            None if segments is None else sum([self.timer.seconds(start, end) for start, end in segments]),
             step.input_wait_seconds,
             _sum_known([work.samples for work in works]),
             _sum_known([work.tokens for work in works]),
@@ -93,21 +96,27 @@ class Window:
             None if flops is None else flops.model,
             None if flops is None else flops.hardware,
             None if flops is None else flops.recompute,
-            numbers.pop("loss"),
-            numbers.pop("grad_norm"),
+            loss,
+            grad_norm,
         )
-        learning_rate = numbers.pop("lr")
-        more = {name: value for name, value in numbers.items() if value is not None}
-        return SettledStep(measured, self._number("epoch", step.epoch, scalars), learning_rate, more, step.skip_wandb)
+        return SettledStep(
+            measured,
+            self._number("epoch", step.epoch, scalars),
+            more.pop("lr", None) if learning_rate is None else learning_rate,
+            {name: value for name, value in more.items() if value is not None},
+            step.skip_wandb,
+        )
 
     def _number(self, name: str, value: Any, scalars: Iterator[list[Any]]) -> float | None:
-        if isinstance(value, Kept):
-            values = next(scalars)
-            if len(values) != 1 or not value.is_unchanged():
-                self.changed_in_place.add(name)
-                return None
-            value = values[0]
-        return None if value is None or isinstance(value, str) else float(value)
+        if value is None or isinstance(value, str):
+            return None
+        if not isinstance(value, Kept):
+            return float(value)
+        values = next(scalars)
+        if len(values) == 1 and value.is_unchanged():
+            return float(values[0])
+        self.changed_in_place.add(name)
+        return None
 
     def _kept(self) -> list[Kept]:
         return [value for step in self.steps for _, value in _scalars_of(step) if isinstance(value, Kept)]

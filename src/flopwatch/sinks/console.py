@@ -4,8 +4,9 @@ import re
 import sys
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.progress_bar import ProgressBar
+from rich.color import ColorSystem
+from rich.console import Console, Group
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -68,20 +69,21 @@ class ConsoleSink:
             self._bar_is_drawn = False
             print(file=self._stream, flush=True)
 
-    def _show(self, content: RenderableType) -> None:
+    def _show(self, content: str | Text | Group) -> None:
         """One write for all of it: other threads print too."""
         console = self._open()
+        if isinstance(content, str):
+            shown = f"{content}\n"
+        elif isinstance(content, Text) and not console.is_terminal:
+            shown = f"{content.plain}\n"  # a file's lines are not wrapped
+        else:
+            with console.capture() as captured:
+                console.print(content)
+            shown = captured.get() if console.is_terminal else re.sub(r" +$", "", captured.get(), flags=re.MULTILINE)
         bar = self._bar()
-        with console.capture() as captured:
-            console.print(content, soft_wrap=not console.is_terminal and isinstance(content, Text))
-            if bar is not None:
-                console.print(bar, end="")
-        erase = _ERASE_LINE if self._bar_is_drawn else ""
-        # Rich ends a bar with a line break; the next erasure must find the cursor on the bar's own line.
-        lines = captured.get().rstrip("\n") + ("\n" if bar is None else "")
-        console.file.write(erase + (lines if console.is_terminal else re.sub(r" +$", "", lines, flags=re.MULTILINE)))
+        console.file.write((_ERASE_LINE if self._bar_is_drawn else "") + shown + bar)
         console.file.flush()
-        self._bar_is_drawn = bar is not None
+        self._bar_is_drawn = bool(bar)
 
     def _open(self) -> Console:
         if self._console is None:
@@ -89,37 +91,46 @@ class ConsoleSink:
             self._console = Console(file=self._stream, highlight=False, force_jupyter=False)
         return self._console
 
-    def _line(self, row: Row) -> Text:
-        total = self._start.total_steps if self._start else None
-        parts = console_text.row_parts(row, step_width=len(f"{total:,}") if total else 0)
-        line = Text()
-        for label, figure, unit in parts:
-            part = Text.assemble((f"{label} " if label else "", "dim"), (figure, "bold"), (unit, "dim"))
-            gap = "  " if line else ""
-            if self._open().is_terminal and line.cell_len + len(gap) + part.cell_len > self._open().width:
-                break
-            line.append(gap).append_text(part)
-        return line
+    def _paint(self, text: str, style: str) -> str:
+        """Rows and bar are painted here: laid out by rich, they would take a millisecond each time."""
+        console = self._open()
+        if not text or not console.is_terminal or console.color_system is None or console.no_color:
+            return text
+        return Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
 
-    def _bar(self) -> Table | None:
+    def _line(self, row: Row) -> str:
+        total = self._start.total_steps if self._start else None
+        room = self._open().width if self._open().is_terminal else sys.maxsize
+        parts: list[str] = []
+        for label, figure, unit in console_text.row_parts(row, step_width=len(f"{total:,}") if total else 0):
+            label = f"{label} " if label else ""
+            room -= len(label) + len(figure) + len(unit) + (2 if parts else 0)
+            if room < 0:
+                break
+            parts.append(self._paint(label, "dim") + self._paint(figure, "bold") + self._paint(unit, "dim"))
+        return "  ".join(parts)
+
+    def _bar(self) -> str:
+        """Empty where there is none to draw."""
         start, first, last = self._start, self._first_row, self._last_row
         console = self._open()
         if not (start and start.total_steps and first and last and console.file.isatty()) or console.is_dumb_terminal:
-            return None
+            return ""
         total = start.total_steps
-        table = Table.grid(expand=True, padding=(0, 2, 0, 0))
-        table.width = min(console.width - 1, _WIDEST)
-        table.add_column(ratio=1)
-        for _ in range(3):
-            table.add_column(justify="right", no_wrap=True)
         seconds_left = _seconds_left(first, last, total)
-        table.add_row(
-            ProgressBar(total, min(last.step, total), complete_style="cyan", finished_style="cyan"),
-            Text(f"{last.step / total:.0%}", style="bold"),
-            Text(f"{last.step:,} of {total:,}", style="dim"),
-            Text("" if seconds_left is None else f"{console_text.duration(seconds_left)} left", style="cyan"),
+        share, steps = f"  {last.step / total:.0%}", f"  {last.step:,} of {total:,}"
+        left = "" if seconds_left is None else f"  {console_text.duration(seconds_left)} left"
+        # One column is left free: a line that fills the terminal would need two erasures.
+        width = max(min(console.width - 1, _WIDEST) - len(share + steps + left), 0)
+        done = round(width * min(last.step / total, 1))
+        sign = "-" if console.options.ascii_only else "━"
+        return (
+            self._paint(sign * done, "cyan")
+            + self._paint(sign * (width - done), "dim bright_black")
+            + self._paint(share, "bold")
+            + self._paint(steps, "dim")
+            + self._paint(left, "cyan")
         )
-        return table
 
 
 def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
