@@ -48,19 +48,34 @@ def test_asking_for_a_trace_gets_a_trace_or_an_error() -> None:
         flopwatch.count_flops(NeedsValues().to("meta"), BATCH, method="step")
 
 
+HIDDEN: dict[str, nn.Linear] = {}
+
+
+def test_a_module_in_a_closure_is_followed() -> None:
+    """As TRL's fused head does: a function on the instance that holds the live model's own forward."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    own_forward = model.forward
+    model.forward = lambda x: 2 * own_forward(x)
+
+    count = flopwatch.count_flops(model, BATCH)
+
+    assert count.method == "trace"
+    assert count.model_flops == 2 * 4 * 8 * 8 * 5
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_a_real_step_leaves_hidden_gradients_alone() -> None:
-    """A parameter the model does not list, reached through a closure, keeps its gradient."""
-    hidden = nn.Linear(8, 8)
+    """A parameter the model does not list, reached through a global, keeps its gradient."""
+    hidden = HIDDEN["layer"] = nn.Linear(8, 8)
     hidden.weight.grad = torch.full_like(hidden.weight, 0.25)
 
     class Sneaky(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(8, 8)
-            self.run = lambda x: hidden(x)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.run(self.layer(x))
+            return HIDDEN["layer"](self.layer(x))
 
     count = flopwatch.count_flops(Sneaky(), BATCH)
 

@@ -140,9 +140,10 @@ def test_an_idle_sink_is_flushed_once_and_then_left_alone(start):
     wait_until(lambda: sink.flushes == 2, "the sink is flushed again")
 
 
-def test_a_sink_may_say_itself_when_it_is_idle(start):
+@pytest.mark.parametrize("seconds", [3600.0, None])
+def test_a_sink_may_say_itself_when_it_is_idle(start, seconds):
     sink = RecordingSink()
-    sink.idle_flush_seconds = 3600.0
+    sink.idle_flush_seconds = seconds
     thread = start(sink, idle_flush_seconds=0.01)
     thread.put(START)
     wait_until(lambda: sink.records, "the record arrived")

@@ -40,6 +40,8 @@ class JsonlSink:
         flush_seconds: float = 5.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
+        # At one row every two seconds, a flush after every row would cost more than the rows themselves.
+        self.idle_flush_seconds = flush_seconds
         self._path = Path(path)
         self._flush_steps = flush_steps
         self._flush_seconds = flush_seconds

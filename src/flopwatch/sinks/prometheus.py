@@ -32,6 +32,7 @@ class PrometheusSink:
     """
 
     name = "prometheus"
+    idle_flush_seconds = None
 
     def __init__(self, port: int, address: str = "127.0.0.1") -> None:
         self._port = port

@@ -23,12 +23,13 @@ class TensorBoardSink:
 
     Args:
         log_dir: Where the event file goes; `tensorboard --logdir` takes it or a folder above it.
-        flush_seconds: The file lags behind by so much at most.
+        flush_seconds: The file lags behind by so much at most; TensorBoard looks every 30 seconds by default.
     """
 
     name = "tensorboard"
 
-    def __init__(self, log_dir: Path | str, flush_seconds: float = 5.0, clock: Clock = monotonic_seconds) -> None:
+    def __init__(self, log_dir: Path | str, flush_seconds: float = 30.0, clock: Clock = monotonic_seconds) -> None:
+        self.idle_flush_seconds = flush_seconds
         self._log_dir = Path(log_dir)
         self._flush_seconds = flush_seconds
         self._clock = clock

@@ -45,7 +45,8 @@ class SinkThread:
         """Starts the thread.
 
         Args:
-            sink: Where the records go. An attribute `idle_flush_seconds` of it comes before the argument.
+            sink: Where the records go. An attribute `idle_flush_seconds` of it comes before the argument; None means
+                that it need not be flushed, and saves waking the thread once more for every row.
             on_failure: Called once, from the thread, with the sink's name and what it raised first.
             queue_size: Rows that may wait. Other records, rare and dear, may wait up to twice as many.
             idle_flush_seconds: The sink is flushed when nothing came for so long.
@@ -57,7 +58,7 @@ class SinkThread:
         self._sink = sink
         self._on_failure = on_failure
         self._queue_size = queue_size
-        self._idle_flush_seconds = float(getattr(sink, "idle_flush_seconds", idle_flush_seconds))
+        self._idle_flush_seconds: float | None = getattr(sink, "idle_flush_seconds", idle_flush_seconds)
         self._cpu_seconds = 0.0
         self._closing = False
         # Measured with a waiting consumer, p50: SimpleQueue 8 µs, Queue and deque with Condition 20 µs.

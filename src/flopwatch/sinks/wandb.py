@@ -27,6 +27,7 @@ class WandbSink:
     """
 
     name = "wandb"
+    idle_flush_seconds = None
 
     def __init__(self, output_dir: Path | str, project: str | None = None, **init: Any) -> None:
         self._output_dir = Path(output_dir)
