@@ -20,6 +20,7 @@ class Run:
         self.clock = FakeClock()
         self.sink = RecordingSink()
         options = {"log_every": 1, "strict": True, "config": {"warm_up_steps": 0}, **options}
+        options["config"] = {"log_seconds": 1e9, **options["config"]}
         self.monitor = flopwatch.TrainingMonitor(tmp_path, sinks=[self.sink], clock=self.clock, **options)
         self.batch = {"input_ids": torch.zeros(4, 16, dtype=torch.long)}
         self.number = 0
@@ -89,6 +90,14 @@ def test_time_booked_afterwards_is_outside_the_step_time(tmp_path):
     assert rows[1].values["perf/input_wait_percent"] == 20.0
     assert run.monitor.summary.values["time/eval_seconds"] == 40.0
     assert run.monitor.summary.values["time/checkpoint_seconds"] == 10.0
+
+
+def test_slow_steps_are_rows_of_their_own(tmp_path):
+    run = Run(tmp_path, log_every=50, config={"log_seconds": 10.0, "warm_up_steps": 0})
+    run.train(4, seconds=4.0)
+    run.train(2, seconds=30.0)
+
+    assert [row.step for row in run.rows()] == [3, 5], "10 s after a window's first step, or after 50 steps"
 
 
 def test_the_wait_for_a_batch_is_part_of_the_step_and_told_apart(tmp_path):

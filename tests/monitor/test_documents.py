@@ -70,7 +70,7 @@ def test_000_the_monitor_in_a_training(model, true_of_4_x_32, tmp_path, monkeypa
     lines = [json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines()]
     rows = [line for line in lines if line["type"] == "row"]
     assert set(rows[0]["values"]) >= R6_KEYS
-    assert rows[0]["step"] == 9
+    assert rows[0]["step"] == 19
     assert rows[0]["values"]["training/loss"] == 2.5
     assert monitor.summary.values["total/model_flops"] == 20 * true_of_4_x_32
     assert not any(value == 0 for row in rows for key, value in row["values"].items() if key == "perf/mfu")
@@ -246,7 +246,7 @@ def test_002_the_throttles_are_the_defaults():
 @pytest.mark.requirement("R16")
 def test_002_detailed_metrics_come_every_50_steps(tmp_path):
     sink = RecordingSink()
-    monitor = TrainingMonitor(tmp_path, sinks=[sink], strict=True, config={"warm_up_steps": 0})
+    monitor = TrainingMonitor(tmp_path, sinks=[sink], strict=True, log_every=10, config={"warm_up_steps": 0})
     for step in range(200):
         monitor.log_step(step, 0, 1.0, 1.0, 0.1)
     monitor.close()
@@ -259,7 +259,8 @@ def test_002_detailed_metrics_come_every_50_steps(tmp_path):
 @pytest.mark.requirement("R16")
 def test_002_reduced_logging_leaves_the_details_out(tmp_path):
     sink = RecordingSink()
-    monitor = TrainingMonitor(tmp_path, sinks=[sink], strict=True, config={"wandb": {"reduced_logging": True}})
+    config = {"wandb": {"reduced_logging": True}}
+    monitor = TrainingMonitor(tmp_path, sinks=[sink], strict=True, log_every=10, config=config)
     for step in range(100):
         monitor.log_step(step, 0, 1.0, 1.0, 0.1)
     monitor.close()

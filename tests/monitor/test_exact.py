@@ -126,6 +126,23 @@ def test_a_model_without_a_law_is_counted_shape_by_shape(tmp_path):
     assert values["total/model_flops"] == sum(map(truth.of_batch, batches))
 
 
+def test_a_loop_that_writes_into_its_batch_is_found_out_and_read_at_once(tmp_path, caplog):
+    model = BY_NAME["llama"].build()
+    batch = causal_batch(2, 16)
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=model, log_every=5, clock=FakeClock())
+    for number in range(20):
+        batch["attention_mask"].fill_(1)
+        batch["attention_mask"][0, 8 + number % 4 :] = 0
+        monitor.log_step(number, batch=batch)
+    monitor.close()
+
+    truth = Truth("llama")
+    late = sum(truth.of_length(8 + number % 4) + truth.of_length(16) for number in range(4, 20))
+    assert caplog.text.count("from here on batches are read at once") == 1
+    assert monitor.summary.values["total/model_flops"] == late, "the four that were written into are left out"
+    assert monitor.summary.values["total/steps"] == 20
+
+
 def test_micro_batches_of_a_step_add_up(tmp_path):
     truth = Truth("llama")
     monitor = flopwatch.TrainingMonitor(tmp_path, model=BY_NAME["llama"].build(), strict=True)

@@ -94,6 +94,10 @@ def test_with_several_processes_the_global_rates_are_not_guessed():
     assert values["perf/tokens_per_second_per_device"] == 2000.0
 
 
+def test_steps_that_took_no_time_have_no_rate():
+    assert window_values([step(1, 0.0, tokens=5, loss=1.0)], peak_flops_per_s=1.0) == {"training/loss": 1.0}
+
+
 def test_a_nan_loss_is_shown():
     values = window_values([step(1, 1.0, loss=float("nan")), step(2, 1.0, loss=1.0)], peak_flops_per_s=None)
     assert values["training/loss"] != values["training/loss"]

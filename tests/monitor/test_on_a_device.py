@@ -77,7 +77,8 @@ def test_rows_come_when_the_device_has_got_there(tmp_path, clock, monkeypatch):
         clock=clock,
         strict=True,
         peak_flops_per_s=1e12,
-        config={"warm_up_steps": 0},
+        log_every=10,
+        config={"warm_up_steps": 0, "log_seconds": 1e9},
     )
     rows_after = []
     for number in range(60):

@@ -6,7 +6,7 @@ import pytest
 from flopwatch.run_records import Row, Summary
 from flopwatch.sinks.thread import SinkThread
 from flopwatch.testing import RecordingSink
-from sinks.sample_run import START, basic_row, records, rows
+from sinks.sample_run import START, WARNING, basic_row, records, rows
 from sinks.servers import wait_until
 
 
@@ -127,28 +127,80 @@ def test_a_row_is_not_given_to_the_sinks_it_skips(start):
     assert [len(sink.records) for sink in sinks] == [0, 1]
 
 
-def test_an_idle_sink_is_flushed_once_and_then_left_alone(start):
+def test_a_sink_is_flushed_when_all_is_written_and_then_left_alone(start):
     sink = RecordingSink()
-    thread = start(sink, idle_flush_seconds=0.01)
-    assert sink.flushes == 0
+    thread = start(sink, gather_seconds=0.01)
     thread.put(START)
     wait_until(lambda: sink.flushes == 1, "the sink is flushed")
+    time.sleep(0.1)  # ten times the wait: a thread that polls would have flushed or worked again
     asleep = thread.cpu_seconds
-    time.sleep(0.1)  # ten times the wait: an idle thread that polls would have flushed or worked again
+    time.sleep(0.1)
     assert (sink.flushes, thread.cpu_seconds) == (1, asleep)
     thread.put(START)
     wait_until(lambda: sink.flushes == 2, "the sink is flushed again")
 
 
-@pytest.mark.parametrize("seconds", [3600.0, None])
-def test_a_sink_may_say_itself_when_it_is_idle(start, seconds):
+def test_rows_gather_until_something_else_comes(start):
     sink = RecordingSink()
-    sink.idle_flush_seconds = seconds
-    thread = start(sink, idle_flush_seconds=0.01)
+    sink.gather_seconds = 3600.0
+    thread = start(sink)
     thread.put(START)
-    wait_until(lambda: sink.records, "the record arrived")
-    time.sleep(0.1)
-    assert sink.flushes == 0
+    wait_until(lambda: sink.flushes == 1, "the start is written at once")
+    thread.put(rows()[0])
+    thread.put(rows()[1])
+    time.sleep(0.1)  # nothing must happen, so there is nothing to poll for
+    assert sink.records == [START]
+    thread.put(WARNING)
+    wait_until(lambda: sink.flushes == 2, "all of it is written and flushed once")
+    assert [record.type for record in sink.records] == ["run", "row", "row", "notice"]
+
+
+def test_rows_do_not_gather_longer_than_they_may(start):
+    sink = RecordingSink()
+    thread = start(sink, gather_seconds=0.05)
+    thread.put(START)
+    wait_until(lambda: sink.flushes == 1, "the start is written")
+    thread.put(basic_row(10))
+    wait_until(lambda: len(sink.records) == 2, "the row is written without anything else coming")
+
+
+def test_twenty_rows_are_not_kept_waiting(start):
+    sink = RecordingSink()
+    thread = start(sink, gather_seconds=3600.0)
+    thread.put(START)
+    wait_until(lambda: sink.flushes == 1, "the start is written")
+    for step in range(20):
+        thread.put(basic_row(step))
+    wait_until(lambda: len(sink.records) == 21, "all rows are written")
+
+
+def test_a_sink_that_does_not_gather_gets_every_row_at_once(start):
+    sink = RecordingSink()
+    thread = start(sink, gather_seconds=0.0)
+    for number, record in enumerate((START, *map(basic_row, (1, 2, 3))), start=1):
+        thread.put(record)
+        wait_until(lambda number=number: len(sink.records) == number, "the record is written")
+
+
+def test_flush_hands_on_what_waits_and_says_whether_it_did(start):
+    sink = RecordingSink()
+    thread = start(sink, gather_seconds=3600.0)
+    thread.put(START)
+    wait_until(lambda: sink.flushes == 1, "the start is written")
+    thread.put(basic_row(10))
+    assert thread.flush(10)
+    assert len(sink.records) == 2
+    hanging = RecordingSink(hangs=True)
+    stuck = start(hanging)
+    stuck.put(START)
+    assert not stuck.flush(0.05)
+
+
+def test_a_flush_under_way_ends_when_the_sink_fails(start):
+    sink = RecordingSink(raises=ValueError("no"), seconds_per_record=0.0)
+    thread = start(sink)
+    thread.put(START)
+    assert not thread.flush(3600)
 
 
 def test_cpu_time_is_that_of_the_thread_and_opening_is_told_apart(start):

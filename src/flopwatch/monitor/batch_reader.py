@@ -1,11 +1,12 @@
 """What a batch says about a step's work, without reading a value from the device.
 
 Shapes are free. What depends on values (real lengths, packed documents, labels, image grids) becomes one small tensor
-per step, computed where the batch is, and is read with the whole window.
+per step, computed where the batch is, and is read with the whole window. On a CPU even that waits for the window: after
+a training step torch's own code has left the caches, and one op costs more than all the rest of `log_step`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ class Plan:
     cumulative: str | None
     labels: str | None
     grids: str | None
+    named: tuple[str, ...] = ()
+    """All of them that are there."""
 
 
 class Reading(NamedTuple):
@@ -56,6 +59,8 @@ class Reading(NamedTuple):
         trainable: Number of labels that count.
         grids: Frames, rows, columns of each image.
         known_documents: As the user gave their lengths.
+        held: Tensors on the CPU that were not looked at yet, each with the version of its storage: an in-place change
+            raises it.
     """
 
     plan: Plan
@@ -65,6 +70,7 @@ class Reading(NamedTuple):
     trainable: torch.Tensor | int | None = None
     grids: torch.Tensor | None = None
     known_documents: Documents | None = None
+    held: Mapping[str, tuple[torch.Tensor, int]] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         fields = (self.row_lengths, self.documents, self.cumulative, self.trainable, self.grids)
@@ -106,12 +112,14 @@ class BatchReader:
 
     Attributes:
         masks_are_plain: False once a mask with other values than 0 and 1 was seen: some packers number the documents.
+        may_hold: False once a held batch was written into: such loops reuse their tensors, and are read at once.
     """
 
     def __init__(self) -> None:
         self._plans: dict[Any, Plan] = {}
         self._uses_positions = True
         self.masks_are_plain = True
+        self.may_hold = True
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
         """Look at a batch. `lengths` are those of its documents, where the batch itself does not say."""
@@ -120,9 +128,26 @@ class BatchReader:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._new_plan(key, batch, tensors)
+        documents = None if lengths is None else _checked(plan, lengths)
+        if self.may_hold and all(tensors[name].is_cpu for name in plan.named):
+            held = {name: (tensors[name], _version(tensors[name])) for name in plan.named}
+            return Reading(plan, known_documents=documents, held=held)
+        return self._measured(plan, tensors, documents)
+
+    def look_at_held(self, reading: Reading) -> Reading | None:
+        """The reading with its small tensors; None when the batch was written into in the meantime."""
+        if reading.held is None:
+            return reading
+        if any(_version(tensor) != version for tensor, version in reading.held.values()):
+            self.may_hold = False
+            return None
+        tensors = {name: tensor for name, (tensor, _) in reading.held.items()}
+        return self._measured(reading.plan, tensors, reading.known_documents)
+
+    def _measured(self, plan: Plan, tensors: Mapping[str, Any], documents: Documents | None) -> Reading:
         trainable = None if plan.labels is None else _trainable(tensors[plan.labels])
-        if lengths is not None:
-            return Reading(plan, trainable=trainable, known_documents=_checked(plan, lengths))
+        if documents is not None:
+            return Reading(plan, trainable=trainable, known_documents=documents)
         if plan.cumulative is not None:
             return Reading(plan, cumulative=tensors[plan.cumulative].clone(), trainable=trainable)
         mask = None if plan.mask is None else tensors[plan.mask]
@@ -169,8 +194,14 @@ class BatchReader:
             labels=_two_dimensional(tensors, "labels", seq_len),
             grids=next((name for name in FLAT_IMAGES.values() if isinstance(tensors.get(name), torch.Tensor)), None),
         )
+        parts = (plan.mask, plan.positions, plan.cumulative, plan.labels, plan.grids)
+        plan = replace(plan, named=tuple(name for name in parts if name is not None))
         self._plans[key] = plan
         return plan
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _two_dimensional(tensors: Mapping[str, Any], name: str, seq_len: int | None) -> str | None:

@@ -29,7 +29,8 @@ class MonitorConfig(BaseModel):
 
     mode: ModeName = Field("smart", description="How FLOPs are found.")
     attention: AttentionConvention = Field("full", description="Which pairs of positions count.")
-    log_every: int = Field(10, ge=1, description="Steps per logging window: one row for every sink.")
+    log_every: int = Field(50, ge=1, description="Steps per logging window: one row for every sink.")
+    log_seconds: float = Field(10.0, gt=0, description="Seconds after which a window ends, if that is sooner.")
     detailed_log_every: int = Field(50, ge=1, description="Steps between rows that carry every metric.")
     reduced_logging: bool = Field(False, description="Basic metrics only.")
     local_log_every: int = Field(200, ge=1, description="Steps after which the local log is handed to the disk.")

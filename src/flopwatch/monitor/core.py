@@ -80,6 +80,7 @@ class Core:
         self._readings: list[Reading] = []
         self._user_flops: int | None = None
         self._late: deque[Window] = deque()
+        self._window_began = clock()
 
     def set_model(self, model: nn.Module) -> None:
         self.pricing.set_model(model)
@@ -132,7 +133,13 @@ class Core:
             self.pricing.check(batch, noted.readings[-1], self.close_window)
         if self.trace.is_on:
             self.trace.step_ended(step)
-        if len(self._noted) >= self._config.log_every:
+        self._close_window_if_due()
+
+    def _close_window_if_due(self) -> None:
+        steps = len(self._noted)
+        if steps == 1:
+            self._window_began = self._clock()
+        if steps >= self._config.log_every or self._clock() - self._window_began >= self._config.log_seconds:
             self.close_window()
 
     @property
@@ -143,9 +150,8 @@ class Core:
     def take(self, batch: Any, lengths: Sequence[int] | None) -> None:
         """A batch, or one micro-batch, of the step under way."""
         self._readings.append(self.pricing.read(batch, lengths))
-        flops = self.pricing.user_flops(batch)
-        if flops is not None:
-            self._user_flops = (self._user_flops or 0) + flops
+        if self.pricing.flops_fn is not None:
+            self._user_flops = (self._user_flops or 0) + self.pricing.user_flops(batch)
 
     def take_micro_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
         """One of several; the first of a step is counted when that is due, since `log_step` will not have it."""
@@ -179,7 +185,7 @@ class Core:
     def close_window(self, *, now: bool = False, wait: bool = False) -> None:
         """Send the window on its way, and make rows of those that have arrived."""
         if self._noted:
-            self._late.append(Window(self._noted, self.timer))
+            self._late.append(Window(self._noted, self.timer, self.pricing.look_at_held))
             self._noted = []
         while self._late and (wait or self._late[0].has_arrived()):
             window = self._late.popleft()
@@ -202,12 +208,20 @@ class Core:
         self.last_step = self._resumed_after = state["step"]
 
     def close(self) -> Summary:
-        self.trace.stop()
-        self.close_window(now=True, wait=True)
-        if not self._has_started:
-            self._start_run(0)
-        self.pricing.model = None
-        return self.outlets.close(self.last_step, self.rows.session_values())
+        """Whatever fails on the way, the sinks are ended."""
+        values: dict[str, Number] = {}
+        try:
+            self.trace.stop()
+            self.close_window(now=True, wait=True)
+            if not self._has_started:
+                self._start_run(0)
+            values = self.rows.session_values()
+        except Exception as error:
+            self.failed("close", error)
+        finally:
+            self.pricing.model = None
+            summary = self.outlets.close(self.last_step, values)
+        return summary
 
     def failed(self, part: str, error: Exception) -> None:
         """Report once what went wrong in a part of the monitor, or raise it."""
@@ -219,6 +233,14 @@ class Core:
     def _settle(self, window: Window) -> None:
         self.rows.add(window.settle(self._price))
         for name in sorted(window.changed_in_place):
+            if name == "batch":
+                self._tell(
+                    "warning",
+                    "batch_reused",
+                    "the batch's tensors were written into after log_step, so steps of one window have no tokens and "
+                    "FLOPs; from here on batches are read at once",
+                )
+                continue
             self._tell(
                 "warning",
                 f"not_readable:{name}",

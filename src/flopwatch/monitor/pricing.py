@@ -25,6 +25,7 @@ class Pricing:
 
     Attributes:
         model: The model that is trained; let go when the run ends.
+        flops_fn: The user's own, or None.
         is_new: True when the provenance has changed since it was last written.
         peak: Of one device; None while or where it is not known.
         has_looked_for_peak: Whether it was looked up.
@@ -43,7 +44,7 @@ class Pricing:
         tell: Tell,
     ) -> None:
         self._config = config
-        self._flops_fn = flops_fn
+        self.flops_fn = flops_fn
         self._peak_override = peak_flops_per_s or (config.peak_tflops * 1e12 if config.peak_tflops else None)
         self._apart = apart
         self._tell = tell
@@ -73,11 +74,13 @@ class Pricing:
             reading = self._reader.read(batch, lengths)  # now that the values of masks and positions were looked at
         return reading
 
-    def user_flops(self, batch: Any) -> int | None:
+    def look_at_held(self, reading: Reading) -> Reading | None:
+        return self._reader.look_at_held(reading)
+
+    def user_flops(self, batch: Any) -> int:
         """What the user's own function says."""
-        if self._flops_fn is None:
-            return None
-        flops = self._flops_fn(batch)
+        assert self.flops_fn is not None
+        flops = self.flops_fn(batch)
         if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
             raise InputError(f"flops_fn must return a positive finite number of FLOPs, got {flops!r}")
         return int(flops)
@@ -153,7 +156,7 @@ class Pricing:
         )
 
     def _chosen_mode(self, clock: Clock, loss_fn: Callable[[Any], torch.Tensor] | None) -> FlopMode:
-        if self._flops_fn is not None:
+        if self.flops_fn is not None:
             return NoLaw("flops_fn", "flops_fn", "as the user's function says; what is executed is not known")
         try:
             return make_mode(self._config, clock, loss_fn)

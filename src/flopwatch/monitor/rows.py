@@ -142,7 +142,7 @@ class MeasuredSum:
                 self._sums[name] = self._sums.get(name, 0) + sum(known)
 
     def values(self) -> dict[str, Number]:
-        if not self._steps:
+        if not self._sums.get("seconds"):
             return {}
         values = window_values([MeasuredStep(0, **self._sums)], peak_flops_per_s=self._peak)
         values["perf/step_time"] = self._sums["seconds"] / self._steps

@@ -45,11 +45,18 @@ class Window:
 
     steps: list[NotedStep]
     timer: StepTimer
+    look_at: Callable[[Reading], Reading | None] = lambda reading: reading
     scalars: LateValues = field(init=False)
     integers: LateValues = field(init=False)
     changed_in_place: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        for step in self.steps:
+            looked_at = [self.look_at(reading) for reading in step.readings]
+            if None in looked_at:
+                self.changed_in_place.add("batch")
+            # Of a step whose batches are not all known, nothing is known.
+            step.readings = [] if None in looked_at else [reading for reading in looked_at if reading is not None]
         self.scalars = LateValues([kept.value for kept in self._kept()])
         self.integers = LateValues([t for step in self.steps for r in step.readings for t in r.tensors()])
 

@@ -34,7 +34,7 @@ class ConsoleSink:
     """
 
     name = "console"
-    idle_flush_seconds = None
+    gather_seconds = 0.0
 
     def __init__(self, stream: TextIO | None = None) -> None:
         """Writes to `stream`; if None, to what `sys.stdout` is when the first record comes."""

@@ -40,8 +40,7 @@ class JsonlSink:
         flush_seconds: float = 5.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        # At one row every two seconds, a flush after every row would cost more than the rows themselves.
-        self.idle_flush_seconds = flush_seconds
+        self.gather_seconds = 0.8 * flush_seconds  # less, so that a burst of rows is flushed once, at its end
         self._path = Path(path)
         self._flush_steps = flush_steps
         self._flush_seconds = flush_seconds

@@ -32,7 +32,7 @@ class PrometheusSink:
     """
 
     name = "prometheus"
-    idle_flush_seconds = None
+    gather_seconds = 0.0
 
     def __init__(self, port: int, address: str = "127.0.0.1") -> None:
         self._port = port

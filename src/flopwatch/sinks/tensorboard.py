@@ -29,7 +29,7 @@ class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, log_dir: Path | str, flush_seconds: float = 30.0, clock: Clock = monotonic_seconds) -> None:
-        self.idle_flush_seconds = flush_seconds
+        self.gather_seconds = 0.8 * flush_seconds  # less, so that a burst of rows is flushed once, at its end
         self._log_dir = Path(log_dir)
         self._flush_seconds = flush_seconds
         self._clock = clock

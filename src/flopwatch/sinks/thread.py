@@ -11,11 +11,17 @@ from flopwatch.run_records import Record, Row
 from flopwatch.sinks.protocol import Sink
 
 _CLOSE: Final = "close"
-_IDLE: Final = "idle"
+_CAUGHT_UP: Final = "caught up"
+_MOST_GATHERED = 20
+"""Rows that wake the thread before its time: 200 steps at the usual ten steps a row."""
 
 
 class SinkThread:
     """Feeds one sink from a queue, in a daemon thread that sleeps while there is nothing to do.
+
+    Rows are gathered for a few seconds and written together, then the sink is flushed: every waking costs the training
+    thread 20 µs and finds cold caches, so five rows at a time take less than half the CPU time of five rows one by one.
+    Everything else, and a row after a silence, is written at once.
 
     >>> from flopwatch.run_records import RunStart
     >>> from flopwatch.testing import RecordingSink
@@ -40,16 +46,15 @@ class SinkThread:
         sink: Sink,
         on_failure: Callable[[str, BaseException], None],
         queue_size: int = 1000,
-        idle_flush_seconds: float = 1.0,
+        gather_seconds: float = 1.0,
     ) -> None:
         """Starts the thread.
 
         Args:
-            sink: Where the records go. An attribute `idle_flush_seconds` of it comes before the argument; None means
-                that it need not be flushed, and saves waking the thread once more for every row.
+            sink: Where the records go. An attribute `gather_seconds` of it comes before the argument.
             on_failure: Called once, from the thread, with the sink's name and what it raised first.
             queue_size: Rows that may wait. Other records, rare and dear, may wait up to twice as many.
-            idle_flush_seconds: The sink is flushed when nothing came for so long.
+            gather_seconds: How long rows may wait for each other; 0 has every row written at once.
         """
         self.name = sink.name
         self.dropped_rows = 0
@@ -58,7 +63,8 @@ class SinkThread:
         self._sink = sink
         self._on_failure = on_failure
         self._queue_size = queue_size
-        self._idle_flush_seconds: float | None = getattr(sink, "idle_flush_seconds", idle_flush_seconds)
+        self._gather_seconds: float = getattr(sink, "gather_seconds", gather_seconds)
+        self._wake = Event()
         self._cpu_seconds = 0.0
         self._closing = False
         # Measured with a waiting consumer, p50: SimpleQueue 8 µs, Queue and deque with Condition 20 µs.
@@ -80,6 +86,8 @@ class SinkThread:
             self.dropped_rows += 1
             return False
         self._queue.put(record)
+        if not isinstance(record, Row) or self._queue.qsize() >= _MOST_GATHERED:
+            self._wake.set()
         return True
 
     def flush(self, timeout_seconds: float) -> bool:
@@ -88,13 +96,16 @@ class SinkThread:
             return False
         done = Event()
         self._queue.put(done)
-        return done.wait(timeout_seconds)
+        self._wake.set()
+        # A sink that failed in between took its thread along: nobody would ever answer.
+        return self.failed is None and done.wait(timeout_seconds) and self.failed is None
 
     def close(self, timeout_seconds: float) -> bool:
         """Let the thread drain the queue, close the sink and end; waits so long at most. True when it ended."""
         if not self._closing:
             self._closing = True
             self._queue.put(_CLOSE)
+            self._wake.set()
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
@@ -123,16 +134,25 @@ class SinkThread:
         self._sink.close()
 
     def _next(self, unflushed: bool) -> Record | str | Event:
-        try:
-            return self._queue.get(timeout=self._idle_flush_seconds if unflushed else None)
-        except Empty:
-            return _IDLE
+        """The next of what waits; a flush when all of it is written; else sleep."""
+        with suppress(Empty):
+            return self._queue.get_nowait()
+        if unflushed:
+            return _CAUGHT_UP
+        if self._gather_seconds:
+            self._wake.wait(self._gather_seconds)
+            self._wake.clear()
+            with suppress(Empty):
+                return self._queue.get_nowait()
+        return self._queue.get()
 
     def _switch_off(self, error: BaseException) -> None:
         self.failed = f"{type(error).__name__}: {error}"
         with suppress(Empty):
             while True:
-                self._queue.get_nowait()
+                waiting = self._queue.get_nowait()
+                if isinstance(waiting, Event):
+                    waiting.set()
         with suppress(Exception):
             self._on_failure(self.name, error)
         # A broken sink may still hold a file or a port.

@@ -27,7 +27,7 @@ class WandbSink:
     """
 
     name = "wandb"
-    idle_flush_seconds = None
+    gather_seconds = 15.0
 
     def __init__(self, output_dir: Path | str, project: str | None = None, **init: Any) -> None:
         self._output_dir = Path(output_dir)
