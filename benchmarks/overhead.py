@@ -4,7 +4,7 @@
     python benchmarks/overhead.py --quick --parts free       # a short look; writes nothing
     python benchmarks/overhead.py --parts rivals             # that part again; the others as they were last measured
 
-Only ratios of neighbouring blocks count: the machine may be busy with other things.
+Only ratios of neighbouring turns count: the machine may be busy with other things.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from overhead_loop import LARGE, SMALL, Size, calibrated
+from overhead_loop import LARGE, SMALL, Schedule, Size, calibrated
 from overhead_page import section, terminal_tables, write_section
 from overhead_picture import picture
 from overhead_tools import MONITORS
@@ -32,10 +32,19 @@ ROOT = HERE.parent
 PARTS = ("free", "frequency", "rivals", "harm", "instructions")
 FREE_SECONDS = 0.2
 CHEAP_SECONDS = 0.025
-QUICK_SECONDS = 0.05
-FREQUENCIES = {1: (10, 8), 10: (20, 10), 50: (50, 8), 100: (100, 6), 500: (500, 4)}
-"""Measuring frequency to steps of a block and repeats: every block has at least one measured step."""
-QUICK_FREQUENCIES = {1: (4, 2), 10: (10, 2)}
+FREE = Schedule(repeats=40, steps=15)
+LONG_STEPS = Schedule(repeats=30, steps=10)
+SHORT_STEPS = Schedule(repeats=40, steps=20, turn=10)
+FREQUENCIES = {
+    1: Schedule(repeats=12, steps=10),
+    10: Schedule(repeats=16, steps=20, turn=10),
+    50: Schedule(repeats=10, steps=50, turn=10),
+    100: Schedule(repeats=8, steps=100, turn=10),
+    500: Schedule(repeats=4, steps=500, turn=10),
+}
+"""By measuring frequency: every repeat has at least one measured step."""
+QUICK_FREE = Schedule(repeats=3, steps=10)
+QUICK_FREQUENCIES = {1: Schedule(repeats=2, steps=4), 10: Schedule(repeats=2, steps=10)}
 TABLE_WIDTH = 150
 
 
@@ -84,35 +93,30 @@ def _chosen(names: str) -> list[str]:
 
 
 def _free(arguments: argparse.Namespace) -> Any:
-    size = calibrated(SMALL, QUICK_SECONDS) if arguments.quick else calibrated(LARGE, FREE_SECONDS)
-    repeats, steps = (3, 6) if arguments.quick else (20, 15)
-    return _work(sys.executable, part="free", size=size, repeats=repeats, steps=steps)
+    schedule = QUICK_FREE if arguments.quick else FREE
+    return _work(sys.executable, schedule, part="free", size=calibrated(LARGE, FREE_SECONDS))
 
 
 def _frequency(arguments: argparse.Namespace) -> Any:
     size = calibrated(SMALL, CHEAP_SECONDS)
     rivals = arguments.rivals and not arguments.quick
+    python = PYTHON if rivals else sys.executable
     return {
-        every: _work(
-            PYTHON if rivals else sys.executable,
-            part="frequency",
-            size=size,
-            every=every,
-            steps=steps,
-            repeats=repeats,
-            rivals=rivals,
-        )
-        for every, (steps, repeats) in (QUICK_FREQUENCIES if arguments.quick else FREQUENCIES).items()
+        every: _work(python, schedule, part="frequency", size=size, every=every, rivals=rivals)
+        for every, schedule in (QUICK_FREQUENCIES if arguments.quick else FREQUENCIES).items()
     }
 
 
 def _rivals(arguments: argparse.Namespace) -> Any:
-    return _work(PYTHON, part="rivals", size=calibrated(LARGE, FREE_SECONDS), repeats=16, steps=20)
+    return {
+        "short": _work(PYTHON, SHORT_STEPS, part="rivals", size=calibrated(SMALL, CHEAP_SECONDS)),
+        "long": _work(PYTHON, LONG_STEPS, part="rivals", size=calibrated(LARGE, FREE_SECONDS)),
+    }
 
 
 def _harm(arguments: argparse.Namespace) -> Any:
     def one(tool: str, is_compiled: bool) -> Any:
-        return _work(PYTHON, part="harm", size=SMALL, tool=tool, is_compiled=is_compiled)
+        return _work(PYTHON, None, part="harm", size=SMALL, tool=tool, is_compiled=is_compiled)
 
     return {tool.name: [one(tool.name, False), one(tool.name, True)] for tool in MONITORS}
 
@@ -130,7 +134,9 @@ MEASURE = {
 }
 
 
-def _work(python: str, *, size: Size, **plan: Any) -> Any:
+def _work(python: str, schedule: Schedule | None, *, size: Size, **plan: Any) -> Any:
+    if schedule is not None:
+        plan["schedule"] = asdict(schedule)
     with tempfile.TemporaryDirectory(prefix="flopwatch-overhead-") as folder:
         text = json.dumps({"size": asdict(size), "folder": folder, **plan})
         return json.loads(_output([python, str(HERE / "overhead_worker.py"), text]))

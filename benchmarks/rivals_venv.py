@@ -24,6 +24,32 @@ RIVAL_PINS = {
     "deepspeed": "0.19.8",
     "mfu-tracker": "0.3.0",
 }
+"""Tools that count; `accuracy.py`."""
+
+MONITOR_PINS = {"lightning": "2.6.6", "mosaicml": "0.32.1", "traceml-ai": "0.5.0"}
+"""Tools that watch a training; `overhead.py`, which also takes DeepSpeed and mfu-tracker from above."""
+
+_COMPOSER_NEEDS = [
+    "mosaicml-cli==0.7.5",
+    "py-cpuinfo",
+    "importlib_metadata<9",
+    "backoff",
+    "gql==3.5.3",
+    "graphql-core<3.3",
+    "websockets",
+    "ruamel.yaml",
+    "questionary",
+    "prompt_toolkit",
+    "wcwidth",
+    "python-dateutil",
+    "six",
+    "validators",
+    "coolname",
+    "zipp",
+    "tabulate",
+    "termcolor",
+]
+"""What `import composer` asks for, torchvision apart."""
 
 
 def _install_steps() -> list[list[str]]:
@@ -36,6 +62,11 @@ def _install_steps() -> list[list[str]]:
         # Its profiler is plain Python; what its import needs is named here, its kernels are not built.
         ["--no-deps", f"deepspeed=={RIVAL_PINS['deepspeed']}"],
         ["einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic"],
+        [f"lightning=={MONITOR_PINS['lightning']}", f"traceml-ai=={MONITOR_PINS['traceml-ai']}"],
+        # It declares torch < 2.7.1; its callback has no such need.
+        ["--no-deps", f"mosaicml=={MONITOR_PINS['mosaicml']}", *_COMPOSER_NEEDS],
+        [f"tensorboard=={version('tensorboard')}", f"wandb=={version('wandb')}"],
+        ["--editable", str(HERE.parent)],  # last: what is pinned above is there already
     ]
 
 

@@ -129,16 +129,21 @@ class BatchReader:
         if plan is None:
             plan = self._new_plan(key, batch, tensors)
         documents = None if lengths is None else _checked(plan, lengths)
-        if self.may_hold and all(tensors[name].is_cpu for name in plan.named):
-            held = {name: (tensors[name], _version(tensors[name])) for name in plan.named}
-            return Reading(plan, known_documents=documents, held=held)
+        if self.may_hold:
+            held = {}
+            for name in plan.named:
+                tensor = tensors[name]
+                if not tensor.is_cpu or tensor.is_inference():
+                    return self._measured(plan, tensors, documents)
+                held[name] = tensor, tensor._version
+            return Reading(plan, None, None, None, None, None, documents, held)
         return self._measured(plan, tensors, documents)
 
     def look_at_held(self, reading: Reading) -> Reading | None:
         """The reading with its small tensors; None when the batch was written into in the meantime."""
         if reading.held is None:
             return reading
-        if any(_version(tensor) != version for tensor, version in reading.held.values()):
+        if any(tensor._version != version for tensor, version in reading.held.values()):
             self.may_hold = False
             return None
         tensors = {name: tensor for name, (tensor, _) in reading.held.items()}
@@ -198,10 +203,6 @@ class BatchReader:
         plan = replace(plan, named=tuple(name for name in parts if name is not None))
         self._plans[key] = plan
         return plan
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _two_dimensional(tensors: Mapping[str, Any], name: str, seq_len: int | None) -> str | None:

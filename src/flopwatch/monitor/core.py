@@ -114,9 +114,9 @@ class Core:
         noted = NotedStep(
             step,
             epoch,
-            keep(loss),
-            keep(grad_norm),
-            keep(learning_rate),
+            keep(loss) if isinstance(loss, torch.Tensor) else loss,
+            keep(grad_norm) if isinstance(grad_norm, torch.Tensor) else grad_norm,
+            keep(learning_rate) if isinstance(learning_rate, torch.Tensor) else learning_rate,
             self._readings,
             segments,
             wait,
@@ -133,9 +133,6 @@ class Core:
             self.pricing.check(batch, noted.readings[-1], self.close_window)
         if self.trace.is_on:
             self.trace.step_ended(step)
-        self._close_window_if_due()
-
-    def _close_window_if_due(self) -> None:
         steps = len(self._noted)
         if steps == 1:
             self._window_began = self._clock()

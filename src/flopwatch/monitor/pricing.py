@@ -8,7 +8,7 @@ from torch import nn
 
 from flopwatch.clock import Clock
 from flopwatch.errors import InputError
-from flopwatch.monitor.batch_reader import BatchReader, Reading, Work
+from flopwatch.monitor.batch_reader import BatchReader, Plan, Reading, Work
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.denominator import compute_dtype, device_of, find_peak
 from flopwatch.monitor.law_book import StepFlops
@@ -52,12 +52,15 @@ class Pricing:
         self._reader = BatchReader()
         self._mode = self._chosen_mode(clock, loss_fn)
         self._has_given_up = False
+        self._known: dict[int, Plan] = {}
+        """Shapes that can be priced, by identity: asking the mode on every step costs more than the rest of it."""
         self.is_new = True
         self.peak: Peak | None = None
         self.has_looked_for_peak = False
         self.device = torch.device("cpu")
 
     def set_model(self, model: nn.Module) -> None:
+        self._known.clear()
         self.model = model
         self.device = device_of(model)
         self.has_looked_for_peak = False
@@ -69,7 +72,11 @@ class Pricing:
     def read(self, batch: Any, lengths: Sequence[int] | None) -> Reading:
         """Look at a batch; count, if nothing like it was met before."""
         reading = self._reader.read(batch, lengths)
-        if not self._mode.knows(reading.plan) and self.model is not None and not self._has_given_up:
+        if id(reading.plan) in self._known:
+            return reading
+        if self._mode.knows(reading.plan):
+            self._known[id(reading.plan)] = reading.plan
+        elif self.model is not None and not self._has_given_up:
             self._learn(batch, reading)
             reading = self._reader.read(batch, lengths)  # now that the values of masks and positions were looked at
         return reading
@@ -105,6 +112,7 @@ class Pricing:
             return
         price_what_was()
         with self._apart():
+            self._known.clear()
             self._mode.start_again(model, batch, reading.plan)
         self.is_new = True
         self._tell("info", "flops_counted_anew", message)

@@ -42,7 +42,8 @@ class StepClock:
         segments = None if self._start is None else (*self._segments, (self._start, now))
         wait = self._wait_seconds
         self._start = now
-        self._segments.clear()
+        if self._segments:
+            self._segments = []
         self._wait_seconds = None
         self._waiting_since = self._clock()
         return segments, wait
