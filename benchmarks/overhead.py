@@ -65,13 +65,14 @@ def main() -> None:
     wide = Console(width=max(console.width, TABLE_WIDTH))
     for table in terminal_tables(store):
         wide.print(table)
-    if not arguments.quick and all(part in store for part in PARTS):
-        write_section(arguments.page, section(store))
+    if arguments.quick:
+        return
+    write_section(arguments.page, section(store))
+    console.print(f"Wrote {arguments.page}")
+    if {"rivals", "frequency"} <= set(store):
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
         arguments.picture.write_text(picture(store))
-        console.print(f"Wrote {arguments.page} and {arguments.picture}")
-    else:
-        console.print("Part of the tables only: the page and the picture stay as they are")
+        console.print(f"Wrote {arguments.picture}")
 
 
 def _arguments() -> argparse.Namespace:

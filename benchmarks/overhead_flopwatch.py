@@ -14,8 +14,7 @@ Call = Literal["attention_mask", "batch"]
 
 ALL_SINKS = ("tensorboard", "wandb")
 """Beside the local log, which is always there."""
-QUIET_AFTER_SECONDS = 2.0
-QUIET_CPU_SECONDS = 0.02
+POLL_SECONDS = 0.5
 
 
 class Watched:
@@ -35,23 +34,24 @@ class Watched:
         self._given: dict[str, Any] = {"attention_mask": training.attention_mask}
         if call == "batch":
             self._given = {"batch": {**training.batch, "attention_mask": training.attention_mask}}
-        config = None if every is None else {"flopwatch": {"recalibration_frequency": every}}
-        self.monitor = TrainingMonitor(
-            folder, config, model=training.model, mode=mode, sinks=sinks, flops_profile_freq=every, log_every=LOG_EVERY
-        )
+        # Turns without the monitor pass too, so windows must end by steps, as they would without these turns.
+        config: dict[str, Any] = {"log_every": LOG_EVERY, "log_seconds": 3600.0}
+        if every is not None:
+            config |= {"recalibration_frequency": every, "flops_profile_freq": every}
+        self.monitor = TrainingMonitor(folder, {"flopwatch": config}, model=training.model, mode=mode, sinks=sinks)
         self.call_seconds: list[float] = []
         self._call_cpu_seconds = 0.0
+        self._first_of_window = 0
         self._at_start = self._at_end = (0, 0.0, 0.0, 0.0)
 
     def contender(self) -> Contender:
-        return Contender(self._step, apart=self.monitor.pause, close=self._close)
+        return Contender(self._step, apart=self.monitor.pause, get_ready=self._get_ready, close=self._close)
 
-    def start_measuring(self) -> None:
-        """Once the sinks have loaded what they load and started what they start."""
-        before = -1.0
-        while self.monitor.thread_cpu_seconds - before > QUIET_CPU_SECONDS or not self._are_sinks_open():
-            before = self.monitor.thread_cpu_seconds
-            time.sleep(QUIET_AFTER_SECONDS)
+    def _get_ready(self) -> None:
+        """Make a row, and wait until the sinks have loaded what they load and started what they start for it."""
+        self.monitor.log_now()
+        self._first_of_window = len(self.call_seconds)
+        self._wait_for_sinks()
         self._at_start = self._spent()
 
     def calls_in_the_loop(self) -> list[float]:
@@ -59,11 +59,14 @@ class Watched:
 
     def _ordinary(self, first: int) -> list[float]:
         """Seconds of the calls from this one on that did not end a logging window."""
-        numbered = list(enumerate(self.call_seconds, start=1))[first:]
-        return [seconds for number, seconds in numbered if number % LOG_EVERY != 0]
+        return [
+            seconds
+            for place, seconds in enumerate(self.call_seconds, start=1 - self._first_of_window)
+            if place > first - self._first_of_window and place % LOG_EVERY != 0
+        ]
 
     def figures(self) -> Mapping[str, Any]:
-        """Of the time from `start_measuring` to the end."""
+        """Of the time from the warm-up to the end."""
         steps, calls, threads, call_cpu = (now - then for now, then in zip(self._at_end, self._at_start, strict=True))
         return {
             "own_seconds_per_step": (calls + threads) / steps,
@@ -81,15 +84,18 @@ class Watched:
             self._log(number, loss, grad_norm)
         return self._ordinary(first + calls // 10)
 
-    def _are_sinks_open(self) -> bool:
-        """Whether each has written a row. Not in the public interface: only a benchmark has to know."""
+    def _wait_for_sinks(self) -> None:
+        """Until each has written its rows. Not by the public interface: only a benchmark has to know."""
         threads = self.monitor._made.outlets._threads if self.monitor._made else []
-        failed = [f"{thread.name}: {thread.failed}" for thread in threads if thread.failed]
-        if failed:
-            raise RuntimeError(f"a sink that failed costs nothing, so this is no measurement ({'; '.join(failed)})")
-        return all(thread.opening_cpu_seconds for thread in threads)
+        while not all(thread.opening_cpu_seconds and thread._queue.empty() for thread in threads):
+            failed = [f"{thread.name}: {thread.failed}" for thread in threads if thread.failed]
+            if failed:
+                raise RuntimeError(f"a sink that failed costs nothing, so this is no measurement ({'; '.join(failed)})")
+            time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)  # the last row may be in a sink's hands
 
     def _close(self) -> None:
+        self._wait_for_sinks()
         self._at_end = self._spent()
         self.monitor.close()
 

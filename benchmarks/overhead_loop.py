@@ -17,10 +17,9 @@ from overhead_statistics import Block, Pair
 
 SEED = 0
 LEARNING_RATE = 1e-4
-LOG_EVERY = 10
-"""Steps between two rows, for everybody who has rows."""
+LOG_EVERY = 50
+"""Steps between two rows, for everybody who has a choice: flopwatch's and Lightning's default."""
 WARM_UP_STEPS = 12
-"""More than one row, so that everybody has done what is done once."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,13 @@ class Contender:
     Attributes:
         step: Runs the training step of this number, watched.
         apart: What holds while others have their turn.
+        get_ready: Called once after the warm-up.
         close: Called once at the end.
     """
 
     step: Callable[[int], object]
     apart: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
+    get_ready: Callable[[], object] = field(default=lambda: None)
     close: Callable[[], object] = field(default=lambda: None)
 
 
@@ -110,9 +111,7 @@ class Schedule:
     turn: int = 5
 
 
-def interleave(
-    training: Training, makers: Makers, schedule: Schedule, at_start: Callable[[], object] = lambda: None
-) -> Timings:
+def interleave(training: Training, makers: Makers, schedule: Schedule) -> Timings:
     """Run each contender in turns with the bare loop; which comes first changes from turn to turn.
 
     Short turns, because the mood of a shared machine changes within seconds.
@@ -121,11 +120,9 @@ def interleave(
         training: The bare loop.
         makers: Start a contender each; the others are apart while they do. One that raises is left out.
         schedule: How often.
-        at_start: Called after the warm-up.
     """
     contenders, start_seconds, failures = _started(makers)
     pairs: dict[str, list[Pair]] = {name: [] for name in contenders}
-    at_start()
     for repeat in range(schedule.repeats):
         for name, contender in contenders.items():
             gc.collect()  # nobody sweeps up after another
@@ -168,6 +165,7 @@ def _started(makers: Makers) -> tuple[dict[str, Contender], dict[str, float], di
                 contender.step(0)
                 start_seconds[name] = time.perf_counter() - before
                 _run(contender.step, range(1, WARM_UP_STEPS))
+                contender.get_ready()
             except Exception as error:
                 failures[name] = described(error)
                 continue

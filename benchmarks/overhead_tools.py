@@ -15,13 +15,13 @@ MONITORS = [
         "flopwatch",
         "flopwatch",
         '`TrainingMonitor(mode="smart", sinks=["tensorboard", "wandb"])`, W&B offline, and its own JSON Lines log; '
-        "`log_step` with loss, gradient norm, learning rate and `attention_mask` on every step, a row every 10.",
+        "`log_step` with loss, gradient norm, learning rate and `attention_mask` on every step, a row every 50.",
     ),
     Tool(
         "lightning",
         "Lightning ThroughputMonitor",
         "Fabric's `ThroughputMonitor`, as its documentation has it for a plain loop: `measure_flops` once on the meta "
-        "device, `update` on every step, `compute_and_log` to TensorBoard every 10. The Trainer's callback of the same "
+        "device, `update` on every step, `compute_and_log` to TensorBoard every 50. The Trainer's callback of the same "
         "name calls `torch.cuda.synchronize()` on every batch; there is no GPU here, so this costs nothing here.",
     ),
     Tool(

@@ -35,11 +35,11 @@ def free(training: Training, folder: Path, plan: Mapping[str, Any]) -> Mapping[s
     """Bare against our monitor with three sinks; the call timed in that loop, and apart from it."""
     schedule = Schedule(**plan["schedule"])
     watched = Watched(training, folder / "mask", sinks=ALL_SINKS)
-    timings = interleave(training, {"flopwatch": watched.contender}, schedule, watched.start_measuring)
+    timings = interleave(training, {"flopwatch": watched.contender}, schedule)
     calls = {"mask_in_the_loop": watched.calls_in_the_loop()}
     with_batch = Watched(training, folder / "batch", call="batch")
     a_quarter = replace(schedule, repeats=max(2, schedule.repeats // 4))
-    interleave(training, {"flopwatch": with_batch.contender}, a_quarter, with_batch.start_measuring)
+    interleave(training, {"flopwatch": with_batch.contender}, a_quarter)
     calls["batch_in_the_loop"] = with_batch.calls_in_the_loop()
     for name, call in CALLS_IN_A_ROW.items():
         in_a_row = Watched(training, folder / name, call=call)

@@ -23,7 +23,7 @@ SCREENS = {
     ),
     "peak": 'peak --name "NVIDIA H100 80GB HBM3"',
     "watch": "watch runs/example --once",
-    "explain": "explain runs/example --step 120",
+    "explain": "explain runs/example --step 90",
 }
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 def train_example(folder: Path) -> None:
     """A real run for the commands that look at one."""
-    subprocess.run([sys.executable, str(EXAMPLE), "--steps", "200", "--model", "small"], cwd=folder, check=True)
+    subprocess.run([sys.executable, str(EXAMPLE), "--steps", "120", "--model", "small"], cwd=folder, check=True)
 
 
 def drawn(arguments: str, folder: Path) -> str:
