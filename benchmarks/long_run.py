@@ -45,20 +45,12 @@ def run_long(folder: Path, calls: int) -> list[Block]:
             monitor.log_step(step, 0, loss, 1.0, 1e-4, mask)
             step += 1
         seconds = time.thread_time() - began
-        _drain(monitor)
+        monitor.state_dict()  # has the log written up to here
         blocks.append(Block(step, process.memory_info().rss, monitor.log_path.stat().st_size, seconds))
     monitor.close()
     if monitor.summary is None or monitor.summary.dropped_rows:
         raise RuntimeError(f"rows were dropped: {monitor.summary}")
     return blocks
-
-
-def _drain(monitor: TrainingMonitor) -> None:
-    """Wait until the log has stopped growing: the queue is empty and flushed."""
-    size = -1
-    while monitor.log_path.stat().st_size != size:
-        size = monitor.log_path.stat().st_size
-        time.sleep(1.5)
 
 
 def main() -> None:
