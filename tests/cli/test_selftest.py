@@ -10,6 +10,7 @@ from flopwatch.cli import main
 pytestmark = pytest.mark.requirement("R8")
 
 
+@pytest.mark.slow
 def test_it_passes_here():
     done = subprocess.run([sys.executable, "-m", "flopwatch", "selftest"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -99,6 +99,7 @@ def test_000_frequency_from_code_comes_before_the_file(tmp_path):
     monitor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("R9")
 @pytest.mark.parametrize("measurement_mode", ["smart", "profiler", "estimate"])
 def test_001_precise_mfu(model, true_of_4_x_32, measurement_mode, monkeypatch):
@@ -183,6 +184,7 @@ def test_001_complex():
     assert config == read_config(None, "complex")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("R11")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_001_every_preset_runs(preset, model, tmp_path):
@@ -193,6 +195,7 @@ def test_001_every_preset_runs(preset, model, tmp_path):
     assert monitor.summary.values["perf/mfu"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("R12")
 @pytest.mark.parametrize(("training_phase", "measure_freq"), [("warmup", 1000), ("main", 500), ("finetune", 200)])
 def test_001_frequency_by_training_phase(training_phase, measure_freq, model, tmp_path):

@@ -96,6 +96,7 @@ def test_padded_ragged_and_packed_steps_add_up_to_the_flop(architecture, tmp_pat
     assert values["total/trainable_tokens"] == trainable
 
 
+@pytest.mark.slow
 def test_images_of_every_size_are_priced(tmp_path):
     grids = [(1, 4, 6), (1, 2, 2), (1, 6, 4), (1, 8, 2)]
     truth = Truth("qwen2_vl")
@@ -117,6 +118,7 @@ def test_images_without_a_text_are_priced_by_the_sample(tmp_path):
     assert "total/tokens" not in values
 
 
+@pytest.mark.slow
 def test_a_model_without_a_law_is_counted_shape_by_shape(tmp_path):
     truth = Truth("mamba2")
     batches = [causal_batch(2, length) for length in (20, 33, 20, 33)]
@@ -143,6 +145,7 @@ def test_a_loop_that_writes_into_its_batch_is_found_out_and_read_at_once(tmp_pat
     assert monitor.summary.values["total/steps"] == 20
 
 
+@pytest.mark.slow
 def test_micro_batches_of_a_step_add_up(tmp_path):
     truth = Truth("llama")
     monitor = flopwatch.TrainingMonitor(tmp_path, model=BY_NAME["llama"].build(), strict=True)
@@ -166,6 +169,7 @@ def test_a_mask_alone_is_enough_for_a_text_model(tmp_path):
     assert monitor.summary.values["total/model_flops"] == sum(map(truth.of_length, (9, 17, 30)))
 
 
+@pytest.mark.slow
 def test_a_loop_that_passes_nothing_can_state_its_shape(tmp_path):
     model = BY_NAME["llama"].build()
     monitor = flopwatch.TrainingMonitor(tmp_path, model=model, strict=True, config={"batch_size": 2, "seq_length": 16})
@@ -175,6 +179,7 @@ def test_a_loop_that_passes_nothing_can_state_its_shape(tmp_path):
     assert monitor.summary.values["total/model_flops"] == 2 * Truth("llama").of_length(16)
 
 
+@pytest.mark.slow
 def test_a_mask_that_numbers_the_documents_is_not_taken_for_lengths(tmp_path):
     batch = causal_batch(2, 12)
     batch["attention_mask"] = torch.tensor([[1] * 5 + [2] * 7, [1] * 6 + [2] * 3 + [0] * 3])
@@ -184,6 +189,7 @@ def test_a_mask_that_numbers_the_documents_is_not_taken_for_lengths(tmp_path):
     assert values["total/real_tokens"] == 12 + 9
 
 
+@pytest.mark.slow
 def test_cumulative_lengths_that_are_filled_up_count_no_empty_documents(tmp_path):
     batch = cumulative([9, 14])
     batch["cu_seq_lens_q"] = torch.tensor([0, 9, 23, 23, 23], dtype=torch.int32)
@@ -195,6 +201,7 @@ def test_cumulative_lengths_that_are_filled_up_count_no_empty_documents(tmp_path
     assert values["total/samples"] == 2
 
 
+@pytest.mark.slow
 def test_positions_that_do_not_start_at_zero_are_not_taken_for_documents(tmp_path, caplog):
     batch = {**causal_batch(2, 12), "position_ids": torch.arange(500, 512).expand(2, -1)}
 
@@ -204,6 +211,7 @@ def test_positions_that_do_not_start_at_zero_are_not_taken_for_documents(tmp_pat
     assert "each row is taken as one document" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["smart", "profiler", "hybrid", "estimate"])
 def test_every_mode_prices_a_dense_decoder_to_the_flop(mode, tmp_path):
     truth = Truth("llama")
