@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-READS = {"item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__index__"}
-"""Not `numpy`: it looks at memory of the host, and raises for any other."""
+READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"}
 SYNCHRONISING_OPS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "_unique2"}
 COPYING_OPS = {"_to_copy", "copy_"}
 HARMLESS_SYSTEM_CALLS = {"fspath", "getpid"}

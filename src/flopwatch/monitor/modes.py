@@ -22,7 +22,7 @@ class FlopMode(Protocol):
     name: str
 
     def knows(self, plan: Plan) -> bool:
-        """Whether batches of this shape can be priced without counting; asked on every step."""
+        """Whether batches of this shape can be priced without counting; asked until it is so."""
 
     def learn(self, model: nn.Module, batch: Any, plan: Plan) -> None:
         """Take the time to get to know this shape."""

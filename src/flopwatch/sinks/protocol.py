@@ -18,7 +18,7 @@ class Sink(Protocol):
         """Take one record. The first is always a `RunStart`."""
 
     def flush(self) -> None:
-        """Hand on what is buffered; called when the queue has been empty for a while."""
+        """Hand on what is buffered; called when rows have gathered for a while, when asked, and at the end."""
 
     def close(self) -> None:
         """Called once, after the last record."""
