@@ -1,0 +1,62 @@
+"""What every engine does: place supervisors, and say when they have ended. How a trial ended is in its files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from flopwatch.trial_records import TrialSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A trial whose folder is ready: `trials/NAME/spec.json` is written.
+
+    What an engine starts, in a process of its own: `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`.
+    """
+
+    sweep: Path
+    name: str
+    key: str
+    spec: TrialSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A supervisor is gone.
+
+    Attributes:
+        name: Of the trial.
+        evidence: What the engine saw; the runner reads it when the supervisor left no `result.json`. Keys in use:
+            `exit_code`, `signal` (of the supervisor), `state` (Slurm's word), `error` (Ray's), `host`.
+    """
+
+    name: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Places supervisors. All calls come from one thread."""
+
+    name: str
+
+    def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
+        """Get ready. Of the unfinished trials of an earlier runner, name those still running that it will wait for."""
+
+    def room(self, next_up: TrialSpec) -> int:
+        """How many trials like this one it would take now; 0 while full."""
+
+    def submit(self, trials: Sequence[Trial]) -> None:
+        """Place them; at most as many as there was room for."""
+
+    def wait(self, seconds: float) -> Sequence[Ended]:
+        """The trials that ended since; returns at the first end, or with nothing after so many seconds."""
+
+    def cancel(self) -> None:
+        """Kill everything that runs, trees included. The ends still come out of `wait`."""
+
+    def close(self) -> None:
+        """Let go of slots and connections. Nothing is running any more."""
+
+    def state(self) -> str:
+        """A word for the live table: `2 slots`, `waiting for GPU 0 (sweep in /data/a)`, `3 queued`."""

@@ -1,0 +1,293 @@
+"""A trial and how it ended: frozen records, each with a JSON form. Standard library only: supervisors start with it.
+
+A sweep is many trials; `sweep` writes these records, `report` reads them, and neither knows the other.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+FORMAT = 1
+"""Of spec.json and result.json; a reader refuses a newer one."""
+
+Outcome: TypeAlias = Literal[
+    "ok",  # ran to its end and was measured
+    "oom_device",  # the accelerator's memory did not suffice
+    "oom_host",  # the host's memory, or the limit set on it, did not suffice
+    "crash",  # ended by a signal nobody of us sent
+    "timeout",  # took longer than the wall limit
+    "hang",  # made no progress for longer than the no-progress limit
+    "error",  # raised an exception, or left with an exit code
+    "unsupported",  # this trainer cannot train this model
+    "invalid",  # the configuration itself cannot be used
+    "cancelled",  # stopped by the user, or with the runner
+    "lost",  # its supervisor vanished: node failure, preemption
+    "oom_inferred",  # not run: a smaller one was out of memory already
+    "skipped",  # not run: left out by a rule of the sweep
+]
+
+FAILED: tuple[Outcome, ...] = ("crash", "timeout", "hang", "error", "invalid", "lost", "cancelled")
+"""What `--only failed` runs again; an out-of-memory is a result."""
+
+OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
+
+NOT_RUN: tuple[Outcome, ...] = ("oom_inferred", "skipped", "unsupported")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a supervisor ends its trial.
+
+    Attributes:
+        wall_seconds: Longest life of the worker; None is no limit.
+        no_progress_seconds: Longest time without a new phase or step; None is no limit.
+        memory_bytes: Host memory of the trial's whole process tree; None is no limit.
+    """
+
+    wall_seconds: float | None = 3600.0
+    no_progress_seconds: float | None = 600.0
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSpec:
+    """One configuration.
+
+    Attributes:
+        trainer: `standard`, `dpsgd`, `ghost`, `fast`, `package.module:Class`, or `command`.
+        model: A preset, the path of a Hugging Face config, or `package.module:function`; unused by a command.
+        batch_size: Samples per step.
+        seq_len: Positions per sample.
+        label: How the trainer is called in names and tables, such as `DPGhostClippingTrainer`.
+        command: The shell command of a `command` trainer, with `{batch_size}`, `{seq_len}` and `{model}` filled in.
+        dtype: What matmuls compute in: `fp32`, or `bf16` by autocast.
+        device: `cpu`, `cuda`, ...; `auto` is the accelerator if there is one.
+        steps: Measured steps.
+        warmup_steps: Steps before them, apart.
+        checkpointing: With gradient checkpointing.
+        seed: Of the weights and of the batch.
+        threads: CPU threads of the worker; None leaves it to the slot.
+        gpus: Accelerators of the trial; a fraction shares one.
+        cpus: Cores the trial asks of an engine that reserves them; None is the engine's default.
+        options: What else the trainer takes, such as `max_grad_norm`.
+        trace: Whether one step is recorded as a Kineto trace.
+        limits: When it is ended.
+    """
+
+    trainer: str
+    model: str
+    batch_size: int
+    seq_len: int
+    label: str = ""
+    command: str | None = None
+    dtype: str = "fp32"
+    device: str = "auto"
+    steps: int = 10
+    warmup_steps: int = 3
+    checkpointing: bool = False
+    seed: int = 0
+    threads: int | None = None
+    gpus: float = 0.0
+    cpus: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    trace: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "TrialSpec":
+        return cls(**{**content, "limits": Limits(**content.get("limits", {}))})
+
+    def measured_settings(self) -> dict[str, Any]:
+        """What changes the measurement; a new label or time limit does not."""
+        content = self.to_json()
+        for name in ("label", "trace", "limits"):
+            del content[name]
+        return {**content, "memory_bytes": self.limits.memory_bytes}
+
+
+def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
+    """The trial's identity: a hash of its configuration and of what it runs on.
+
+    >>> spec = TrialSpec("standard", "tiny", 4, 512)
+    >>> content_key(spec, {"torch": "2.13.0"}) == content_key(spec, {"torch": "2.14.0"})
+    False
+    """
+    content = json.dumps({"spec": spec.measured_settings(), "environment": dict(environment)}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of the measured steps, warm-up apart.
+
+    Attributes:
+        count: Measured steps.
+        median: Their median; `low` and `high` are its 95 % bootstrap interval.
+        p10: Tenth percentile, and so on.
+        first: The very first step, with compilation and allocation.
+        unstable: True when the interval is wider than 5 % of the median, so small differences mean nothing.
+    """
+
+    count: int
+    median: float
+    low: float
+    high: float
+    p10: float
+    p90: float
+    p99: float
+    first: float
+    unstable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Most memory held, in bytes; None where this device does not tell.
+
+    Attributes:
+        allocated_bytes: By tensors on the accelerator.
+        reserved_bytes: By torch's allocator on the accelerator.
+        alloc_retries: How often the allocator had to free its cache first: above 0 it barely fits.
+        device_bytes: What the accelerator has.
+        rss_bytes: Resident memory of the trial's whole process tree.
+        baseline_bytes: Resident memory before the model was built.
+        by_phase: Peak in `build`, `forward`, `backward`, `optimizer`: allocated on an accelerator, resident on a CPU.
+    """
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    alloc_retries: int | None = None
+    device_bytes: int | None = None
+    rss_bytes: int | None = None
+    baseline_bytes: int | None = None
+    by_phase: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The figure that decides whether it fits: reserved on an accelerator, resident on a CPU."""
+        return self.reserved_bytes if self.reserved_bytes is not None else self.rss_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """FLOPs of one step.
+
+    Attributes:
+        model_flops: Of the standard training step: the mathematics, whichever trainer ran.
+        hardware_flops: What this trainer executes, second passes of DP-SGD included.
+        method: How the model FLOPs were found.
+        attention: `full` or `causal`.
+        coverage: Share of the matmul-like op calls that had a formula.
+        is_lower_bound: True when some had none.
+        peak: The denominator (`Peak.to_json()`), None when nobody knows it.
+        mfu: model FLOPs / (median seconds x peak); None without a peak.
+        hfu: The same with hardware FLOPs.
+        notes: What a reader must know.
+    """
+
+    model_flops: int | None = None
+    hardware_flops: int | None = None
+    method: str | None = None
+    attention: str = "full"
+    coverage: float | None = None
+    is_lower_bound: bool = False
+    peak: Mapping[str, Any] | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a trial measured, as far as it came.
+
+    Attributes:
+        parameters: Of the model.
+        steps: Times of its steps; None before the first measured one.
+        phase_seconds: Median seconds of `forward`, `backward` and `optimizer`.
+        samples_per_s: Batch size over the median.
+        tokens_per_s: Positions over the median; None where samples are not sequences.
+        memory: Most memory held.
+        cost: FLOPs and MFU; None when they were not counted.
+        trace: The Kineto trace, relative to the sweep's folder.
+        extra: Further numbers by name, such as those a command reported.
+    """
+
+    parameters: int | None = None
+    steps: StepTimes | None = None
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    memory: MemoryUse = field(default_factory=MemoryUse)
+    cost: StepCost | None = None
+    trace: str | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Measured":
+        steps, cost = content.get("steps"), content.get("cost")
+        return cls(
+            **{
+                **content,
+                "steps": StepTimes(**steps) if steps else None,
+                "memory": MemoryUse(**content.get("memory", {})),
+                "cost": StepCost(**{**cost, "notes": tuple(cost["notes"])}) if cost else None,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """How a trial ended.
+
+    Attributes:
+        name: Of the trial within its sweep, such as `StandardTrainer_bs4_seq512`.
+        key: Hash of its configuration and of what it ran on.
+        spec: Its configuration.
+        outcome: One word.
+        reason: One line for a person.
+        evidence: What the outcome rests on: `who_killed`, `exit_code`, `signal`, `exception`, `oom_kills`, `state`, ...
+        phase: Where it was: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`, `trace`, `done`.
+        step: The last step it began in that phase; None outside of steps.
+        measured: What it measured until then.
+        unix_time: When it began; None when it did not run.
+        seconds: From start to end of the worker; None when it did not run.
+        environment: Versions, host, device, clocks, git.
+        command: Runs just this trial again, from the sweep's folder.
+        log_tail: The last lines of its log.
+        stacks: What all threads did when it was ended for want of progress.
+    """
+
+    name: str
+    key: str
+    spec: TrialSpec
+    outcome: Outcome
+    reason: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    phase: str = "start"
+    step: int | None = None
+    measured: Measured = field(default_factory=Measured)
+    unix_time: float | None = None
+    seconds: float | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    log_tail: str = ""
+    stacks: str = ""
+    format: int = FORMAT
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "TrialResult":
+        return cls(
+            **{
+                **content,
+                "spec": TrialSpec.from_json(content["spec"]),
+                "measured": Measured.from_json(content["measured"]),
+            }
+        )
