@@ -2,6 +2,7 @@
 
 FlopwatchError
 ├── InputError              what was passed cannot be used (also a ValueError)
+│   └── UnsupportedError    this trainer cannot train this model
 ├── MeasurementError        counting or measuring failed
 │   └── UntraceableError    the model cannot be followed with fake tensors
 └── MissingDependencyError  an optional package is not installed (also an ImportError)
@@ -16,6 +17,10 @@ class FlopwatchError(Exception):
 
 class InputError(FlopwatchError, ValueError):
     """An argument, a batch or a model that cannot be used as it is."""
+
+
+class UnsupportedError(InputError):
+    """A trainer and a model that do not go together."""
 
 
 class MeasurementError(FlopwatchError):

@@ -9,6 +9,8 @@ from flopwatch.cli.flops import flops
 from flopwatch.cli.light_command import LightCommand, LightGroup
 from flopwatch.cli.peak import peak
 from flopwatch.cli.selftest import selftest
+from flopwatch.cli.sweep import sweep
+from flopwatch.cli.trial import trial
 from flopwatch.cli.watch import watch
 from flopwatch.version import __version__
 
@@ -27,6 +29,8 @@ app.command("flops", cls=LightCommand)(flops)
 app.command("watch", cls=LightCommand)(watch)
 app.command("explain", cls=LightCommand)(explain)
 app.command("selftest", cls=LightCommand)(selftest)
+app.command("trial", cls=LightCommand)(trial)
+app.command("sweep", cls=LightCommand)(sweep)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -80,3 +80,26 @@ def scaled_number(value: float) -> tuple[str, str]:
         if abs(value) >= factor:
             return short_number(value / factor), prefix
     return short_number(value), ""
+
+
+def bytes_text(size: float) -> str:
+    """With a binary prefix.
+
+    >>> bytes_text(512 * 2**20), bytes_text(3.25 * 2**30)
+    ('512 MiB', '3.25 GiB')
+    """
+    if size >= 2**30:
+        return f"{size / 2**30:.3g} GiB"
+    return f"{size / 2**20:.3g} MiB" if size < 2**20 * 999 else f"{size / 2**30:.3g} GiB"
+
+
+def count_text(count: float) -> str:
+    """A large count with a prefix.
+
+    >>> count_text(7_391_744), count_text(1_339_000_000)
+    ('7.39M', '1.34B')
+    """
+    for factor, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= factor:
+            return f"{count / factor:.3g}{prefix}"
+    return f"{count:g}"

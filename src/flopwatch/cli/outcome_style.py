@@ -1,0 +1,18 @@
+"""Outcomes in colour, the same everywhere; the word is always there, so nobody needs the colour."""
+
+from rich.text import Text
+
+_STYLES = {
+    "ok": "green",
+    "oom_device": "yellow",
+    "oom_host": "yellow",
+    "oom_inferred": "yellow dim",
+    "unsupported": "blue",
+    "skipped": "dim",
+    "cancelled": "dim",
+}
+
+
+def outcome_text(outcome: str) -> Text:
+    """Red for what went wrong by itself."""
+    return Text(outcome, style=_STYLES.get(outcome, "red"))

@@ -1,0 +1,176 @@
+"""`flopwatch sweep`: every configuration of a matrix in a process of its own."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flopwatch.sweep.engines.protocol import Engine, Trial
+    from flopwatch.sweep.matrix import Matrix
+    from flopwatch.sweep.plan import Plan
+
+_QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1}
+
+
+def sweep(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="A YAML file, and settings such as batch_size=1,2,4.", metavar="[FILE] [KEY=VALUE]..."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The sweep's folder; an earlier one is resumed.")
+    ] = Path("flopwatch-sweep"),
+    trainers: Annotated[str | None, typer.Option(help="standard,dpsgd,ghost,fast or package.module:Class.")] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Such as 4,8.")] = None,
+    seq_lens: Annotated[str | None, typer.Option(help="Such as 512,1024.")] = None,
+    models: Annotated[
+        str | None,
+        typer.Option("--models", "--model-size", help="tiny, small, medium, 1b; a config.json; module:function."),
+    ] = None,
+    dtypes: Annotated[str | None, typer.Option(help="fp32,bf16.")] = None,
+    command: Annotated[
+        str | None, typer.Option(help="A shell command as the trainer: 'python t.py --bs {batch_size}'.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Measured steps of each trial.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Leave out, such as 'trainer=ghost seq_len>=1024'.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Host memory of each trial, such as 4GiB.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds a trial may take. Default: 3600.")] = None,
+    no_progress: Annotated[float | None, typer.Option(help="Seconds without a step. Default: 600.")] = None,
+    engine: Annotated[str, typer.Option(help="local, ray or slurm.")] = "local",
+    engine_option: Annotated[
+        list[str] | None, typer.Option(help="Such as partition=gpu, address=10.0.0.1:6379.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Trials at once on a machine without GPUs.")] = 1,
+    gpus: Annotated[str | None, typer.Option(help="GPUs of this machine to use, such as 0,1. Default: all.")] = None,
+    gpus_per_trial: Annotated[float | None, typer.Option(help="A fraction shares one GPU.")] = None,
+    only: Annotated[str | None, typer.Option(help="failed, oom or missing: run just those.")] = None,
+    limit: Annotated[str | None, typer.Option(help="A slice of the matrix: 20, or 100:200.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the order trials run in.")] = 0,
+    in_order: Annotated[bool, typer.Option("--in-order", help="Run in the order of the matrix.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The same trainers on a tiny model first: a minute's test.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the matrix and the predicted time; run nothing.")
+    ] = False,
+    no_preflight: Annotated[
+        bool, typer.Option("--no-preflight", help="Do not try the pairs on tiny copies first.")
+    ] = False,
+    no_trace: Annotated[bool, typer.Option("--no-trace", help="Record no Kineto traces.")] = False,
+) -> None:
+    """Measure every configuration of a matrix, each in its own process; run it again to resume.
+
+    Ctrl-C once finishes what runs, twice ends it.
+    """
+    from flopwatch.sweep.matrix import expand
+
+    flags: dict[str, Any] = {
+        "trainers": _trainers(trainers, command),
+        "batch_sizes": batch_sizes,
+        "seq_lens": seq_lens,
+        "models": models,
+        "dtypes": dtypes,
+        "steps": steps,
+        "gpus": gpus_per_trial,
+        "exclude": exclude or None,
+        "trace": False if no_trace else None,
+        "limits": _limits(memory, timeout, no_progress),
+    }
+    matrix = _matrix(words or [], {key: value for key, value in flags.items() if value is not None}, quick=quick)
+    specs = expand(matrix)
+    if dry_run:
+        from flopwatch.cli.sweep_dry_run import print_dry_run
+        from flopwatch.sweep.plan import make_plan
+
+        print_dry_run(make_plan(output, specs, only=only, limit=limit, shuffle_seed=None), output)
+        return
+    placed = _engine(engine, engine_option or [], jobs, gpus)
+    _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
+
+
+def _trainers(trainers: str | None, command: str | None) -> list[Any] | None:
+    named: list[Any] = trainers.split(",") if trainers else []
+    return [*named, {"command": command}] if command else named or None
+
+
+def _limits(memory: str | None, timeout: float | None, no_progress: float | None) -> dict[str, Any] | None:
+    given = {"memory": memory, "wall_seconds": timeout, "no_progress_seconds": no_progress}
+    return {key: value for key, value in given.items() if value is not None} or None
+
+
+def _matrix(words: list[str], flags: dict[str, Any], *, quick: bool) -> "Matrix":
+    from flopwatch.errors import InputError
+    from flopwatch.sweep.matrix import read_matrix
+    from flopwatch.sweep.overrides import parse_overrides
+
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise InputError(f"one YAML file at a time, got {', '.join(files)}; settings are written as batch_size=1,2,4")
+    overrides = parse_overrides([word for word in words if "=" in word])
+    return read_matrix(Path(files[0]) if files else None, {**overrides, **flags, **(_QUICK if quick else {})})
+
+
+def _engine(name: str, options: list[str], jobs: int, gpus: str | None) -> "Engine":
+    from flopwatch.sweep.engines.load import load_engine
+    from flopwatch.sweep.overrides import parse_overrides
+
+    settings = parse_overrides(options)
+    if name == "local":
+        settings |= {"jobs": jobs, "gpus": gpus.split(",") if gpus else None}
+    return load_engine(name, settings)
+
+
+def _run(
+    output: Path,
+    specs: list[Any],
+    engine: "Engine",
+    only: str | None,
+    limit: str | None,
+    shuffle_seed: int | None,
+    *,
+    with_preflight: bool,
+) -> None:
+    from flopwatch.cli.sweep_live import watched
+    from flopwatch.sweep.folder import held_folder, write_trial_list
+    from flopwatch.sweep.plan import make_plan
+    from flopwatch.sweep.runner import run_plan
+
+    with held_folder(output):
+        plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=shuffle_seed)
+        write_trial_list(output, plan.trials, engine.name)
+        refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)
+        with watched(plan, output) as (observer, stop):
+            counts = run_plan(plan, engine, observer, stop, refuse) if plan.todo else {}
+    _say_what_next(output, plan, counts, was_stopped=stop.finish or stop.kill)
+
+
+def _preflight(output: Path, plan: "Plan") -> "Callable[[Trial], str | None]":
+    from flopwatch.cli.sweep_preflight import print_preflight
+    from flopwatch.sweep.preflight import pair_of, run_preflight
+
+    specs = [trial.spec for trial in plan.todo if trial.spec.trainer != "command"]
+    found = run_preflight(output, specs) if specs else {}
+    print_preflight(found)
+
+    def refuse(trial: "Trial") -> str | None:
+        result = found.get(pair_of(trial.spec))
+        return result.reason if result is not None and not result.supported else None
+
+    return refuse
+
+
+def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], *, was_stopped: bool) -> None:
+    import shlex
+
+    from flopwatch.trial_records import FAILED
+
+    folder = shlex.quote(str(output))
+    left = len(plan.todo) - sum(counts.values())
+    if was_stopped and left:
+        typer.echo(f"{left} trials are left; the same command goes on with them.")
+    typer.echo(f"flopwatch report {folder}")
+    if any(counts.get(outcome) for outcome in FAILED):
+        raise typer.Exit(1)

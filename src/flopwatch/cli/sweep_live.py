@@ -1,0 +1,180 @@
+"""What a person sees while a sweep runs: a live table on a terminal, a line per ended trial elsewhere."""
+
+import contextlib
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flopwatch.cli.outcome_style import outcome_text
+from flopwatch.cli.quantities import bytes_text, duration, step_seconds
+from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.heartbeat import read_progress
+from flopwatch.sweep.plan import Plan, folder_of
+from flopwatch.sweep.runner import Observer, Stop
+from flopwatch.trial_records import TrialResult
+
+_LAST_ENDED = 6
+_MOST_RUNNING = 12
+
+
+@contextlib.contextmanager
+def watched(plan: Plan, output: Path, console: Console | None = None) -> Iterator[tuple[Observer, Stop]]:
+    """An observer that draws, and a `Stop` that Ctrl-C sets."""
+    console = console or Console()
+    stop = Stop()
+    say = print_line(console)
+    with _interrupts(stop, say):
+        if not console.is_terminal:
+            yield PlainLines(plan, say), stop
+            return
+        table = LiveTable(plan, output, stop)
+        with Live(get_renderable=table.render, console=console, refresh_per_second=4, transient=False):
+            yield table, stop
+
+
+def print_line(console: Console) -> Any:
+    return lambda text: console.print(text, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _interrupts(stop: Stop, say: Any) -> Iterator[None]:
+    """Ctrl-C once finishes what runs, twice ends it."""
+
+    def note(number: int, frame: object) -> None:
+        stop.finish, stop.kill = True, stop.finish
+        if not sys.stdout.isatty():
+            say("ending what runs" if stop.kill else "finishing what runs; Ctrl-C again ends it")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class PlainLines:
+    """A line for each trial that ended."""
+
+    def __init__(self, plan: Plan, say: Any) -> None:
+        self._say = say
+        self._total, self._done = len(plan.trials), len(plan.kept)
+        if plan.kept:
+            say(f"{len(plan.kept)} of {len(plan.trials)} trials are done already, {len(plan.todo)} to run")
+
+    def started(self, trial: Trial) -> None:
+        pass
+
+    def ended(self, result: TrialResult) -> None:
+        self._done += 1
+        self._say(f"[{self._done:>{len(str(self._total))}}/{self._total}] {result.name} {_one_line(result)}")
+
+    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
+        pass
+
+
+class LiveTable:
+    """Running trials with phase and step, the last that ended, counts by outcome, and the time left."""
+
+    def __init__(self, plan: Plan, output: Path, stop: Stop, clock: Clock = monotonic_seconds) -> None:
+        self._plan, self._output, self._stop, self._clock = plan, output, stop, clock
+        self._began = clock()
+        self._since: dict[str, float] = {}
+        self._running: Mapping[str, Trial] = {}
+        self._engine_state = ""
+        self._counts: dict[str, int] = {}
+        self._ran = 0
+        self._last: deque[TrialResult] = deque(maxlen=_LAST_ENDED)
+        for result in plan.kept.values():
+            self._counts[result.outcome] = self._counts.get(result.outcome, 0) + 1
+
+    def started(self, trial: Trial) -> None:
+        self._since[trial.name] = self._clock()
+
+    def ended(self, result: TrialResult) -> None:
+        self._since.pop(result.name, None)
+        self._counts[result.outcome] = self._counts.get(result.outcome, 0) + 1
+        self._ran += result.seconds is not None
+        self._last.append(result)
+
+    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
+        self._running, self._engine_state = dict(running), engine_state
+
+    def render(self) -> Group:
+        return Group(self._header(), self._bar(), *self._tables(), self._footer())
+
+    def _header(self) -> Text:
+        done, total = sum(self._counts.values()), len(self._plan.trials)
+        text = Text.assemble(("sweep ", "bold"), str(self._output), f"   {done} of {total}   ")
+        for outcome, count in self._counts.items():
+            text.append_text(outcome_text(outcome)).append(f" {count}   ")
+        return text
+
+    def _bar(self) -> ProgressBar:
+        return ProgressBar(total=len(self._plan.trials), completed=sum(self._counts.values()))
+
+    def _tables(self) -> list[Table]:
+        running = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for column in ("running", "phase", "step", "for"):
+            running.add_column(column, justify="right" if column in ("step", "for") else "left", no_wrap=True)
+        for name, trial in list(self._running.items())[:_MOST_RUNNING]:
+            running.add_row(name, *_progress(trial), duration(self._clock() - self._since.get(name, self._began)))
+        hidden = len(self._running) - _MOST_RUNNING
+        if hidden > 0:
+            running.add_row(Text(f"and {hidden} more", style="dim"))
+        ended = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for column in ("ended", "outcome", "step time", "memory", "MFU"):
+            ended.add_column(
+                column, justify="right" if column in ("step time", "memory", "MFU") else "left", no_wrap=True
+            )
+        for result in self._last:
+            ended.add_row(result.name, outcome_text(result.outcome), *_figures(result))
+        return [table for table in (running, ended) if table.row_count]
+
+    def _footer(self) -> Text:
+        if self._stop.kill:
+            return Text("ending what runs", style="bold")
+        if self._stop.finish:
+            return Text("finishing what runs; Ctrl-C again ends it", style="bold")
+        left = self._seconds_left()
+        parts = [self._engine_state, f"about {duration(left)} left" if left is not None else ""]
+        return Text("   ".join(part for part in parts if part), style="dim")
+
+    def _seconds_left(self) -> float | None:
+        """By the pace of the trials that ran; None before the first."""
+        left = len(self._plan.trials) - sum(self._counts.values())
+        return (self._clock() - self._began) / self._ran * left if self._ran and left else None
+
+
+def _progress(trial: Trial) -> tuple[str, str]:
+    progress = read_progress(folder_of(trial))
+    total = {"warmup": trial.spec.warmup_steps, "measure": trial.spec.steps}.get(progress.phase)
+    step = "" if progress.step is None or total is None else f"{progress.step + 1}/{total}"
+    return progress.phase, step
+
+
+def _figures(result: TrialResult) -> tuple[str, str, str]:
+    measured = result.measured
+    mfu = measured.cost.mfu if measured.cost else None
+    return (
+        step_seconds(measured.steps.median) if measured.steps else "",
+        bytes_text(measured.memory.peak_bytes) if measured.memory.peak_bytes else "",
+        f"{mfu:.1%}" if mfu is not None else "",
+    )
+
+
+def _one_line(result: TrialResult) -> str:
+    if result.outcome != "ok":
+        return f"{result.outcome}: {result.reason}"
+    seconds, memory, mfu = _figures(result)
+    parts = [f"{seconds} a step" if seconds else "", memory, f"MFU {mfu}" if mfu else ""]
+    return f"ok  {', '.join(part for part in parts if part)}"

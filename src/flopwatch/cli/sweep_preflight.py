@@ -1,0 +1,24 @@
+"""What the preflight found, in a few lines."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from flopwatch.cli.quantities import count_text
+from flopwatch.sweep.preflight import PreflightResult
+
+
+def print_preflight(found: Mapping[Any, PreflightResult]) -> None:
+    """One line for each pair: can it run, and which way do its layers go."""
+    for result in found.values():
+        mark = "ok  " if result.supported and result.tried else "?   " if result.supported else "no  "
+        typer.echo(f"preflight {mark}{result.trainer} on {result.model}{_detail(result)}")
+
+
+def _detail(result: PreflightResult) -> str:
+    if result.reason:
+        return f": {result.reason}"
+    parts = [f"{count_text(result.parameters)} parameters"] if result.parameters else []
+    parts += [f"{share:.0%} {way}" for way, share in result.shares.items()]
+    return f" ({', '.join(parts)})" if parts else ""

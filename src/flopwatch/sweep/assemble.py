@@ -1,0 +1,110 @@
+"""Put together what a trial measured, from the files its worker left. Light: runs in the supervisor."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flopwatch.sweep.step_statistics import step_times
+from flopwatch.trial_files import read_json, read_lines
+from flopwatch.trial_records import Measured, MemoryUse, StepCost, TrialSpec
+
+STEPS = "steps.jsonl"
+MEASURED = "measured.json"
+EXCEPTION = "exception.json"
+METRICS = "metrics.json"
+
+_PHASES = ("forward", "backward", "optimizer")
+
+
+def assemble(trial_dir: Path, spec: TrialSpec, rss_bytes: int | None) -> tuple[Measured, dict[str, Any], bool]:
+    """What was measured, the environment, and whether the worker said that it is done.
+
+    Args:
+        trial_dir: The trial's folder.
+        spec: Its configuration.
+        rss_bytes: Most resident memory of the tree, as the supervisor saw it.
+    """
+    left: dict[str, Any] = read_json(trial_dir / MEASURED) or {}
+    measured = Measured.from_json(left.get("measured", {}))
+    measured = replace(measured, memory=_with_rss(measured.memory, rss_bytes))
+    if spec.trainer == "command":
+        measured = _with_reported(measured, trial_dir)
+    else:
+        measured = _with_steps(measured, list(read_lines(trial_dir / STEPS)), spec)
+    return measured, left.get("environment", {}), bool(left.get("done"))
+
+
+def _with_rss(memory: MemoryUse, rss_bytes: int | None) -> MemoryUse:
+    known = [value for value in (memory.rss_bytes, rss_bytes) if value]
+    return replace(memory, rss_bytes=max(known) if known else None)
+
+
+def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec) -> Measured:
+    timed = [row for row in rows if row.get("phase") == "measure"]
+    times = step_times([row["seconds"] for row in timed], first=rows[0]["seconds"] if rows else None)
+    if times is None:
+        return measured
+    positions = measured.extra.get("positions_per_step")
+    return replace(
+        measured,
+        steps=times,
+        phase_seconds={phase: median(row[phase] for row in timed) for phase in _PHASES},
+        samples_per_s=spec.batch_size / times.median,
+        tokens_per_s=positions / times.median if positions else None,
+        cost=_with_rates(measured.cost, times.median) if measured.cost else None,
+    )
+
+
+def _with_rates(cost: StepCost, seconds: float) -> StepCost:
+    if not cost.peak:
+        return cost
+    at_peak = seconds * cost.peak["flops_per_s"]
+    return replace(
+        cost,
+        mfu=cost.model_flops / at_peak if cost.model_flops is not None else None,
+        hfu=cost.hardware_flops / at_peak if cost.hardware_flops is not None else None,
+    )
+
+
+def _with_reported(measured: Measured, trial_dir: Path) -> Measured:
+    """What a command told: numbers in `metrics.json`, and the log of a `TrainingMonitor` in the trial's folder."""
+    reported: dict[str, Any] = read_json(trial_dir / METRICS) or {}
+    numbers = {
+        name: float(value) for name, value in {**_of_monitor(trial_dir), **reported}.items() if _is_number(value)
+    }
+    seconds = reported.get("step_seconds")
+    times = step_times([float(value) for value in seconds]) if isinstance(seconds, list) else None
+    mfu = numbers.get("mfu")
+    return replace(
+        measured,
+        steps=times,
+        samples_per_s=numbers.get("samples_per_s"),
+        tokens_per_s=numbers.get("tokens_per_s"),
+        cost=StepCost(mfu=mfu, hfu=numbers.get("hfu"), method="reported by the command") if mfu is not None else None,
+        extra=numbers,
+    )
+
+
+def _of_monitor(trial_dir: Path) -> Mapping[str, Any]:
+    from flopwatch.run_log import find_log, read_log  # most trials have none, and supervisors start quickly
+
+    try:
+        summary = read_log(find_log(trial_dir)).summary
+    except (OSError, ValueError):
+        return {}
+    if summary is None:
+        return {}
+    values = dict(summary.values)
+    short = {
+        "mfu": "perf/mfu",
+        "hfu": "perf/hfu",
+        "tokens_per_s": "perf/tokens_per_second",
+        "samples_per_s": "perf/samples_per_second",
+    }
+    return {**values, **{name: values[key] for name, key in short.items() if key in values}}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,131 @@
+"""The default engine: supervisors as processes of this machine, one per GPU or set of cores. Needs nothing else."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flopwatch.sweep import process_tree
+from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.sweep.engines.slots import Slot, SlotPool, visible_gpus
+from flopwatch.sweep.folder import is_supervised
+from flopwatch.sweep.worker_process import PARENT
+from flopwatch.trial_files import log_file, trial_folder
+from flopwatch.trial_records import TrialSpec
+
+_CANCEL_PATIENCE_SECONDS = 20.0
+_EARLIER_PATIENCE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    trial: Trial
+    process: "subprocess.Popen[bytes]"
+    slot: Slot
+
+
+class LocalEngine:
+    """Runs trials on this machine.
+
+    Args:
+        gpus: Device numbers to use; None finds them, () uses the cores.
+        jobs: Trials at once on a machine without GPUs. One is the default: neighbours disturb each other's times.
+    """
+
+    name = "local"
+
+    def __init__(self, gpus: Sequence[str] | None = None, jobs: int = 1) -> None:
+        self._gpus = visible_gpus() if gpus is None else tuple(gpus)
+        self._jobs = jobs
+        self._running: dict[str, _Running] = {}
+        self._next_slot: Slot | None = None
+        self._pool: SlotPool
+
+    def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
+        """Supervisors end with their runner; those of a killed one may still be cleaning up."""
+        self._pool = SlotPool(self._gpus, self._jobs, sweep)
+        deadline = time.monotonic() + _EARLIER_PATIENCE_SECONDS
+        for trial in unfinished:
+            while is_supervised(sweep, trial.name) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process_tree.kill_marked(trial_folder(sweep.resolve(), trial.name))
+        return ()
+
+    def room(self, next_up: TrialSpec) -> int:
+        if self._next_slot is None:
+            self._next_slot = self._pool.take(next_up.gpus)
+        return int(self._next_slot is not None)
+
+    def submit(self, trials: Sequence[Trial]) -> None:
+        for trial in trials:
+            slot, self._next_slot = self._next_slot, None
+            if slot is None:
+                raise RuntimeError("submit() without room()")
+            self._running[trial.name] = _Running(trial, _start(trial, slot), slot)
+
+    def wait(self, seconds: float) -> Sequence[Ended]:
+        self._sleep_until_one_ends(seconds)
+        gone = [running for running in self._running.values() if running.process.poll() is not None]
+        for running in gone:
+            del self._running[running.trial.name]
+            self._pool.give_back(running.slot)
+        return [_ended(running) for running in gone]
+
+    def _sleep_until_one_ends(self, seconds: float) -> None:
+        handles = []
+        poll = select.poll()
+        try:
+            for running in self._running.values():
+                handles.append(os.pidfd_open(running.process.pid))
+                poll.register(handles[-1], select.POLLIN)
+            poll.poll(seconds * 1000)
+        except (AttributeError, OSError):  # no pidfds here, or one ended meanwhile
+            time.sleep(0.01)
+        finally:
+            for handle in handles:
+                os.close(handle)
+
+    def cancel(self) -> None:
+        for running in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                running.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _CANCEL_PATIENCE_SECONDS
+        for running in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.process.wait(max(0.0, deadline - time.monotonic()))
+            if running.process.poll() is None:
+                running.process.kill()
+
+    def close(self) -> None:
+        if self._next_slot is not None:
+            self._pool.give_back(self._next_slot)
+            self._next_slot = None
+        self._pool.close()
+
+    def state(self) -> str:
+        if self._pool.waits_for and self._next_slot is None:
+            return f"waiting for {self._pool.waits_for}"
+        return f"GPU {', '.join(self._gpus)}" if self._gpus else f"{self._jobs} at a time"
+
+
+def _start(trial: Trial, slot: Slot) -> "subprocess.Popen[bytes]":
+    with log_file(trial.sweep, trial.name).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flopwatch.sweep.supervisor", str(trial.sweep), trial.name],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, PARENT: str(os.getpid()), **slot.environment},
+            start_new_session=True,  # Ctrl-C in the terminal is for the runner alone
+        )
+
+
+def _ended(running: _Running) -> Ended:
+    status = running.process.returncode
+    return Ended(running.trial.name, {"signal": -status} if status < 0 else {"exit_code": status})

@@ -1,0 +1,170 @@
+"""Slots of this machine: GPUs or sets of cores, each locked by a file so that two sweeps do not meet on one."""
+
+import contextlib
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from flopwatch.errors import InputError
+from flopwatch.sweep.supervisor import CORES
+
+_EPSILON = 1e-9
+
+
+def lock_folder() -> Path:
+    """For all users of this machine."""
+    return Path(os.environ.get("FLOPWATCH_SLOT_DIR", "/tmp/flopwatch-slots"))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What one trial occupies.
+
+    Attributes:
+        gpus: Device numbers.
+        share: Of the one device, when several trials share it; 1.0 otherwise.
+        cores: The cores it is pinned to; empty leaves it unpinned.
+    """
+
+    gpus: tuple[str, ...] = ()
+    share: float = 1.0
+    cores: tuple[int, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        found = {}
+        if self.gpus:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        if self.cores:
+            found[CORES] = ",".join(map(str, self.cores))
+        return found
+
+
+class SlotPool:
+    """Hands out slots.
+
+    Args:
+        gpus: Device numbers; empty means a machine without accelerators, whose cores are divided.
+        jobs: How many trials may run at once on the cores; not used with GPUs.
+        sweep: Named in the lock files, for whoever waits.
+    """
+
+    def __init__(self, gpus: tuple[str, ...], jobs: int, sweep: Path) -> None:
+        self._sweep = sweep
+        self._free_share = dict.fromkeys(gpus, 1.0)
+        self._core_sets = [] if gpus else _divided(sorted(os.sched_getaffinity(0)), jobs)
+        self._locks: dict[str, IO[str]] = {}
+        self.waits_for = ""
+
+    def take(self, gpus: float) -> Slot | None:
+        """A free slot; None while there is none, and `waits_for` says who has it."""
+        self.waits_for = ""
+        if not self._free_share:
+            return self._take_cores(gpus)
+        wanted = gpus or 1.0
+        self._refuse_more_than_there_is(wanted)
+        if wanted < 1.0:
+            return self._take_share(wanted)
+        free = [gpu for gpu, share in self._free_share.items() if share > 1.0 - _EPSILON and self._lock(f"gpu-{gpu}")]
+        if len(free) < round(wanted):
+            self._unlock_unused()
+            return None
+        chosen = tuple(free[: round(wanted)])
+        self._free_share.update(dict.fromkeys(chosen, 0.0))
+        self._unlock_unused()
+        return Slot(gpus=chosen)
+
+    def give_back(self, slot: Slot) -> None:
+        for gpu in slot.gpus:
+            self._free_share[gpu] = min(1.0, self._free_share[gpu] + slot.share)
+        if slot.cores:
+            self._core_sets.append(slot.cores)
+            for core in slot.cores:
+                self._unlock(f"core-{core}")
+        self._unlock_unused()
+
+    def close(self) -> None:
+        for name in list(self._locks):
+            self._unlock(name)
+
+    def _take_share(self, wanted: float) -> Slot | None:
+        for gpu, share in self._free_share.items():
+            if share + _EPSILON >= wanted and self._lock(f"gpu-{gpu}"):
+                self._free_share[gpu] = share - wanted
+                return Slot(gpus=(gpu,), share=wanted)
+        return None
+
+    def _take_cores(self, gpus: float) -> Slot | None:
+        if gpus:
+            raise InputError(
+                f"a trial asks for {gpus:g} GPUs and this machine has none; leave `gpus` out, or name them"
+            )
+        for cores in self._core_sets:
+            locked = [core for core in cores if self._lock(f"core-{core}")]
+            if len(locked) == len(cores):
+                self._core_sets.remove(cores)
+                return Slot(cores=cores)
+            for core in locked:
+                self._unlock(f"core-{core}")
+        return None
+
+    def _refuse_more_than_there_is(self, wanted: float) -> None:
+        if wanted > len(self._free_share):
+            raise InputError(
+                f"a trial asks for {wanted:g} GPUs and this machine has {len(self._free_share)}; "
+                "use fewer, or --engine ray or slurm"
+            )
+
+    def _lock(self, name: str) -> bool:
+        if name in self._locks:
+            return True
+        file = _open_lock(name)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.waits_for = f"{name.replace('-', ' ')} ({file.read().strip() or 'another sweep'})"
+            file.close()
+            return False
+        file.truncate(0)
+        file.write(f"pid {os.getpid()}, sweep in {self._sweep}")
+        file.flush()
+        self._locks[name] = file
+        return True
+
+    def _unlock(self, name: str) -> None:
+        self._locks.pop(name).close()
+
+    def _unlock_unused(self) -> None:
+        for gpu, share in self._free_share.items():
+            if share > 1.0 - _EPSILON and f"gpu-{gpu}" in self._locks:
+                self._unlock(f"gpu-{gpu}")
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs this process may use, without loading torch: by the environment, else by the driver's own list."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+    if asked is not None:
+        return tuple(part.strip() for part in asked.split(",") if part.strip() and part.strip() != "-1")
+    with contextlib.suppress(OSError):
+        return tuple(str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir()))
+    return ()
+
+
+def _divided(cores: list[int], jobs: int) -> list[tuple[int, ...]]:
+    if not 1 <= jobs <= len(cores):
+        raise InputError(
+            f"--jobs {jobs} on {len(cores)} cores: every trial needs a core of its own, so 1 to {len(cores)}"
+        )
+    size = len(cores) // jobs
+    return [tuple(cores[index * size : (index + 1) * size]) for index in range(jobs)]
+
+
+def _open_lock(name: str) -> IO[str]:
+    folder = lock_folder()
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(parents=True)
+        folder.chmod(0o1777)  # every user of the machine takes part
+    handle = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    return os.fdopen(handle, "r+")

@@ -1,0 +1,41 @@
+"""What a worker is doing, in a small file: written by its main thread only, so that a stuck one falls silent."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = "heartbeat.json"
+_SIZE = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a trial is; two equal ones mean that nothing happened in between."""
+
+    phase: str = "start"
+    step: int | None = None
+
+    @property
+    def text(self) -> str:
+        return self.phase if self.step is None else f"{self.phase} step {self.step}"
+
+
+class Heartbeat:
+    """Writes progress. One write of fixed size into the same file: a few microseconds, and never half a line."""
+
+    def __init__(self, trial_dir: Path) -> None:
+        self._file = (trial_dir / FILE).open("wb", buffering=0)
+
+    def beat(self, phase: str, step: int | None = None) -> None:
+        content = json.dumps({"phase": phase, "step": step}).encode()
+        self._file.seek(0)
+        self._file.write(content.ljust(_SIZE))
+
+
+def read_progress(trial_dir: Path) -> Progress:
+    try:
+        content: Any = json.loads((trial_dir / FILE).read_bytes())
+        return Progress(content["phase"], content["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return Progress()

@@ -1,0 +1,219 @@
+"""The matrix: what a user asks for, read from YAML or flags, checked, and multiplied out into trials."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from flopwatch.errors import InputError
+from flopwatch.sweep.conditions import ConditionText
+from flopwatch.sweep.names import check_label
+from flopwatch.sweep.sizes import parse_bytes
+from flopwatch.sweep.trainers.names import canonical_trainer
+from flopwatch.trial_records import Limits, TrialSpec
+
+MOST_TRIALS = 100_000
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+Several = BeforeValidator(_as_list)
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class TrainerEntry(BaseModel):
+    """A trainer as the matrix names it: by name, as a class of the user's, or as a shell command."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    trainer: str = "command"
+    label: str | None = None
+    command: str | None = None
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"trainer": value} if isinstance(value, str) else value
+
+
+class LimitSettings(BaseModel):
+    """When a trial is ended."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    wall_seconds: Annotated[float, Field(gt=0)] | None = 3600.0
+    no_progress_seconds: Annotated[float, Field(gt=0)] | None = None
+    memory: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+
+
+class Matrix(BaseModel):
+    """A sweep as asked for. Every list is an axis; a list among the options is one too."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    trainers: Annotated[list[TrainerEntry], Several, Field(validation_alias=AliasChoices("trainers", "trainer"))] = [
+        TrainerEntry(trainer="standard")
+    ]
+    models: Annotated[
+        list[str], Several, Field(validation_alias=AliasChoices("models", "model", "model_sizes", "model_size"))
+    ] = ["small"]
+    batch_sizes: Annotated[
+        list[PositiveInt], Several, Field(validation_alias=AliasChoices("batch_sizes", "batch_size"))
+    ] = [4, 8]
+    seq_lens: Annotated[
+        list[PositiveInt],
+        Several,
+        Field(validation_alias=AliasChoices("seq_lens", "seq_len", "seq_lengths", "seq_length")),
+    ] = [512, 1024]
+    dtypes: Annotated[list[str], Several, Field(validation_alias=AliasChoices("dtypes", "dtype"))] = ["fp32"]
+    checkpointing: Annotated[list[bool], Several] = [False]
+    seeds: Annotated[list[int], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
+    device: str = "auto"
+    steps: PositiveInt = 10
+    warmup_steps: Annotated[int, Field(ge=0)] = 3
+    threads: PositiveInt | None = None
+    gpus: Annotated[float, Field(ge=0)] | None = None
+    cpus: PositiveInt | None = None
+    options: dict[str, Any] = {}
+    trace: bool = True
+    limits: LimitSettings = LimitSettings()
+    exclude: list[ConditionText] = []
+
+
+def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
+    """The file's matrix with the settings over it.
+
+    Raises:
+        InputError: It cannot be used; the message names the key.
+    """
+    content = {**_read_file(file), **settings}
+    try:
+        return Matrix.model_validate(content)
+    except ValidationError as error:
+        where = f"{file}: " if file else ""
+        lines = [
+            f"{'.'.join(map(str, item['loc'])) or 'matrix'}: {item['msg']}, got {item['input']!r}"
+            for item in error.errors()
+        ]
+        raise InputError(f"{where}the matrix cannot be used: " + "; ".join(lines)) from None
+
+
+def _read_file(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} holds {type(content).__name__}, not a mapping such as `trainers: [standard, ghost]`")
+    return content.get("sweep", content)  # type: ignore[no-any-return]
+
+
+def expand(matrix: Matrix) -> list[TrialSpec]:
+    """Every combination that no `exclude` leaves out, in the order of the axes.
+
+    Raises:
+        InputError: None is left, or far too many.
+    """
+    entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
+    axes = (
+        entries,
+        matrix.models,
+        matrix.dtypes,
+        matrix.checkpointing,
+        matrix.seeds,
+        matrix.seq_lens,
+        matrix.batch_sizes,
+    )
+    options = _option_points(matrix.options)
+    count = len(options) * _product(len(axis) for axis in axes)
+    if count > MOST_TRIALS:
+        raise InputError(
+            f"the matrix has {count:,} trials; {MOST_TRIALS:,} is the most. Use fewer values, or `exclude`"
+        )
+    specs = [_spec(matrix, *point) for point in itertools.product(*axes, options)]
+    kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
+    if not kept:
+        raise InputError(f"nothing to run: the matrix has {count} trials and `exclude` leaves none of them")
+    return kept
+
+
+def _resolved(entry: TrainerEntry) -> tuple[str, str]:
+    """Canonical trainer and label."""
+    if entry.command is not None:
+        if entry.trainer != "command":
+            raise InputError(f"a trainer is either a name or a command; {entry.trainer!r} has both, leave one out")
+        return "command", check_label(entry.label or "Command")
+    if entry.trainer == "command":
+        raise InputError("a command trainer needs its command: {label: mine, command: 'python train.py ...'}")
+    trainer, label = canonical_trainer(entry.trainer)
+    return trainer, check_label(entry.label) if entry.label else label
+
+
+def _option_points(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    lists = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def _spec(
+    matrix: Matrix,
+    entry: tuple[TrainerEntry, str, str],
+    model: str,
+    dtype: str,
+    checkpointing: bool,
+    seed: int,
+    seq_len: int,
+    batch_size: int,
+    options: Mapping[str, Any],
+) -> TrialSpec:
+    settings, trainer, label = entry
+    return TrialSpec(
+        trainer=trainer,
+        model=model,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        label=label,
+        command=settings.command,
+        dtype=dtype,
+        device=matrix.device,
+        steps=matrix.steps,
+        warmup_steps=matrix.warmup_steps,
+        checkpointing=checkpointing,
+        seed=seed,
+        threads=matrix.threads,
+        gpus=matrix.gpus or 0.0,
+        cpus=matrix.cpus,
+        options={**options, **settings.options},
+        trace=matrix.trace,
+        limits=_limits(matrix.limits, is_command=trainer == "command"),
+    )
+
+
+def _limits(settings: LimitSettings, *, is_command: bool) -> Limits:
+    """A command of the user's may well be silent for long, so only what they ask for counts as too long."""
+    is_set = "no_progress_seconds" in settings.model_fields_set
+    silence = settings.no_progress_seconds if is_set or is_command else Limits().no_progress_seconds
+    return Limits(settings.wall_seconds, silence, settings.memory)
+
+
+def _distinct(specs: Sequence[TrialSpec]) -> list[TrialSpec]:
+    """A value named twice is one trial."""
+    return list({repr(spec): spec for spec in specs}.values())
+
+
+def _product(counts: Any) -> int:
+    total = 1
+    for count in counts:
+        total *= count
+    return total

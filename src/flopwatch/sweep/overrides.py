@@ -1,0 +1,40 @@
+"""Settings as Hydra's users write them: `batch_size=1,2,4 trainer=standard,ghost options.lr=0.1`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from flopwatch.errors import InputError
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """A mapping for the matrix; a comma makes an axis.
+
+    >>> parse_overrides(["batch_size=1,2", "options.lr=0.1", "trainer=ghost"])
+    {'batch_size': [1, 2], 'options': {'lr': 0.1}, 'trainer': 'ghost'}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key.strip() or not text.strip():
+            raise InputError(f"{word!r} is no setting; write it as batch_size=1,2,4")
+        place = found
+        *outer, last = key.strip().split(".")
+        for name in outer:
+            place = place.setdefault(name, {})
+        place[last] = _value(text)
+    return found
+
+
+def _value(text: str) -> Any:
+    parts = [_scalar(part) for part in text.split(",")]
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _scalar(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text.strip()
+    return value if isinstance(value, int | float | bool | str) else text.strip()

@@ -1,0 +1,180 @@
+"""Watches over one trial: `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`.
+
+Starts the worker in a session of its own, watches its heartbeat, ends it at its limits after asking for its stacks,
+kills everything it left behind, says how it ended and writes `result.json`. Standard library only: it starts quickly
+and stays small beside a trial that needs the memory.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from flopwatch.sweep import process_tree
+from flopwatch.sweep.classify import OwnKill, signal_name
+from flopwatch.sweep.conclude import Seen, conclude
+from flopwatch.sweep.heartbeat import Progress, read_progress
+from flopwatch.sweep.memory_limit import limit_memory, own_oom_kills
+from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
+from flopwatch.trial_files import log_file, read_json, trial_folder, write_json
+from flopwatch.trial_records import TrialResult, TrialSpec
+
+SPEC, STARTED, RESULT = "spec.json", "started.json", "result.json"
+CORES = "FLOPWATCH_CORES"
+
+_TICK_SECONDS = 0.2
+
+
+class AlreadyStartedError(Exception):
+    """Somebody runs this trial, or ran it before: nothing is run twice."""
+
+
+@dataclass
+class _Watch:
+    """What the watching finds out while the worker lives."""
+
+    own_kill: OwnKill | None = None
+    detail: str = ""
+    stacks: str = ""
+    peak_rss_bytes: int = 0
+
+
+def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda: None) -> TrialResult:
+    """Run one trial to its end, whatever that is; the result is also in `trials/NAME/result.json`.
+
+    Args:
+        sweep: The sweep's folder.
+        name: The trial, whose `spec.json` is there.
+        cancel: Asked several times a second; a text means stop, and says why.
+
+    Raises:
+        AlreadyStartedError: It was started before.
+    """
+    sweep = sweep.resolve()
+    folder = trial_folder(sweep, name)
+    job: dict[str, Any] = read_json(folder / SPEC)
+    spec = TrialSpec.from_json(job["spec"])
+    process_tree.adopt_orphans()
+    with _started(folder):
+        seen = _run(sweep, name, spec, job.get("cwd"), cancel)
+        result = conclude(sweep, name, job, spec, seen)
+        write_json(folder / RESULT, result.to_json())
+    return result
+
+
+def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Callable[[], str | None]) -> Seen:
+    began, kills_before = time.time(), own_oom_kills()
+    limit = limit_memory(spec.limits.memory_bytes, name[-40:])
+    try:
+        worker = start_worker(sweep, name, spec, limit, cwd)
+        watch = _watch(worker, trial_folder(sweep, name), spec, cancel)
+        seconds = time.time() - began
+        would_not_die = process_tree.kill_descendants(os.getpid())
+        return Seen(
+            pid=worker.pid,
+            status=worker.poll(),
+            own_kill=watch.own_kill,
+            own_kill_detail=watch.detail,
+            stacks=watch.stacks,
+            # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
+            peak_rss_bytes=max(watch.peak_rss_bytes, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024),
+            oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
+            memory_limit={} if limit.kind == "none" else {"by": limit.kind, "peak_bytes": limit.peak_bytes()},
+            would_not_die=would_not_die,
+            unix_time=began,
+            seconds=seconds,
+        )
+    finally:
+        limit.close()
+
+
+@contextlib.contextmanager
+def _started(folder: Path) -> Any:
+    """Claim the trial. The lock is held as long as we live, so that a runner can see whether we do."""
+    try:
+        handle = os.open(folder / STARTED, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        raise AlreadyStartedError(f"{folder / STARTED} exists: this trial was started before") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        facts = {"pid": os.getpid(), "host": os.uname().nodename, "unix_time": time.time()}
+        os.write(handle, json.dumps(facts).encode())
+        yield
+    finally:
+        os.close(handle)
+
+
+def _watch(
+    worker: "subprocess.Popen[bytes]", folder: Path, spec: TrialSpec, cancel: Callable[[], str | None]
+) -> _Watch:
+    watch = _Watch()
+    began = moved = time.monotonic()
+    progress = Progress()
+    wait = waiter(worker)
+    while not wait(_TICK_SECONDS):
+        now = time.monotonic()
+        watch.peak_rss_bytes = max(watch.peak_rss_bytes, process_tree.rss_bytes(process_tree.descendants(os.getpid())))
+        latest = _latest_progress(folder, spec)
+        if latest != progress:
+            progress, moved = latest, now
+        if why := cancel():
+            watch.own_kill, watch.detail = "cancelled", why
+        elif spec.limits.wall_seconds is not None and now - began > spec.limits.wall_seconds:
+            watch.own_kill, watch.detail = (
+                "timeout",
+                f"not done after {spec.limits.wall_seconds:g} s, in {progress.text}",
+            )
+        elif spec.limits.no_progress_seconds is not None and now - moved > spec.limits.no_progress_seconds:
+            watch.own_kill, watch.detail = "hang", f"nothing moved for {now - moved:.0f} s, in {progress.text}"
+        if watch.own_kill is not None:
+            is_command = spec.trainer == "command"
+            wants_stacks = watch.own_kill != "cancelled"
+            watch.stacks = end_worker(worker, folder, is_command=is_command, wants_stacks=wants_stacks)
+            break
+    return watch
+
+
+def _latest_progress(folder: Path, spec: TrialSpec) -> Any:
+    """A command has no heartbeat of ours: whatever it prints is progress."""
+    if spec.trainer != "command":
+        return read_progress(folder)
+    try:
+        printed = log_file(folder.parent.parent, folder.name).stat().st_size
+    except OSError:
+        printed = 0
+    return Progress("run", printed)
+
+
+def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
+    sweep, name = Path(arguments[0]), arguments[1]
+    stop: list[str] = []
+
+    def note(number: int, frame: object) -> None:
+        stop.append(f"the supervisor was told to stop ({signal_name(number)}): its runner or its job ended")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, note)
+    process_tree.die_with_parent(signal.SIGTERM)
+    expected = os.environ.get(PARENT)
+    if expected is not None and os.getppid() != int(expected):
+        return 1  # who asked for this trial is gone already
+    if cores := os.environ.get(CORES):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    try:
+        supervise(sweep, name, cancel=lambda: stop[0] if stop else None)
+    except AlreadyStartedError as error:
+        errors.write(f"flopwatch: {error}; nothing was run\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""The trial itself: `python -m flopwatch.sweep.worker TRIAL_DIR`, started by its supervisor.
+
+Phases: import, build, warmup, measure, memory, flops, trace. What is known is written after each of them, so that an
+end at any moment keeps what was measured.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from flopwatch.sweep.heartbeat import Heartbeat
+from flopwatch.sweep.worker_exception import describe_exception
+from flopwatch.trial_files import read_json, write_json
+from flopwatch.trial_records import TrialSpec
+
+
+def main(trial_dir: Path) -> int:
+    stacks = (trial_dir / "stacks.txt").open("w")
+    faulthandler.enable()
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    heartbeat = Heartbeat(trial_dir)
+    heartbeat.beat("import")
+    job: dict[str, Any] = read_json(trial_dir / "spec.json")
+    sys.path.insert(0, os.getcwd())  # a user's trainer lies in the working directory, as with `python -m`
+    try:
+        from flopwatch.sweep.measure import measure_trial
+
+        measure_trial(trial_dir, TrialSpec.from_json(job["spec"]), heartbeat)
+    except BaseException as error:
+        write_json(trial_dir / "exception.json", describe_exception(error))
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = error.code if isinstance(error, SystemExit) else 1
+        return code if isinstance(code, int) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    # Threads a user's trainer left running must not keep a finished trial alive.
+    status = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,101 @@
+"""Fourteen ways a trial can end, each told apart, none at the cost of another, under every engine."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from sweeping import TESTS, Listener, left_behind, run_sweep
+
+from flopwatch.sweep.engines.local import LocalEngine
+from flopwatch.trial_records import Limits, TrialSpec
+
+pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22")]
+
+QUIET_SECONDS = 20.0
+"""No-progress limit: longer than a busy machine takes to import torch, which is no progress either."""
+
+BASE = TrialSpec(
+    "endings:Counted", "tiny", 2, 16, steps=2, warmup_steps=1, trace=False, threads=1,
+    limits=Limits(wall_seconds=None, no_progress_seconds=QUIET_SECONDS),
+)  # fmt: skip
+HOST_LIMIT_BYTES = 1200 << 20
+
+ENDINGS = {
+    "success": ("Counted", "ok", {"exit_code": 0}),
+    "python-error": ("PythonError", "error", {"exit_code": 1}),
+    "device-memory": ("DeviceMemory", "oom_device", {"exit_code": 1}),
+    "host-memory": ("HostMemory", "oom_host", {}),
+    "segfault": ("Segfault", "crash", {"signal": "SIGSEGV"}),
+    "killed": ("WaitsForItsKiller", "crash", {"signal": "SIGKILL"}),
+    "hard-exit": ("HardExit", "error", {"exit_code": 3}),
+    "sys-exit": ("SystemExitFour", "error", {"exit_code": 4}),
+    "hang-gil": ("HangsWithTheGil", "hang", {"killed_by": "flopwatch"}),
+    "hang-deaf": ("HangsDeaf", "hang", {"killed_by": "flopwatch"}),
+    "slow": ("Slow", "ok", {"exit_code": 0}),
+    "child": ("LeavesAChild", "ok", {"exit_code": 0}),
+    "session": ("LeavesASession", "ok", {"exit_code": 0}),
+    "half-written": ("DiesWhileWriting", "crash", {"signal": "SIGKILL"}),
+}
+
+
+def spec_of(ending):
+    trainer = ENDINGS[ending][0]
+    spec = replace(BASE, trainer=f"endings:{trainer}", label=ending)
+    if ending == "host-memory":
+        return replace(spec, limits=replace(spec.limits, memory_bytes=HOST_LIMIT_BYTES))
+    return replace(spec, steps=int(QUIET_SECONDS / 2) + 1) if ending == "slow" else spec
+
+
+@pytest.fixture
+def killer():
+    """Kills from outside whatever asks for it."""
+    done = threading.Event()
+    folders = []
+
+    def watch():
+        while not done.wait(0.1):
+            for folder in folders:
+                for file in folder.glob("trials/*/kill_me"):
+                    pid = int(file.read_text() or 0)
+                    if pid:
+                        file.unlink()
+                        os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield folders.append
+    done.set()
+    thread.join()
+
+
+@pytest.fixture(autouse=True)
+def findable_trainers(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+
+
+def check_endings(folder, engine, killer):
+    killer(folder)
+    listener = Listener()
+    results = run_sweep(folder, [spec_of(ending) for ending in ENDINGS], engine, listener=listener)
+    found = {name.partition("_")[0]: result for name, result in results.items()}
+    told = {ending: (found[ending].outcome, found[ending].reason) for ending in ENDINGS}
+    assert {ending: outcome for ending, (outcome, _) in told.items()} == {
+        ending: outcome for ending, (_, outcome, _) in ENDINGS.items()
+    }, told
+    for ending, (_, _, evidence) in ENDINGS.items():
+        assert evidence.items() <= found[ending].evidence.items(), (ending, found[ending].evidence)
+    assert "sleep" in found["hang-gil"].stacks or "forward" in found["hang-gil"].stacks
+    assert "blocks signals" in found["hang-deaf"].stacks
+    starts = [line.split()[0] for line in (folder / "starts.txt").read_text().splitlines()]
+    assert sorted(starts) == sorted(results), "each was started once"
+    assert len(listener.results) == len(ENDINGS)
+    time.sleep(0.2)
+    assert left_behind(folder) == []
+
+
+def test_under_the_local_engine(tmp_path, killer):
+    check_endings(tmp_path / "sweep", LocalEngine(jobs=2), killer)
