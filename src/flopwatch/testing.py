@@ -3,7 +3,9 @@
 Nothing in the package imports this module.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,9 @@ from flopwatch.errors import InputError
 from flopwatch.hardware.facts import DeviceFacts
 from flopwatch.hardware.matmul_search import Shape, matmul_flops
 from flopwatch.run_records import Record
+from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.trial_files import trial_folder, write_json
+from flopwatch.trial_records import TrialResult, TrialSpec
 
 FAKE_DEVICES = {
     "h100": DeviceFacts("NVIDIA H100 80GB HBM3", "cuda", 132, 79.1, None, (9, 0), 1980.0),
@@ -216,3 +221,52 @@ class RecordingSink:
     def release(self) -> None:
         """End the hanging and the slowness."""
         self._released.set()
+
+
+class InProcessEngine:
+    """An engine without processes: `run` answers for every trial, at once.
+
+    >>> def run(trial):
+    ...     return TrialResult(trial.name, trial.key, trial.spec, "ok")
+    >>> InProcessEngine(run).name
+    'in-process'
+
+    Args:
+        run: Gives the trial's result; None is a supervisor that vanished without one.
+        room: Trials it takes at once.
+    """
+
+    name = "in-process"
+
+    def __init__(self, run: Callable[[Trial], TrialResult | None], room: int = 1) -> None:
+        self._run, self._room = run, room
+        self._ended: deque[str] = deque()
+        self.submitted: list[str] = []
+
+    def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
+        return ()
+
+    def room(self, next_up: TrialSpec) -> int:
+        return self._room - len(self._ended)
+
+    def submit(self, trials: Sequence[Trial]) -> None:
+        for trial in trials:
+            self.submitted.append(trial.name)
+            result = self._run(trial)
+            if result is not None:
+                write_json(trial_folder(trial.sweep, trial.name) / "result.json", result.to_json())
+            self._ended.append(trial.name)
+
+    def wait(self, seconds: float) -> Sequence[Ended]:
+        ended = [Ended(name) for name in self._ended]
+        self._ended.clear()
+        return ended
+
+    def cancel(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def state(self) -> str:
+        return "in this process"

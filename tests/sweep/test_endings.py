@@ -7,10 +7,10 @@ import time
 from dataclasses import replace
 
 import pytest
-from sweeping import TESTS, Listener, left_behind, run_sweep
 
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.trial_records import Limits, TrialSpec
+from sweeping import TESTS, Listener, left_behind, run_sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22")]
 

@@ -34,7 +34,17 @@ def held_folder(sweep: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(f"pid {os.getpid()} on {os.uname().nodename}")
         lock.flush()
+        _close_torn_line(sweep / RESULTS)
         yield
+
+
+def _close_torn_line(file: Path) -> None:
+    """A line cut short by a full disk must not swallow the next one."""
+    if file.exists() and file.stat().st_size:
+        with file.open("rb+") as stream:
+            stream.seek(-1, os.SEEK_END)
+            if stream.read(1) != b"\n":
+                stream.write(b"\n")
 
 
 def _make_folders(sweep: Path) -> None:

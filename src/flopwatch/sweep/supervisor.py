@@ -51,6 +51,8 @@ class _Watch:
 def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda: None) -> TrialResult:
     """Run one trial to its end, whatever that is; the result is also in `trials/NAME/result.json`.
 
+    Call it in a process without other children: whatever is below it at the end is killed.
+
     Args:
         sweep: The sweep's folder.
         name: The trial, whose `spec.json` is there.
