@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def _judge(folder: Path, sweep: Path, tally: Tally) -> None:
     tally.unwatched += unwatched(sweep)
 
 
-def _is_done(results: dict[str, object], size: int) -> bool:
+def _is_done(results: Mapping[str, object], size: int) -> bool:
     result = results.get(f"Command_bs{size}_seq1")
     return getattr(result, "outcome", None) == "ok"
 

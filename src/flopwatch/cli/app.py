@@ -8,6 +8,7 @@ from flopwatch.cli.explain import explain
 from flopwatch.cli.flops import flops
 from flopwatch.cli.light_command import LightCommand, LightGroup
 from flopwatch.cli.peak import peak
+from flopwatch.cli.report import report
 from flopwatch.cli.selftest import selftest
 from flopwatch.cli.sweep import sweep
 from flopwatch.cli.trial import trial
@@ -31,6 +32,7 @@ app.command("explain", cls=LightCommand)(explain)
 app.command("selftest", cls=LightCommand)(selftest)
 app.command("trial", cls=LightCommand)(trial)
 app.command("sweep", cls=LightCommand)(sweep)
+app.command("report", cls=LightCommand)(report)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -119,8 +120,9 @@ class LiveTable:
             text.append_text(outcome_text(outcome)).append(f" {count}   ")
         return text
 
-    def _bar(self) -> ProgressBar:
-        return ProgressBar(total=len(self._plan.trials), completed=sum(self._counts.values()))
+    def _bar(self) -> Padding:
+        # A bare bar ends no line, and would swallow the next.
+        return Padding(ProgressBar(total=len(self._plan.trials), completed=sum(self._counts.values())), (0, 0, 1, 0))
 
     def _tables(self) -> list[Table]:
         running = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -156,6 +158,8 @@ class LiveTable:
 
 
 def _progress(trial: Trial) -> tuple[str, str]:
+    if trial.spec.trainer == "command":
+        return "run", ""
     progress = read_progress(folder_of(trial))
     total = {"warmup": trial.spec.warmup_steps, "measure": trial.spec.steps}.get(progress.phase)
     step = "" if progress.step is None or total is None else f"{progress.step + 1}/{total}"

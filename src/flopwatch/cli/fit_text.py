@@ -1,0 +1,139 @@
+"""A fit on the screen: a line for each batch tried, then a table and what follows from it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from flopwatch.cli.outcome_style import outcome_text
+from flopwatch.cli.quantities import bytes_text, short_number, step_seconds
+from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.fit_search import Found, Probe
+from flopwatch.sweep.heartbeat import read_progress
+from flopwatch.sweep.plan import folder_of
+from flopwatch.sweep.runner import Stop
+from flopwatch.trial_records import TrialResult
+
+
+class ProbeStatus:
+    """Shows the phase of the running trial on a terminal, and ends it when the user asks to."""
+
+    def __init__(self, stop: Stop, asked_to_stop: Callable[[], str | None], *, quiet: bool) -> None:
+        self._stop, self._asked_to_stop = stop, asked_to_stop
+        console = Console(stderr=True)
+        self._status: Status | None = None if quiet or not console.is_terminal else console.status("")
+
+    def __enter__(self) -> "ProbeStatus":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def started(self, trial: Trial) -> None:
+        if self._status is not None:
+            self._status.start()
+
+    def ended(self, result: TrialResult) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
+        if self._asked_to_stop():
+            self._stop.kill = True
+        if self._status is not None:
+            words = [
+                f"batch {trial.spec.batch_size}: {read_progress(folder_of(trial)).text}" for trial in running.values()
+            ]
+            self._status.update(", ".join(words) or engine_state)
+
+
+def probe_line(probe: Probe) -> str:
+    """What came of one batch.
+
+    >>> probe_line(Probe(8, True, "ok", "", 512 << 20, samples_per_s=102.34))
+    'batch 8: ok, 512 MiB, 102.3 samples/s'
+    """
+    if probe.fits is None:
+        return f"batch {probe.batch_size}: {probe.outcome}: {probe.reason}"
+    parts = [f"batch {probe.batch_size}: {_outcome(probe)}"]
+    if probe.fits and probe.peak_bytes is not None:
+        parts.append(bytes_text(probe.peak_bytes))
+    if probe.samples_per_s is not None and probe.fits:
+        parts.append(f"{short_number(probe.samples_per_s)} samples/s")
+    return ", ".join(parts)
+
+
+def _outcome(probe: Probe) -> str:
+    return f"{probe.outcome}, barely fits" if probe.is_bare else probe.outcome
+
+
+def print_found(found: Found, max_batch: int, console: Console | None = None) -> None:
+    console = console or Console()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("batch", "memory", "step time", "samples/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("outcome")
+    for probe in sorted(found.probes, key=lambda probe: probe.batch_size):
+        outcome = outcome_text(probe.outcome)
+        table.add_row(*_figures(probe), outcome.append(" (barely fits)") if probe.is_bare else outcome)
+    console.print(table)
+    for sentence in sentences(found, max_batch):
+        console.print(Text(sentence), soft_wrap=True)
+
+
+def _figures(probe: Probe) -> tuple[str, str, str, str]:
+    """A trial that was ended for its memory has a peak, but that is only where it was stopped."""
+    return (
+        str(probe.batch_size),
+        bytes_text(probe.peak_bytes) if probe.peak_bytes is not None and probe.fits else "",
+        step_seconds(probe.step_seconds) if probe.step_seconds is not None and probe.fits else "",
+        short_number(probe.samples_per_s) if probe.samples_per_s is not None and probe.fits else "",
+    )
+
+
+def sentences(found: Found, max_batch: int) -> list[str]:
+    """What was found, in words."""
+    said = [f"Stopped at {found.stopped}."] if found.stopped else []
+    if found.largest is None:
+        return [*said, f"No batch fits: even 1 is out of memory{_limit(found)}."] if found.too_large == 1 else said
+    said.append(_largest(found, max_batch))
+    if (fastest := _fastest(found)) is not None:
+        said.append(fastest)
+    return said
+
+
+def _largest(found: Found, max_batch: int) -> str:
+    barely = next((", barely" for probe in found.probes if probe.batch_size == found.largest and probe.is_bare), "")
+    if not found.is_largest_known:
+        beyond = f"; {found.too_large} does not" if found.too_large is not None else ""
+        return f"Largest batch seen to fit{barely}: {found.largest}{beyond}. The search is not finished."
+    if found.too_large is None:
+        return f"No limit found up to {max_batch}: a batch of {found.largest} fits{barely}."
+    return f"Largest batch that fits{barely}: {found.largest} ({found.too_large} does not{_limit(found, '; ')})."
+
+
+def _limit(found: Found, before: str = ": ") -> str:
+    """On an accelerator a trial that died did not tell its capacity; one that lived did."""
+    known = [probe.capacity_bytes for probe in found.probes if probe.capacity_bytes is not None]
+    on_device = any(probe.outcome == "oom_device" for probe in found.probes)
+    return f"{before}{known[0] / 2**30:.2f} GiB {'of the device' if on_device else 'limit'}" if known else ""
+
+
+def _fastest(found: Found) -> str | None:
+    rate = next((probe.samples_per_s for probe in found.probes if probe.batch_size == found.fastest), None)
+    if rate is None:
+        return None
+    same = f" ({found.as_fast} is not measurably faster)" if found.as_fast is not None else ""
+    return f"Fastest: {found.fastest}, {short_number(rate)} samples/s{same}."
+
+
+def as_content(found: Found, output: Path) -> dict[str, Any]:
+    """For `--json`."""
+    return {**asdict(found), "folder": str(output)}

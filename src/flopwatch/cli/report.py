@@ -1,0 +1,102 @@
+"""`flopwatch report`: what a sweep found, and what to run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from flopwatch.report.records import SweepSummary
+
+
+def report(
+    directory: Annotated[str | None, typer.Argument(metavar="[DIR]", help="Folder of a sweep.")] = None,
+    logs_dir: Annotated[str | None, typer.Option(help="Its logs folder instead: DIR/logs.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="PATH", help="Write one self-contained page.")] = None,
+    md: Annotated[str | None, typer.Option(metavar="PATH", help="Write Markdown.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    output: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Write the same JSON, to results.json say.")
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Matrices to print: memory, time, tokens, samples, mfu, hfu; comma between.")
+    ] = None,
+) -> None:
+    """What a sweep found: what to run, memory and time and MFU of every trainer, what failed and why."""
+    from flopwatch.report.capture import capture_sweep
+    from flopwatch.report.summarise import summarise
+
+    metrics = _metrics(metric)
+    summary = summarise(capture_sweep(_sweep_folder(directory, logs_dir)))
+    written = _write_files(summary, html=html, md=md, output=output)
+    if as_json:
+        from flopwatch.report.as_json import report_json
+
+        typer.echo(report_json(summary))
+    elif not written or metrics:
+        _print(summary, metrics)
+    for path in written:
+        typer.echo(f"Written: {path}", err=as_json)
+
+
+def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
+    from flopwatch.errors import InputError
+    from flopwatch.trial_files import RESULTS, SWEEP
+
+    if (directory is None) == (logs_dir is None):
+        raise InputError("name one folder: `flopwatch report DIR`, or its logs with --logs-dir DIR/logs")
+    folder = Path(directory or logs_dir or "").expanduser()
+    if not folder.is_dir():
+        raise InputError(f"{str(folder)!r} is not a folder; name the folder `flopwatch sweep` wrote")
+    # The documents' user names the logs; a sweep's own folder is taken as it is, whatever it is called.
+    is_sweep = (folder / SWEEP).exists() or (folder / RESULTS).exists()
+    return folder if directory is not None or is_sweep else folder.resolve().parent
+
+
+def _metrics(names: str | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    from flopwatch.errors import InputError
+    from flopwatch.report.matrices import METRICS
+
+    chosen = tuple(name.strip() for name in names.split(","))
+    for name in chosen:
+        if name not in METRICS:
+            raise InputError(f"--metric does not know {name!r}; it knows {', '.join(METRICS)}")
+    return chosen
+
+
+def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, output: str | None) -> list[str]:
+    written = []
+    if html is not None:
+        from flopwatch.report.page import report_page
+
+        written.append(_write(html, report_page(summary)))
+    if md is not None:
+        from flopwatch.report.markdown import report_markdown
+
+        written.append(_write(md, report_markdown(summary)))
+    if output is not None:
+        from flopwatch.report.as_json import report_json
+
+        written.append(_write(output, report_json(summary) + "\n"))
+    return written
+
+
+def _write(path: str, text: str) -> str:
+    from flopwatch.errors import InputError
+
+    try:
+        Path(path).expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
+    return path
+
+
+def _print(summary: "SweepSummary", metrics: tuple[str, ...]) -> None:
+    from rich.console import Console
+
+    from flopwatch.report.terminal import draw_report
+
+    console = Console(highlight=False)
+    console.print(draw_report(summary, metrics, console.width))
