@@ -172,7 +172,7 @@ def _figures(result: TrialResult) -> tuple[str, str, str]:
     return (
         step_seconds(measured.steps.median) if measured.steps else "",
         bytes_text(measured.memory.peak_bytes) if measured.memory.peak_bytes else "",
-        f"{mfu:.1%}" if mfu is not None else "",
+        f"{100 * mfu:.3g} %" if mfu is not None else "",
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from flopwatch.cli.quantities import count_text
+from flopwatch.cli.quantities import count_text, percent
 from flopwatch.sweep.preflight import PreflightResult
 
 
@@ -20,5 +20,5 @@ def _detail(result: PreflightResult) -> str:
     if result.reason:
         return f": {result.reason}"
     parts = [f"{count_text(result.parameters)} parameters"] if result.parameters else []
-    parts += [f"{share:.0%} {way}" for way, share in result.shares.items()]
+    parts += [f"{percent(100 * share)} {way}" for way, share in result.shares.items()]
     return f" ({', '.join(parts)})" if parts else ""

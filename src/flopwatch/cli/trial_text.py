@@ -76,9 +76,9 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
         if cost.hardware_flops is not None:
             rows.append(("hardware FLOPs", f"{cost.hardware_flops:,}"))
     if cost is not None and cost.mfu is not None:
-        hfu = f", HFU {cost.hfu:.1%}" if cost.hfu is not None else ""
+        hfu = f", HFU {100 * cost.hfu:.3g} %" if cost.hfu is not None else ""
         peak = f" of the {cost.peak['kind']} peak" if cost.peak else ""
-        rows.append(("MFU", f"{cost.mfu:.1%}{hfu}{peak}"))
+        rows.append(("MFU", f"{100 * cost.mfu:.3g} %{hfu}{peak}"))
     if result.seconds is not None:
         rows.append(("took", duration(result.seconds)))
     return [row for row in rows if row[1]]

@@ -11,7 +11,6 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from flopwatch.errors import UnsupportedError
 from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
 from flopwatch.models.load import load_model
 from flopwatch.records import Peak
@@ -19,6 +18,7 @@ from flopwatch.sweep.assemble import MEASURED, STEPS
 from flopwatch.sweep.heartbeat import Heartbeat
 from flopwatch.sweep.step_cost import count_step
 from flopwatch.sweep.trainers.batch import trial_batch
+from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
 from flopwatch.sweep.trainers.load import load_trainer
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings
 from flopwatch.sweep.worker_clock import PARTS, peak_bytes, reset_peak, status_bytes, timed_step
@@ -100,8 +100,7 @@ class _TrialRun:
 
     def count_flops(self) -> None:
         self._heartbeat.beat("flops")
-        plain = _model(self.spec, "meta") if ":" not in self.spec.model else _model(self.spec, str(self.device))
-        cost = count_step(self.trainer, plain, self.batch)
+        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch)
         peak = _peak(self.device, self.spec.dtype)
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
         self.save()
@@ -128,10 +127,7 @@ def _device(name: str) -> torch.device:
 def _model(spec: TrialSpec, device: str) -> nn.Module:
     model = load_model(spec.model, device=device)
     if spec.checkpointing:
-        enable = getattr(model, "gradient_checkpointing_enable", None)
-        if enable is None:
-            raise UnsupportedError(f"{type(model).__name__} has no gradient_checkpointing_enable; sweep it without")
-        enable()
+        enable_checkpointing(model)
     return model
 
 

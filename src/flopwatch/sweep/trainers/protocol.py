@@ -28,6 +28,10 @@ class TrainerSettings:
 class Trainer(Protocol):
     """A way to train. Yours is `package.module:Class`.
 
+    Raise `flopwatch.errors.UnsupportedError` in `__init__` or `forward` for a model it cannot train, with the reason.
+    A model may help the built-in trainers: `trial_batch(batch_size, seq_len)` makes its batch, and
+    `per_sample_losses(output, batch)` tells the loss of each sample where it is no cross-entropy of logits.
+
     >>> class Plain:
     ...     def __init__(self, model, settings):
     ...         self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,0 +1,196 @@
+"""Which trainer can train which model, found out on tiny copies before any slot is used. Never loads torch.
+
+The trying is done by a process of its own (`preflight_worker`); this starts it, and again after a crash.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flopwatch.sweep.process_tree import descendants
+from flopwatch.sweep.trainers.names import COMMAND
+from flopwatch.trial_files import PREFLIGHT, append_line, log_file, read_json, read_lines, write_json
+from flopwatch.trial_records import TrialSpec
+
+REQUEST = "preflight_request.json"
+PROGRESS = "preflight.jsonl"
+
+
+class Pair(NamedTuple):
+    """What decides whether a trial can run, besides its size."""
+
+    trainer: str
+    model: str
+    checkpointing: bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightResult:
+    """What is known of a pair before it is run.
+
+    Attributes:
+        trainer: As in the trial's spec, like the next three.
+        model: ...
+        checkpointing: ...
+        dtype: ...
+        supported: False only when it was shown that the trainer cannot train the model.
+        reason: Why it cannot and what to do; why it was not tried; empty when all is well.
+        tried: Whether a step of a tiny copy was run, or an obstacle seen. Without it `supported` means nothing.
+        parameters: Of the full model.
+        layers: For a DP trainer, the way a layer is handled (`ghost`, `hook`, `functorch`), the classes of layers that
+            go it, and their share of the full model's trainable parameters.
+        model_flops: Of one standard training step of the full model at `batch_size` x `seq_len`.
+        batch_size: The smallest one asked for.
+        seq_len: The smallest one asked for.
+        difference: Of a DP trainer's clipped gradients from a loop over the samples, on the tiny copy, relative.
+        seconds: What finding this out took.
+    """
+
+    trainer: str
+    model: str
+    checkpointing: bool
+    dtype: str
+    supported: bool
+    reason: str = ""
+    tried: bool = True
+    parameters: int | None = None
+    layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    model_flops: int | None = None
+    batch_size: int | None = None
+    seq_len: int | None = None
+    difference: float | None = None
+    seconds: float | None = None
+
+    @property
+    def pair(self) -> Pair:
+        return Pair(self.trainer, self.model, self.checkpointing, self.dtype)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The ways alone: `{"ghost": 0.99, "functorch": 0.01}`."""
+        return {path: sum(by_class.values()) for path, by_class in self.layers.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def pair_of(spec: TrialSpec) -> Pair:
+    return Pair(spec.trainer, spec.model, spec.checkpointing, spec.dtype)
+
+
+def read_preflight(sweep: Path) -> dict[Pair, PreflightResult]:
+    """What the sweep's preflight found; nothing when there was none."""
+    results = [PreflightResult(**content) for content in read_json(sweep / PREFLIGHT) or ()]
+    return {result.pair: result for result in results}
+
+
+def write_preflight(sweep: Path, results: Iterable[PreflightResult]) -> None:
+    write_json(sweep / PREFLIGHT, [result.to_json() for result in results])
+
+
+def run_preflight(
+    sweep: Path, specs: Sequence[TrialSpec], timeout_seconds: float = 300.0
+) -> dict[Pair, PreflightResult]:
+    """Try every pair of trainer and model among these trials, write `preflight.json`, and say what was found.
+
+    Nothing here stops a sweep: a pair whose trial crashes or takes too long is not known, and may be run. Commands are
+    not tried. The log is `logs/preflight.log`.
+
+    Args:
+        sweep: The sweep's folder.
+        specs: Its trials.
+        timeout_seconds: For all pairs together.
+    """
+    asked = _requests(specs)
+    log_file(sweep, "preflight").parent.mkdir(parents=True, exist_ok=True)
+    (sweep / PROGRESS).unlink(missing_ok=True)
+    deadline = time.monotonic() + timeout_seconds
+    found: dict[Pair, PreflightResult] = {}
+    while left := [content for pair, content in asked.items() if pair not in found]:
+        write_json(sweep / REQUEST, left)
+        ending = _run_worker(sweep, deadline)
+        found = _progress(sweep, ending) | found  # what an earlier process came to stands
+        if time.monotonic() >= deadline or not any(_pair(content) in found for content in left):
+            found = {_pair(content): _not_known(content, ending) for content in asked.values()} | found
+    write_preflight(sweep, found.values())
+    for name in (REQUEST, PROGRESS):
+        (sweep / name).unlink(missing_ok=True)
+    return found
+
+
+def _requests(specs: Sequence[TrialSpec]) -> dict[Pair, dict[str, Any]]:
+    """One request for each pair, with the smallest sizes asked for."""
+    asked: dict[Pair, dict[str, Any]] = {}
+    for spec in specs:
+        if spec.trainer == COMMAND:
+            continue
+        known = asked.setdefault(pair_of(spec), {**pair_of(spec)._asdict(), "options": dict(spec.options)})
+        for name, value in (("batch_size", spec.batch_size), ("seq_len", spec.seq_len)):
+            known[name] = min(value, known.get(name, value))
+    return asked
+
+
+def _run_worker(sweep: Path, deadline: float) -> str:
+    """Run the worker until it ends or the deadline; how it ended, in words."""
+    # A tiny copy needs no accelerator, and a context on one would take memory from a running trial.
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+    environment = {**os.environ, **hidden, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "flopwatch.sweep.preflight_worker", str(sweep.resolve())]
+    with open(log_file(sweep, "preflight"), "ab") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return "it took too long"
+        finally:
+            _kill_tree(process)
+    return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process left with {code}"
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    below = descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in below:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _progress(sweep: Path, ending: str) -> dict[Pair, PreflightResult]:
+    """The worker's findings; a pair that was begun and has none is the one that ended it."""
+    found: dict[Pair, PreflightResult] = {}
+    for line in read_lines(sweep / PROGRESS):
+        if "begun" in line:
+            found[_pair(line["begun"])] = _not_known(line["begun"], ending)
+        else:
+            result = PreflightResult(**line["found"])
+            found[result.pair] = result
+    return found
+
+
+def note_begun(sweep: Path, request: Mapping[str, Any]) -> None:
+    append_line(sweep / PROGRESS, {"begun": dict(request)})
+
+
+def note_found(sweep: Path, result: PreflightResult) -> None:
+    append_line(sweep / PROGRESS, {"found": result.to_json()})
+
+
+def _pair(request: Mapping[str, Any]) -> Pair:
+    return Pair(request["trainer"], request["model"], request["checkpointing"], request["dtype"])
+
+
+def _not_known(request: Mapping[str, Any], ending: str) -> PreflightResult:
+    reason = f"not known: the preflight did not come to an end, {ending}; see logs/preflight.log"
+    return PreflightResult(*_pair(request), supported=True, reason=reason, tried=False)

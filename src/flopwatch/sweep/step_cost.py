@@ -1,0 +1,135 @@
+"""What a step of a trainer costs in FLOPs: the mathematics of ordinary training, and what this trainer executes."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.errors import FlopwatchError
+from flopwatch.flops.count import count_flops
+from flopwatch.flops.counter import CountingMode
+from flopwatch.flops.replica import ModuleStack
+from flopwatch.flops.undisturbed import undisturbed
+from flopwatch.mfu import calculate_mfu
+from flopwatch.records import AttentionConvention, FlopCount, Peak
+from flopwatch.sweep.trainers.losses import own_loss
+from flopwatch.sweep.trainers.protocol import Trainer
+from flopwatch.sweep.trainers.standard import StandardTrainer
+from flopwatch.trial_records import StepCost
+
+
+def count_step(
+    trainer: Trainer, model: nn.Module, batch: Mapping[str, Any], *, attention: AttentionConvention = "full"
+) -> StepCost:
+    """Count one step; seconds and peak come later, with `with_rates`.
+
+    Unless the trainer is the built-in standard one, it makes one more step of the trainer, weights and all, and torch
+    will not compile its model afterwards: count when everything else is measured.
+
+    Args:
+        trainer: Ready to make a step on this batch.
+        model: The same architecture as a plain module, on the meta device if you like; it is not changed.
+        batch: Of the trial.
+        attention: `full` or `causal`.
+    """
+    try:
+        cost = _cost_of(count_plain(model, batch, attention))
+    except FlopwatchError as error:
+        cost = StepCost(attention=attention, notes=(f"the model's FLOPs could not be counted: {error}",))
+    if type(trainer) is StandardTrainer:
+        return cost
+    cost = replace(cost, hardware_flops=None)
+    try:
+        executed = count_executed(trainer, batch, attention)
+    except Exception as error:  # a user's trainer may raise anything, and the rest of the trial is measured already
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return _noted(cost, f"what the trainer executes could not be counted: {said}")
+    return _with_executed(cost, executed)
+
+
+def count_executed(
+    trainer: Trainer, batch: Mapping[str, Any], attention: AttentionConvention = "full"
+) -> FlopCount | None:
+    """Everything one step of the trainer runs, its update included; None where compiled code hides it."""
+    if any(map(_is_compiled, vars(trainer).values())):
+        return None
+    mode = CountingMode(ModuleStack(), attention)
+    devices = {value.device for value in batch.values() if isinstance(value, torch.Tensor)}
+    with undisturbed(devices), mode:
+        trainer.backward(trainer.forward(batch))
+        trainer.update()
+    return mode.tally.as_count("step", attention)
+
+
+def with_rates(cost: StepCost, median_seconds: float | None, peak: Peak | None) -> StepCost:
+    """The cost with its MFU and HFU, where everything they need is known.
+
+    >>> peak = Peak(1e12, "a device", "fp32", "made up", "override", "high")
+    >>> with_rates(StepCost(model_flops=10**12, hardware_flops=2 * 10**12), 4.0, peak).mfu
+    0.25
+    """
+    if peak is None:
+        return cost
+    cost = replace(cost, peak=peak.to_json())
+    if median_seconds is None:
+        return cost
+
+    def share(flops: int | None) -> float | None:
+        return calculate_mfu(flops, median_seconds, peak.flops_per_s) if flops else None
+
+    return replace(cost, mfu=share(cost.model_flops), hfu=share(cost.hardware_flops))
+
+
+def count_plain(model: nn.Module, batch: Mapping[str, Any], attention: AttentionConvention) -> FlopCount:
+    """One ordinary training step of the model, whichever trainer is asked about."""
+    on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
+    tensors = {name: value.cpu() if on_meta and _is_tensor(value) else value for name, value in batch.items()}
+    makes_own_losses = hasattr(model, "per_sample_losses")
+    loss_fn = (lambda output: own_loss(model, output, tensors)) if makes_own_losses else None
+    return count_flops(model, tensors, attention=attention, loss_fn=loss_fn)
+
+
+def _cost_of(count: FlopCount) -> StepCost:
+    return StepCost(
+        model_flops=count.model_flops,
+        hardware_flops=count.hardware_flops,
+        method=count.method,
+        attention=count.attention,
+        coverage=count.coverage,
+        is_lower_bound=count.is_lower_bound,
+        notes=count.notes,
+    )
+
+
+def _with_executed(cost: StepCost, executed: FlopCount | None) -> StepCost:
+    if executed is None:
+        return _noted(cost, "what the trainer executes is not known: compiled code hides its ops")
+    if executed.hardware_flops == 0:
+        return _noted(cost, "what the trainer executes is not known: none of its ops could be seen")
+    cost = replace(cost, hardware_flops=executed.hardware_flops)
+    if not executed.uncounted:
+        return cost
+    ops = ", ".join(sorted({op.op for op in executed.uncounted}))
+    return replace(_noted(cost, f"the trainer executes ops without a formula: {ops}"), is_lower_bound=True)
+
+
+def _noted(cost: StepCost, note: str) -> StepCost:
+    return replace(cost, notes=(*cost.notes, note))
+
+
+def _is_compiled(value: Any) -> bool:
+    """`torch.compile(module)`, `module.compile()`, or `torch.compile(function)`."""
+    if hasattr(value, "_torchdynamo_orig_callable") or hasattr(value, "_orig_mod"):
+        return True
+    if not isinstance(value, nn.Module):
+        return False
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in value.modules()
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

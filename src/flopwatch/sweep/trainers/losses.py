@@ -1,0 +1,102 @@
+"""The loss of a model's output, as one number and as one per sample.
+
+DP trainers clip every sample's gradient, so they need every sample's loss. What that is follows from the model's own
+loss: of the usual ways to compare logits with labels, the one that gives the same number.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  the name everybody knows
+
+from flopwatch.errors import UnsupportedError
+
+PerSampleLosses = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+"""From the model's output and the batch to a loss for each sample, of shape (batch size,)."""
+
+_IGNORED = -100
+_SAME = 1e-3  # logits rounded to bf16 once more; a wrong shift differs more than this, and the closest one is taken
+_ADVICE = "give the model a method per_sample_losses(output, batch) that returns one loss for each sample"
+
+
+def own_loss(model: nn.Module, output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The loss the model itself returns; the mean of its `per_sample_losses` where it has that method instead."""
+    loss: torch.Tensor | None = _part(output, "loss")
+    if loss is None and isinstance(output, torch.Tensor) and output.dim() == 0:
+        loss = output
+    if loss is None and hasattr(model, "per_sample_losses"):
+        loss = model.per_sample_losses(output, batch).mean()  # type: ignore[operator]
+    if loss is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} returned {type(output).__name__} without a loss for a batch of "
+            f"{', '.join(batch)}; let its forward take labels and return a dict with 'loss', or {_ADVICE}"
+        )
+    return loss
+
+
+def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch without labels, so that the model does not work out a loss nobody needs.
+
+    An encoder-decoder makes its decoder's input from them and keeps them.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return dict(batch)
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSampleLosses:
+    """The per-sample losses whose mean is the model's own loss, found on the first sample of the batch."""
+    if hasattr(model, "per_sample_losses"):
+        return model.per_sample_losses  # type: ignore[return-value]
+    row = {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    with torch.no_grad():
+        output = model(**row)
+        logits, loss, labels = _part(output, "logits"), _part(output, "loss"), row.get("labels")
+        if logits is None or loss is None or labels is None:
+            raise UnsupportedError(
+                f"the loss of each sample cannot be told: {type(model).__name__} returned {_listed(output)} for a "
+                f"batch of {', '.join(batch)}, and flopwatch needs logits, loss and labels; {_ADVICE}"
+            )
+        fitting = [losses for losses in (next_token_losses, label_losses) if _fits(losses, logits, labels)]
+        distances = {losses: abs(float(losses(output, row).mean() / loss) - 1) for losses in fitting}
+    closest = min(distances, key=distances.__getitem__, default=None)
+    if closest is None or not distances[closest] <= _SAME:
+        raise UnsupportedError(
+            f"the loss of {type(model).__name__} ({float(loss):.4g}) is not the mean cross-entropy of its logits "
+            f"{tuple(logits.shape)} against labels {tuple(labels.shape)}, shifted or not, so the loss of each sample "
+            f"cannot be told; {_ADVICE}"
+        )
+    return closest
+
+
+def next_token_losses(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Causal language models: position i predicts label i + 1; the mean over a sample's positions."""
+    return _mean_cross_entropy(_part(output, "logits")[:, :-1], batch["labels"][:, 1:])
+
+
+def label_losses(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Masked language models and classifiers: every logit has its own label."""
+    return _mean_cross_entropy(_part(output, "logits"), batch["labels"])
+
+
+def _mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    # In at least fp32, as transformers does: bf16 logits of a large vocabulary lose the loss.
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    each = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=_IGNORED, reduction="none")
+    each, counted = each.view(len(labels), -1), (labels != _IGNORED).view(len(labels), -1)
+    return each.sum(1) / counted.sum(1).clamp(min=1)
+
+
+def _fits(losses: PerSampleLosses, logits: torch.Tensor, labels: torch.Tensor) -> bool:
+    positions = logits.shape[:-1] == labels.shape and not labels.is_floating_point()
+    return positions and (labels.dim() > 1 if losses is next_token_losses else True)
+
+
+def _part(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _listed(output: Any) -> str:
+    return ", ".join(output) if isinstance(output, Mapping) else type(output).__name__

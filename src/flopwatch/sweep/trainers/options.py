@@ -1,0 +1,68 @@
+"""What the built-in trainers can be told, and the optimizer they share."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.errors import InputError, UnsupportedError
+from flopwatch.sweep.trainers.protocol import TrainerSettings
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """The `options` of a trial with a built-in trainer.
+
+    Attributes:
+        lr: Learning rate.
+        max_grad_norm: The norm every sample's gradient is clipped to; the standard trainer does not clip.
+        noise_multiplier: Noise over that norm; the standard trainer adds none.
+    """
+
+    lr: float = 1e-3
+    max_grad_norm: float = 1.0
+    noise_multiplier: float = 1.0
+
+
+def read_options(options: Mapping[str, Any]) -> TrainerOptions:
+    """The options, checked. All four trainers take all of them, because a sweep gives its trainers the same.
+
+    >>> read_options({"max_grad_norm": 0.1}).max_grad_norm
+    0.1
+    """
+    known = [field.name for field in fields(TrainerOptions)]
+    for name, value in options.items():
+        if name not in known:
+            raise InputError(f"the built-in trainers have no option {name!r}; they have {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+            raise InputError(f"option {name} is a number of at least 0, got {value!r}")
+    if options.get("max_grad_norm") == 0:
+        raise InputError("option max_grad_norm is above 0: at 0 every gradient is clipped to nothing")
+    return TrainerOptions(**options)
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW for every trainer: what transformers are trained with.
+
+    Its two states per parameter belong in the memory figure, and the same optimizer everywhere leaves the trainers'
+    own cost as the only difference between them.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise UnsupportedError(f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one")
+    return torch.optim.AdamW(trainable, lr=lr)
+
+
+def autocast(settings: TrainerSettings) -> AbstractContextManager[Any]:
+    """What the forward pass runs in."""
+    if settings.dtype == "fp32":
+        return nullcontext()
+    if settings.dtype not in _AUTOCAST:
+        raise InputError(f"dtype is fp32, bf16 or fp16, got {settings.dtype!r}")
+    return torch.autocast(settings.device.type, dtype=_AUTOCAST[settings.dtype])

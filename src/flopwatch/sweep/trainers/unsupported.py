@@ -1,0 +1,136 @@
+"""Why a DP trainer cannot train a model: the true reason, and what to do, instead of what Opacus says."""
+
+from torch import nn
+
+from flopwatch.errors import UnsupportedError
+from flopwatch.sweep.trainers.checkpointing import is_checkpointing
+from flopwatch.sweep.trainers.layer_paths import handled_layers, path_of
+
+_MOST_NAMED = 3
+
+
+def check_supported(trainer: str, model: nn.Module) -> None:
+    """Raise UnsupportedError when this model is known not to go with this DP trainer. Works on the meta device."""
+    reason = obstacle(trainer, model)
+    if reason:
+        raise UnsupportedError(reason)
+
+
+def obstacle(trainer: str, model: nn.Module) -> str | None:
+    """What can be seen without running the model; None when nothing stands in the way."""
+    if is_checkpointing(model):
+        return (
+            "gradient checkpointing runs every layer a second time in the backward pass, and Opacus takes that for a "
+            "second use of the layer; turn checkpointing off for DP trainers"
+        )
+    buffered = _with_buffers(model)
+    if buffered:
+        return buffered
+    inside = _tied_inside(model)
+    if inside:
+        return (
+            f"the weights {' and '.join(inside)} are tied within one layer that Opacus differentiates as a whole, "
+            "which it cannot; untie them (tie_word_embeddings: false in the config)"
+        )
+    tied = tied_parameters(model) if trainer == "ghost" else []
+    if tied:
+        return (
+            f"the weights {' and '.join(tied)} are tied, and ghost clipping finds the norm of each layer alone; "
+            "untie them (tie_word_embeddings: false in the config) or use the trainer fast"
+        )
+    return None
+
+
+def _with_buffers(model: nn.Module) -> str | None:
+    trainable = (m for m in model.named_modules() if any(p.requires_grad for p in m[1].parameters(recurse=False)))
+    found = [(name, module) for name, module in trainable if next(module.buffers(), None) is not None]
+    if not found:
+        return None
+    batch_norms = [name for name, module in found if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if batch_norms:
+        return (
+            f"BatchNorm ({_named(batch_norms)}) mixes the samples of a batch, so that no sample has a gradient of its "
+            "own; use GroupNorm or LayerNorm (opacus.validators.ModuleValidator.fix replaces it)"
+        )
+    name, module = found[0]
+    buffers = [buffer for buffer, _ in module.named_buffers()]
+    return (
+        f"the layer {name} ({type(module).__name__}) has parameters and buffers ({_named(buffers)}), and Opacus takes "
+        "no such layer; make its buffers plain attributes, or freeze the layer"
+    )
+
+
+def _tied_inside(model: nn.Module) -> list[str]:
+    """Two names of one parameter within a layer that goes by functorch, such as the head of BERT."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for layer in handled_layers(model):
+        owners: dict[int, list[str]] = {}
+        if path_of("dpsgd", layer) == "functorch":
+            for name, parameter in layer.named_parameters(remove_duplicate=False):
+                owners.setdefault(id(parameter), []).append(f"{names[id(layer)]}.{name}".lstrip("."))
+        for several in owners.values():
+            if len(several) > 1:
+                return several
+    return []
+
+
+def tied_parameters(model: nn.Module) -> list[str]:
+    """The names of the first trainable parameter that several layers share where one of them has a ghost norm.
+
+    Opacus raises only when the second of them has one; in the other order its norm is wrong without a word.
+    """
+    names: dict[int, list[str]] = {}
+    ghost: set[int] = set()
+    paths = {id(layer): path_of("ghost", layer) for layer in handled_layers(model)}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                names.setdefault(id(parameter), []).append(f"{module_name}.{name}".lstrip("."))
+                if paths.get(id(module)) == "ghost":
+                    ghost.add(id(parameter))
+    return next((owners for key, owners in names.items() if len(owners) > 1 and key in ghost), [])
+
+
+def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
+    """What a step's exception means, where Opacus's own words mislead; else the exception.
+
+    Args:
+        trainer: The DP trainer that raised it.
+        idle: Trainable parameters that get no gradient in an ordinary step.
+        error: What it raised.
+    """
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if idle and any(sign in said for sign in ("NoneType", "not initialized", "_norm_sample")):
+        return (
+            f"{_named(idle)} got no gradient in the step, and Opacus needs one of every trainable parameter; freeze "
+            "it (requires_grad = False), or leave it out of the model"
+        )
+    for sign, meaning in _MEANINGS.items():
+        if sign in said:
+            return meaning if sign == _MISLEADING else f"{meaning}; it said: {said}"
+    return f"{trainer} raised {type(error).__name__}: {said}"
+
+
+_MISLEADING = "Parameter tying is not supported"
+_MEANINGS = {
+    _MISLEADING: (
+        "a layer runs more than once in a step (shared layers, or checkpointing in the model's own code), and ghost "
+        "clipping finds the norm of each use alone; use the trainer fast or dpsgd"
+    ),
+    "required positional argument": (
+        "a layer with parameters of its own takes more than one input (as the experts of a mixture do), and Opacus "
+        "differentiates it with the first alone"
+    ),
+    "object has no attribute 'detach'": (
+        "a layer with parameters of its own takes an argument that is no tensor, and Opacus takes tensors only"
+    ),
+    "stack expects each tensor to be equal size": (
+        "a layer's input does not have the samples as its first dimension (one row for all samples, or all tokens in "
+        "one list, as mixtures of experts have), and Opacus needs that"
+    ),
+}
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,234 @@
+"""Before a slot is used: which trainer can train which model."""
+
+import json
+import resource
+
+import pytest
+import transformers
+
+from flopwatch import count_flops
+from flopwatch.models.load import load_model
+from flopwatch.sweep.preflight import Pair, PreflightResult, read_preflight, run_preflight, write_preflight
+from flopwatch.sweep.process_tree import is_running
+from flopwatch.sweep.trainers.batch import trial_batch
+from flopwatch.sweep.trainers.layer_paths import layer_paths
+from flopwatch.sweep.trainers.load import load_trainer
+from flopwatch.sweep.trainers.protocol import TrainerSettings
+from flopwatch.sweep.trainers.tiny_copy import tiny_copies, with_small_width
+from flopwatch.trial_records import TrialSpec
+from tiny_transformers import build, config
+
+ALL = ["standard", "dpsgd", "ghost", "fast"]
+LLAMA_7B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}
+
+
+def specs(*models, trainers=ALL, **settings):
+    return [
+        TrialSpec(trainer, model, batch_size, seq_len, **settings)
+        for model in models
+        for trainer in trainers
+        for batch_size in (4, 8)
+        for seq_len in (512, 1024)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("R24")
+def test_the_1b_preset_is_looked_at_in_a_few_hundred_megabytes(tmp_path):
+    found = run_preflight(tmp_path, specs("1b"))
+    megabytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+
+    assert [pair.trainer for pair in found] == ALL
+    for result in found.values():
+        assert (result.supported, result.tried, result.reason) == (True, True, "")
+        assert result.parameters == 1_339_674_624
+        full = load_model("1b")
+        assert result.model_flops == count_flops(full, trial_batch(full, 4, 512, 0, "cpu")).model_flops
+    ghost = found[Pair("ghost", "1b", False, "fp32")]
+    assert ghost.shares["ghost"] > 0.999
+    assert set(ghost.layers["ghost"]) == {"Linear", "Embedding"}
+    assert set(ghost.layers["hook"]) == {"LayerNorm"}
+    assert sum(ghost.shares.values()) == pytest.approx(1)
+    assert ghost.difference < 1e-5
+    assert megabytes < 700  # torch, Opacus and transformers loaded; the weights alone would be 5,100
+    assert read_preflight(tmp_path) == found
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["logs", "preflight.json"]
+
+
+@pytest.mark.slow
+def test_what_cannot_run_is_told_with_the_true_reason(tmp_path):
+    tied, experts = tmp_path / "tied.json", tmp_path / "experts.json"
+    tied.write_text(json.dumps(LLAMA_7B))
+    experts.write_text(
+        json.dumps(
+            {**LLAMA_7B, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+        )
+    )
+    asked = [
+        *specs(str(tied)),
+        *specs("tiny", checkpointing=True),
+        *specs(str(experts), trainers=["standard", "dpsgd"]),
+        TrialSpec("command", "", 1, 1, command="true"),
+    ]
+    found = {(r.trainer, r.model, r.checkpointing): r for r in run_preflight(tmp_path, asked).values()}
+
+    assert not any(pair[0] == "command" for pair in found)
+    assert {pair for pair, result in found.items() if not result.supported} == {
+        ("ghost", str(tied), False),
+        *((trainer, "tiny", True) for trainer in ("dpsgd", "ghost", "fast")),
+        ("dpsgd", str(experts), False),
+    }
+    assert all(result.tried for result in found.values())
+    ghost = found["ghost", str(tied), False]
+    assert "model.embed_tokens.weight and lm_head.weight are tied" in ghost.reason
+    assert "tie_word_embeddings: false" in ghost.reason
+    assert ghost.parameters == sum(p.numel() for p in load_model(str(tied)).parameters())
+    assert "turn checkpointing off" in found["dpsgd", "tiny", True].reason
+    assert "takes more than one input (as the experts of a mixture do)" in found["dpsgd", str(experts), False].reason
+
+
+USERS_FILE = """
+import os, signal, subprocess, sys, time
+import torch
+from flopwatch.models.load import load_model
+from flopwatch.sweep.trainers.standard import StandardTrainer
+
+class Crashing(StandardTrainer):
+    def forward(self, batch):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+class Raising(StandardTrainer):
+    def forward(self, batch):
+        raise RuntimeError("no CUDA here")
+
+class Hanging(StandardTrainer):
+    def forward(self, batch):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+        open("child.pid", "w").write(str(child.pid))
+        time.sleep(1000)
+
+def small():
+    return load_model("tiny", device=str(torch.get_default_device()))
+
+def large():
+    return load_model("medium", device=str(torch.get_default_device()))
+
+class MixesSamples(torch.nn.Module):
+    # Centres over the batch: runs under DP-SGD, and means nothing.
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(16, 8)
+        self.head = torch.nn.Linear(8, 16)
+    def forward(self, input_ids, labels=None):
+        x = self.tokens(input_ids)
+        logits = self.head(x - x.mean(0, keepdim=True))
+        loss = None if labels is None else torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"logits": logits, "loss": loss}
+"""
+
+
+@pytest.fixture
+def users_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(USERS_FILE)
+    monkeypatch.chdir(tmp_path)
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    return sweep
+
+
+@pytest.mark.slow
+def test_a_crash_costs_no_other_pair_and_blocks_nothing(users_folder):
+    trainers = ["standard", "mine:Crashing", "mine:Raising", "ghost"]
+    asked = [*specs("tiny", trainers=trainers), *specs("mine:small", "mine:large", trainers=["standard"])]
+    found = {(r.trainer, r.model): r for r in run_preflight(users_folder, asked).values()}
+
+    assert all(result.supported for result in found.values())
+    assert {pair for pair, result in found.items() if result.tried} == {
+        ("standard", "tiny"),
+        ("ghost", "tiny"),
+        ("standard", "mine:small"),
+    }
+    assert "ended by SIGSEGV" in found["mine:Crashing", "tiny"].reason
+    assert found["mine:Raising", "tiny"].reason == "not tried: RuntimeError: no CUDA here"
+    assert found["standard", "mine:large"].reason == "not tried: no copy of the model is small enough to be run here"
+    assert found["standard", "mine:large"].parameters == 41_604_096
+
+
+@pytest.mark.slow
+def test_a_hang_is_ended_with_all_it_started_and_what_was_found_is_kept(users_folder):
+    asked = [*specs("tiny", trainers=["standard", "mine:Hanging", "ghost"])]
+    found = {r.trainer: r for r in run_preflight(users_folder, asked, timeout_seconds=40).values()}
+    child = int((users_folder.parent / "child.pid").read_text())
+
+    assert found["standard"].tried
+    assert "it took too long" in found["mine:Hanging"].reason
+    assert not found["ghost"].tried
+    assert all(result.supported for result in found.values())
+    assert not is_running(child)
+
+
+@pytest.mark.slow
+def test_a_step_that_runs_and_clips_wrongly_is_unsupported(users_folder):
+    asked = specs("mine:MixesSamples", trainers=["standard", "dpsgd"])
+    found = {r.trainer: r for r in run_preflight(users_folder, asked).values()}
+
+    assert found["standard"].supported
+    assert not found["dpsgd"].supported
+    assert "away from a loop over the samples" in found["dpsgd"].reason
+
+
+def test_a_result_survives_its_json(tmp_path):
+    result = PreflightResult("ghost", "tiny", False, "fp32", True, layers={"ghost": {"Linear": 0.9}})
+    write_preflight(tmp_path, [result])
+
+    assert read_preflight(tmp_path) == {Pair("ghost", "tiny", False, "fp32"): result}
+    assert read_preflight(tmp_path / "elsewhere") == {}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+@pytest.mark.parametrize("trainer", ["dpsgd", "ghost", "fast"])
+def test_the_paths_are_those_opacus_takes(name, trainer):
+    """Opacus prepares the layers it hands to functorch, which shows."""
+    model = build(name)
+    paths = layer_paths(trainer, model)
+    instance = load_trainer(trainer)(model, TrainerSettings(2, next(model.parameters()).device))
+    by_functorch = [m for m in instance.model._module.modules() if hasattr(m, "ft_compute_sample_grad")]
+    total = sum(p.numel() for p in model.parameters())
+
+    assert {type(module).__name__ for module in by_functorch} == set(paths.get("functorch", {}))
+    share = sum(p.numel() for module in by_functorch for p in module.parameters()) / total
+    assert sum(paths.get("functorch", {}).values()) == pytest.approx(share)
+    assert ("ghost" in paths) == (trainer == "ghost")
+    assert sum(sum(by_class.values()) for by_class in paths.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "gpt2", "bert", "vit"])
+def test_a_tiny_copy_has_the_same_classes_of_layers(name, tmp_path):
+    big = {**config(name), "num_hidden_layers": 12, "hidden_size": 768, "vocab_size": 30000}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(big))
+    tiny, full = next(tiny_copies(str(file))), load_model(str(file))
+
+    assert type(tiny) is type(full)
+    assert {type(module) for module in tiny.modules()} == {type(module) for module in full.modules()}
+    assert sum(p.numel() for p in tiny.parameters()) < 100_000
+
+
+def test_shrinking_keeps_one_layer_of_each_kind_and_the_ratio_of_heads():
+    kinds = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6
+    small = with_small_width({**LLAMA_7B, "num_hidden_layers": 12, "layer_types": kinds, "bos_token_id": 31999})
+
+    assert (small["num_hidden_layers"], small["layer_types"]) == (6, kinds[:6])
+    assert small["num_attention_heads"] // small["num_key_value_heads"] == 4
+    assert small["bos_token_id"] is None
+    assert transformers.AutoConfig.for_model(**small).tie_word_embeddings
