@@ -31,7 +31,9 @@ class PythonError(Counted):
 
 class DeviceMemory(Counted):
     def forward(self, batch):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of ..."
+        )
 
 
 class HostMemory(Counted):

@@ -1,0 +1,90 @@
+"""What to do about a trial that did not run to its end. Pure; sources in sweep-anchors.md §2 and §3."""
+
+from collections.abc import Callable, Mapping
+
+from flopwatch.report.columns import privacy_of
+from flopwatch.trial_records import TrialResult
+
+_BY_SIGNAL = {
+    "SIGKILL": "Nobody of flopwatch sent SIGKILL: often the kernel for memory. Look: dmesg | grep -i 'killed process'",
+    "SIGSEGV": "A fault in native code. Run the command below with PYTHONFAULTHANDLER=1: it prints the Python line.",
+    "SIGABRT": "Native code gave up; its last words are at the end of the log.",
+    "SIGBUS": "Often a full /dev/shm: look at df -h /dev/shm, or use no data loader workers.",
+    "SIGTERM": "Somebody asked it to end: a scheduler's time limit, a preemption, a shutdown.",
+    "SIGILL": "An instruction this CPU does not have: a wheel built for another one.",
+    "SIGFPE": "A division by zero in native code, often an empty batch or dimension.",
+}
+
+
+def advice_for(result: TrialResult, cause: str, largest_ok: int | None) -> tuple[str, ...]:
+    """Short and exact, most useful first.
+
+    Args:
+        result: One of the trials.
+        cause: What they have in common.
+        largest_ok: The largest batch that ran with this trainer at this sequence length.
+    """
+    by_outcome: Mapping[str, Callable[[], tuple[str, ...]]] = {
+        "oom_device": lambda: _out_of_memory(result, largest_ok),
+        "oom_host": lambda: (*_host_limit(result), *_out_of_memory(result, largest_ok)),
+        "crash": lambda: (_BY_SIGNAL.get(cause, "Run the command below alone; the log's end is where it was."),),
+        "hang": lambda: _hang(result),
+        "timeout": lambda: _timeout(result),
+        "error": lambda: _error(cause),
+        "unsupported": lambda: _unsupported(result),
+        "invalid": lambda: ("Change the configuration; no run can cure it.",),
+        "cancelled": lambda: ("Start the same sweep again: it goes on where it stopped.",),
+        "lost": lambda: ("The machine or its job went away. Run again: flopwatch sweep ... --only failed",),
+    }
+    return by_outcome.get(result.outcome, lambda: ())()
+
+
+def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ...]:
+    spec = result.spec
+    ran = f": {largest_ok} ran at sequence {spec.seq_len}" if largest_ok else ""
+    advice = [f"Use a batch below {spec.batch_size}{ran}." if spec.batch_size > 1 else "Batch 1 is too large already."]
+    is_private = privacy_of(spec) == "private"
+    if not spec.checkpointing and not is_private:
+        advice.append("Gradient checkpointing holds fewer activations for about a third more compute.")
+    if spec.trainer in ("dpsgd", "fast"):
+        advice.append("Ghost clipping holds no per-sample gradients; it needs less at short sequences.")
+    if spec.trainer == "ghost":
+        advice.append("Ghost clipping holds a sequence x sequence matrix per sample; dpsgd may need less here.")
+    if spec.trainer != "command":
+        advice.append(
+            f"Find the largest batch: flopwatch fit --trainer {spec.trainer} --model-size {spec.model}"
+            f" --seq-len {spec.seq_len}"
+        )
+    return tuple(advice)
+
+
+def _host_limit(result: TrialResult) -> tuple[str, ...]:
+    limit = result.spec.limits.memory_bytes
+    return (f"The trial's limit was {limit / 2**30:.3g} GiB; raise it if the host has more.",) if limit else ()
+
+
+def _hang(result: TrialResult) -> tuple[str, ...]:
+    limit = result.spec.limits.no_progress_seconds
+    slow = f"If a step may take longer than {limit:g} s, raise the no-progress limit." if limit else ""
+    shown = "The stacks below show what each thread waited for." if result.stacks else "No stacks: it held the GIL."
+    return tuple(line for line in (shown, slow) if line)
+
+
+def _timeout(result: TrialResult) -> tuple[str, ...]:
+    limit = result.spec.limits.wall_seconds
+    reached = f"It still made progress in phase {result.phase}" + (f" after {limit:g} s" if limit else "")
+    return (f"{reached}: raise the wall limit, or measure fewer steps.",)
+
+
+def _error(cause: str) -> tuple[str, ...]:
+    if cause.startswith(("ModuleNotFoundError", "ImportError")):
+        return ("Install what is missing in the environment the trials run in.",)
+    if cause.startswith("exit code"):
+        return ("The program ended itself; look for exit() in it, and at the end of the log.",)
+    return ("Run the command below alone; once cured: flopwatch sweep ... --only failed",)
+
+
+def _unsupported(result: TrialResult) -> tuple[str, ...]:
+    if result.spec.checkpointing:
+        return ("Take the pair out of the matrix, or run it without gradient checkpointing.",)
+    return ("Take the pair out of the matrix, or choose another trainer for this model.",)

@@ -1,0 +1,103 @@
+"use strict";
+// Text of trials enters the page through textContent only: nothing of it can become markup.
+(() => {
+  const tip = document.createElement("div");
+  tip.id = "tip"; tip.hidden = true; document.body.append(tip);
+  document.addEventListener("pointerover", (event) => {
+    const owner = event.target.closest("[data-t]");
+    tip.hidden = !owner;
+    if (owner) tip.textContent = owner.dataset.t;
+  });
+  document.addEventListener("pointermove", (event) => {
+    if (tip.hidden) return;
+    tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)) + "px";
+    const below = event.clientY + 18;
+    tip.style.top = (below + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : below) + "px";
+  });
+
+  for (const tabs of document.querySelectorAll(".tabs")) {
+    const matrices = tabs.parentElement.querySelectorAll(".matrix");
+    const show = (key) => {
+      matrices.forEach((matrix) => { matrix.hidden = matrix.dataset.metric !== key; });
+      tabs.querySelectorAll("button").forEach((b) => b.setAttribute("aria-pressed", String(b.dataset.metric === key)));
+    };
+    tabs.hidden = false;
+    tabs.addEventListener("click", (event) => { if (event.target.dataset.metric) show(event.target.dataset.metric); });
+    if (matrices.length) show(matrices[0].dataset.metric);
+  }
+
+  const data = JSON.parse(document.getElementById("trial-data").textContent);
+  const table = document.getElementById("trials");
+  if (!table) return;
+  const dash = "\u2013";
+  const digits = (v) => v >= 100 ? Math.round(v).toLocaleString("en") : v >= 10 ? v.toFixed(1) : v >= 1 ? v.toFixed(2) : String(Number(v.toPrecision(2)));
+  const written = {
+    text: (v) => v, count: (v) => v.toLocaleString("en"), rate: digits,
+    seconds: (v) => v >= 1 ? digits(v) + " s" : digits(1e3 * v) + " ms",
+    bytes: (v) => v >= 2 ** 30 ? digits(v / 2 ** 30) + " GiB" : digits(v / 2 ** 20) + " MiB",
+    share: (v) => (100 * v).toFixed(1) + " %",
+  };
+  const value = (row, column) => {
+    const found = row[column];
+    return data.columns[column].words ? data.columns[column].words[found] : found;
+  };
+  const search = data.rows.map((row) => data.columns.map((c, i) => c.kind === "text" ? value(row, i) : "").join(" ").toLowerCase());
+  const batch = 200;
+  const box = document.getElementById("trial-filter"), outcome = document.getElementById("trial-outcome");
+  const more = document.getElementById("more-trials"), told = document.getElementById("trial-count");
+  let order = data.rows.map((_, i) => i), kept = order, limit = batch, sorted = -1, up = true;
+
+  const cell = (row, column) => {
+    const td = document.createElement("td"), found = value(row, column), kind = data.columns[column].kind;
+    if (kind !== "text") td.className = "n";
+    td.textContent = found === null || found === undefined ? dash : written[kind](found);
+    if (column === data.timeColumn && row[data.unstableColumn]) td.textContent = "~" + td.textContent;
+    if (column === data.outcomeColumn) td.className = "f-" + data.outcomeClasses[row[column]];
+    return td;
+  };
+  const draw = () => {
+    const body = document.createElement("tbody");
+    for (const place of kept.slice(0, limit)) {
+      const tr = document.createElement("tr");
+      tr.dataset.place = place;
+      data.columns.forEach((column, i) => { if (column.shown) tr.append(cell(data.rows[place], i)); });
+      body.append(tr);
+    }
+    table.tBodies[0].replaceWith(body);
+    told.textContent = Math.min(limit, kept.length).toLocaleString("en") + " of " + kept.length.toLocaleString("en") + (kept.length < order.length ? " that match, " + order.length.toLocaleString("en") + " in all" : "");
+    more.hidden = kept.length <= limit;
+  };
+  const filter = () => {
+    const terms = box.value.toLowerCase().split(/\s+/).filter(Boolean), wanted = outcome.value;
+    kept = order.filter((i) => (!wanted || value(data.rows[i], data.outcomeColumn) === wanted) && terms.every((t) => search[i].includes(t)));
+    limit = batch; draw();
+  };
+  table.tHead.addEventListener("click", (event) => {
+    const th = event.target.closest("th"); if (!th) return;
+    const column = Number(th.dataset.column);
+    up = sorted === column ? !up : data.columns[column].kind === "text" || data.columns[column].kind === "count";
+    sorted = column;
+    const sign = up ? 1 : -1;
+    order.sort((a, b) => {
+      const x = value(data.rows[a], column), y = value(data.rows[b], column);
+      if (x === y) return a - b;
+      if (x === null) return 1;
+      if (y === null) return -1;
+      return x < y ? -sign : sign;
+    });
+    for (const other of table.tHead.querySelectorAll("th")) other.removeAttribute("aria-sort");
+    th.setAttribute("aria-sort", up ? "ascending" : "descending");
+    filter();
+  });
+  table.addEventListener("click", (event) => {
+    const tr = event.target.closest("tbody tr"); if (!tr || tr.className === "more") return;
+    if (tr.nextSibling && tr.nextSibling.className === "more") { tr.nextSibling.remove(); return; }
+    const row = data.rows[Number(tr.dataset.place)], line = document.createElement("tr"), td = document.createElement("td");
+    line.className = "more"; td.colSpan = tr.children.length;
+    td.textContent = data.columns.map((c, i) => c.shown ? "" : value(row, i)).filter((t) => typeof t === "string" && t).join("\n") || "no further words";
+    line.append(td); tr.after(line);
+  });
+  box.addEventListener("input", filter); outcome.addEventListener("change", filter);
+  more.addEventListener("click", () => { limit += batch; draw(); });
+  draw();
+})();

@@ -1,0 +1,151 @@
+"""What the numbers mean, in words; the same in every renderer."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from flopwatch.report.figures import digits, memory, outcome_word
+from flopwatch.report.records import Cell, Choice, Crossover, FrontierPoint, SweepSummary
+from flopwatch.trial_records import FAILED, OUT_OF_MEMORY
+
+MATRIX_NOTES = (
+    "Bold is best within its privacy class, where the measurement decides.",
+    "± is half of the 95 % interval of the median; ~ marks an unstable time: small differences mean nothing.",
+    "OOM: out of memory. OOM*: not run, a smaller one was out of memory. n/a: the trainer cannot train the model.",
+    "> marks a lower bound: some ops had no FLOPs formula.",
+)
+
+
+class Tally(NamedTuple):
+    """Trials by what a reader wants to know first."""
+
+    ok: int
+    out_of_memory: int
+    inferred: int
+    failed: int
+    unsupported: int
+    skipped: int
+    missing: int
+
+
+def tally(summary: SweepSummary) -> Tally:
+    counts = summary.totals.by_outcome
+    return Tally(
+        counts.get("ok", 0),
+        sum(counts.get(outcome, 0) for outcome in OUT_OF_MEMORY),
+        counts.get("oom_inferred", 0),
+        sum(counts.get(outcome, 0) for outcome in FAILED),
+        counts.get("unsupported", 0),
+        counts.get("skipped", 0),
+        counts.get("missing", 0),
+    )
+
+
+def totals_sentence(summary: SweepSummary) -> str:
+    """Such as `48 trials: 36 ok, 8 out of memory (3 of them inferred), 2 failed`."""
+    counted = tally(summary)
+    inferred = f" ({counted.inferred:,} of them inferred)" if counted.inferred else ""
+    parts = [f"{counted.ok:,} ok"]
+    parts += [f"{counted.out_of_memory:,} out of memory{inferred}"] if counted.out_of_memory else []
+    others = {"failed": counted.failed, "unsupported": counted.unsupported, "skipped": counted.skipped}
+    parts += [f"{number:,} {word}" for word, number in {**others, "missing": counted.missing}.items() if number]
+    trials = summary.totals.trials
+    return f"{trials:,} {'trial' if trials == 1 else 'trials'}: {', '.join(parts)}" if trials else "No trials"
+
+
+def configuration(cell: Cell) -> str:
+    return f"{cell.trainer} batch {cell.batch_size}"
+
+
+def throughput(cell: Cell) -> str:
+    if cell.tokens_per_s is not None:
+        return f"{digits(cell.tokens_per_s)} tokens/s"
+    return f"{digits(cell.samples_per_s)} samples/s"
+
+
+def choice_sentence(choice: Choice) -> str:
+    """What was decided, or that nothing was."""
+    if not choice.tied:
+        if choice.candidates == 1:
+            return "the only one that ran"
+        return f"the fastest of {choice.candidates}"
+    # Another trainer is worth more words than another batch size of the same one.
+    tied = sorted(choice.tied, key=lambda cell: cell.trainer == choice.fastest.trainer)
+    rivals = [_beside(cell, choice.fastest) for cell in tied[:2]]
+    more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
+    return f"no measurable difference between {configuration(choice.fastest)} and {', '.join(rivals)}{more}"
+
+
+def _beside(cell: Cell, fastest: Cell) -> str:
+    return f"batch {cell.batch_size}" if cell.trainer == fastest.trainer else configuration(cell)
+
+
+def choice_notes(choice: Choice) -> str:
+    """What to know before running it."""
+    notes = []
+    if choice.fastest.alloc_retries:
+        notes.append("barely fits: the allocator had to free its cache")
+    if choice.fastest.is_unstable:
+        notes.append("its step time is unstable")
+    return "; ".join(notes)
+
+
+def crossover_sentence(crossover: Crossover) -> str:
+    """Such as `ghost beats dpsgd below sequence 480 at batch 8 (between 256 and 512 measured; time)`."""
+    other = "batch" if crossover.axis == "sequence" else "sequence"
+    where = f"at {other} {crossover.fixed}"
+    measured = f"between {crossover.low} and {crossover.high} measured; {crossover.quantity}"
+    beats = f"{crossover.below} beats {crossover.above}"
+    if not crossover.is_claimed:
+        return f"{beats} below some {crossover.axis} {where}? Not decided: intervals overlap ({measured})"
+    if crossover.at is None:
+        equal = ", ".join(str(value) for value in crossover.equal_at)
+        return (
+            f"{beats} up to {crossover.axis} {crossover.low} {where}, no measurable difference at {equal} ({measured})"
+        )
+    return f"{beats} below {crossover.axis} {rounded(crossover.at)} {where} ({measured})"
+
+
+def crossover_digest(crossovers: Iterable[Crossover]) -> list[str]:
+    """One line for each pair, quantity and axis, however many batch sizes or sequence lengths show it."""
+    alike: dict[tuple[str, ...], list[Crossover]] = defaultdict(list)
+    for crossover in crossovers:
+        if crossover.is_claimed:
+            key = (crossover.quantity, crossover.axis, crossover.below, crossover.above)
+            alike[key].append(crossover)
+    return [crossover_sentence(same[0]) if len(same) == 1 else _many(same) for same in alike.values()]
+
+
+def frontier_words(point: FrontierPoint) -> str:
+    """Such as `32 (64 OOM)`."""
+    ran = "none ran" if point.largest_ok is None else str(point.largest_ok)
+    if point.smallest_oom is None:
+        return f"≥ {ran}" if point.largest_ok else ran
+    word = outcome_word("oom_inferred" if point.is_inferred else "oom_device")
+    return f"{ran} ({point.smallest_oom} {word})" + ("" if point.is_monotone else " !")
+
+
+def device_sentence(cells: Sequence[Cell]) -> str:
+    sizes = {cell.device_bytes for cell in cells if cell.device_bytes}
+    return f"The device has {memory(max(sizes))}." if len(sizes) == 1 else ""
+
+
+def rounded(value: float) -> int:
+    """Two digits: an interpolation knows no more.
+
+    >>> rounded(376.7), rounded(7.61), rounded(12345.0)
+    (380, 8, 12000)
+    """
+    unit = int("1" + "0" * max(len(str(int(value))) - 2, 0))
+    return round(value / unit) * unit
+
+
+def _many(same: Sequence[Crossover]) -> str:
+    first = same[0]
+    other = "batch" if first.axis == "sequence" else "sequence"
+    low = min(rounded(c.at) if c.at is not None else c.low for c in same)
+    high = max(rounded(c.at) if c.at is not None else c.high for c in same)
+    fixed = sorted(c.fixed for c in same)
+    values = ", ".join(map(str, fixed)) if len(fixed) <= 4 else f"{fixed[0]} to {fixed[-1]}, {len(fixed)} of them"
+    span = str(low) if low == high else f"{low} to {high}"
+    return f"{first.below} beats {first.above} below {first.axis} {span} ({other} {values}; {first.quantity})"

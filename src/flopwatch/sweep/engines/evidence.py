@@ -1,0 +1,82 @@
+"""How a trial ended that left no result: read from what the engine saw. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flopwatch.trial_records import Outcome
+
+_SLURM: dict[str, tuple[Outcome, str]] = {
+    "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; give the engine more time_minutes"),
+    "DEADLINE": ("timeout", "Slurm ended the job at its deadline"),
+    "OUT_OF_MEMORY": ("oom_host", "Slurm ended the job for want of host memory; ask for more memory"),
+    "CANCELLED": ("cancelled", "the job was cancelled"),
+    "PREEMPTED": ("lost", "Slurm preempted the job"),
+    "NODE_FAIL": ("lost", "its node failed"),
+    "BOOT_FAIL": ("lost", "its node did not boot"),
+    "REVOKED": ("lost", "Slurm moved the job to another cluster"),
+}
+
+_RAY: dict[str, tuple[Outcome, str]] = {
+    "OutOfMemoryError": (
+        "oom_host",
+        "Ray's memory monitor ended it as its node ran out of memory; the victim may be innocent: "
+        "run fewer trials per node",
+    ),
+    "TaskCancelledError": ("cancelled", "the task was cancelled"),
+    "NodeDiedError": ("lost", "its node died"),
+    "WorkerCrashedError": ("lost", "its Ray worker died"),
+    "RaySystemError": ("lost", "Ray itself failed"),
+}
+
+# Slurm without cgroups kills with SIGKILL, calls it FAILED and tells the reason only in the job's output.
+_OVER_MEMORY = ("exceeded memory limit", "exceeded job memory limit", "oom-kill", "oom_kill")
+
+
+def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
+    """The outcome and one line for a person, for a trial whose supervisor is gone without a `result.json`.
+
+    Args:
+        evidence: What `Ended.evidence` holds: `state` (Slurm's word), `error` (the name of Ray's exception), `detail`,
+            `exit_code` and `signal` of the supervisor, `log` (the end of what the supervisor or Slurm printed), `host`.
+
+    >>> ending_from_evidence({"state": "NODE_FAIL", "host": "n1"})
+    ('lost', 'its node failed (n1)')
+    """
+    outcome, reason = _ending(evidence)
+    host = evidence.get("host")
+    return outcome, f"{reason} ({host})" if host else reason
+
+
+def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
+    log = str(evidence.get("log") or "")
+    if any(text in log.lower() for text in _OVER_MEMORY):
+        return "oom_host", "the job used more host memory than it had asked for; ask for more memory"
+    state = str(evidence.get("state") or "").partition(" ")[0].rstrip("+")  # "CANCELLED by 1000"
+    if state in _SLURM:
+        return _SLURM[state]
+    error = str(evidence.get("error") or "")
+    if error in _RAY:
+        return _RAY[error]
+    return "lost", _how_it_left(evidence, state, error) + _last_line(log)
+
+
+def _how_it_left(evidence: Mapping[str, Any], state: str, error: str) -> str:
+    signal, exit_code, detail = evidence.get("signal"), evidence.get("exit_code"), evidence.get("detail")
+    if error:
+        return f"its supervisor could not be run: {error}" + (f": {detail}" if detail else "")
+    if signal:
+        return f"its supervisor was killed by {signal_text(signal)}"
+    if exit_code:
+        return f"its supervisor left with exit code {exit_code} and no result"
+    if state:
+        return f"its supervisor left no result; Slurm says {state}"
+    return "its supervisor vanished without a trace"
+
+
+def signal_text(signal: Any) -> str:
+    return f"signal {signal}" if isinstance(signal, int) else str(signal)
+
+
+def _last_line(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return f"; it last printed: {lines[-1][:200]}" if lines else ""

@@ -1,0 +1,94 @@
+"""Import Ray and start one of our own on this machine, around the traps met with ray 2.60."""
+
+import contextlib
+import functools
+import io
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flopwatch.optional import require
+
+_STAND_IN = Path(__file__).with_name("no_amdsmi")
+
+
+def import_ray() -> Any:
+    """Ray, also where `amdsmi` (of the `energy` extra) is installed without ROCm.
+
+    Importing such an amdsmi raises KeyError, and Ray's import catches ImportError only.
+    """
+    if "ray" not in sys.modules and is_amdsmi_broken():
+        sys.modules["amdsmi"] = None  # type: ignore[assignment]
+    return require("ray", "ray")
+
+
+def is_amdsmi_broken() -> bool:
+    """True when it is installed and cannot be imported."""
+    if "amdsmi" in sys.modules:
+        return sys.modules["amdsmi"] is None
+    if find_spec("amdsmi") is None:
+        return False
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its complaint
+            import_module("amdsmi")
+    except Exception:  # KeyError, OSError, AttributeError: whatever it meets
+        return True
+    return False
+
+
+def local_environment() -> dict[str, str]:
+    """What a Ray of our own needs in the environment, for its processes too."""
+    needed = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Without it Ray takes the address of the network card and listens on every interface.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Ray turns authentication on by itself when it finds a token in the home folder; ours is only for this run.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": _own_token(),
+    }
+    if is_amdsmi_broken():
+        needed["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_STAND_IN), os.environ.get("PYTHONPATH")]))
+    return needed
+
+
+@functools.cache
+def _own_token() -> str:
+    """One for the life of this process: Ray's core reads it once and keeps it."""
+    return secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def in_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def start_local(ray: Any, cpus: int | None, gpus: int | None) -> None:
+    """One node on loopback, without dashboard; it ends with this process, also when that is killed."""
+    ray.init(
+        address="local",  # a plain init joins whatever address an earlier Ray left behind
+        num_cpus=cpus,
+        num_gpus=gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=80 << 20,  # the least it takes: results travel as files
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def join(ray: Any, address: str) -> None:
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")

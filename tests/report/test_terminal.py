@@ -1,0 +1,84 @@
+"""The terminal report fits 80 columns, shows the answer first and lets no text of a trial steer the terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from flopwatch.report.plain_text import plain
+from flopwatch.report.terminal import draw_report
+from made_up_sweep import example_specs, make_result
+from report.few_results import ended, ran, summary_of
+from report.hostile_sweep import hostile_results
+
+
+def printed(summary, width=80, metrics=()):
+    stream = io.StringIO()
+    Console(file=stream, width=width, highlight=False).print(draw_report(summary, metrics))
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def example():
+    return summary_of(*(make_result(spec) for spec in example_specs()))
+
+
+def test_every_line_fits_80_columns(example):
+    assert max(len(line) for line in printed(example).splitlines()) <= 80
+
+
+def test_no_figure_is_cut_off_at_80_columns(example):
+    assert "…" not in printed(example)
+
+
+def test_the_answer_stands_before_matrices_and_matrices_before_failures(example):
+    out = printed(example)
+    places = [
+        out.index(words) for words in ("What to run", "Trainers", "Peak memory", "What did not run", "Environment")
+    ]
+    assert places == sorted(places)
+
+
+def test_only_the_metric_asked_for_is_printed(example):
+    out = printed(example, metrics=["mfu"])
+    assert "\n  MFU" in out
+    assert "Peak memory" not in out
+
+
+def test_an_empty_sweep_says_so():
+    assert "Nothing was asked for" in printed(summary_of())
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        [ran("standard", 4, 64, gib=1)],
+        [ended("standard", 4, 64, "error"), ended("ghost", 4, 64, "oom_device")],
+        [ran("ghost", 4, 64), ran("ghost", 8, 64)],
+        [ended("standard", 4, 64, "ok")],
+    ],
+    ids=["one trial", "all failed", "one trainer", "nothing measured"],
+)
+def test_small_and_bare_sweeps_are_told(results):
+    out = printed(summary_of(*results))
+    assert out.splitlines()[1].startswith(f"{len(results)} trial")
+    assert "None" not in out
+    assert "nan" not in out
+
+
+def test_all_failed_has_nothing_to_choose_from():
+    assert "nothing to choose from" in printed(summary_of(ended("standard", 4, 64, "error")))
+
+
+def test_no_text_of_a_trial_reaches_the_terminal_as_a_control_character():
+    out = printed(summary_of(*hostile_results()))
+    harmful = {
+        character for character in out if character != "\n" and (ord(character) < 32 or ord(character) == 0x202E)
+    }
+    assert harmful == set()
+    out.encode("utf-8")  # half characters are gone too
+    assert "\\u202eevil" in out.replace("\n", "")
+
+
+def test_a_progress_bar_shows_its_last_state():
+    assert plain("10 %\r50 %\r100 %\r\nnext") == "100 %\nnext"

@@ -1,0 +1,61 @@
+import pytest
+
+from flopwatch.sweep.engines.evidence import ending_from_evidence
+
+
+@pytest.mark.parametrize(
+    ("evidence", "outcome"),
+    [
+        ({"state": "TIMEOUT", "signal": 15}, "timeout"),
+        ({"state": "DEADLINE"}, "timeout"),
+        ({"state": "OUT_OF_MEMORY", "signal": 125}, "oom_host"),
+        (
+            {"state": "FAILED", "signal": 9, "log": "error: StepId=3.batch exceeded memory limit"},
+            "oom_host",
+        ),
+        ({"state": "COMPLETED", "exit_code": 0, "log": "Detected 1 oom-kill event(s) in StepId=3.batch"}, "oom_host"),
+        ({"state": "CANCELLED by 1000"}, "cancelled"),
+        ({"state": "CANCELLED+"}, "cancelled"),
+        ({"state": "NODE_FAIL", "exit_code": 1}, "lost"),
+        ({"state": "PREEMPTED"}, "lost"),
+        ({"state": "BOOT_FAIL"}, "lost"),
+        ({"state": "FAILED", "signal": 9}, "lost"),
+        ({"state": "COMPLETED", "exit_code": 0}, "lost"),
+        ({"error": "OutOfMemoryError"}, "oom_host"),
+        ({"error": "NodeDiedError"}, "lost"),
+        ({"error": "WorkerCrashedError"}, "lost"),
+        ({"error": "TaskCancelledError", "signal": 9}, "cancelled"),
+        ({"error": "ModuleNotFoundError", "detail": "No module named 'flopwatch'"}, "lost"),
+        ({"signal": 9}, "lost"),
+        ({"exit_code": 1}, "lost"),
+        ({}, "lost"),
+    ],
+)
+def test_the_outcome_follows_what_the_engine_saw(evidence, outcome):
+    assert ending_from_evidence(evidence)[0] == outcome
+
+
+@pytest.mark.parametrize(
+    ("evidence", "reason"),
+    [
+        ({"signal": 9}, "its supervisor was killed by signal 9"),
+        ({"signal": "SIGKILL", "host": "n7"}, "its supervisor was killed by SIGKILL (n7)"),
+        ({"exit_code": 1}, "its supervisor left with exit code 1 and no result"),
+        ({"state": "COMPLETED", "exit_code": 0}, "its supervisor left no result; Slurm says COMPLETED"),
+        (
+            {"exit_code": 1, "log": "Traceback\nOSError: disk full\n\n"},
+            "its supervisor left with exit code 1 and no result; it last printed: OSError: disk full",
+        ),
+        (
+            {"error": "ModuleNotFoundError", "detail": "No module named 'flopwatch'"},
+            "its supervisor could not be run: ModuleNotFoundError: No module named 'flopwatch'",
+        ),
+        ({}, "its supervisor vanished without a trace"),
+    ],
+)
+def test_the_reason_says_what_is_known_and_where(evidence, reason):
+    assert ending_from_evidence(evidence)[1] == reason
+
+
+def test_a_ray_out_of_memory_says_that_the_victim_may_be_innocent():
+    assert "the victim may be innocent" in ending_from_evidence({"error": "OutOfMemoryError"})[1]

@@ -1,0 +1,70 @@
+"""The Ray engine on a cluster that others started, with nodes that join, die and are cut off."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from flopwatch.sweep.engines import ray as engine_module
+from flopwatch.sweep.engines.evidence import ending_from_evidence
+from flopwatch.sweep.engines.ray import RayEngine
+from real_ray import ray_cluster
+from sweep.engines import contract
+from wait_until import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray_nodes")]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def engine(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "_NODES_EVERY_SECONDS", 0.5)
+    engine = RayEngine(address=cluster.address)
+    engine.open(tmp_path, [])
+    yield engine
+    engine.close()
+
+
+def placed_on_a_node_that_joins_later(cluster, engine, tmp_path):
+    (trial,) = contract.make_trials(tmp_path, "echo $PPID > {trial_dir}/supervisor; exec sleep 300")
+    wait_until(lambda: engine.room(trial.spec) == 0, "only the head is there, which has no cores")
+    node = cluster.add_node(num_cpus=1)
+    wait_until(lambda: engine.room(trial.spec), "the node has joined")
+    engine.submit([trial])
+    supervisor = psutil.Process(int(contract.wait_for_file(contract.folder_of(trial) / "supervisor", engine)))
+    return node, trial, supervisor
+
+
+def test_a_trial_on_a_node_that_dies_is_lost_and_leaves_nothing(cluster, engine, tmp_path):
+    node, trial, supervisor = placed_on_a_node_that_joins_later(cluster, engine, tmp_path)
+    cluster.remove_node(node, allow_graceful=False)
+    (evidence,) = contract.run_all_placed(engine, [trial]).values()
+    assert ending_from_evidence(evidence)[0] == "lost"
+    assert not psutil.wait_procs([supervisor], timeout=10)[1]
+    assert contract.left_behind([trial]) == []
+
+
+def test_a_trial_on_a_node_that_is_cut_off_is_lost(cluster, engine, tmp_path, monkeypatch):
+    """All of the node stands still, as behind a cut link: nothing of it says goodbye."""
+    monkeypatch.setattr(engine_module, "_LEAVE_SECONDS", 1.0)
+    node, trial, supervisor = placed_on_a_node_that_joins_later(cluster, engine, tmp_path)
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    frozen = [raylet, *raylet.children(recursive=True)]
+    for process in frozen:
+        process.suspend()
+    try:
+        (evidence,) = contract.run_all_placed(engine, [trial]).values()
+    finally:
+        for process in frozen:
+            os.kill(process.pid, signal.SIGCONT)
+        cluster.remove_node(node, allow_graceful=False)
+    assert evidence["error"] in ("NodeDiedError", "WorkerCrashedError")
+    assert ending_from_evidence(evidence)[0] == "lost"
+    psutil.wait_procs([supervisor], timeout=30)
+    assert contract.left_behind([trial]) == []

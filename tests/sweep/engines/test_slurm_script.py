@@ -1,0 +1,61 @@
+import subprocess
+from pathlib import Path
+
+from flopwatch.sweep.engines.slurm_script import Request, request_for, script
+from flopwatch.trial_records import Limits, TrialSpec
+
+NOTHING = {"cpus": None, "gpus": 0, "memory_megabytes": None, "minutes": None}
+
+
+def spec(**settings):
+    return TrialSpec("standard", "tiny", 1, 1, **settings)
+
+
+def test_slurm_gives_more_time_and_memory_than_our_own_limits():
+    limits = Limits(wall_seconds=600.0, memory_bytes=1 << 30)
+    assert request_for(spec(limits=limits), **NOTHING) == Request(None, 0, 1024 + 256, 12)
+
+
+def test_without_limits_the_site_decides():
+    assert request_for(spec(limits=Limits(wall_seconds=None)), **NOTHING) == Request(None, 0, None, None)
+
+
+def test_the_trial_goes_before_the_engine_and_a_share_of_a_gpu_is_a_whole_one():
+    asked = request_for(spec(cpus=4, gpus=0.5), cpus=2, gpus=3, memory_megabytes=100, minutes=5)
+    assert asked == Request(4, 1, 100, 5)
+    assert request_for(spec(), cpus=2, gpus=3, memory_megabytes=100, minutes=5) == Request(2, 3, 100, 5)
+
+
+def text(tmp_path, **changes):
+    settings = {"parallelism": None, "partition": None, "extra": {}, **changes}
+    request = Request(2, 1, 500, 10)
+    return script("name", request, tmp_path / "batch.names", 3, ["printf", "%s|"], **settings)
+
+
+def options(script_text):
+    return [line.removeprefix("#SBATCH --") for line in script_text.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_the_script_asks_for_what_the_trial_needs_and_never_runs_again(tmp_path):
+    asked = options(text(tmp_path, parallelism=2, partition="long", extra={"account": "lab", "exclusive": True}))
+    for option in ("array=0-2%2", "partition=long", "cpus-per-task=2", "gres=gpu:1", "mem=500M", "time=10"):
+        assert option in asked
+    assert {"no-requeue", "account=lab", "exclusive"} <= set(asked)
+
+
+def test_an_extra_option_goes_before_ours_and_none_leaves_it_out(tmp_path):
+    asked = options(text(tmp_path, extra={"gres": "gpu:a100:1", "mem": None}))
+    assert "gres=gpu:a100:1" in asked
+    assert not [option for option in asked if option.startswith("mem")]
+
+
+def test_each_task_runs_the_name_in_its_line_whatever_it_holds(tmp_path):
+    names = ["plain", 'it\'s $HOME `x` "q" 100%', "ünï"]
+    (tmp_path / "batch.names").write_text("".join(f"{name}\n" for name in names))
+    file = Path(tmp_path / "a script")
+    file.write_text(text(tmp_path))
+    for index, name in enumerate(names):
+        answer = subprocess.run(
+            ["sh", file], env={"SLURM_ARRAY_TASK_ID": str(index), "PATH": "/usr/bin:/bin"}, capture_output=True
+        )
+        assert answer.stdout.decode() == f"{name}|"

@@ -1,0 +1,219 @@
+"""The search for the largest and the fastest batch, on memory curves whose truth is known."""
+
+import random
+
+import fit_search as made_up
+import pytest
+
+from flopwatch.sweep.fit_search import Probe, next_for_largest, search
+
+
+def trials_of(used_by, capacity, *, rate_by=None, spread=0.0):
+    """A `measure` for this curve, and the list of what it was asked."""
+    asked = []
+
+    def measure(batch_size):
+        asked.append(batch_size)
+        used = used_by(batch_size)
+        if used > capacity:
+            return Probe(batch_size, fits=False, outcome="oom_host", reason="out of memory")
+        rate = rate_by(batch_size) if rate_by else None
+        return Probe(
+            batch_size,
+            fits=True,
+            outcome="ok",
+            peak_bytes=round(used),
+            capacity_bytes=capacity,
+            samples_per_s=rate,
+            slowest_per_s=rate * (1 - spread) if rate else None,
+            fastest_per_s=rate * (1 + spread) if rate else None,
+        )
+
+    return measure, asked
+
+
+def test_an_affine_curve_is_found_exactly_in_four_trials():
+    measure, asked = trials_of(lambda batch: 500 + 16 * batch, 2000)
+    found = search(measure)
+    assert (found.largest, found.too_large, found.is_largest_known) == (93, 94, True)
+    assert asked == [1, 8, 93, 94]
+
+
+@pytest.mark.parametrize("true_largest", range(1, 200))
+def test_every_small_answer_is_right_within_six_trials(true_largest):
+    measure, asked = trials_of(lambda batch: 1000 + 64 * batch, 1000 + 64 * true_largest + 32)
+    found = search(measure)
+    assert 0.95 * true_largest <= found.largest <= true_largest
+    assert len(asked) <= 6
+    assert len(set(asked)) == len(asked), "nothing is tried twice"
+
+
+def test_a_batch_of_one_that_does_not_fit_ends_the_search():
+    measure, asked = trials_of(lambda batch: 3000, 2000)
+    found = search(measure)
+    assert (found.largest, found.too_large, found.is_largest_known) == (None, 1, True)
+    assert asked == [1]
+
+
+def test_memory_that_does_not_grow_ends_at_the_most_that_may_be_tried():
+    measure, asked = trials_of(lambda batch: 1000, 2000)
+    found = search(measure, max_batch=300)
+    assert (found.largest, found.too_large, found.is_largest_known) == (300, None, True)
+    assert max(asked) == 300
+
+
+def test_nothing_beyond_the_most_is_tried_though_the_line_goes_on():
+    measure, asked = trials_of(lambda batch: 100 + batch, 100_000)
+    assert search(measure, max_batch=5).largest == 5
+    assert max(asked) == 5
+
+
+@pytest.mark.parametrize("true_largest", [3, 10, 31, 100, 302, 1431])
+def test_memory_quadratic_in_the_batch_is_found_all_the_same(true_largest):
+    def used(batch):
+        return 1e6 + 40 * batch + batch**2
+
+    measure, asked = trials_of(used, used(true_largest))
+    found = search(measure)
+    assert 0.95 * true_largest <= found.largest <= true_largest
+    assert len(asked) <= 10
+
+
+def test_without_known_memory_it_grows_and_halves():
+    def measure(batch_size):
+        return Probe(batch_size, fits=batch_size <= 77, outcome="ok" if batch_size <= 77 else "oom_device")
+
+    found = search(measure)
+    assert 74 <= found.largest <= 77
+    assert len(found.probes) <= 12
+
+
+def test_peaks_that_look_full_from_the_start_do_not_stop_the_search():
+    """As when the page cache fills the group: everything seems to be at the limit."""
+
+    def measure(batch_size):
+        fits = batch_size <= 200
+        return Probe(batch_size, fits, "ok" if fits else "oom_host", peak_bytes=990 + batch_size, capacity_bytes=1000)
+
+    assert 190 <= search(measure).largest <= 200
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_in_what_fits_never_makes_the_answer_one_that_failed(seed):
+    rng = random.Random(seed)
+
+    def measure(batch_size):
+        used = (500 + 16 * batch_size) * rng.uniform(0.97, 1.03)
+        fits = used <= 2000
+        return Probe(batch_size, fits, "ok" if fits else "oom_host", "", round(used), 2000, samples_per_s=batch_size)
+
+    found = search(measure)
+    failed = [probe.batch_size for probe in found.probes if not probe.fits]
+    assert found.largest < min(failed)
+    assert found.largest >= 0.95 * (min(failed) - 1)
+    assert 84 <= found.largest <= 98
+
+
+def test_a_trial_that_fails_otherwise_stops_the_search_with_its_reason():
+    def measure(batch_size):
+        if batch_size == 8:
+            return Probe(8, fits=None, outcome="error", reason="ValueError: no")
+        return Probe(batch_size, fits=True, outcome="ok", peak_bytes=10 * batch_size, capacity_bytes=1000)
+
+    found = search(measure)
+    assert found.stopped == "batch 8: error: ValueError: no"
+    assert (found.largest, found.is_largest_known) == (1, False)
+    assert len(found.probes) == 2
+
+
+def test_a_failure_while_looking_for_the_fastest_keeps_the_largest():
+    inner, _ = trials_of(lambda batch: 500 + 16 * batch, 2000, rate_by=float)
+
+    def measure(batch_size):
+        return Probe(27, fits=None, outcome="timeout", reason="too long") if batch_size == 27 else inner(batch_size)
+
+    found = search(measure)
+    assert (found.largest, found.is_largest_known, found.stopped) == (93, True, "batch 27: timeout: too long")
+
+
+def test_a_smaller_batch_that_fails_later_lowers_the_answer_and_is_narrowed_down():
+    inner, _ = trials_of(lambda batch: 500 + 16 * batch, 2000, rate_by=float)
+
+    def measure(batch_size):
+        return Probe(27, fits=False, outcome="oom_host") if batch_size == 27 else inner(batch_size)
+
+    found = search(measure)
+    assert found.too_large == 27
+    assert found.largest in (25, 26)
+
+
+def test_the_fastest_is_the_smallest_that_the_noise_cannot_tell_from_the_best():
+    measure, asked = trials_of(
+        lambda batch: 500 + 16 * batch, 2000, rate_by=lambda batch: 400 * min(1.0, batch / 20), spread=0.01
+    )
+    found = search(measure)
+    assert found.largest == 93
+    assert asked[found.probes_for_largest :] == [27, 15], "two more, both between what is slow and what is not"
+    assert (found.fastest, found.as_fast) == (27, 93)
+
+
+def test_wide_intervals_make_smaller_batches_as_good():
+    def rate(batch):
+        return 100 - 10 / batch
+
+    narrow, _ = trials_of(lambda batch: 500 + 160 * batch, 2000, rate_by=rate, spread=0.001)
+    wide, _ = trials_of(lambda batch: 500 + 160 * batch, 2000, rate_by=rate, spread=0.10)
+    assert search(narrow).fastest == 3
+    assert search(wide).fastest == 1
+
+
+def test_a_throughput_that_falls_again_has_its_summit_found():
+    measure, _ = trials_of(
+        lambda batch: 500 + 16 * batch, 2000, rate_by=lambda batch: 400 / (1 + abs(batch - 27) / 27), spread=0.005
+    )
+    found = search(measure)
+    assert (found.largest, found.fastest) == (93, 27)
+
+
+def test_without_times_no_batch_is_called_the_fastest():
+    measure, asked = trials_of(lambda batch: 500 + 16 * batch, 2000)
+    found = search(measure)
+    assert found.fastest is None
+    assert len(asked) == found.probes_for_largest
+
+
+def test_the_next_batch_always_lies_within_what_is_open():
+    """Whatever the peaks say, over many random histories."""
+    rng = random.Random(1)
+    for _ in range(300):
+        truth, probes = rng.randint(1, 600), []
+        while (batch := next_for_largest(probes, 500)) is not None:
+            fitting = [probe.batch_size for probe in probes if probe.fits]
+            failing = [probe.batch_size for probe in probes if not probe.fits]
+            assert max(fitting, default=0) < batch < min(failing, default=501)
+            fits = batch <= truth
+            probes.append(Probe(batch, fits, "ok" if fits else "oom_host", "", rng.randint(1, 10_000), 5000))
+        assert len(probes) <= 20
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_made_up_problems_take_half_the_trials_of_bisection(seed):
+    problems = made_up.problems(seed=seed)
+    fitted = [made_up.by_fit(problem, seed) for problem in problems]
+    doubled = [made_up.by_doubling(problem, seed) for problem in problems]
+    for one in fitted:
+        assert 0.95 * one.problem.true_largest <= one.largest <= one.problem.true_largest, one
+    assert mean_trials(fitted) < 0.6 * mean_trials(doubled)
+
+
+def test_over_all_made_up_problems_the_mean_is_within_the_bar():
+    affine, others = [], []
+    for seed in range(6):
+        for problem in made_up.problems(seed=seed):
+            (affine if problem.kind == "affine" else others).append(made_up.by_fit(problem, seed))
+    assert mean_trials(affine) <= 5.0
+    assert mean_trials(affine + others) <= 6.0
+
+
+def mean_trials(solved):
+    return sum(one.trials for one in solved) / len(solved)
