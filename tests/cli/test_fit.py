@@ -10,10 +10,10 @@ import sys
 import time
 
 import pytest
-from sweeping import TESTS
 
 from flopwatch.cli.fit_text import probe_line, sentences
 from flopwatch.sweep.fit_search import Found, Probe
+from sweeping import TESTS
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """What to run is decided within a privacy class, and only where intervals do not overlap."""
 
+from dataclasses import replace
+
 from flopwatch.report.sentences import choice_sentence
 from report.few_results import GIB, ended, group_of, ran
 
@@ -63,3 +65,11 @@ def test_the_pareto_front_is_per_class_and_sequence():
         ran("ghost", 8, 128, 9.0, gib=9, name="alone"),
     )
     assert set(group.pareto) == {"standard", "light", "fast", "alone"}
+
+
+def test_the_interval_of_a_single_step_decides_nothing():
+    """Its two ends are one point, which overlaps with nothing."""
+    results = [ran("ghost", 8, 64, 1.00, spread=0), ran("dpsgd", 8, 64, 1.05, spread=0)]
+    assert choices(*results)[64, "private"].tied == ()
+    once = [replace(r, measured=replace(r.measured, steps=replace(r.measured.steps, count=1))) for r in results]
+    assert [cell.trainer for cell in choices(*once)[64, "private"].tied] == ["dpsgd"]

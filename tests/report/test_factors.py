@@ -3,6 +3,7 @@
 import pytest
 
 from flopwatch.report.matrices import METRICS, best_trials, cell_text, known_metrics, matrix_rows
+from flopwatch.report.selection import narrowed
 from flopwatch.report.sentences import frontier_words
 from flopwatch.trial_records import Measured, MemoryUse
 from report.few_results import GIB, ended, group_of, ran, summary_of
@@ -74,12 +75,15 @@ def test_cells_show_the_figure_or_how_the_trial_ended():
 def test_bold_is_the_best_of_a_class_only_where_it_is_clear():
     def best(dpsgd_seconds):
         group = group_of(
-            ran("standard", 4, 64, 0.1), ran("dpsgd", 4, 64, dpsgd_seconds), ran("ghost", 4, 64, 1.0, name="ghost")
+            ran("standard", 4, 64, 0.1),
+            ran("dpsgd", 4, 64, dpsgd_seconds),
+            ran("ghost", 4, 64, 1.0, name="ghost"),
+            ran("fast", 4, 64, 9.0),
         )
         return best_trials(matrix_rows(group)[0].cells, METRICS["time"])
 
     assert best(2.0) == {"ghost"}
-    assert best(1.01) == set()
+    assert best(1.01) == set(), "fast is clearly slower, dpsgd is not"
 
 
 def test_models_dtypes_and_checkpointing_are_never_compared():
@@ -122,3 +126,13 @@ def test_results_of_different_environments_are_compared_with_a_warning():
     assert "2 hosts" in hosts.warnings[0]
     alike = summary_of(ran("standard", 4, 64, environment=a), ran("ghost", 4, 64, environment=a))
     assert alike.warnings == ()
+
+
+def test_hundreds_of_seeds_are_not_laid_side_by_side():
+    summary = summary_of(*(ran("ghost", 4, seq, seed=seed, gib=1) for seed in range(300) for seq in (64, 128)))
+    (group,) = summary.groups
+    assert len(group.trainers) == 300
+    assert group.crossovers == ()
+    assert "300 trainers, options or seeds: 16 are shown" in summary.warnings[0]
+    assert len(narrowed(group).trainers) == 16
+    assert len(narrowed(group).cells) == 32

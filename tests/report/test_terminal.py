@@ -14,7 +14,7 @@ from report.hostile_sweep import hostile_results
 
 def printed(summary, width=80, metrics=()):
     stream = io.StringIO()
-    Console(file=stream, width=width, highlight=False).print(draw_report(summary, metrics))
+    Console(file=stream, width=width, highlight=False).print(draw_report(summary, metrics, width))
     return stream.getvalue()
 
 
@@ -82,3 +82,12 @@ def test_no_text_of_a_trial_reaches_the_terminal_as_a_control_character():
 
 def test_a_progress_bar_shows_its_last_state():
     assert plain("10 %\r50 %\r100 %\r\nnext") == "100 %\nnext"
+
+
+def test_more_columns_than_fit_are_printed_below_each_other():
+    labels = [f"team_trainer_{letter}" for letter in "abcdefgh"]
+    summary = summary_of(*(ran("mine:Own", 4, 64, 0.0123, gib=1, label=label, name=label) for label in labels))
+    narrow, wide = printed(summary, width=80, metrics=["time"]), printed(summary, width=200, metrics=["time"])
+    assert max(len(line) for line in narrow.splitlines()) <= 80
+    assert narrow.count("12.3 ms ±1.0%") == wide.count("12.3 ms ±1.0%") == 8
+    assert all(label in narrow for label in labels)

@@ -2,9 +2,9 @@
 
 import random
 
-import fit_search as made_up
 import pytest
 
+import fit_search as made_up
 from flopwatch.sweep.fit_search import Probe, next_for_largest, search
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from flopwatch.cli.explain import explain
+from flopwatch.cli.fit import fit
 from flopwatch.cli.flops import flops
 from flopwatch.cli.light_command import LightCommand, LightGroup
 from flopwatch.cli.peak import peak
@@ -32,6 +33,7 @@ app.command("explain", cls=LightCommand)(explain)
 app.command("selftest", cls=LightCommand)(selftest)
 app.command("trial", cls=LightCommand)(trial)
 app.command("sweep", cls=LightCommand)(sweep)
+app.command("fit", cls=LightCommand)(fit)
 app.command("report", cls=LightCommand)(report)
 
 

@@ -38,6 +38,7 @@ class ProbeStatus:
 
     def started(self, trial: Trial) -> None:
         if self._status is not None:
+            self._status.update(f"batch {trial.spec.batch_size}: start")
             self._status.start()
 
     def ended(self, result: TrialResult) -> None:

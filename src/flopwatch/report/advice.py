@@ -60,12 +60,12 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ..
 
 def _host_limit(result: TrialResult) -> tuple[str, ...]:
     limit = result.spec.limits.memory_bytes
-    return (f"The trial's limit was {limit / 2**30:.3g} GiB; raise it if the host has more.",) if limit else ()
+    return (f"The trial's limit was {limit / 2**30:.3g} GiB; raise --memory if the host has more.",) if limit else ()
 
 
 def _hang(result: TrialResult) -> tuple[str, ...]:
     limit = result.spec.limits.no_progress_seconds
-    slow = f"If a step may take longer than {limit:g} s, raise the no-progress limit." if limit else ""
+    slow = f"If a step may take longer than {limit:g} s, raise --no-progress." if limit else ""
     shown = "The stacks below show what each thread waited for." if result.stacks else "No stacks: it held the GIL."
     return tuple(line for line in (shown, slow) if line)
 
@@ -73,7 +73,7 @@ def _hang(result: TrialResult) -> tuple[str, ...]:
 def _timeout(result: TrialResult) -> tuple[str, ...]:
     limit = result.spec.limits.wall_seconds
     reached = f"It still made progress in phase {result.phase}" + (f" after {limit:g} s" if limit else "")
-    return (f"{reached}: raise the wall limit, or measure fewer steps.",)
+    return (f"{reached}: raise --timeout, or measure fewer steps.",)
 
 
 def _error(cause: str) -> tuple[str, ...]:

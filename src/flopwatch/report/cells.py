@@ -7,6 +7,9 @@ from flopwatch.report.columns import privacy_of
 from flopwatch.report.records import Cell, TrialRow
 from flopwatch.trial_records import MemoryUse, StepCost, TrialResult, TrialSpec
 
+FEWEST_STEPS = 3
+"""Below this many measured steps no interval is believed."""
+
 
 def make_cell(result: TrialResult, column: str) -> Cell:
     """Numbers only where the trial ran to its end: half a trial has not met its peak yet."""
@@ -15,11 +18,13 @@ def make_cell(result: TrialResult, column: str) -> Cell:
     if result.outcome != "ok":
         return Cell(*place, device_bytes=measured.memory.device_bytes)
     steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory
+    # The interval of one or two steps is a point or a pair: it would decide what it does not know.
+    interval = steps if steps and steps.count >= FEWEST_STEPS else None
     return Cell(
         *place,
         seconds=positive(steps and steps.median),
-        low_seconds=positive(steps and steps.low),
-        high_seconds=positive(steps and steps.high),
+        low_seconds=positive(interval and interval.low),
+        high_seconds=positive(interval and interval.high),
         is_unstable=bool(steps and steps.unstable),
         peak_bytes=positive(memory.peak_bytes),
         above_start_bytes=_above_start(memory),

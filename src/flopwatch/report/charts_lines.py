@@ -13,6 +13,7 @@ from flopwatch.trial_records import OUT_OF_MEMORY
 
 MOST_PANELS = 8
 MOST_POINTS = 60
+_LEAST_FACTOR = 4.0
 _DENSE = 12
 """Points of a curve from which on markers are small."""
 _WIDTH, _HEIGHT = 300.0, 214.0
@@ -44,12 +45,14 @@ def curve_panels(group: Group, metric: Metric, colours: Mapping[str, int]) -> li
     kept = set(evenly(sorted({layout.x_of(cell) for cell in group.cells}), MOST_POINTS))
     cells = [cell for cell in group.cells if layout.panel_of(cell) in layout.panels and layout.x_of(cell) in kept]
     measured = [cell for cell in cells if metric.value(cell) is not None]
-    if not measured:
+    if not measured or len(kept) < 2:  # one point is no curve; the matrix tells it
         return []
     in_bytes = metric.key == "memory"
     capacity = _capacity(cells) if in_bytes else None
     values = [metric.value(cell) or 0 for cell in measured]
-    y = log_scale([*values, capacity] if capacity and capacity < 8 * max(values) else values, _BOTTOM, _TOP)
+    y = log_scale(
+        [*values, capacity] if capacity and capacity < 8 * max(values) else values, _BOTTOM, _TOP, least=_LEAST_FACTOR
+    )
     x = log_scale([layout.x_of(cell) for cell in cells], _LEFT + 10, _RIGHT - 8, room=1.0)
     grid = _grid(x, y, layout.x_name, in_bytes=in_bytes, xs=sorted({layout.x_of(cell) for cell in cells}))
     if capacity and y.low <= capacity <= y.high:
@@ -69,8 +72,8 @@ def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
     panels = []
     for seq_len in evenly(sorted({cell.seq_len for cell in known}), MOST_PANELS):
         cells = evenly([cell for cell in known if cell.seq_len == seq_len], 4 * MOST_POINTS)
-        x = log_scale([cell.peak_bytes or 0 for cell in cells], _LEFT + 8, _RIGHT - 14)
-        y = log_scale([rate.value(cell) or 0 for cell in cells], _BOTTOM, _TOP)
+        x = log_scale([cell.peak_bytes or 0 for cell in cells], _LEFT + 8, _RIGHT - 14, least=_LEAST_FACTOR)
+        y = log_scale([rate.value(cell) or 0 for cell in cells], _BOTTOM, _TOP, least=_LEAST_FACTOR)
         drawing = _pareto_grid(x, y) + "".join(_pareto_parts(group, cells, rate, colours, x, y))
         panels.append(figure(f"sequence {seq_len}", rate.title.lower(), drawing, _WIDTH, _HEIGHT))
     return panels
@@ -133,7 +136,7 @@ def _pareto_parts(
         if len(front) > 1:
             points = " ".join(f"{x(c.peak_bytes or 1):.1f},{y(rate.value(c) or 1):.1f}" for c in front)
             yield f'<polyline class="{style}" points="{points}"/>'
-    for cell in cells:
+    for cell in sorted(cells, key=lambda cell: cell.trial in best):  # the front on top
         px, py = x(cell.peak_bytes or 1), y(rate.value(cell) or 1)
         front_word = "\non the front of its class" if cell.trial in best else ""
         tip = f"{configuration(cell)}, {cell.privacy}\n{throughput(cell)}, {memory(cell.peak_bytes)}"

@@ -53,6 +53,8 @@ def cause_of(result: TrialResult) -> str:
         return normalised(f"{exception['type']}: {exception.get('message') or ''}").rstrip(": ")
     if isinstance(exception, str) and exception:
         return normalised(exception)
+    if result.outcome == "oom_host" and result.reason:  # its SIGKILL is the kernel's, the reason says so
+        return normalised(result.reason)
     if evidence.get("signal"):
         return signal_name(evidence["signal"])
     if result.outcome in ("error", "oom_host") and evidence.get("exit_code") is not None:

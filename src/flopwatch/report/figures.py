@@ -85,14 +85,14 @@ def duration(seconds: float | None) -> str:
 def share(value: float | None) -> str:
     """A fraction in percent.
 
-    >>> share(0.4127), share(1.0), share(0.0004), share(None)
-    ('41.3 %', '100 %', '0.04 %', '–')
+    >>> share(0.4127), share(1.0), share(0.00042), share(None)
+    ('41.3 %', '100 %', '0.042 %', '–')
     """
     if value is None:
         return UNKNOWN
     if value in (0, 1):
         return f"{value:.0%}".replace("%", " %")
-    return f"{100 * value:.1f} %" if value >= 0.001 else f"{100 * value:.1g} %"
+    return f"{100 * value:.1f} %" if value >= 0.01 else f"{100 * value:.2g} %"
 
 
 def factor(value: float | None) -> str:

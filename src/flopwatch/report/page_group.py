@@ -8,7 +8,7 @@ from flopwatch.report.figures import UNKNOWN, count, factor
 from flopwatch.report.matrices import METRICS, MatrixRow, Metric, best_trials, cell_text, known_metrics, matrix_rows
 from flopwatch.report.records import CostFactor, Group
 from flopwatch.report.selection import evenly
-from flopwatch.report.sentences import MATRIX_NOTES, crossover_digest, crossover_sentence, frontier_words
+from flopwatch.report.sentences import MATRIX_NOTES, WHOLE_PROCESS, crossover_digest, crossover_sentence, frontier_words
 from flopwatch.report.svg import esc, legend_marker
 
 MOST_ROWS = 60
@@ -113,7 +113,7 @@ def _factors(group: Group) -> Iterator[str]:
     body = "".join(_factor_row(place, by_place[place], trainers, is_new=place in starts) for place in shown)
     yield "<h3>Cost against standard</h3>"
     has_start = any(one.memory_above_start is not None for one in group.cost_factors)
-    start = " Memory is of the whole process, Python and torch included, which flattens it." if has_start else ""
+    start = f" {WHOLE_PROCESS}" if has_start else ""
     words = f"2× is twice as much as the standard trainer at the same batch and sequence.{start}"
     yield f'<p class="soft small">{words}</p>'
     yield _table(head, body)

@@ -6,7 +6,7 @@ from flopwatch.report.charts_bars import outcome_class
 from flopwatch.report.figures import UNKNOWN, count, digits, memory, share
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary
 from flopwatch.report.selection import some_choices
-from flopwatch.report.sentences import choice_notes, choice_sentence
+from flopwatch.report.sentences import choice_notes, choice_sentence, layer_words
 from flopwatch.report.svg import COLOURS, esc
 
 MOST_CHOICES = 16
@@ -75,7 +75,7 @@ def trainer_section(summary: SweepSummary, colours: Mapping[str, int]) -> Iterat
     yield "</tbody></table></div>"
     yield (
         '<p class="soft small">Success is of those that were run. A trainer that ran only small configurations has a '
-        f"small mean peak; the last column is over the {shared:,} that every trainer ran.</p></section>"
+        f"small mean peak; the last column is over what every trainer ran ({shared:,}).</p></section>"
     )
 
 
@@ -110,13 +110,15 @@ def preflight_section(summary: SweepSummary) -> Iterator[str]:
     if not summary.preflight:
         return
     yield '<section id="preflight"><h2>Preflight</h2><div class="scroll"><table><thead><tr>'
-    yield '<th>trainer</th><th>model</th><th>can</th><th class="n">parameters</th><th>why not</th></tr></thead><tbody>'
+    yield '<th>trainer</th><th>model</th><th>can</th><th class="n">parameters</th>'
+    yield "<th>layers</th><th>why not</th></tr></thead><tbody>"
     for row in summary.preflight[:MOST_ROWS]:
         size = row.get("parameters")
         words = count(size) if isinstance(size, int | float) else UNKNOWN
         can = "yes" if row["supported"] else "no"
         yield f"<tr><td>{esc(row['trainer'])}</td><td>{esc(row['model'])}</td><td>{can}</td>"
-        yield f'<td class="n">{words}</td><td>{esc(row.get("reason") or "")}</td></tr>'
+        yield f'<td class="n">{words}</td><td>{esc(layer_words(row))}</td>'
+        yield f"<td>{esc(row.get('reason') or '')}</td></tr>"
     yield "</tbody></table></div></section>"
 
 

@@ -1,10 +1,10 @@
 """What the numbers mean, in words; the same in every renderer."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from flopwatch.report.figures import digits, memory, outcome_word
+from flopwatch.report.figures import digits, memory, outcome_word, share
 from flopwatch.report.records import Cell, Choice, Crossover, FrontierPoint, SweepSummary
 from flopwatch.trial_records import FAILED, OUT_OF_MEMORY
 
@@ -14,6 +14,7 @@ MATRIX_NOTES = (
     "OOM: out of memory. OOM*: not run, a smaller one was out of memory. n/a: the trainer cannot train the model.",
     "> marks a lower bound: some ops had no FLOPs formula.",
 )
+WHOLE_PROCESS = "Memory is of the whole process, Python and torch included, which flattens its factor."
 
 
 class Tally(NamedTuple):
@@ -123,6 +124,20 @@ def frontier_words(point: FrontierPoint) -> str:
         return f"≥ {ran}" if point.largest_ok else ran
     word = outcome_word("oom_inferred" if point.is_inferred else "oom_device")
     return f"{ran} ({point.smallest_oom} {word})" + ("" if point.is_monotone else " !")
+
+
+def layer_words(row: Mapping[str, Any]) -> str:
+    """Which share of the parameters takes which path, of a row of the preflight; nothing when it does not tell.
+
+    >>> layer_words({"layers": {"ghost": {"Linear": 0.7, "Embedding": 0.2}, "hook": {"LayerNorm": 0.1}}})
+    'ghost 90.0 %, hook 10.0 %'
+    """
+    layers = row.get("layers")
+    if not isinstance(layers, Mapping):
+        return ""
+    paths = {str(path): found.values() for path, found in layers.items() if isinstance(found, Mapping)}
+    known = {path: sum(s for s in shares if isinstance(s, int | float)) for path, shares in paths.items()}
+    return ", ".join(f"{path} {share(total)}" for path, total in known.items())
 
 
 def device_sentence(cells: Sequence[Cell]) -> str:

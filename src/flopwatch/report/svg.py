@@ -67,8 +67,11 @@ class Scale(NamedTuple):
         return self.start + share * (self.end - self.start)
 
 
-def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12) -> Scale:
-    return Scale(min(values) / room, max(values) * room, start, end)
+def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12, least: float = 1.0) -> Scale:
+    """Of these values with some room; `least` is the least factor between its ends, so that ticks find a place."""
+    low, high = min(values) / room, max(values) * room
+    more = max((least * low / high) ** 0.5, 1.0)
+    return Scale(low / more, high * more, start, end)
 
 
 def binary_ticks(low: float, high: float, at_most: int = 6) -> list[float]:

@@ -13,7 +13,7 @@ from flopwatch.report.matrices import METRICS, Metric, known_metrics
 from flopwatch.report.plain_text import one_line, plain
 from flopwatch.report.records import Failure, Group, SweepSummary
 from flopwatch.report.selection import column_chunks, narrowed
-from flopwatch.report.sentences import MATRIX_NOTES, crossover_digest, device_sentence, totals_sentence
+from flopwatch.report.sentences import MATRIX_NOTES, WHOLE_PROCESS, crossover_digest, device_sentence, totals_sentence
 from flopwatch.report.terminal_tables import (
     choices_table,
     environments_table,
@@ -97,6 +97,9 @@ def _group(group: Group, metrics: Sequence[Metric], width: int) -> Iterator[Rend
         for piece in column_chunks(group, max((width - _LEFT_WIDTH) // _FACTORS_WIDTH + 1, 1)):
             if piece.cost_factors:
                 yield _indented(factors_table(piece))
+        if any(one.memory_above_start is not None for one in group.cost_factors):
+            yield _note(WHOLE_PROCESS)
+            yield Text()
     yield from (_indented(frontier_table(piece)) for piece in pieces)
     if device := device_sentence(group.cells):
         yield _note(device)
@@ -107,7 +110,7 @@ def _notes_that_apply(group: Group) -> Iterator[str]:
     outcomes = {cell.outcome for cell in group.cells}
     bold, times, endings, bounds = MATRIX_NOTES
     if any(cell.seconds for cell in group.cells):
-        yield bold
+        yield from [bold] if len(group.trainers) > 1 else []
         yield times
     if outcomes & {"oom_device", "oom_host", "oom_inferred", "unsupported"}:
         yield endings

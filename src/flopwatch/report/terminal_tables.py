@@ -14,7 +14,7 @@ from flopwatch.report.matrices import Metric, best_trials, cell_text, matrix_row
 from flopwatch.report.plain_text import one_line
 from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Group, TrainerTotals
 from flopwatch.report.selection import evenly, some_choices
-from flopwatch.report.sentences import choice_notes, choice_sentence, frontier_words
+from flopwatch.report.sentences import choice_notes, choice_sentence, frontier_words, layer_words
 from flopwatch.trial_records import OUT_OF_MEMORY
 
 MOST_ROWS = 24
@@ -67,7 +67,8 @@ def trainers_table(trainers: Sequence[TrainerTotals]) -> RenderableType:
             *(Text(cell) for cell in row), *([Text(memory(one.shared_mean_peak_bytes))] if has_shared else [])
         )
     shared = max((trainer.shared_peaks for trainer in trainers), default=0)
-    note = f"¹ mean over the {shared:,} configurations every trainer ran: the one to compare" if has_shared else ""
+    shared_words = "the one configuration" if shared == 1 else f"the {shared:,} configurations"
+    note = f"¹ mean over {shared_words} every trainer ran: the one to compare" if has_shared else ""
     return Renderables(table, Text(note, style="dim"))
 
 
@@ -117,11 +118,18 @@ def frontier_table(group: Group) -> RenderableType:
 
 
 def preflight_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("trainer", "model", "can", "parameters:r", "why not")
+    table = _table("trainer", "model", "can", "parameters:r", "layers", "why not")
     for row in evenly(rows, MOST_ROWS):
         parameters = row.get("parameters")
         size = count(parameters) if isinstance(parameters, int | float) else UNKNOWN
-        cells = (row["trainer"], row["model"], "yes" if row["supported"] else "no", size, row.get("reason") or "")
+        cells = (
+            row["trainer"],
+            row["model"],
+            "yes" if row["supported"] else "no",
+            size,
+            layer_words(row),
+            row.get("reason") or "",
+        )
         table.add_row(*(Text(one_line(str(cell))) for cell in cells))
     return table
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from flopwatch.sweep.memory_curves import Point, edge_of_line, edge_of_parabola
 from flopwatch.trial_records import Outcome
 
 TOLERANCE = 0.05
@@ -180,7 +181,7 @@ def _guess(probes: Sequence[Probe], fitting: Sequence[Probe], too_large: int | N
 
 
 def _guess_above(fitting: Sequence[Probe], tolerance: float) -> int:
-    low, edge = fitting[-1].batch_size, _edge_by_line(fitting)
+    low, edge = fitting[-1].batch_size, _edge(edge_of_line, fitting)
     just_closing = _just_closing(low, tolerance)
     if edge is None:
         return 4 * low
@@ -205,8 +206,8 @@ def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int, tolera
     nearly = math.ceil((1 - tolerance) * (too_large - 1))  # were this one to fit, the search would be over
     if low >= (1 - tolerance) * (nearly - 1):
         return nearly  # it is over either way
-    curves = {2: (_edge_by_parabola, _edge_by_line)}.get(misses, (_edge_by_line, _edge_by_parabola))
-    for edge in (curve(fitting) for curve in curves if misses <= 2):
+    curves = {2: (edge_of_parabola, edge_of_line)}.get(misses, (edge_of_line, edge_of_parabola))
+    for edge in (_edge(curve, fitting) for curve in curves if misses <= 2):
         if edge is not None and edge < nearly:
             return max(edge, min(edge + 1, _just_closing(low, tolerance)))
         if edge is not None and edge <= _NEAR_MISS * too_large:
@@ -228,47 +229,11 @@ def _middle(low: int, high: int) -> int:
     return round(math.sqrt(low * high)) if high > 4 * low > 0 else (low + high) // 2
 
 
-def _points(fitting: Sequence[Probe]) -> list[tuple[int, int]]:
-    return [(probe.batch_size, probe.peak_bytes) for probe in fitting if probe.peak_bytes is not None]
-
-
-def _capacity(fitting: Sequence[Probe]) -> int | None:
-    return next((probe.capacity_bytes for probe in reversed(fitting) if probe.capacity_bytes is not None), None)
-
-
-def _edge_by_line(fitting: Sequence[Probe]) -> int | None:
-    """Where a line through the peaks meets the capacity; None while there is no rising line.
-
-    Least squares, each batch with its own size squared as weight: the large ones are nearest the edge, and the same
-    relative noise moves the line as far.
-    """
-    points, capacity = _points(fitting), _capacity(fitting)
-    if capacity is None or len(points) < 2:
-        return None
-    total = sum(size**2 for size, _ in points)
-    mean_size = sum(size**3 for size, _ in points) / total
-    mean_peak = sum(size**2 * peak for size, peak in points) / total
-    spread = sum(size**2 * (size - mean_size) ** 2 for size, _ in points)
-    slope = sum(size**2 * (size - mean_size) * (peak - mean_peak) for size, peak in points) / spread
-    if slope <= 0:
-        return None
-    return max(0, math.floor(mean_size + (capacity - mean_peak) / slope + 1e-9))
-
-
-def _edge_by_parabola(fitting: Sequence[Probe]) -> int | None:
-    """The same with the curve through the three largest; None unless it bends upwards."""
-    points, capacity = _points(fitting)[-3:], _capacity(fitting)
-    if capacity is None or len(points) < 3:
-        return None
-    (x0, y0), (x1, y1), (x2, y2) = points
-    slope01, slope12 = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
-    bend = (slope12 - slope01) / (x2 - x0)
-    if bend <= 0:
-        return None
-    # y = y2 + slope (x - x2) + bend (x - x2)^2, solved for the capacity above x2
-    slope = slope12 + bend * (x2 - x1)
-    root = slope**2 + 4 * bend * (capacity - y2)
-    return math.floor(x2 + (math.sqrt(root) - slope) / (2 * bend)) if root >= 0 else None
+def _edge(curve: Callable[[Sequence[Point], int], int | None], fitting: Sequence[Probe]) -> int | None:
+    """Where this curve through the peaks meets the capacity; None when they are not known."""
+    points = [(probe.batch_size, probe.peak_bytes) for probe in fitting if probe.peak_bytes is not None]
+    capacity = next((probe.capacity_bytes for probe in reversed(fitting) if probe.capacity_bytes is not None), None)
+    return None if capacity is None else curve(points, capacity)
 
 
 def fastest_of(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
