@@ -68,7 +68,7 @@ def test_console_snippets_print_what_the_page_says(page: Path) -> None:
             capture_output=True,
             text=True,
             timeout=300,
-            cwd=ROOT,
+            cwd=ROOT,  # commands may name examples/; those of the docs write nothing
             check=False,
             env={**os.environ, "COLUMNS": "100", "TRANSFORMERS_VERBOSITY": "error"},
         )

@@ -151,7 +151,8 @@ def _preflight(output: Path, plan: "Plan") -> "Callable[[Trial], str | None]":
     from flopwatch.cli.sweep_preflight import print_preflight
     from flopwatch.sweep.preflight import pair_of, run_preflight
 
-    specs = [trial.spec for trial in plan.todo if trial.spec.trainer != "command"]
+    will_run = {trial.name for trial in plan.todo}
+    specs = [trial.spec for trial in plan.trials if trial.name in will_run and trial.spec.trainer != "command"]
     found = run_preflight(output, specs) if specs else {}
     print_preflight(found)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from flopwatch.sweep.engines.evidence import ending_from_evidence
+from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,27 @@ def test_the_reason_says_what_is_known_and_where(evidence, reason):
 
 def test_a_ray_out_of_memory_says_that_the_victim_may_be_innocent():
     assert "the victim may be innocent" in ending_from_evidence({"error": "OutOfMemoryError"})[1]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "outcome"),
+    [
+        ({"state": "TIMEOUT"}, "timeout"),
+        ({"state": "PREEMPTED"}, "lost"),
+        ({"error": "OutOfMemoryError"}, "oom_host"),
+        ({"error": "WorkerCrashedError"}, "lost"),
+        ({"state": "CANCELLED by 0"}, "cancelled"),
+    ],
+)
+def test_the_engine_knows_why_a_supervisor_was_told_to_stop(evidence, outcome):
+    assert explained(evidence)[0] == outcome
+
+
+def test_an_engine_that_saw_nothing_explains_nothing():
+    assert [explained(evidence) for evidence in ({}, {"exit_code": 0}, {"state": "COMPLETED"}, {"signal": 9})] == [
+        None
+    ] * 4
+
+
+def test_a_folder_the_node_cannot_write_to_is_named_as_the_cause():
+    assert "file system the nodes share" in ending_from_evidence({"state": "FAILED", "signal": 53})[1]

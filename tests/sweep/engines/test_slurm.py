@@ -9,6 +9,7 @@ import pytest
 
 from flopwatch.errors import InputError
 from flopwatch.sweep import process_tree
+from flopwatch.sweep.engines import slurm as slurm_module
 from flopwatch.sweep.engines.evidence import ending_from_evidence
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.engines.slurm import SlurmEngine
@@ -149,14 +150,8 @@ def test_a_slurm_that_does_not_answer_ends_nothing(tmp_path, monkeypatch):
     engine.open(tmp_path, [])
     engine.submit([trial])
     contract.wait_for_file(contract.folder_of(trial) / "pid", engine)
-    broken = tmp_path / "bin"
-    broken.mkdir()
-    (broken / "squeue").write_text(
-        "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1\n"
-    )
-    (broken / "squeue").chmod(0o755)
-    path = os.environ["PATH"]
-    monkeypatch.setenv("PATH", f"{broken}:{path}")
+    complaint = "slurm_load_jobs error: Unable to contact slurm controller"
+    path = put_before(tmp_path / "bin", "squeue", complaint, monkeypatch)
     assert not engine.wait(2.5)
     assert engine.state().startswith("Slurm has not answered for ")
     with pytest.raises(InputError, match="Slurm does not answer"):
@@ -186,6 +181,43 @@ def test_a_refused_submission_says_what_slurm_said(tmp_path):
     engine.open(tmp_path, [])
     with pytest.raises(InputError, match="invalid partition"):
         engine.submit([trial])
+
+
+def test_what_a_full_queue_does_not_take_is_submitted_later(tmp_path, monkeypatch):
+    """A site's limit of submitted jobs, as sbatch words it."""
+    monkeypatch.setattr(slurm_module, "_FULL_PAUSE_SECONDS", 0.5)
+    trials = contract.make_trials(tmp_path, "true", "true")
+    path = put_before(tmp_path / "bin", "sbatch", "sbatch: error: AssocMaxSubmitJobLimit", monkeypatch)
+    engine = SlurmEngine()
+    engine.open(tmp_path, [])
+    engine.submit(trials)
+    assert not engine.wait(1.0)
+    assert engine.room(trials[0].spec) == 0
+    assert engine.state() == "0 running, 0 queued, 2 held back: Slurm takes no more jobs of this user"
+    monkeypatch.setenv("PATH", path)
+    contract.run_all_placed(engine, trials)
+    assert [contract.outcome(trial) for trial in trials] == ["ok", "ok"]
+
+
+def test_what_was_held_back_is_cancelled_too(tmp_path, monkeypatch):
+    (trial,) = contract.make_trials(tmp_path, "true")
+    put_before(tmp_path / "bin", "sbatch", "sbatch: error: QOSMaxSubmitJobPerUserLimit", monkeypatch)
+    engine = SlurmEngine()
+    engine.open(tmp_path, [])
+    engine.submit([trial])
+    engine.cancel()
+    (evidence,) = contract.run_all_placed(engine, [trial]).values()
+    assert ending_from_evidence(evidence)[0] == "cancelled"
+
+
+def put_before(folder, command, complaint, monkeypatch):
+    """A command of Slurm that only complains; returns the PATH that has the real one first."""
+    folder.mkdir()
+    (folder / command).write_text(f"#!/bin/sh\necho '{complaint}' >&2; exit 1\n")
+    (folder / command).chmod(0o755)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{folder}:{path}")
+    return path
 
 
 def test_a_trial_is_not_run_by_two_jobs(tmp_path):

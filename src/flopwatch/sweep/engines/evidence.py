@@ -31,6 +31,9 @@ _RAY: dict[str, tuple[Outcome, str]] = {
 # Slurm without cgroups kills with SIGKILL, calls it FAILED and tells the reason only in the job's output.
 _OVER_MEMORY = ("exceeded memory limit", "exceeded job memory limit", "oom-kill", "oom_kill")
 
+_NO_OUTPUT_FILE = 53
+"""Slurm's exit code 0:53: it could not open the file for the job's output."""
+
 
 def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     """The outcome and one line for a person, for a trial whose supervisor is gone without a `result.json`.
@@ -47,17 +50,37 @@ def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     return outcome, f"{reason} ({host})" if host else reason
 
 
+def explained(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
+    """Why a supervisor was told to stop, for a result that says `cancelled` when nobody here cancelled it.
+
+    Slurm at its time limit and Ray's memory monitor end a trial like a cancellation; only the engine knows better.
+    None when it does not.
+
+    >>> explained({"state": "TIMEOUT"})[0], explained({"exit_code": 0})
+    ('timeout', None)
+    """
+    outcome, reason = ending_from_evidence(evidence)
+    is_known = outcome != "lost" or _state(evidence) in _SLURM or evidence.get("error") in _RAY
+    return (outcome, reason) if is_known else None
+
+
 def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     log = str(evidence.get("log") or "")
     if any(text in log.lower() for text in _OVER_MEMORY):
         return "oom_host", "the job used more host memory than it had asked for; ask for more memory"
-    state = str(evidence.get("state") or "").partition(" ")[0].rstrip("+")  # "CANCELLED by 1000"
+    state = _state(evidence)
     if state in _SLURM:
         return _SLURM[state]
+    if state == "FAILED" and evidence.get("signal") == _NO_OUTPUT_FILE:
+        return "lost", "its node cannot write to the sweep's folder; put it on a file system the nodes share"
     error = str(evidence.get("error") or "")
     if error in _RAY:
         return _RAY[error]
     return "lost", _how_it_left(evidence, state, error) + _last_line(log)
+
+
+def _state(evidence: Mapping[str, Any]) -> str:
+    return str(evidence.get("state") or "").partition(" ")[0].rstrip("+")  # "CANCELLED by 1000"
 
 
 def _how_it_left(evidence: Mapping[str, Any], state: str, error: str) -> str:

@@ -37,6 +37,9 @@ _TICK_SECONDS = 0.05
 _SQUEUE_EVERY_SECONDS = 1.0
 _FILES_PER_TICK = 256
 _GIVE_UP_SECONDS = 30.0
+_FULL_PAUSE_SECONDS = 20.0
+_LARGEST_ARRAY = 1000
+"""Slurm's MaxArraySize is 1001 unless a site changes it."""
 _TAIL_BYTES = 4000
 
 
@@ -86,7 +89,9 @@ class SlurmEngine:
         self._queue_ahead = queue_ahead
         self._tasks: dict[str, _Task] = {}
         self._turn: deque[str] = deque()
+        self._held_back: list[Trial] = []
         self._next_squeue = 0.0
+        self._next_submit = 0.0
         self._silent_since: float | None = None
         self._is_cancelled = False
 
@@ -111,16 +116,28 @@ class SlurmEngine:
 
     def room(self, next_up: TrialSpec) -> int:
         """Enough that no node waits for us, in steps of half of it so that arrays stay large."""
+        if self._held_back:
+            return 0
         pending = sum(task.is_pending for task in self._tasks.values())
         wanted = max(self._queue_ahead, len(self._tasks) - pending)
-        return wanted - pending if pending <= wanted // 2 else 0
+        return min(wanted - pending, _LARGEST_ARRAY) if pending <= wanted // 2 else 0
 
     def submit(self, trials: Sequence[Trial]) -> None:
+        """One array for all that ask for the same. What a full queue does not take is submitted later."""
         by_request: dict[Request, list[Trial]] = {}
         for trial in trials:
             by_request.setdefault(self._request(trial.spec), []).append(trial)
         for request, alike in by_request.items():
-            self._submit_array(request, alike)
+            try:
+                self._submit_array(request, alike)
+            except slurm_commands.QueueFullError:
+                self._held_back += alike
+                self._next_submit = time.monotonic() + _FULL_PAUSE_SECONDS
+
+    def _submit_held_back(self) -> None:
+        if self._held_back and time.monotonic() > self._next_submit:
+            trials, self._held_back = self._held_back, []
+            self.submit(trials)
 
     def _request(self, spec: TrialSpec) -> Request:
         memory, minutes = self._memory_megabytes, self._minutes
@@ -154,11 +171,18 @@ class SlurmEngine:
     def wait(self, seconds: float) -> Sequence[Ended]:
         deadline = time.monotonic() + seconds
         while True:
-            ended = self._finished() or self._vanished()
+            ended = self._withdrawn()
+            self._submit_held_back()
+            ended = ended or self._finished() or self._vanished()
             left = deadline - time.monotonic()
             if ended or left <= 0:
                 return ended
             time.sleep(min(left, _TICK_SECONDS))
+
+    def _withdrawn(self) -> list[Ended]:
+        """Cancelled before Slurm took them."""
+        trials, self._held_back = (self._held_back, []) if self._is_cancelled else ([], self._held_back)
+        return [Ended(trial.name, {"state": "CANCELLED"}) for trial in trials]
 
     def _finished(self) -> list[Ended]:
         """Trials with a result. Files are looked at in turns: thousands at once would burden the file system."""
@@ -237,7 +261,10 @@ class SlurmEngine:
         if self._silent_since is not None:
             return f"Slurm has not answered for {time.monotonic() - self._silent_since:.0f} s"
         pending = sum(task.is_pending for task in self._tasks.values())
-        return f"{len(self._tasks) - pending} running, {pending} queued"
+        held_back = (
+            f", {len(self._held_back)} held back: Slurm takes no more jobs of this user" if self._held_back else ""
+        )
+        return f"{len(self._tasks) - pending} running, {pending} queued{held_back}"
 
 
 def _evidence(task: _Task, found: Accounted | None) -> dict[str, Any]:

@@ -25,6 +25,13 @@ _SUBMIT_ATTEMPTS = 6
 # Said while the controller restarts or is busy; everything else is an answer.
 _PASSING = ("unable to contact", "timed out", "temporarily", "connection refused", "try again")
 
+# The user has as many jobs as the site allows: AssocMaxSubmitJobLimit, QOSMaxSubmitJobPerUserLimit, "job submit limit".
+_FULL = ("maxsubmitjob", "job submit limit")
+
+
+class QueueFullError(Exception):
+    """Slurm takes no more jobs of this user for now."""
+
 
 def need_commands() -> None:
     missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
@@ -58,7 +65,12 @@ def accounted(tasks: Iterable[str]) -> dict[str, Accounted]:
 
 
 def submit(script: Path, job_name: str) -> str:
-    """Submit and return the array's job number. A submission that timed out may have arrived: it is looked for."""
+    """Submit and return the array's job number. A submission that timed out may have arrived: it is looked for.
+
+    Raises:
+        QueueFullError: The user has as many jobs as the site allows.
+        InputError: Slurm refuses.
+    """
     refusal = ""
     for attempt in range(_SUBMIT_ATTEMPTS):
         if attempt:
@@ -70,6 +82,8 @@ def submit(script: Path, job_name: str) -> str:
         if answer is not None and not answer.returncode:
             return answer.stdout.strip().partition(";")[0]
         refusal = "no answer" if answer is None else answer.stderr.strip()
+        if any(text in refusal.lower() for text in _FULL):
+            raise QueueFullError(refusal)
         if answer is not None and not any(text in refusal.lower() for text in _PASSING):
             break
     raise InputError(f"sbatch refused {script}: {refusal}; mend the engine's settings and start the sweep again")

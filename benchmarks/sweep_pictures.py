@@ -1,0 +1,82 @@
+"""Make the pictures of the sweep: a real one runs, its live table and its report are drawn.
+
+    python benchmarks/sweep_pictures.py
+
+Sixteen trials on the smaller sizes, about four minutes on two cores; chromium draws the page.
+"""
+
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from flopwatch.cli.sweep_live import LiveTable
+from flopwatch.sweep.engines.local import LocalEngine
+from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.folder import held_folder, write_trial_list
+from flopwatch.sweep.matrix import expand, read_matrix
+from flopwatch.sweep.overrides import parse_overrides
+from flopwatch.sweep.plan import Plan, make_plan
+from flopwatch.sweep.preflight import run_preflight
+from flopwatch.sweep.runner import Stop, run_plan
+
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+WIDTH = 92
+COMMAND = "flopwatch sweep trainer=standard,dpsgd,ghost,fast batch_size=2,4 seq_len=64,256 model=small steps=5"
+
+
+class _Photographer(LiveTable):
+    """Keeps the last picture in which a trial was in the middle of its steps."""
+
+    def __init__(self, plan: Plan, output: Path, stop: Stop) -> None:
+        super().__init__(plan, output, stop)
+        self.picture = ""
+
+    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
+        super().ticked(running, waiting, engine_state)
+        console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+        console.print(Text(f"$ {COMMAND}", style="bold"))
+        console.print(self.render())
+        if "measure" in console.export_text(clear=False) and waiting > 2:
+            self.picture = console.export_svg(title="flopwatch sweep")
+
+
+def main() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="flopwatch-pictures-"))
+    sweep = folder / "flopwatch-sweep"
+    specs = expand(read_matrix(None, parse_overrides(COMMAND.split()[2:])))
+    with held_folder(sweep):
+        plan = make_plan(sweep, specs)
+        write_trial_list(sweep, plan.trials, "local")
+        run_preflight(sweep, specs)
+        stop = Stop()
+        photographer = _Photographer(plan, Path("flopwatch-sweep"), stop)
+        run_plan(plan, LocalEngine(), photographer, stop)
+    (PICTURES / "sweep.svg").write_text(photographer.picture)
+    draw_report(sweep, folder)
+    shutil.rmtree(folder)
+
+
+def draw_report(sweep: Path, folder: Path) -> None:
+    """The first screen of the page, as a browser shows it."""
+    page = folder / "report.html"
+    subprocess.run([sys.executable, "-m", "flopwatch", "report", str(sweep), "--html", str(page)], check=True)
+    command = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--window-size=1280,1500",
+    ]
+    subprocess.run([*command, f"--screenshot={PICTURES / 'report.png'}", page.as_uri()], check=True)
+
+
+if __name__ == "__main__":
+    main()

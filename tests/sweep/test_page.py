@@ -1,0 +1,94 @@
+"""Every command and every matrix on the page of the sweep works as it stands."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flopwatch.sweep.matrix import expand, read_matrix
+from flopwatch.trial_files import read_results
+
+PAGES = [Path(__file__).parents[2] / name for name in ("docs/sweep.md", "docs/zh-CN.md", "README.md")]
+BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(language, pages=PAGES):
+    return [text for page in pages for name, text in BLOCK.findall(page.read_text()) if name == language]
+
+
+def commands():
+    lines = {line for block in blocks("bash") for line in block.splitlines()}
+    return sorted(line for line in lines if line.startswith(("flopwatch sweep", "flopwatch trial", "flopwatch fit")))
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+    return tmp_path
+
+
+def run(line, *more):
+    words = shlex.split(line)
+    return subprocess.run(
+        [sys.executable, "-m", *words, *more],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("flopwatch sweep")])
+def test_every_sweep_on_the_page_has_a_matrix(place, line):
+    """Dry, so that the page may name real sizes and engines; commands cost nothing and run."""
+    done = run(line) if "--command" in line else run(line, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    if "--command" in line:
+        results = read_results(place / "flopwatch-sweep").values()
+        assert {result.outcome for result in results} == {"ok"}
+        assert {result.measured.samples_per_s for result in results} == {3.0}
+
+
+def test_the_matrix_on_the_page_is_one(place):
+    (matrix,) = blocks("yaml", PAGES[:1])
+    (place / "sweep.yaml").write_text(matrix)
+    specs = expand(read_matrix(place / "sweep.yaml", {}))
+    assert {spec.label for spec in specs} == {"StandardTrainer", "DPGhostClippingTrainer", "mine", "script"}
+    assert not [spec for spec in specs if spec.trainer == "ghost" and spec.seq_len >= 1024]
+    assert not [spec for spec in specs if spec.trainer == "standard" and spec.checkpointing]
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("R23", "R27")
+def test_the_pages_own_trainer_and_a_quick_sweep(place):
+    """The class on the page, in a file beside the user, next to a built-in one."""
+    (code,) = [text for text in blocks("python", PAGES[:1]) if "class Plain" in text]
+    (place / "mine.py").write_text(code)
+    done = run("flopwatch sweep --quick --trainers standard,mine:Plain --no-trace")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = read_results(place / "flopwatch-sweep")
+    assert {name: result.outcome for name, result in results.items()} == {
+        "StandardTrainer_bs2_seq64": "ok",
+        "Plain_bs2_seq64": "ok",
+    }
+    costs = {result.measured.cost.model_flops for result in results.values()}
+    assert len(costs) == 1, "the model's FLOPs are those of the standard step, whoever trains"
+    for line in blocks("bash", PAGES[:1])[0].splitlines():
+        if line.startswith("flopwatch report"):
+            assert run(line).returncode == 0
+    assert (place / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith(("flopwatch trial", "flopwatch fit"))])
+def test_a_trial_and_a_fit_of_the_page_take_these_flags(place, line):
+    """With the smallest model, lest the test take minutes."""
+    smaller = ["--model-size", "tiny", "--seq-len", "32", "--steps", "1"]
+    smaller += ["--max-batch", "4"] if " fit " in line else []
+    done = run(line, *smaller)
+    assert done.returncode == 0, done.stdout + done.stderr
