@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from flopwatch.sweep.memory_limit import _own_groups
+from flopwatch.sweep.memory_limit import own_groups
 
 _MEMINFO = Path("/proc/meminfo")
 _GROUP_FILES = (
@@ -18,7 +18,7 @@ _LEAST_MARGIN_BYTES = 512 << 20
 
 def available_bytes() -> int | None:
     """What new processes may take: of the machine, and of the groups (a container, a Slurm step) we are in."""
-    return least_available(_MEMINFO, _own_groups())
+    return least_available(_MEMINFO, own_groups())
 
 
 def least_available(meminfo: Path, groups: Sequence[Path]) -> int | None:

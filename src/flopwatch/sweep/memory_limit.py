@@ -62,7 +62,7 @@ def _join_group(folder: Path) -> None:
 
 def own_oom_kills() -> int:
     """Kills by the kernel in the group we run in (a container, a Slurm step), those of our children included."""
-    return sum(read_oom_kills(folder) for folder in _own_groups())
+    return sum(read_oom_kills(folder) for folder in own_groups())
 
 
 def read_oom_kills(folder: Path) -> int:
@@ -97,10 +97,10 @@ def _make_group(folder: Path, limit_bytes: int) -> bool:
 
 def _places() -> list[Path]:
     """Where a group may be made: beside our own (version 2 forbids groups below one with processes), or below it."""
-    return [place for own in _own_groups() for place in ([own.parent, own] if own != _V2_ROOT else [own])]
+    return [place for own in own_groups() for place in ([own.parent, own] if own != _V2_ROOT else [own])]
 
 
-def _own_groups() -> list[Path]:
+def own_groups() -> list[Path]:
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
