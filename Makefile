@@ -40,16 +40,20 @@ bench: install
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/overhead.py
 
-# Too long for CI; figures go into docs/accuracy.md and docs/overhead.md.
+# Too long for CI; figures go into docs/accuracy.md, docs/overhead.md and docs/sweep.md.
 campaign: install
 	$(BIN)/python benchmarks/more_architectures.py
 	$(BIN)/python benchmarks/kills.py --kills 50
 	$(BIN)/python benchmarks/long_run.py --calls 2000000
+	$(BIN)/python benchmarks/sweep_scale.py --trials 10000
+	$(BIN)/python benchmarks/sweep_isolation.py --trials 1000
+	bash benchmarks/sweep_campaign
 
 pictures: install
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/monitor_tables.py
 	$(BIN)/python benchmarks/screens.py
+	$(BIN)/python benchmarks/sweep_pictures.py
 
 clean:
 	rm -rf site build dist .mypy_cache .ruff_cache .pytest_cache
