@@ -47,7 +47,7 @@ campaign: install
 	$(BIN)/python benchmarks/long_run.py --calls 2000000
 	$(BIN)/python benchmarks/sweep_scale.py --trials 10000
 	$(BIN)/python benchmarks/sweep_isolation.py --trials 1000
-	bash benchmarks/sweep_campaign
+	$(BIN)/python benchmarks/sweep_campaign.py
 
 pictures: install
 	$(BIN)/python benchmarks/accuracy.py

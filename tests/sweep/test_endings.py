@@ -1,15 +1,22 @@
 """Fourteen ways a trial can end, each told apart, none at the cost of another, under every engine."""
 
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from flopwatch.sweep.engines.local import LocalEngine
+from flopwatch.sweep.engines.ray import RayEngine
+from flopwatch.sweep.engines.slurm import SlurmEngine
 from flopwatch.trial_records import Limits, TrialSpec
+from real_ray import need_ray
+from real_slurm import need_slurm, real_slurm
 from sweeping import TESTS, Listener, left_behind, run_sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22")]
@@ -99,3 +106,24 @@ def check_endings(folder, engine, killer):
 
 def test_under_the_local_engine(tmp_path, killer):
     check_endings(tmp_path / "sweep", LocalEngine(jobs=2), killer)
+
+
+@pytest.mark.xdist_group("ray")
+def test_under_the_ray_engine(tmp_path, killer):
+    need_ray()
+    check_endings(tmp_path / "sweep", RayEngine(cpus=2, gpus=0), killer)
+
+
+@pytest.mark.xdist_group("slurm")
+def test_under_the_slurm_engine(killer, monkeypatch):
+    """Not in pytest's folder, which other users may not enter."""
+    need_slurm()
+    folder = Path(tempfile.mkdtemp(prefix="flopwatch-endings-"))
+    try:
+        with real_slurm(folder / "slurm") as environment:
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            (folder / "work").mkdir()
+            check_endings(folder / "work" / "sweep", SlurmEngine(), killer)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
