@@ -114,16 +114,20 @@ def test_under_the_ray_engine(tmp_path, killer):
     check_endings(tmp_path / "sweep", RayEngine(cpus=2, gpus=0), killer)
 
 
-@pytest.mark.xdist_group("slurm")
-def test_under_the_slurm_engine(killer, monkeypatch):
-    """Not in pytest's folder, which other users may not enter."""
+@pytest.fixture
+def slurm(monkeypatch):
+    """Not in pytest's folder, which the database's user may not enter."""
     need_slurm()
     folder = Path(tempfile.mkdtemp(prefix="flopwatch-endings-"))
     try:
-        with real_slurm(folder / "slurm") as environment:
+        with real_slurm(folder) as environment:
             for name, value in environment.items():
                 monkeypatch.setenv(name, value)
-            (folder / "work").mkdir()
-            check_endings(folder / "work" / "sweep", SlurmEngine(), killer)
+            yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.xdist_group("slurm")
+def test_under_the_slurm_engine(slurm, tmp_path, killer):
+    check_endings(tmp_path / "sweep", SlurmEngine(), killer)
