@@ -1,6 +1,7 @@
 """What a worker is doing, in a small file: written by its main thread only, so that a stuck one falls silent."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,11 @@ class Heartbeat:
     """Writes progress. One write of fixed size into the same file: a few microseconds, and never half a line."""
 
     def __init__(self, trial_dir: Path) -> None:
-        self._file = (trial_dir / FILE).open("wb", buffering=0)
+        self._handle = os.open(trial_dir / FILE, os.O_WRONLY | os.O_CREAT, 0o644)  # open as long as the worker lives
 
     def beat(self, phase: str, step: int | None = None) -> None:
         content = json.dumps({"phase": phase, "step": step}).encode()
-        self._file.seek(0)
-        self._file.write(content.ljust(_SIZE))
+        os.pwrite(self._handle, content.ljust(_SIZE), 0)
 
 
 def read_progress(trial_dir: Path) -> Progress:

@@ -47,6 +47,8 @@ def local_environment() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Without it Ray takes the address of the network card and listens on every interface.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Ray's workers run at nice 15, and so would our trials: whatever else runs would be measured with them.
+        "RAY_worker_niceness": "0",
         # Ray turns authentication on by itself when it finds a token in the home folder; ours is only for this run.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": _own_token(),

@@ -1,0 +1,147 @@
+"""Parts of the worker that need no trial: what an exception means, how a step is timed, what its files add up to."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flopwatch.errors import InputError, UnsupportedError
+from flopwatch.sweep import worker_clock
+from flopwatch.sweep.assemble import assemble
+from flopwatch.sweep.heartbeat import Heartbeat, Progress, read_progress
+from flopwatch.sweep.worker_clock import peak_bytes, reset_peak, timed_step
+from flopwatch.sweep.worker_exception import describe_exception, outcome_of
+from flopwatch.testing import FakeClock
+from flopwatch.trial_records import TrialSpec
+
+CPU = torch.device("cpu")
+
+
+def real_cpu_allocation_failure():
+    try:
+        torch.empty(2**60, dtype=torch.float32)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("this machine has 4 exabytes")
+
+
+def wrapped(error):
+    try:
+        try:
+            raise error
+        except type(error) as inner:
+            raise RuntimeError("training failed") from inner
+    except RuntimeError as outer:
+        return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "oom_device"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom_device"),
+        (MemoryError(), "oom_host"),
+        (real_cpu_allocation_failure(), "oom_host"),
+        (wrapped(torch.OutOfMemoryError("CUDA out of memory")), "oom_device"),
+        (RuntimeError("shape mismatch in memory bank"), "error"),
+        (ValueError("out of memory"), "error"),
+        (InputError("no such model"), "invalid"),
+        (UnsupportedError("tied weights"), "unsupported"),
+        (KeyboardInterrupt(), "error"),
+        (SystemExit(4), "error"),
+    ],
+)
+def test_what_an_exception_says_of_the_trial(error, outcome):
+    assert outcome_of(error) == outcome
+
+
+def test_an_exception_that_is_its_own_context_ends_the_search():
+    error = ValueError("a")
+    error.__context__ = KeyError("b")
+    error.__context__.__context__ = error
+    assert outcome_of(error) == "error"
+
+
+def test_a_description_is_json():
+    content = describe_exception(SystemExit("goodbye"))
+    assert json.loads(json.dumps(content))["message"] == "left by sys.exit('goodbye')"
+
+
+def test_the_parts_of_a_step_add_up_on_a_clock(monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(worker_clock, "monotonic_seconds", clock)
+    parts = [lambda: clock.advance(1.0), lambda: clock.advance(2.0), lambda: clock.advance(0.5)]
+    assert timed_step(parts, CPU) == {"seconds": 3.5, "forward": 1.0, "backward": 2.0, "optimizer": 0.5}
+
+
+def test_on_an_accelerator_the_parts_come_from_events_and_nothing_waits_in_between(monkeypatch):
+    clock, waits, order = FakeClock(), [], []
+
+    class Event:
+        def __init__(self, device, enable_timing):
+            assert (device, enable_timing) == ("cuda", True)
+
+        def record(self):
+            self.at = clock()
+
+        def elapsed_time(self, other):
+            return 1000 * (other.at - self.at)
+
+    monkeypatch.setattr(worker_clock, "monotonic_seconds", clock)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "accelerator", SimpleNamespace(synchronize=lambda: waits.append(list(order))))
+    parts = [lambda n=n: (clock.advance(n), order.append(n)) for n in (1.0, 2.0, 0.5)]
+    found = timed_step(parts, torch.device("cuda"))
+    assert found == {"seconds": 3.5, "forward": 1.0, "backward": 2.0, "optimizer": 0.5}
+    assert waits == [[], [1.0, 2.0, 0.5]]
+
+
+def test_the_peak_of_a_part_is_its_own():
+    held = torch.ones(64 * 2**20)  # 256 MiB
+    del held
+    reset_peak(CPU)
+    before = peak_bytes(CPU)
+    held = torch.ones(32 * 2**20)  # 128 MiB
+    assert peak_bytes(CPU) - before == pytest.approx(2**27, rel=0.1)
+    del held
+    reset_peak(CPU)
+    assert peak_bytes(CPU) - before < 2**26
+
+
+def test_a_heartbeat_is_read_as_it_was_written(tmp_path):
+    assert read_progress(tmp_path) == Progress("start", None)
+    heartbeat = Heartbeat(tmp_path)
+    heartbeat.beat("measure", 123456)
+    assert read_progress(tmp_path) == Progress("measure", 123456)
+    heartbeat.beat("done")
+    assert read_progress(tmp_path) == Progress("done", None)
+    assert read_progress(tmp_path).text == "done"
+
+
+def test_steps_of_a_trial_that_died_are_kept(tmp_path):
+    rows = [{"phase": "warmup", "step": 0, "seconds": 9.0, "forward": 1, "backward": 1, "optimizer": 1}]
+    rows += [
+        {"phase": "measure", "step": n, "seconds": 2.0, "forward": 0.5, "backward": 1, "optimizer": 0.5}
+        for n in range(4)
+    ]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"phase": "mea')
+    cost = {"model_flops": 100, "hardware_flops": 300, "peak": {"flops_per_s": 500.0}, "notes": []}
+    measured = {"extra": {"positions_per_step": 64.0}, "cost": cost, "memory": {"rss_bytes": 10}}
+    (tmp_path / "measured.json").write_text(
+        json.dumps({"done": False, "measured": measured, "environment": {"torch": "x"}})
+    )
+    found, environment, is_done = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), rss_bytes=25)
+    assert (found.steps.count, found.steps.median, found.steps.first) == (4, 2.0, 9.0)
+    assert found.phase_seconds == {"forward": 0.5, "backward": 1, "optimizer": 0.5}
+    assert (found.samples_per_s, found.tokens_per_s) == (2.0, 32.0)
+    assert (found.cost.mfu, found.cost.hfu) == (0.1, 0.3)
+    assert found.memory.rss_bytes == 25
+    assert (environment, is_done) == ({"torch": "x"}, False)
+
+
+def test_a_trial_that_left_nothing_measured_nothing(tmp_path):
+    found, environment, is_done = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), rss_bytes=None)
+    assert found.steps is None
+    assert found.memory.rss_bytes is None
+    assert (environment, is_done) == ({}, False)
