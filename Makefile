@@ -13,7 +13,7 @@ install: .venv/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[all]" --group dev
 	touch $@
 
-# MLflow and Prometheus for the sink tests; without them those are skipped.
+# MLflow, Prometheus, Slurm and a browser for the tests that need them; without them those are skipped.
 servers:
 	bash tests/servers/install
 
@@ -24,7 +24,8 @@ check: install
 	$(BIN)/lint-imports
 
 # One thread per worker: the models are tiny, and more would only wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
+# Tests that share a server form a group, and a group stays in one worker.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadgroup
 
 test: install
 	$(PYTEST) -m "not slow and not gpu"

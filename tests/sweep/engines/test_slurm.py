@@ -220,8 +220,9 @@ def put_before(folder, command, complaint, monkeypatch):
     return path
 
 
-def test_a_trial_is_not_run_by_two_jobs(tmp_path):
+def test_a_trial_is_not_run_by_two_jobs(tmp_path, monkeypatch):
     """As after a submission that only seemed to have failed: the second job finds the trial taken and leaves."""
+    monkeypatch.setattr(slurm_module, "_GIVE_UP_SECONDS", 0.5)
     (trial,) = contract.make_trials(tmp_path, COUNT + "while ! test -e {trial_dir}/go; do sleep 0.05; done")
     first, second = SlurmEngine(), SlurmEngine()
     for engine in (first, second):

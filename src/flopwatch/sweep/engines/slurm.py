@@ -239,8 +239,10 @@ class SlurmEngine:
         found = known.get(task.task)
         is_patient = now - (task.gone_since or now) < _GIVE_UP_SECONDS
         name = task.trial.name
-        if is_patient and is_supervised(self._sweep, name):
-            return None  # another job of an earlier runner has it
+        # Our job found the trial taken and left; the job of an earlier runner that has it may take its time.
+        is_elsewhere = found is not None and found.state == "COMPLETED"
+        if (is_patient or is_elsewhere) and is_supervised(self._sweep, name):
+            return None
         is_told = result_file(self._sweep, name).exists()
         if is_patient and (found is None or not found.is_over or (found.state == "COMPLETED" and not is_told)):
             return None
