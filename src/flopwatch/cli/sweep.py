@@ -56,6 +56,9 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the matrix and the predicted time; run nothing.")
     ] = False,
+    only_preflight: Annotated[
+        bool, typer.Option("--only-preflight", help="Say which trainer can train which model, count FLOPs, and stop.")
+    ] = False,
     no_preflight: Annotated[
         bool, typer.Option("--no-preflight", help="Do not try the pairs on tiny copies first.")
     ] = False,
@@ -86,6 +89,13 @@ def sweep(
         from flopwatch.sweep.plan import make_plan
 
         print_dry_run(make_plan(output, specs, only=only, limit=limit, shuffle_seed=None), output)
+        return
+    if only_preflight:
+        from flopwatch.sweep.folder import held_folder
+        from flopwatch.sweep.plan import make_plan
+
+        with held_folder(output):
+            _preflight(output, make_plan(output, specs, only=only, limit=limit))
         return
     placed = _engine(engine, engine_option or [], jobs, gpus)
     _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from flopwatch.cli.quantities import count_text, percent
+from flopwatch.cli.quantities import count_text, flop_rate, percent
 from flopwatch.sweep.preflight import PreflightResult
 
 
@@ -20,5 +20,9 @@ def _detail(result: PreflightResult) -> str:
     if result.reason:
         return f": {result.reason}"
     parts = [f"{count_text(result.parameters)} parameters"] if result.parameters else []
+    if result.model_flops is not None:
+        parts.append(
+            f"{flop_rate(result.model_flops).removesuffix('/s')} a step of {result.batch_size} x {result.seq_len}"
+        )
     parts += [f"{percent(100 * share)} {way}" for way, share in result.shares.items()]
     return f" ({', '.join(parts)})" if parts else ""
