@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import held_folder
 from flopwatch.sweep.inference import is_larger
 from flopwatch.sweep.plan import make_plan
@@ -117,3 +118,15 @@ def test_a_folder_even_root_cannot_write():
 
     with pytest.raises(InputError, match="cannot write to"), held_folder(Path("/proc/sys/flopwatch-sweep")):
         pass
+
+
+def test_what_the_engine_knows_better_than_a_supervisor_told_to_stop(tmp_path):
+    """Slurm's time limit reaches the supervisor as a plain SIGTERM."""
+
+    class TimedOut(InProcessEngine):
+        def wait(self, seconds):
+            return [Ended(ended.name, {"state": "TIMEOUT"}) for ended in super().wait(seconds)]
+
+    engine = TimedOut(lambda trial: TrialResult(trial.name, trial.key, trial.spec, "cancelled"))
+    results = run_sweep(tmp_path / "s", grid(("standard",)), engine)
+    assert {result.outcome for result in results.values()} == {"timeout"}

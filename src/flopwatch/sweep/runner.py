@@ -2,13 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.conclude import tail
-from flopwatch.sweep.engines.evidence import ending_from_evidence
+from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
 from flopwatch.sweep.folder import prepare, record, result_file
 from flopwatch.sweep.inference import inferred
@@ -134,6 +134,9 @@ def _settle(ended: Ended, state: _Round, note: Callable[[TrialResult], None]) ->
     if trial is None:
         return
     result = read_result(result_file(trial.sweep, trial.name)) or _without_result(trial, ended.evidence)
+    if result.outcome == "cancelled" and not state.is_cancelled and (better := explained(ended.evidence)):
+        evidence = {**result.evidence, **ended.evidence}
+        result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
     if result.outcome in ("oom_device", "oom_host"):
         state.out_of_memory.append(result)
     note(result)

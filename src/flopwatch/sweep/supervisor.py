@@ -142,7 +142,19 @@ def _watch(
             wants_stacks = watch.own_kill != "cancelled"
             watch.stacks = end_worker(worker, folder, is_command=is_command, wants_stacks=wants_stacks)
             break
+    else:
+        _ask_who_sent_it(worker, watch, cancel)
     return watch
+
+
+def _ask_who_sent_it(worker: "subprocess.Popen[bytes]", watch: _Watch, cancel: Callable[[], str | None]) -> None:
+    """Slurm sends SIGTERM to every process of a job at once, and the worker may go before we have heard of it."""
+    deadline = time.monotonic() + 0.5
+    while worker.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and time.monotonic() < deadline:
+        if why := cancel():
+            watch.own_kill, watch.detail = "cancelled", why
+            return
+        time.sleep(0.01)
 
 
 def _latest_progress(folder: Path, spec: TrialSpec) -> Any:
