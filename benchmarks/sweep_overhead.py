@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--model", default="small")
     parser.add_argument("--seq-len", type=int, default=256)
     asked = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it every process compiles its imports again
     pairs = compare(asked.engine, asked.engine_option, settings(asked.trials, asked.model, asked.seq_len), asked.rounds)
     ratios = sorted(sweep / bare for sweep, bare in pairs)
     print(f"{asked.engine}: {asked.trials} trials, ratio {median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
