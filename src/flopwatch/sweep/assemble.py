@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from flopwatch.sweep.step_statistics import step_times
+from flopwatch.sweep.step_statistics import median, step_times
 from flopwatch.trial_files import read_json, read_lines
 from flopwatch.trial_records import Measured, MemoryUse, StepCost, TrialSpec
 
@@ -50,7 +49,7 @@ def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec)
     return replace(
         measured,
         steps=times,
-        phase_seconds={phase: median(row[phase] for row in timed) for phase in _PHASES},
+        phase_seconds={phase: median(sorted(row[phase] for row in timed)) for phase in _PHASES},
         samples_per_s=spec.batch_size / times.median,
         tokens_per_s=positions / times.median if positions else None,
         cost=_with_rates(measured.cost, times.median) if measured.cost else None,

@@ -66,8 +66,28 @@ def rss_bytes(pids: list[int]) -> int:
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError, IndexError):
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+            total += int(_read(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
     return total
+
+
+class TreeMemory:
+    """Resident memory of everything below this process, asked for often beside a trial that is being timed.
+
+    Finding the processes means reading all of /proc, so that is done once a second at most, and takes less than a
+    hundredth of our time however many processes the machine has.
+    """
+
+    def __init__(self) -> None:
+        self._pids: list[int] = []
+        self._next_search = 0.0
+        self.peak_bytes = 0
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_search:
+            self._pids = descendants(os.getpid())
+            self._next_search = now + max(1.0, 100 * (time.monotonic() - now))
+        self.peak_bytes = max(self.peak_bytes, rss_bytes(self._pids))
 
 
 def marked_processes(trial_dir: Path) -> list[int]:
@@ -112,7 +132,8 @@ def reap_children() -> None:
 
 
 def _all_processes() -> list[tuple[int, int, str]]:
-    found = (_read_stat(int(entry.name)) for entry in _process_entries())
+    names = os.listdir("/proc") if _IS_LINUX else []
+    found = (_read_stat(int(name)) for name in names if name.isdigit())
     return [entry for entry in found if entry is not None]
 
 
@@ -125,7 +146,16 @@ def _process_entries() -> list[Path]:
 def _read_stat(pid: int) -> tuple[int, int, str] | None:
     """Process, parent, state. The name stands in brackets and may hold anything, so the last bracket counts."""
     try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+        state, parent = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:2]
     except (OSError, ValueError):
         return None
-    return pid, int(parent), state
+    return pid, int(parent), state.decode()
+
+
+def _read(path: str) -> bytes:
+    """A small file of the kernel's, five times quicker than through pathlib."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(handle, 4096)
+    finally:
+        os.close(handle)

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from statistics import median
 
 from flopwatch.trial_records import StepTimes
 
@@ -34,6 +33,11 @@ def step_times(seconds: Sequence[float], first: float | None = None) -> StepTime
     )
 
 
+def median(ordered: Sequence[float]) -> float:
+    """Of sorted values. The standard library's costs a supervisor 7 ms to import."""
+    return percentile(ordered, 0.5)
+
+
 def percentile(ordered: Sequence[float], share: float) -> float:
     """Linear between the two nearest, as numpy's default.
 
@@ -48,5 +52,5 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
     draw = random.Random(0)  # the same steps always give the same interval
-    medians = sorted(median(draw.choices(ordered, k=len(ordered))) for _ in range(_RESAMPLES))
+    medians = sorted(median(sorted(draw.choices(ordered, k=len(ordered)))) for _ in range(_RESAMPLES))
     return percentile(medians, 0.025), percentile(medians, 0.975)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,7 +26,7 @@ from flopwatch.sweep.heartbeat import Progress, read_progress
 from flopwatch.sweep.memory_limit import limit_memory, own_oom_kills
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
 from flopwatch.trial_files import log_file, read_json, trial_folder, write_json
-from flopwatch.trial_records import TrialResult, TrialSpec
+from flopwatch.trial_records import Limits, TrialResult, TrialSpec
 
 SPEC, STARTED, RESULT = "spec.json", "started.json", "result.json"
 CORES = "FLOPWATCH_CORES"
@@ -45,7 +45,7 @@ class _Watch:
     own_kill: OwnKill | None = None
     detail: str = ""
     stacks: str = ""
-    peak_rss_bytes: int = 0
+    memory: process_tree.TreeMemory = field(default_factory=process_tree.TreeMemory)
 
 
 def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda: None) -> TrialResult:
@@ -88,7 +88,7 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
             own_kill_detail=watch.detail,
             stacks=watch.stacks,
             # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
-            peak_rss_bytes=max(watch.peak_rss_bytes, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024),
+            peak_rss_bytes=max(watch.memory.peak_bytes, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024),
             oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
             memory_limit={} if limit.kind == "none" else {"by": limit.kind, "peak_bytes": limit.peak_bytes()},
             would_not_die=would_not_die,
@@ -123,20 +123,14 @@ def _watch(
     progress = Progress()
     wait = waiter(worker)
     while not wait(_TICK_SECONDS):
-        now = time.monotonic()
-        watch.peak_rss_bytes = max(watch.peak_rss_bytes, process_tree.rss_bytes(process_tree.descendants(os.getpid())))
-        latest = _latest_progress(folder, spec)
+        watch.memory.look()
+        now, latest = time.monotonic(), _latest_progress(folder, spec)
         if latest != progress:
             progress, moved = latest, now
         if why := cancel():
             watch.own_kill, watch.detail = "cancelled", why
-        elif spec.limits.wall_seconds is not None and now - began > spec.limits.wall_seconds:
-            watch.own_kill, watch.detail = (
-                "timeout",
-                f"not done after {spec.limits.wall_seconds:g} s, in {progress.text}",
-            )
-        elif spec.limits.no_progress_seconds is not None and now - moved > spec.limits.no_progress_seconds:
-            watch.own_kill, watch.detail = "hang", f"nothing moved for {now - moved:.0f} s, in {progress.text}"
+        else:
+            watch.own_kill, watch.detail = _limit_reached(spec.limits, progress, now - began, now - moved)
         if watch.own_kill is not None:
             is_command = spec.trainer == "command"
             wants_stacks = watch.own_kill != "cancelled"
@@ -145,6 +139,14 @@ def _watch(
     else:
         _ask_who_sent_it(worker, watch, cancel)
     return watch
+
+
+def _limit_reached(limits: Limits, progress: Progress, age: float, still: float) -> tuple[OwnKill | None, str]:
+    if limits.wall_seconds is not None and age > limits.wall_seconds:
+        return "timeout", f"not done after {limits.wall_seconds:g} s, in {progress.text}"
+    if limits.no_progress_seconds is not None and still > limits.no_progress_seconds:
+        return "hang", f"nothing moved for {still:.0f} s, in {progress.text}"
+    return None, ""
 
 
 def _ask_who_sent_it(worker: "subprocess.Popen[bytes]", watch: _Watch, cancel: Callable[[], str | None]) -> None:
@@ -157,7 +159,7 @@ def _ask_who_sent_it(worker: "subprocess.Popen[bytes]", watch: _Watch, cancel: C
         time.sleep(0.01)
 
 
-def _latest_progress(folder: Path, spec: TrialSpec) -> Any:
+def _latest_progress(folder: Path, spec: TrialSpec) -> Progress:
     """A command has no heartbeat of ours: whatever it prints is progress."""
     if spec.trainer != "command":
         return read_progress(folder)
