@@ -63,13 +63,14 @@ def by_shell_loop(folder: Path, words: list[str]) -> float:
 
 
 def by_ray_tasks(folder: Path, words: list[str]) -> float:
-    """A program of its own, as the sweep is: starting Ray is part of both."""
+    """A program of its own, as the sweep is: starting Ray is part of both, and it is the same Ray."""
     trials = prepared(folder, words)
     program = (
         "import json, os, subprocess, sys\n"
-        "os.environ |= {'RAY_USAGE_STATS_ENABLED': '0', 'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER': '0'}\n"
-        "import ray\n"
-        "ray.init(address='local', include_dashboard=False, log_to_driver=False)\n"
+        "from flopwatch.sweep.engines.ray_start import import_ray, local_environment, start_local\n"
+        "os.environ.update(local_environment())\n"
+        "ray = import_ray()\n"
+        "start_local(ray, None, None)\n"
         "@ray.remote(num_cpus=1, max_calls=1, max_retries=0)\n"
         "def run(trial):\n"
         "    return subprocess.run([sys.executable, '-m', 'flopwatch.sweep.worker', trial],\n"
