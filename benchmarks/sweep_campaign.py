@@ -52,7 +52,10 @@ def main() -> None:
                 if part == "kills":
                     # Starting Ray takes longer than any trial, so its runners live longer before they are killed.
                     longest = "15" if engine == "ray" else "4"
-                    run("sweep_kills.py", "--engine", engine, "--kills", asked.kills, "--longest", longest)
+                    # Slurm's jobs go on without their runner, so there must be more of them to be killed that often.
+                    trials = "200" if engine == "slurm" else "60"
+                    command = ["--engine", engine, "--kills", asked.kills, "--longest", longest, "--trials", trials]
+                    run("sweep_kills.py", *command)
                 else:
                     run("sweep_overhead.py", "--engine", engine, "--model", "tiny", "--rounds", asked.rounds)
 

@@ -151,6 +151,26 @@ def test_an_end_that_nobody_recorded_is_found(tmp_path):
     assert again.submitted == []
 
 
+def test_an_end_between_planning_and_running_stands(tmp_path):
+    """A supervisor of the killed runner, or a job in the queue, finished in the meantime."""
+    run_sweep(tmp_path / "s", SPECS, answering())
+    results, file = tmp_path / "s" / "results.jsonl", tmp_path / "s" / "trials" / "standard_bs2_seq64" / "result.json"
+    results.write_text("".join(line + "\n" for line in results.read_text().splitlines() if "bs2_" not in line))
+    late = file.read_bytes()
+    file.unlink()
+
+    class Late(InProcessEngine):
+        def open(self, sweep, unfinished):
+            assert [trial.name for trial in unfinished] == ["standard_bs2_seq64"]
+            file.write_bytes(late)
+            return ()
+
+    engine = Late(lambda trial: TrialResult(trial.name, trial.key, trial.spec, "error"))
+    found = run_sweep(tmp_path / "s", SPECS, engine)
+    assert engine.submitted == []
+    assert {result.outcome for result in found.values()} == {"ok"}
+
+
 def test_a_torn_last_line_is_survived(tmp_path):
     run_sweep(tmp_path / "s", SPECS, answering())
     with (tmp_path / "s" / "results.jsonl").open("a") as stream:

@@ -25,11 +25,13 @@ class Plan:
     trials: The whole matrix, in the order asked for.
     todo: What will run, in the order it will.
     kept: Results that stand.
+    again: Names of trials to do that have a result already.
     """
 
     trials: tuple[Trial, ...]
     todo: tuple[Trial, ...]
     kept: dict[str, TrialResult]
+    again: frozenset[str] = frozenset()
 
 
 def make_plan(
@@ -63,9 +65,8 @@ def make_plan(
     chosen = [trial for trial in trials[_slice(limit)] if _is_wanted(kept.get(trial.name), only)]
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(chosen)
-    for trial in chosen:
-        kept.pop(trial.name, None)
-    return Plan(trials, tuple(chosen), kept)
+    again = frozenset(trial.name for trial in chosen if trial.name in kept)
+    return Plan(trials, tuple(chosen), {name: kept[name] for name in kept if name not in again}, again)
 
 
 def _is_wanted(result: TrialResult | None, only: str | None) -> bool:

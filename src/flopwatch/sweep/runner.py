@@ -12,7 +12,7 @@ from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
 from flopwatch.sweep.folder import prepare, record, result_file
 from flopwatch.sweep.inference import inferred
-from flopwatch.sweep.plan import Plan, folder_of
+from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
 from flopwatch.trial_files import log_file, read_result
 from flopwatch.trial_records import TrialResult
 
@@ -70,7 +70,7 @@ def run_plan(
 
     known = [result for result in plan.kept.values() if result.outcome in ("oom_device", "oom_host")]
     state = _Round(deque(plan.todo), out_of_memory=known)
-    _adopt(engine, plan, state)
+    _adopt(engine, plan, state, note)
     try:
         while state.running or (state.waiting and not (stop.finish or stop.kill)):
             if stop.kill and not state.is_cancelled:
@@ -92,12 +92,22 @@ def _sweep(plan: Plan) -> Path:
     return plan.trials[0].sweep
 
 
-def _adopt(engine: Engine, plan: Plan, state: _Round) -> None:
-    """Wait for what an earlier runner started and an engine still runs, instead of starting it again."""
+def _adopt(engine: Engine, plan: Plan, state: _Round, note: Callable[[TrialResult], None]) -> None:
+    """Wait for what an earlier runner started and an engine still runs, instead of starting it again.
+
+    Once the engine has said what runs, nothing else does, so a result that came since the plan was made is final.
+    """
     begun = [trial for trial in plan.todo if folder_of(trial).exists()]
     adopted = set(engine.open(_sweep(plan), begun))
-    state.running = {trial.name: trial for trial in plan.todo if trial.name in adopted}
-    state.waiting = deque(trial for trial in plan.todo if trial.name not in adopted)
+    state.running = {trial.name: trial for trial in begun if trial.name in adopted}
+    ended = set()
+    for trial in begun:
+        result = read_result(result_file(trial.sweep, trial.name))
+        is_new = trial.name not in adopted | plan.again
+        if result is not None and is_new and result.key == trial.key and result.outcome not in UNSETTLED:
+            ended.add(trial.name)
+            note(result)
+    state.waiting = deque(trial for trial in plan.todo if trial.name not in adopted | ended)
 
 
 def _fill(
