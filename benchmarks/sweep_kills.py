@@ -27,6 +27,7 @@ class Tally:
     """What the kills did."""
 
     kills: int = 0
+    kills_while_running: int = 0
     trials: int = 0
     repeated: int = 0
     repeated_after_end: list[str] = field(default_factory=list)
@@ -86,6 +87,7 @@ def campaign(folder: Path, engine: list[str], kills: int, trials: int, seed: int
             runner.wait(draw.uniform(0.3, longest))
             break  # all done before the last kill
         except subprocess.TimeoutExpired:
+            tally.kills_while_running += bool(running_trials(sweep))
             os.kill(runner.pid, signal.SIGKILL)
             runner.wait()
         tally.kills += 1
