@@ -139,9 +139,9 @@ def test_one_interrupt_finishes_what_runs(tmp_path):
     until(lambda: left_behind(tmp_path / "s"))
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=30)[0].decode()
-    assert process.returncode == 0
+    assert process.returncode == 130
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "ok"}
-    assert "2 trials are left; the same command goes on with them." in text
+    assert "2 trials left; the same command goes on." in text
 
 
 def test_two_interrupts_end_it(tmp_path):
@@ -150,7 +150,8 @@ def test_two_interrupts_end_it(tmp_path):
     process.send_signal(signal.SIGINT)
     time.sleep(0.6)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    text = process.communicate(timeout=30)[0].decode()
+    assert "3 trials left" in text
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "cancelled"}
     assert left_behind(tmp_path / "s") == []
 
@@ -221,3 +222,30 @@ def test_a_real_trial_is_measured(tmp_path):
     assert (tmp_path / "s" / measured["trace"]).stat().st_size > 1000
     assert list((tmp_path / "s" / "runs" / "StandardTrainer_bs2_seq32").glob("events.out.tfevents*"))
     assert {"torch", "cpu", "threads", "host"} <= set(content["environment"])
+
+
+def test_a_sweep_that_waits_for_a_slot_says_for_whose(tmp_path):
+    from contextlib import closing
+
+    from flopwatch.sweep.engines.slots import SlotPool
+
+    with closing(SlotPool((), 1, tmp_path / "other")) as pool:
+        assert pool.take(0) is not None
+        process = start_sweep(subprocess.PIPE, 0)
+        line = process.stdout.readline().decode()
+        holder = re.escape(f"(pid {os.getpid()}, sweep in {tmp_path / 'other'})")
+        assert re.fullmatch(rf"waiting for core \d+ {holder}\n", line)
+    assert process.wait(timeout=30) == 0
+    process.stdout.close()
+
+
+def test_square_brackets_in_a_reason_are_shown(capsys):
+    """rich would take them for markup."""
+    from rich.console import Console
+
+    from flopwatch.cli.trial_text import print_result
+    from flopwatch.trial_records import TrialResult, TrialSpec
+
+    reason = 'pip install "flopwatch[dp]"'
+    print_result(TrialResult("one", "key", TrialSpec("ghost", "tiny", 1, 8), "invalid", reason), Console(width=100))
+    assert f"invalid ({reason})" in capsys.readouterr().out

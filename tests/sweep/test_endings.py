@@ -19,9 +19,10 @@ from real_ray import need_ray
 from real_slurm import need_slurm, real_slurm
 from sweeping import TESTS, Listener, left_behind, run_sweep
 
-pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22")]
+# One after the other: six workers at once on two cores would be slower to import torch than the limit below.
+pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22"), pytest.mark.xdist_group("endings")]
 
-QUIET_SECONDS = 20.0
+QUIET_SECONDS = 30.0
 """No-progress limit: longer than a busy machine takes to import torch, which is no progress either."""
 
 BASE = TrialSpec(
@@ -108,7 +109,6 @@ def test_under_the_local_engine(tmp_path, killer):
     check_endings(tmp_path / "sweep", LocalEngine(jobs=2), killer)
 
 
-@pytest.mark.xdist_group("ray")
 def test_under_the_ray_engine(tmp_path, killer):
     need_ray()
     check_endings(tmp_path / "sweep", RayEngine(cpus=2, gpus=0), killer)
@@ -128,6 +128,5 @@ def slurm(monkeypatch):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.xdist_group("slurm")
 def test_under_the_slurm_engine(slurm, tmp_path, killer):
     check_endings(tmp_path / "sweep", SlurmEngine(), killer)

@@ -71,6 +71,7 @@ def test_the_pages_own_trainer_and_a_quick_sweep(place):
     (place / "mine.py").write_text(code)
     done = run("flopwatch sweep --quick --trainers standard,mine:Plain --no-trace")
     assert done.returncode == 0, done.stdout + done.stderr
+    (place / "flopwatch-quick").rename(place / "flopwatch-sweep")  # for the reports on the page
     results = read_results(place / "flopwatch-sweep")
     assert {name: result.outcome for name, result in results.items()} == {
         "StandardTrainer_bs2_seq64": "ok",

@@ -103,3 +103,12 @@ def count_text(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g}{prefix}"
     return f"{count:g}"
+
+
+def plural(count: int, word: str) -> str:
+    """Count and word.
+
+    >>> plural(1, "trial"), plural(3, "trial")
+    ('1 trial', '3 trials')
+    """
+    return f"{count} {word}" if count == 1 else f"{count:,} {word}s"

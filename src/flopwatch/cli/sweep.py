@@ -21,8 +21,9 @@ def sweep(
         typer.Argument(help="A YAML file, and settings such as batch_size=1,2,4.", metavar="[FILE] [KEY=VALUE]..."),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The sweep's folder; an earlier one is resumed.")
-    ] = Path("flopwatch-sweep"),
+        Path | None,
+        typer.Option("--output", "-o", help="The sweep's folder; an earlier one is resumed. Default: flopwatch-sweep."),
+    ] = None,
     trainers: Annotated[str | None, typer.Option(help="standard,dpsgd,ghost,fast or package.module:Class.")] = None,
     batch_sizes: Annotated[str | None, typer.Option(help="Such as 4,8.")] = None,
     seq_lens: Annotated[str | None, typer.Option(help="Such as 512,1024.")] = None,
@@ -84,6 +85,7 @@ def sweep(
     }
     matrix = _matrix(words or [], {key: value for key, value in flags.items() if value is not None}, quick=quick)
     specs = expand(matrix)
+    output = output or Path("flopwatch-quick" if quick else "flopwatch-sweep")
     if dry_run:
         from flopwatch.cli.sweep_dry_run import print_dry_run
         from flopwatch.sweep.plan import make_plan
@@ -176,12 +178,15 @@ def _preflight(output: Path, plan: "Plan") -> "Callable[[Trial], str | None]":
 def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], *, was_stopped: bool) -> None:
     import shlex
 
+    from flopwatch.cli.quantities import plural
+    from flopwatch.sweep.plan import UNSETTLED
     from flopwatch.trial_records import FAILED
 
     folder = shlex.quote(str(output))
-    left = len(plan.todo) - sum(counts.values())
+    left = len(plan.todo) - sum(count for outcome, count in counts.items() if outcome not in UNSETTLED)
+    typer.echo(f"Next: flopwatch report {folder}")
     if was_stopped and left:
-        typer.echo(f"{left} trials are left; the same command goes on with them.")
-    typer.echo(f"flopwatch report {folder}")
+        typer.echo(f"{plural(left, 'trial')} left; the same command goes on.")
+        raise typer.Exit(130)  # as a shell says of what Ctrl-C ended: `sweep && report` stops here
     if any(counts.get(outcome) for outcome in FAILED):
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flopwatch.cli.outcome_style import outcome_text
-from flopwatch.cli.quantities import duration
+from flopwatch.cli.quantities import duration, plural
 from flopwatch.sweep.plan import Plan
 from flopwatch.trial_records import TrialSpec
 
@@ -28,7 +28,8 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
     if len(plan.trials) > _MOST_ROWS:
         console.print(f"and {len(plan.trials) - _MOST_ROWS} more", style="dim")
     console.print(
-        f"{len(plan.trials)} trials, {len(plan.todo)} to run in {output}. {_prediction(plan)}", highlight=False
+        f"{plural(len(plan.trials), 'trial')}, {len(plan.todo)} to run in {output}. {_prediction(plan)}",
+        highlight=False,
     )
 
 

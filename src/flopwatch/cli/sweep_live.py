@@ -69,6 +69,7 @@ class PlainLines:
     def __init__(self, plan: Plan, say: Any) -> None:
         self._say = say
         self._total, self._done = len(plan.trials), len(plan.kept)
+        self._waiting_for = ""
         if plan.kept:
             say(f"{len(plan.kept)} of {len(plan.trials)} trials are done already, {len(plan.todo)} to run")
 
@@ -80,7 +81,10 @@ class PlainLines:
         self._say(f"[{self._done:>{len(str(self._total))}}/{self._total}] {result.name} {_one_line(result)}")
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        pass
+        """Silence while another sweep holds the slots would look like a hang."""
+        if not running and engine_state.startswith("waiting") and engine_state != self._waiting_for:
+            self._waiting_for = engine_state
+            self._say(engine_state)
 
 
 class LiveTable:

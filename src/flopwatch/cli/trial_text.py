@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.quantities import bytes_text, count_text, duration, short_number, step_seconds
@@ -43,10 +44,11 @@ def print_result(result: TrialResult, console: Console | None = None) -> None:
     """What was measured, and why it ended if not by itself."""
     console = console or Console()
     console.print(result.name, style="bold", end="  ")
-    console.print(outcome_text(result.outcome), f"({result.reason})" if result.outcome != "ok" else "", highlight=False)
+    reason = f"({result.reason})" if result.outcome != "ok" else ""
+    console.print(outcome_text(result.outcome), reason, highlight=False, markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in _rows(result):
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     console.print(table, highlight=False)
     if result.outcome != "ok":
         for text in (result.stacks, result.log_tail):

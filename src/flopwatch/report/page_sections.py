@@ -115,7 +115,7 @@ def preflight_section(summary: SweepSummary) -> Iterator[str]:
     for row in summary.preflight[:MOST_ROWS]:
         size = row.get("parameters")
         words = count(size) if isinstance(size, int | float) else UNKNOWN
-        can = "yes" if row["supported"] else "no"
+        can = ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no"
         yield f"<tr><td>{esc(row['trainer'])}</td><td>{esc(row['model'])}</td><td>{can}</td>"
         yield f'<td class="n">{words}</td><td>{esc(layer_words(row))}</td>'
         yield f"<td>{esc(row.get('reason') or '')}</td></tr>"

@@ -125,7 +125,7 @@ def preflight_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         cells = (
             row["trainer"],
             row["model"],
-            "yes" if row["supported"] else "no",
+            ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no",
             size,
             layer_words(row),
             row.get("reason") or "",

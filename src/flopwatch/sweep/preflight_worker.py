@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwatch.errors import FlopwatchError, UnsupportedError
+from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
 from flopwatch.models.load import load_model
 from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
 from flopwatch.sweep.process_tree import die_with_parent
@@ -58,7 +58,7 @@ def preflight(request: Request) -> PreflightResult:
     try:
         result = _with_facts(result)
         result = _tried(result, request)
-    except UnsupportedError as error:
+    except (InputError, MissingDependencyError) as error:  # the trial would say the same, after taking a slot
         result = replace(result, supported=False, reason=str(error))
     except Exception as error:  # a user's trainer or model may raise anything; that must not cost the other pairs
         result = replace(result, tried=False, reason=f"not tried: {_said(error)}")
