@@ -14,6 +14,8 @@ import pytest
 from flopwatch.trial_files import read_results
 from sweeping import left_behind
 
+pytestmark = pytest.mark.slow  # a second or two each, for a command line in a process of its own
+
 FLOPWATCH = [sys.executable, "-m", "flopwatch"]
 
 
@@ -189,7 +191,6 @@ def test_a_spec_that_is_none_is_refused(tmp_path):
     assert "is not the spec.json of a trial" in flopwatch("trial", "--spec", "x.json", code=2)
 
 
-@pytest.mark.slow
 @pytest.mark.requirement("R23", "R24")
 def test_a_real_trial_is_measured(tmp_path):
     words = [

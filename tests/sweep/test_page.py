@@ -12,6 +12,8 @@ import pytest
 from flopwatch.sweep.matrix import expand, read_matrix
 from flopwatch.trial_files import read_results
 
+pytestmark = pytest.mark.slow
+
 PAGES = [Path(__file__).parents[2] / name for name in ("docs/sweep.md", "docs/zh-CN.md", "README.md")]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -63,7 +65,6 @@ def test_the_matrix_on_the_page_is_one(place):
     assert not [spec for spec in specs if spec.trainer == "standard" and spec.checkpointing]
 
 
-@pytest.mark.slow
 @pytest.mark.requirement("R23", "R27")
 def test_the_pages_own_trainer_and_a_quick_sweep(place):
     """The class on the page, in a file beside the user, next to a built-in one."""
@@ -85,7 +86,6 @@ def test_the_pages_own_trainer_and_a_quick_sweep(place):
     assert (place / "report.html").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith(("flopwatch trial", "flopwatch fit"))])
 def test_a_trial_and_a_fit_of_the_page_take_these_flags(place, line):
     """With the smallest model, lest the test take minutes."""
