@@ -51,7 +51,7 @@ def main() -> None:
             for engine in asked.engines:
                 if part == "kills":
                     # Starting Ray takes longer than any trial, so its runners live longer before they are killed.
-                    longest = "15" if engine == "ray" else "4"
+                    longest = "40" if engine == "ray" else "4"
                     # Slurm's jobs go on without their runner, so there must be more of them to be killed that often.
                     trials = "200" if engine == "slurm" else "60"
                     command = ["--engine", engine, "--kills", asked.kills, "--longest", longest, "--trials", trials]
