@@ -7,12 +7,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flopwatch import count_flops
 from flopwatch.models.load import load_model
-from flopwatch.records import Peak
-from flopwatch.sweep.step_cost import count_step, with_rates
+from flopwatch.sweep.step_cost import count_step
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.load import load_trainer
 from flopwatch.sweep.trainers.protocol import TrainerSettings
-from flopwatch.trial_records import StepCost
 from tiny_transformers import build
 
 CPU = torch.device("cpu")
@@ -180,14 +178,3 @@ def test_a_trainer_that_fails_while_it_is_counted_keeps_the_model_flops():
 
     assert (cost.model_flops, cost.hardware_flops) == (FORWARD + BACKWARD, None)
     assert cost.notes == ("what the trainer executes could not be counted: out of luck",)
-
-
-def test_rates_need_a_peak_and_seconds_and_are_absent_without():
-    peak = Peak(1e12, "a device", "fp32", "made up", "override", "high")
-    cost = StepCost(model_flops=10**12, hardware_flops=2 * 10**12)
-    rated = with_rates(cost, 4.0, peak)
-
-    assert (rated.mfu, rated.hfu, rated.peak) == (0.25, 0.5, peak.to_json())
-    assert with_rates(cost, 4.0, None) == cost
-    assert with_rates(cost, None, peak).mfu is None
-    assert with_rates(StepCost(model_flops=10**12), 4.0, peak).hfu is None

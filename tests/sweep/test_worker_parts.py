@@ -145,3 +145,20 @@ def test_a_trial_that_left_nothing_measured_nothing(tmp_path):
     assert found.steps is None
     assert found.memory.rss_bytes is None
     assert (environment, is_done) == ({}, False)
+
+
+@pytest.mark.parametrize(
+    ("cost", "steps", "rates"),
+    [
+        ({"model_flops": 10**12, "hardware_flops": 2 * 10**12, "peak": {"flops_per_s": 1e12}}, 3, (0.25, 0.5)),
+        ({"model_flops": 10**12, "hardware_flops": 2 * 10**12, "peak": None}, 3, (None, None)),
+        ({"model_flops": 10**12, "hardware_flops": 2 * 10**12, "peak": {"flops_per_s": 1e12}}, 0, (None, None)),
+        ({"model_flops": 10**12, "hardware_flops": None, "peak": {"flops_per_s": 1e12}}, 3, (0.25, None)),
+    ],
+)
+def test_rates_need_a_peak_and_seconds_and_are_absent_without(tmp_path, cost, steps, rates):
+    row = {"phase": "measure", "step": 0, "seconds": 4.0, "forward": 1, "backward": 2, "optimizer": 1}
+    (tmp_path / "steps.jsonl").write_text((json.dumps(row) + "\n") * steps)
+    (tmp_path / "measured.json").write_text(json.dumps({"measured": {"cost": {**cost, "notes": []}}}))
+    found, _, _ = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), rss_bytes=None)
+    assert (found.cost.mfu, found.cost.hfu) == rates

@@ -12,8 +12,7 @@ from flopwatch.flops.count import count_flops
 from flopwatch.flops.counter import CountingMode
 from flopwatch.flops.replica import ModuleStack
 from flopwatch.flops.undisturbed import undisturbed
-from flopwatch.mfu import calculate_mfu
-from flopwatch.records import AttentionConvention, FlopCount, Peak
+from flopwatch.records import AttentionConvention, FlopCount
 from flopwatch.sweep.trainers.losses import own_loss
 from flopwatch.sweep.trainers.protocol import Trainer
 from flopwatch.sweep.trainers.standard import StandardTrainer
@@ -23,7 +22,7 @@ from flopwatch.trial_records import StepCost
 def count_step(
     trainer: Trainer, model: nn.Module, batch: Mapping[str, Any], *, attention: AttentionConvention = "full"
 ) -> StepCost:
-    """Count one step; seconds and peak come later, with `with_rates`.
+    """Count one step; MFU and HFU come later, when its time and the peak are known (`assemble.py`).
 
     Unless the trainer is the built-in standard one, it makes one more step of the trainer, weights and all, and torch
     will not compile its model afterwards: count when everything else is measured.
@@ -61,25 +60,6 @@ def count_executed(
         trainer.backward(trainer.forward(batch))
         trainer.update()
     return mode.tally.as_count("step", attention)
-
-
-def with_rates(cost: StepCost, median_seconds: float | None, peak: Peak | None) -> StepCost:
-    """The cost with its MFU and HFU, where everything they need is known.
-
-    >>> peak = Peak(1e12, "a device", "fp32", "made up", "override", "high")
-    >>> with_rates(StepCost(model_flops=10**12, hardware_flops=2 * 10**12), 4.0, peak).mfu
-    0.25
-    """
-    if peak is None:
-        return cost
-    cost = replace(cost, peak=peak.to_json())
-    if median_seconds is None:
-        return cost
-
-    def share(flops: int | None) -> float | None:
-        return calculate_mfu(flops, median_seconds, peak.flops_per_s) if flops else None
-
-    return replace(cost, mfu=share(cost.model_flops), hfu=share(cost.hardware_flops))
 
 
 def count_plain(model: nn.Module, batch: Mapping[str, Any], attention: AttentionConvention) -> FlopCount:
