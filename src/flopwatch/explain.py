@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flopwatch.explain_law import LawSum, add_up, apply_law
+from flopwatch.goodput import Goodput, goodput_of
 from flopwatch.run_log import RunLog, provenance_at, step_cells
 from flopwatch.run_records import Number, Provenance, Row
 
@@ -55,6 +56,7 @@ class Explanation:
         input_wait_seconds: The part of it before the batch was there.
         is_warm_up: True for a single step that is left out of its window's MFU.
         other_seconds: Time since the first start that is in no step: `eval`, `checkpoint`, `pause`, `count`.
+        goodput: Of the whole run up to here; None for a log that does not tell.
         samples: Rows of the batches.
         tokens: Positions of the batches, padding included.
         real_tokens: Positions that are not padding.
@@ -82,6 +84,7 @@ class Explanation:
     input_wait_seconds: float | None
     is_warm_up: bool
     other_seconds: Mapping[str, Number]
+    goodput: Goodput | None
     samples: int | None
     tokens: int | None
     real_tokens: int | None
@@ -148,6 +151,7 @@ def _explained(
         hardware_law=_law(steps, provenance, "hardware"),
         is_warm_up=not is_window and bool(steps[0].get("warm_up")),
         other_seconds=_other_seconds(row),
+        goodput=goodput_of(row.ledger.get("seconds", {})),
         provenance=provenance,
         mfu=_division(steps, "model_flops", provenance, row.values.get("perf/mfu") if is_window else None),
         hfu=_division(steps, "hardware_flops", provenance, row.values.get("perf/hfu") if is_window else None),

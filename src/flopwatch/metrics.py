@@ -7,7 +7,7 @@ A number that is not known has no key in the row; it is never 0.
 from dataclasses import dataclass
 from typing import Literal
 
-Group = Literal["training", "perf", "total", "time", "dataset"]
+Group = Literal["training", "perf", "total", "time", "ranks", "dataset"]
 
 STEP_KEY = "global_step"
 """The x-axis of every other metric."""
@@ -61,8 +61,26 @@ _ALL = (
     Metric("perf/recompute_percent", "%", "Share of the executed FLOPs that runs a second time."),
     Metric("perf/input_wait_percent", "%", "Share of the step time spent waiting for the next batch.", basic=True),
     Metric("perf/counted_steps_percent", "%", "Share of the window's steps whose FLOPs are known, where not all are."),
+    Metric("perf/goodput", "1", "Productive time over wall time since the run's first process started.", basic=True),
+    Metric("perf/goodput_percent", "%", "perf/goodput in percent.", basic=True),
     Metric("perf/memory_allocated_gib", "GiB", "Most device memory held by tensors so far."),
     Metric("perf/memory_reserved_gib", "GiB", "Most device memory reserved by torch so far."),
+    Metric(
+        "ranks/reporting", "ranks", "Ranks behind the row's numbers; fewer than all: they are the logging rank's own."
+    ),
+    Metric("ranks/own_seconds_mean", "s", "Time per step a rank is busy itself, mean over ranks."),
+    Metric("ranks/own_seconds_max", "s", "The same of the slowest rank."),
+    Metric("ranks/own_seconds_min", "s", "The same of the fastest rank."),
+    Metric("ranks/slowest", "rank", "The rank that is busy longest."),
+    Metric("ranks/fastest", "rank", "The rank that is busy shortest."),
+    Metric("ranks/waiting_percent", "%", "Share of the step time a rank waits for others or for messages, mean."),
+    Metric("ranks/longest_input_wait_percent", "%", "perf/input_wait_percent of the rank that waits longest."),
+    Metric("ranks/longest_input_wait_rank", "rank", "Which rank that is."),
+    Metric("ranks/straggler", "rank", "The rank the others wait for, where one stands out.", basic=True),
+    Metric("ranks/straggler_excess_percent", "%", "Its own time above the others' mean, of the step time.", basic=True),
+    Metric("ranks/straggler_input_percent", "%", "The part of the excess spent waiting for input.", basic=True),
+    Metric("ranks/straggler_compute_percent", "%", "The part of the excess spent computing.", basic=True),
+    Metric("ranks/straggler_host_percent", "%", "The part of the excess spent standing still.", basic=True),
     Metric("total/steps", "steps", "Optimizer steps since the first start."),
     Metric("total/samples", "samples", "Samples since the first start."),
     Metric("total/tokens", "tokens", "All positions since the first start.", basic=True),
@@ -77,6 +95,14 @@ _ALL = (
     Metric("time/checkpoint_seconds", "s", "Time in checkpointing since the first start."),
     Metric("time/pause_seconds", "s", "Time in pause() and other phases since the first start."),
     Metric("time/count_seconds", "s", "Time flopwatch itself spent counting FLOPs since the first start."),
+    Metric("time/wall_seconds", "s", "Since the run's first process started, time between sessions included."),
+    Metric("time/productive_seconds", "s", "Time in steps that count, without compile_seconds and stall_seconds."),
+    Metric("time/start_up_seconds", "s", "From the start of each process to the beginning of its first step."),
+    Metric("time/compile_seconds", "s", "What warm-up steps took beyond the typical step; part of warm_up_seconds."),
+    Metric("time/stall_seconds", "s", "What steps of more than 5 times the median took beyond it."),
+    Metric("time/restart_seconds", "s", "From the last record of a session to the start of the next one's process."),
+    Metric("time/rerun_seconds", "s", "Time in steps that were run again from a checkpoint."),
+    Metric("time/other_seconds", "s", "Wall time that none of the classes explains."),
 )
 
 METRICS = {metric.key: metric for metric in _ALL}

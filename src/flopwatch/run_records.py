@@ -28,7 +28,10 @@ class RunStart:
         rank: Of this process; 0 for a single one.
         world_size: Processes of the training.
         config: The monitor's configuration as it was understood.
-        environment: Versions, host, device: what a reader needs to repeat the run.
+        environment: Versions, host, device: what a reader needs to repeat the run. Under torchrun also which job and
+            which attempt.
+        ledger: The run's totals when the session began, for the local log: what was lost up to here is known even if
+            the session dies before its first row.
     """
 
     session: str
@@ -40,6 +43,7 @@ class RunStart:
     world_size: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
+    ledger: Mapping[str, Any] = field(default_factory=dict)
 
     type: Literal["run"] = "run"
     format: int = FORMAT
@@ -98,6 +102,8 @@ class Row:
             be audited.
         ledger: The run's totals so far, for the local log: a resume continues from them.
         skip: Names of sinks that are not to get this row (`skip_wandb=True`).
+        all_ranks: Samples, tokens and FLOPs of the window over all ranks, where there are several: the columns are the
+            logging rank's own.
     """
 
     step: int
@@ -107,6 +113,7 @@ class Row:
     steps: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     ledger: Mapping[str, Any] = field(default_factory=dict)
     skip: tuple[str, ...] = ()
+    all_ranks: Mapping[str, int] = field(default_factory=dict)
 
     type: Literal["row"] = "row"
 
@@ -119,6 +126,7 @@ class Row:
             "values": dict(self.values),
             "steps": {name: list(column) for name, column in self.steps.items()},
             "ledger": dict(self.ledger),
+            **({"all_ranks": dict(self.all_ranks)} if self.all_ranks else {}),
         }
 
 

@@ -291,4 +291,4 @@ def test_a_row_has_no_field_that_the_log_loses():
     from flopwatch.run_records import Row
 
     fields = {field.name for field in dataclasses.fields(Row)} - {"skip"}
-    assert set(Row(1, 0.0, {}).to_json()) == fields
+    assert set(Row(1, 0.0, {}, all_ranks={"tokens": 1}).to_json()) == fields

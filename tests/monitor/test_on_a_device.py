@@ -56,8 +56,8 @@ def test_a_norm_that_is_spread_over_ranks_is_never_gathered(tmp_path, caplog, pl
         norm = DTensor.from_local(torch.tensor(2.0), mesh, [Replicate() if placement == "replicated" else Partial()])
         monitor = flopwatch.TrainingMonitor(tmp_path)
         monitor.log_step(0, grad_norm=norm)
-        values = monitor.log_now()
-        monitor.close()
+        monitor.close()  # of four ranks, three never come
+        values = monitor.latest
     finally:
         torch.distributed.destroy_process_group()
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from flopwatch.cli.compare import compare
 from flopwatch.cli.explain import explain
 from flopwatch.cli.fit import fit
 from flopwatch.cli.flops import flops
@@ -30,6 +31,7 @@ app.command("peak", cls=LightCommand)(peak)
 app.command("flops", cls=LightCommand)(flops)
 app.command("watch", cls=LightCommand)(watch)
 app.command("explain", cls=LightCommand)(explain)
+app.command("compare", cls=LightCommand)(compare)
 app.command("selftest", cls=LightCommand)(selftest)
 app.command("trial", cls=LightCommand)(trial)
 app.command("sweep", cls=LightCommand)(sweep)

@@ -8,6 +8,7 @@ import typer
 
 from flopwatch.explain import Division, Explanation
 from flopwatch.explain_law import LawSum
+from flopwatch.goodput import Goodput
 from flopwatch.run_records import Provenance
 
 _WIDEST = 100
@@ -37,6 +38,8 @@ def print_explanation(explanation: Explanation) -> None:
         "tokens": _tokens(explanation),
         "counting": _counting(explanation),
     }
+    if explanation.goodput is not None:
+        sections["goodput"] = _goodput(explanation.goodput)
     for label, paragraphs in sections.items():
         _print_section(label, paragraphs)
     _print_division("MFU", "model FLOPs", explanation.mfu, explanation)
@@ -169,6 +172,13 @@ def _counting(explanation: Explanation) -> Iterator[str]:
     yield from (f"Note: {note}" for note in provenance.notes)
     if explanation.torn_lines:
         yield f"{explanation.torn_lines} torn lines in the log were skipped"
+
+
+def _goodput(goodput: Goodput) -> Iterator[str]:
+    yield f"{100 * goodput.share:.2f} % of {goodput.wall_seconds:,.1f} s since the first process started"
+    losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
+    if losses:
+        yield f"Lost most to {', '.join(losses)}."
 
 
 def _coverage(coverage: float | None) -> str:

@@ -10,6 +10,7 @@ from flopwatch.cli.plots import divide_bar, draw_curve, large, shown_range
 from flopwatch.cli.quantities import duration, flop_rate, percent, scaled_number, short_number, step_seconds
 from flopwatch.cli.screen_lines import beside, flow, line, spread
 from flopwatch.cli.watch_state import WatchedRun
+from flopwatch.goodput import goodput_of
 
 _TIME_PARTS = {
     "compute": ("green", "█"),
@@ -97,12 +98,13 @@ def _loss(run: WatchedRun) -> Card:
 
 
 def _tokens(run: WatchedRun) -> Card:
-    value, real = run.value("perf/tokens_per_second"), run.value("perf/real_tokens_per_second")
+    # The two rates may be of different rows; the share of padding is of one.
+    value, padding = run.value("perf/tokens_per_second"), run.value("perf/padding_percent")
     if value is None:
         samples = run.value("perf/samples_per_second")
         return Card("tokens/s", None, "", "" if samples is None else f"{short_number(samples)} samples/s", "")
     number, unit = scaled_number(value)
-    remark = "" if real is None else f"{100 * real / value:.0f} % real"
+    remark = "" if padding is None else f"{100 - padding:.0f} % real"
     return Card("tokens/s", number, unit, remark, "")
 
 
@@ -162,7 +164,21 @@ def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
     whole = sum(parts.values())
     if whole <= 0:
         return [line((f"{'time':<{_LABEL_WIDTH}}", "dim"), ("not logged yet", "dim italic"))]
-    return _bar("time", parts, _TIME_PARTS, duration(whole), width, in_colour)
+    return [*_bar("time", parts, _TIME_PARTS, duration(whole), width, in_colour), *_goodput(run, width)]
+
+
+def _goodput(run: WatchedRun, width: int) -> list[Text]:
+    """With what cost most; nothing for a log that does not tell."""
+    goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
+    if goodput is None:
+        return []
+    text = line((" " * _LABEL_WIDTH, ""), "goodput ", (percent(100 * goodput.share), "bold"))
+    for index, (name, seconds) in enumerate(goodput.largest_losses()):
+        share = percent(100 * seconds / goodput.wall_seconds)
+        loss = f"{', lost to' if index == 0 else ','} {name.replace('_', '-')} {share}"
+        if text.cell_len + len(loss) <= width:
+            text.append(loss, "dim")
+    return [text]
 
 
 def flops_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:

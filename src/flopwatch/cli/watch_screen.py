@@ -7,6 +7,7 @@ from rich.text import Text
 from flopwatch.cli.quantities import duration, flop_rate, percent
 from flopwatch.cli.screen_lines import line, paragraph, spread
 from flopwatch.cli.watch_panels import cards, curves, flops_bar, time_bar
+from flopwatch.cli.watch_ranks import ranks_lines
 from flopwatch.cli.watch_state import State, WatchedRun
 from flopwatch.run_records import Notice
 
@@ -46,7 +47,7 @@ def draw_frame(
     top = [title, _facts(run, width), line(), _progress(run, width), line()]
     top += [*cards(run, width, in_large_digits=is_large), line()]
     bars = [*time_bar(run, width, in_colour=in_colour), *([line()] if is_large else [])]
-    bars += flops_bar(run, width, in_colour=in_colour)
+    bars += [*flops_bar(run, width, in_colour=in_colour), *ranks_lines(run, width)]
     notices = _notices(run, width)
     room = height - len(top) - len(bars) - 3
     for_notices = 1 + min(len(notices), 5 if is_large else 1) if notices else 0

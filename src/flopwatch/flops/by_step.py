@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwatch.errors import MeasurementError
+from flopwatch.errors import InputError
 from flopwatch.flops.counter import CountingMode
 from flopwatch.flops.passes import LossFn, copied_batch, failures_named, run_step
 from flopwatch.flops.replica import ModuleStack, replicate
@@ -20,10 +20,10 @@ from flopwatch.records import AttentionConvention, FlopCount
 def count_by_step(
     model: nn.Module, batch: Any, *, attention: AttentionConvention, loss_fn: LossFn | None, training: bool
 ) -> FlopCount:
-    """Raise MeasurementError where the step cannot be run."""
+    """Raise InputError where one process cannot run the step, MeasurementError where it fails."""
     obstacle = step_obstacle(model)
     if obstacle:
-        raise MeasurementError(f"{obstacle}; use method='trace'")
+        raise InputError(f"{obstacle}; use method='trace'")
     stack = ModuleStack()
     keeper = _GradientKeeper()
     mode = CountingMode(stack, attention, keeper.execute)
@@ -37,11 +37,11 @@ def count_by_step(
 
 def step_obstacle(model: nn.Module) -> str | None:
     """Why a real step cannot be run in this process, or None."""
-    for parameter in model.parameters():
-        if parameter.device.type == "meta":
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "meta":
             return "the model is on the meta device and has no weights to run a step with"
-        if hasattr(parameter, "full_tensor"):  # a DTensor
-            return "its parameters are sharded, so one process cannot run a step"
+        if hasattr(tensor, "full_tensor"):  # a DTensor
+            return "its parameters are spread over ranks (DTensor), so one rank alone cannot run a step"
     return None
 
 

@@ -28,8 +28,9 @@ def count_flops(
 ) -> FlopCount:
     """Count the FLOPs of one step: forward, backward, recomputation.
 
-    The model may be wrapped (`torch.compile`, DDP, FSDP2) or on the meta device. Nothing about it changes: not its
-    gradients, buffers, random states, hooks or compiled graphs.
+    The model may be wrapped (`torch.compile`, DDP, FSDP2), tensor parallel or on the meta device; the count is that of
+    the whole model, and one rank may count alone. Nothing about it changes: not its gradients, buffers, random states,
+    hooks or compiled graphs.
 
     Args:
         model: Any `nn.Module`.

@@ -7,6 +7,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flopwatch.flops.collectives import ONE_RANKS_SHARE, is_collective, refuse_real_collective
 from flopwatch.flops.formulas import OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.attention import attention_backward_flops, attention_forward_flops
 from flopwatch.flops.replica import ModuleStack
@@ -69,6 +70,10 @@ class CountingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if func._opname in _QUESTIONS:
             return NotImplemented
+        if is_collective(func):
+            refuse_real_collective(func, args, kwargs, self._stack.current)
+            self.tally.note(ONE_RANKS_SHARE)
+            return self._execute(func, args, kwargs)
         formula = find_formula(func)
         if formula is None and func._can_decompose():
             # Under inference mode composite ops arrive whole; their parts are what we know.

@@ -8,7 +8,7 @@ fake tensor is faked by the tensor, any other op runs for real.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -45,7 +45,7 @@ class Faker:
             return self._empty(tensor.shape, tensor.dtype)
         if tensor.device.type == "meta":
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=_CPU)
-        return tensor.detach().to(_CPU, copy=True)
+        return _values_here(tensor).detach().to(_CPU, copy=True)
 
     def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         with self._mode:
@@ -122,6 +122,14 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was_disabled
+
+
+def _values_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a DTensor that every rank has whole; to gather them from others would be a collective."""
+    placements = getattr(tensor, "placements", ())
+    if not all(placement.is_replicate() for placement in placements):
+        raise UntraceableError(f"the values of a tensor of shape {tuple(tensor.shape)} are spread over ranks")
+    return cast("Any", tensor).to_local() if placements else tensor
 
 
 def _mask_to_positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

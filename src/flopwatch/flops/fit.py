@@ -8,6 +8,7 @@ from torch import nn
 
 from flopwatch.errors import InputError
 from flopwatch.flops.batches import MAIN_SEQUENCE, read_shape
+from flopwatch.flops.collectives import ONE_RANKS_SHARE
 from flopwatch.flops.law import PHASES, TERMS, FlopLaw, StepShape, evaluate
 from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.passes import LossFn
@@ -131,6 +132,8 @@ class ShapeCounts:
             self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
         if count.method == "estimate":
             self.doubts["the counts are estimates"] = None
+        if ONE_RANKS_SHARE in count.notes:
+            self.doubts[ONE_RANKS_SHARE] = None
         if count.uncounted:
             ops = ", ".join(sorted({op.op for op in count.uncounted}))
             self.doubts[f"ops without a formula are not in the counts ({ops})"] = None

@@ -10,6 +10,7 @@ from flopwatch.errors import InputError, MeasurementError
 from flopwatch.flops.by_estimate import count_by_estimate
 from flopwatch.flops.by_step import count_by_step, step_obstacle
 from flopwatch.flops.by_trace import count_by_trace
+from flopwatch.flops.collectives import NeedsOtherRanksError
 from flopwatch.flops.passes import LossFn
 from flopwatch.records import AttentionConvention, FlopCount
 
@@ -40,16 +41,25 @@ def count_as_is(
 def _count_by_first_that_works(model: nn.Module, batch: Any, **options: Any) -> FlopCount:
     try:
         return count_by_trace(model, batch, **options)
+    except NeedsOtherRanksError as error:
+        return _estimated(model, batch, str(error), options)
     except MeasurementError as error:
         trace_error = error
+    cannot_follow = f"fake tensors could not follow the model ({trace_error})"
     obstacle = step_obstacle(model)
-    if obstacle is None:
+    if obstacle is not None:
+        return _estimated(model, batch, f"{cannot_follow}, and {obstacle}", options)
+    try:
         count = count_by_step(model, batch, **options)
-        note = f"counted on one real step, because fake tensors could not follow the model: {trace_error}"
-    else:
-        count = count_by_estimate(model, batch, **options)
-        note = f"estimated: fake tensors could not follow the model ({trace_error}), and {obstacle}"
+    except NeedsOtherRanksError as error:
+        return _estimated(model, batch, f"{cannot_follow}, and {error}", options)
+    note = f"counted on one real step, because fake tensors could not follow the model: {trace_error}"
     return replace(count, notes=(note, *count.notes))
+
+
+def _estimated(model: nn.Module, batch: Any, reason: str, options: dict[str, Any]) -> FlopCount:
+    count = count_by_estimate(model, batch, **options)
+    return replace(count, notes=(f"estimated: {reason}", *count.notes))
 
 
 def _count_by_user(flops_fn: Callable[[Any], int], batch: Any, attention: AttentionConvention) -> FlopCount:

@@ -1,8 +1,8 @@
 """A stand-in for a live model: the same modules and code, other tensors, none of the user's hooks.
 
 The live model is never touched. Each module is copied shallowly, its parameters and buffers replaced by what the caller
-maps them to (fake tensors, or aliases of the real ones), so a forward pass writes into the copies only. Wrappers that
-change how a model runs but not what it computes (`torch.compile`, DDP, FSDP2) are taken off on the way.
+maps them to (fake tensors, or aliases of the real ones), so a forward pass writes into the copies only. What changes
+how a model runs but not what it computes (`torch.compile`, DDP, FSDP2, tensor parallelism) is taken off on the way.
 """
 
 import copy
@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -35,6 +36,8 @@ _HOOK_TABLES = [
 # Hooks these libraries install are part of the model (old-style weight norm, captured hidden states); all others are
 # the user's or a wrapper's.
 _LIBRARIES_WHOSE_HOOKS_COMPUTE = ("torch.nn.utils.", "transformers.")
+# They put a `forward` of their own on instances (`from_pretrained(..., tp_plan="auto")`); the class has the whole one.
+_SPREAD_OVER_RANKS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -108,8 +111,8 @@ class _Replicator:
             for name, child in original._modules.items()
         }
         # After the children, so that a module which is also kept in a plain attribute goes by its path in the tree.
-        attributes = original.__dict__.items()
-        twin.__dict__.update({name: self.value(value) for name, value in attributes if name not in _STATE})
+        attributes = [(name, value) for name, value in original.__dict__.items() if not _is_left_out(name, value)]
+        twin.__dict__.update({name: self.value(value) for name, value in attributes})
         twin.__dict__.update(_kept_hooks(original))
         # nn.Module.__call__ prefers this attribute: it is how the running module is known without a hook.
         twin.__dict__["_compiled_call_impl"] = functools.partial(_call_inside, twin, self._stack, path)
@@ -183,6 +186,10 @@ def own_generator(value: Any) -> Any:
 _STATE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *_HOOK_TABLES}
 
 
+def _is_left_out(name: str, value: Any) -> bool:
+    return name in _STATE or (name == "forward" and getattr(value, "__module__", None) in _SPREAD_OVER_RANKS)
+
+
 def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, **kwargs: Any) -> Any:
     with stack.inside(path):
         return module._call_impl(*args, **kwargs)
@@ -200,8 +207,15 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
                 "or use fully_shard"
             )
         if isinstance(module, FSDPModule):
-            return cls.__mro__[2]
-    return cls
+            cls = cls.__mro__[2]
+    return _LocalBatchNorm if cls is nn.SyncBatchNorm else cls
+
+
+class _LocalBatchNorm(_BatchNorm):
+    """Batch norm of any number of dimensions that asks no other rank."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
+        return None
 
 
 def _kept_hooks(module: nn.Module) -> dict[str, Any]:

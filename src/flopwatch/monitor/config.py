@@ -53,6 +53,12 @@ class MonitorConfig(BaseModel):
     total_steps: int | None = Field(None, ge=1, description="Planned steps, for progress and time left.")
     batch_size: int | None = Field(None, ge=1, description="Samples per step, where no batch or mask is given.")
     seq_length: int | None = Field(None, ge=1, description="Positions per sample, where no batch or mask is given.")
+    logging_rank: int = Field(0, description="The rank that writes the log; -1 is the last one.")
+    data_parallel_size: int | None = Field(
+        None,
+        ge=1,
+        description="Ranks that work on different data; the others share theirs (tensor, context, pipeline).",
+    )
     sinks: tuple[str, ...] = Field((), description="console, tensorboard, wandb, mlflow, prometheus, module:Class.")
     sink_options: dict[str, dict[str, Any]] = Field({}, description="Options of a sink, by its name.")
     strict: bool = Field(False, description="True raises what would otherwise be reported once.")

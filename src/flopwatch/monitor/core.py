@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flopwatch.clock import Clock
-from flopwatch.errors import FlopwatchError
+from flopwatch.monitor import notices
 from flopwatch.monitor.batch_reader import Reading, Work
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.datasets import DatasetMetrics
@@ -20,11 +20,13 @@ from flopwatch.monitor.environment import describe_environment, device_memory_gi
 from flopwatch.monitor.kineto import TraceCapture
 from flopwatch.monitor.late_values import keep
 from flopwatch.monitor.law_book import StepFlops
-from flopwatch.monitor.ledger import Ledger
-from flopwatch.monitor.outlets import first_line, json_ready, open_outlets
+from flopwatch.monitor.outlets import Outlets, first_line, json_ready, open_outlets
 from flopwatch.monitor.pricing import Pricing
-from flopwatch.monitor.resume import find_resume_point
+from flopwatch.monitor.ranks.layout import data_parallel_size
+from flopwatch.monitor.ranks.rank import Rank
+from flopwatch.monitor.ranks.stragglers import explain_straggler
 from flopwatch.monitor.rows import RowMaker
+from flopwatch.monitor.session import Session
 from flopwatch.monitor.step_clock import StepClock
 from flopwatch.monitor.timers import HostTimer, StepTimer, timer_for
 from flopwatch.monitor.window import NotedStep, Window
@@ -32,6 +34,12 @@ from flopwatch.run_records import Number, RunStart, Summary
 from flopwatch.sinks.protocol import Sink
 
 _MFU_ALARM = 1.05
+_MOST_NOTED_WINDOWS = 4
+"""Windows of steps a rank keeps while it waits for the logging rank's plan; then it leaves."""
+_CHECKPOINT_SECONDS = 2.0
+"""How long a checkpoint waits for the other ranks' windows."""
+_CLOSE_RANKS_SECONDS = 5.0
+"""How long the end of a run waits for them."""
 
 
 class Core:
@@ -45,6 +53,7 @@ class Core:
         sinks: Sequence[str | Sink],
         clock: Clock,
         *,
+        rank: int,
         world_size: int,
         loss_fn: Callable[[Any], torch.Tensor] | None,
         flops_fn: Callable[[Any], int] | None,
@@ -55,10 +64,12 @@ class Core:
         self._log_path = log_path
         self._clock = clock
         self._world_size = world_size
-        self.outlets = open_outlets(config, output_dir, log_path, sinks)
+        self.ranks = Rank(rank, world_size, config.logging_rank % world_size, self._tell)
+        is_logging = self.ranks.is_logging
+        self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         self.last_step: int | None = None
         self.timer: StepTimer = HostTimer(clock)
-        self.step_clock = StepClock(self.timer, clock)
+        self.step_clock = StepClock(self.timer, clock, self.ranks.own_time)
         self.pricing = Pricing(
             config,
             clock,
@@ -68,13 +79,17 @@ class Core:
             apart=lambda: self.phase("count"),
             tell=self._tell,
         )
+        self.pricing.waits_for_laws = not is_logging
         self.rows = RowMaker(config, world_size)
+        self._session = Session(log_path, clock, self.rows, self._tell)
         self.datasets = DatasetMetrics()
         self.trace = TraceCapture(output_dir / "traces", self._tell)
         self.assumed_batch = _assumed_batch(config)
+        self.is_off = False
+        """True when this rank has nothing to tell and nobody to tell it to."""
+        self._may_wait_for_ranks = True
         self.own_seconds = 0.0
         self.count_seconds = 0.0
-        self._resumed_after: int | None = None
         self._has_started = False
         self._noted: list[NotedStep] = []
         self._readings: list[Reading] = []
@@ -84,10 +99,15 @@ class Core:
 
     def set_model(self, model: nn.Module) -> None:
         self.pricing.set_model(model)
+        self.rows.data_parallel_size = self._config.data_parallel_size or data_parallel_size(model, self._world_size)
         timer = timer_for(self.pricing.device, self._clock)
         if type(timer) is not type(self.timer):
             self.timer = timer
+            spent = self.step_clock.seconds_before_first_step
+            # Only a CPU's own time can be told by the processor's clock.
+            self.ranks.own_time = None
             self.step_clock = StepClock(timer, self._clock)
+            self.step_clock.seconds_before_first_step = spent
 
     def note_step(
         self,
@@ -133,10 +153,11 @@ class Core:
             self.pricing.check(batch, noted.readings[-1], self.close_window)
         if self.trace.is_on:
             self.trace.step_ended(step)
-        steps = len(self._noted)
-        if steps == 1:
+        if len(self._noted) == 1:
             self._window_began = self._clock()
-        if steps >= self._config.log_every or self._clock() - self._window_began >= self._config.log_seconds:
+        if self.ranks.link is not None:
+            self._look_at_ranks()
+        if self._is_window_full(step):
             self.close_window()
 
     @property
@@ -179,39 +200,118 @@ class Core:
             last.grad_norm = keep(grad_norm) if grad_norm is not None else last.grad_norm
             last.learning_rate = keep(learning_rate) if learning_rate is not None else last.learning_rate
 
+    def _is_window_full(self, step: int) -> bool:
+        """By the plan of all ranks, or by this one's own rule where there is none."""
+        if self.ranks.window_steps is not None:
+            return (step + 1) % self.ranks.window_steps == 0
+        if self.ranks.waits_for_plan:
+            return False
+        is_late = self._clock() - self._window_began >= self._config.log_seconds
+        return is_late or len(self._noted) >= self._config.log_every
+
+    def _look_at_ranks(self, wait_seconds: float = 0.0) -> None:
+        """Has something come from the others? A look at two attributes on an ordinary step."""
+        link = self.ranks.link
+        if link is None:
+            return
+        if wait_seconds and self.ranks.waits_for_plan and not link.wait_for_plan(wait_seconds):
+            self._leave_ranks()
+            return
+        if link.merged:
+            self._send_rows()
+        if self.ranks.waits_for_plan:
+            plan = self.ranks.new_plan()
+            if plan is not None:
+                self.pricing.adopt(plan.laws)
+                self._cut_at_windows(plan.window_steps)
+            elif link.failure is not None or len(self._noted) > _MOST_NOTED_WINDOWS * self._config.log_every:
+                self._leave_ranks()
+
+    def _leave_ranks(self) -> None:
+        """There is nobody to tell anything."""
+        self.is_off = True
+        self.ranks.leave()
+
+    def _cut_at_windows(self, window_steps: int) -> None:
+        """Steps were noted while it was not known where windows end."""
+        noted, self._noted = self._noted, []
+        for step in noted:
+            self._noted.append(step)
+            if (step.step + 1) % window_steps == 0 and step is not noted[-1]:
+                self.close_window()
+
     def close_window(self, *, now: bool = False, wait: bool = False) -> None:
         """Send the window on its way, and make rows of those that have arrived."""
+        if self.ranks.waits_for_plan:
+            return
         if self._noted:
-            self._late.append(Window(self._noted, self.timer, self.pricing.look_at_held))
+            busy = None if self.ranks.own_time is None else self.ranks.own_time.take()
+            self._late.append(Window(self._noted, self.timer, self.pricing.look_at_held, busy))
             self._noted = []
         while self._late and (wait or self._late[0].has_arrived()):
             window = self._late.popleft()
             if wait:
                 window.wait()
             self._settle(window)
-        for row in self.rows.ready(self.pricing.peak, self._more_values, now=now):
+        for steps, busy in self.rows.with_warm_up_told(now=now):
+            peak = self.pricing.peak
+            self.ranks.plan(steps, self._config.log_every, self._config.log_seconds, self.pricing.offer())
+            self.ranks.tell(steps, None if peak is None else peak.flops_per_s, busy)
+        self._send_rows(now=now)
+
+    def _send_rows(self, *, now: bool = False, give_up: bool = False) -> None:
+        """Rows of the windows that are known of all ranks."""
+        if not self.ranks.is_logging:
+            return
+        for window in self.ranks.complete(give_up=give_up):
+            noted = Window(self._noted, self.timer).seconds() + sum(late.seconds() for late in self._late)
+            row = self.rows.row(window, self.pricing.peak, self._more_values(), now=now, noted_seconds=noted)
             self.outlets.send(row)
             self._look_for_alarms(row.step)
 
     def state(self) -> dict[str, Any]:
         """The totals up to the last step. The log is written up to there too, so that the two never disagree."""
+        self._look_at_ranks(_CHECKPOINT_SECONDS)
         self.close_window(now=True, wait=True)
+        if not self.ranks.is_logging:
+            return {}
+        self._wait_for_ranks()
         if self._has_started:
             self.outlets.flush_log()
-        return {"version": 1, "step": self.last_step, "ledger": self.rows.ledger.to_json()}
+        self.rows.ledger.tell_wall(self._session.unix_time())
+        ledger_step = self.last_step if self.rows.last_step is None else self.rows.last_step
+        ledger = self.rows.ledger.to_json()
+        return {"version": 1, "step": self.last_step, "ledger_step": ledger_step, "ledger": ledger}
+
+    def _wait_for_ranks(self) -> None:
+        """A checkpoint holds the totals of all ranks, if these cut their window too; once they do not, never again."""
+        link, last = self.ranks.link, self.last_step
+        if link is None or last is None or not self._may_wait_for_ranks or self.ranks.is_complete:
+            return
+        self._may_wait_for_ranks = link.wait_for(last, _CHECKPOINT_SECONDS)
+        self._send_rows(now=True)
+        if not self._may_wait_for_ranks:
+            self._tell(*notices.state_is_behind())
 
     def load(self, state: Any) -> None:
-        self.rows.ledger = Ledger.from_json(state["ledger"])
-        self.last_step = self._resumed_after = state["step"]
+        if not self.ranks.is_logging:
+            return
+        if state["step"] is None:  # saved before the first step: there is nothing to continue
+            return
+        self._session.load(state)
+        self.last_step = state["step"]
 
     def close(self) -> Summary:
         """Whatever fails on the way, the sinks are ended."""
         values: dict[str, Number] = {}
         try:
             self.trace.stop()
+            self._look_at_ranks(_CLOSE_RANKS_SECONDS)
             self.close_window(now=True, wait=True)
             if not self._has_started:
                 self._start_run(0)
+            self.ranks.finish(_CLOSE_RANKS_SECONDS)
+            self._send_rows(now=True, give_up=True)
             values = self.rows.session_values()
         except Exception as error:
             self.failed("close", error)
@@ -230,20 +330,7 @@ class Core:
     def _settle(self, window: Window) -> None:
         self.rows.add(window.settle(self._price))
         for name in sorted(window.changed_in_place):
-            if name == "batch":
-                self._tell(
-                    "warning",
-                    "batch_reused",
-                    "the batch's tensors were written into after log_step, so steps of one window have no tokens and "
-                    "FLOPs; from here on batches are read at once",
-                )
-                continue
-            self._tell(
-                "warning",
-                f"not_readable:{name}",
-                f"{name} was written into after log_step, is not a single number, or is spread over ranks, so it is "
-                f"left out; pass {name}.detach().clone(), a number, or {name}.full_tensor()",
-            )
+            self._tell(*notices.not_readable(name))
         if self.pricing.is_new:
             self.pricing.is_new = False
             self.outlets.send(self.pricing.provenance(window.steps[0].step))
@@ -259,53 +346,45 @@ class Core:
         return {**self.datasets.take(), **device_memory_gib(self.pricing.device)}
 
     def _look_for_alarms(self, step: int) -> None:
+        slow = self.rows.straggler
+        if slow is not None and slow.chronic:
+            self._tell("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
         mfu, peak = self.rows.latest.get("perf/mfu"), self.pricing.peak
         if mfu is not None and peak is not None and mfu > _MFU_ALARM:
-            self._tell(
-                "warning",
-                "mfu_above_peak",
-                f"MFU is {100 * mfu:.1f} %, more than the device can do: the peak of {peak.flops_per_s:.4g} FLOP/s "
-                f"({peak.device}, {peak.dtype}, {peak.source}) is not that of this training; pass dtype= or "
-                "peak_flops_per_s=",
-                step,
-            )
+            self._tell(*notices.mfu_above_peak(mfu, peak), step)
 
     def _start_run(self, first_step: int) -> None:
         self._has_started = True
-        if self._resumed_after is None:
-            self._resume_from_log(first_step)
+        self.ranks.start(f"{self._log_path}/{_number_of(self._log_path)}")
+        if not self.ranks.is_logging:
+            self.is_off = self.ranks.link is None
+            return
+        environment = describe_environment(self.pricing.device)
+        self._session.begin(first_step, environment, self.step_clock)
         start = RunStart(
             uuid.uuid4().hex[:12],
             time.time(),
             str(self._output_dir),
-            self._resumed_after,
+            self._session.resumed_after,
             self._config.total_steps,
             world_size=self._world_size,
             config=json_ready(self._config.model_dump()),
-            environment=describe_environment(self.pricing.device),
+            environment=environment,
+            ledger=self.rows.ledger.to_json(),
         )
         self.outlets.start(start)
 
-    def _resume_from_log(self, first_step: int) -> None:
-        try:
-            point = find_resume_point(self._log_path, first_step)
-        except (FlopwatchError, OSError, ValueError, KeyError) as error:
-            message = f"the totals start at 0: {self._log_path} is of no use: {error}"
-            self._tell("warning", "log_not_resumed", message)
-            return
-        if point is None:
-            return
-        self._resumed_after, self.rows.ledger = point
-        if first_step > point.step + 1:
-            self._tell(
-                "warning",
-                "steps_lost",
-                f"the log ends at step {point.step} and the run continues at {first_step}: the totals lack the steps "
-                "in between; save monitor.state_dict() with your checkpoint and load it",
-            )
-
     def _tell(self, level: Any, code: str, message: str, step: int | None = None) -> None:
         self.outlets.tell(level, code, message, step=self.last_step if step is None else step)
+
+
+_monitors_of: Counter[Path] = Counter()
+
+
+def _number_of(log: Path) -> int:
+    """Which monitor of this log it is in this process: ranks meet under the same name."""
+    _monitors_of[log] += 1
+    return _monitors_of[log]
 
 
 def _assumed_batch(config: MonitorConfig) -> dict[str, torch.Tensor] | None:

@@ -11,7 +11,9 @@ from flopwatch.version import __version__
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
+    elastic = _torchelastic()
     return {
+        **({} if elastic is None else {"torchelastic": elastic}),
         "flopwatch": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -19,6 +21,19 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "pid": os.getpid(),
         "device": str(device),
         "threads": torch.get_num_threads(),
+    }
+
+
+def _torchelastic() -> dict[str, Any] | None:
+    """Which job of torchrun this process belongs to, and which attempt it is; None without torchrun."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return None
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return {
+        "run_id": run_id,
+        "restart_count": int(restarts) if restarts.isdigit() else 0,
+        "agent_pid": os.getppid(),
     }
 
 

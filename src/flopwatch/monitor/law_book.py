@@ -42,6 +42,14 @@ class StepFlops:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LawOffer:
+    """Laws on their way from the rank that counted to the others."""
+
+    laws: Mapping[Signature, FlopLaw]
+    packed_runs_apart: bool | None
+
+
 class LawBook:
     """One law per kind of batch.
 
@@ -94,6 +102,17 @@ class LawBook:
             law = self._laws.get(plan.signature)
             self._laws[plan.signature] = self._widened(law, model, example, plan) if law else self._fit(model, example)
         self._packed_runs_apart = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+
+    def offer(self) -> LawOffer:
+        """What other ranks need to price their own batches. Shapes counted one by one stay where the model is."""
+        laws = {kind: replace(law, count_shape=None) for kind, law in self._laws.items() if law.coefficients}
+        return LawOffer(laws, self._packed_runs_apart)
+
+    def adopt(self, offer: LawOffer) -> None:
+        """Use what another rank has counted."""
+        self._laws |= offer.laws
+        self._packed_runs_apart = offer.packed_runs_apart
+        self._executed.clear()
 
     def forget(self) -> None:
         """The model has changed: all laws are void."""

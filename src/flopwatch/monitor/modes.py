@@ -13,7 +13,7 @@ from flopwatch.flops.law import PHASES, FlopLaw
 from flopwatch.flops.passes import LossFn
 from flopwatch.monitor.batch_reader import Plan, Work
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.law_book import LawBook, StepFlops
+from flopwatch.monitor.law_book import LawBook, LawOffer, StepFlops
 
 
 class FlopMode(Protocol):
@@ -48,6 +48,12 @@ class FlopMode(Protocol):
 
     def set_frequency(self, steps: int) -> None:
         """Check every so many steps from now on; 0 is never."""
+
+    def offer(self) -> LawOffer | None:
+        """What other ranks can use of what was counted here."""
+
+    def adopt(self, offer: LawOffer, model: nn.Module) -> None:
+        """Use what another rank has counted for the same model."""
 
 
 class LawMode:
@@ -117,6 +123,13 @@ class LawMode:
     def set_frequency(self, steps: int) -> None:
         self._frequency = steps
 
+    def offer(self) -> LawOffer | None:
+        return self._book.offer()
+
+    def adopt(self, offer: LawOffer, model: nn.Module) -> None:
+        self._fingerprint = fingerprint(model)
+        self._book.adopt(offer)
+
 
 class NoLaw:
     """No FLOPs of our own: the user's `flops_fn` has them, or nobody."""
@@ -150,6 +163,12 @@ class NoLaw:
         return {"method": self._method, "exact": False, "coverage": None, "law": {}, "notes": (self._note,)}
 
     def set_frequency(self, steps: int) -> None:
+        pass
+
+    def offer(self) -> LawOffer | None:
+        return None
+
+    def adopt(self, offer: LawOffer, model: nn.Module) -> None:
         pass
 
 

@@ -32,7 +32,8 @@ class Outlets:
         failed_parts: What was switched off, and why.
     """
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, is_quiet: bool = False) -> None:
+        self._is_quiet = is_quiet
         self._threads = [SinkThread(sink, self._sink_failed) for sink in sinks]
         self._early: list[Record] = []
         self._has_started = False
@@ -68,7 +69,8 @@ class Outlets:
         self._notices[code] += 1
         if self._notices[code] > 1:
             return
-        _log.log(_LEVELS[level], "flopwatch: %s", message)
+        if not self._is_quiet or level == "error":
+            _log.log(_LEVELS[level], "flopwatch: %s", message)
         self.send(Notice(step, level, code.partition(":")[0], message))
 
     def flush_log(self) -> None:
@@ -78,6 +80,8 @@ class Outlets:
 
     def close(self, step: int | None, values: Mapping[str, Number]) -> Summary:
         """End all sinks. The local log comes first in the list and ends last: its summary tells about the others."""
+        if not self._threads:
+            return self._summary(step, values)
         deadline = time.monotonic() + CLOSE_SECONDS
         first, *others = self._threads
         for thread in others:

@@ -11,13 +11,11 @@ from flopwatch.errors import InputError
 from flopwatch.monitor.batch_reader import BatchReader, Plan, Reading, Work
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.denominator import compute_dtype, device_of, find_peak
-from flopwatch.monitor.law_book import StepFlops
+from flopwatch.monitor.law_book import LawOffer, StepFlops
 from flopwatch.monitor.modes import FlopMode, NoLaw, make_mode
+from flopwatch.monitor.notices import Tell
 from flopwatch.records import Peak
 from flopwatch.run_records import Provenance
-
-Tell = Callable[[str, str, str], None]
-"""Level, code, message."""
 
 
 class Pricing:
@@ -30,6 +28,7 @@ class Pricing:
         peak: Of one device; None while or where it is not known.
         has_looked_for_peak: Whether it was looked up.
         apart: A context in which counting runs, so that its time is not the step's.
+        waits_for_laws: True while another rank counts: nothing is counted here then.
     """
 
     def __init__(
@@ -52,9 +51,11 @@ class Pricing:
         self._reader = BatchReader()
         self._mode = self._chosen_mode(clock, loss_fn)
         self._has_given_up = False
+        self._looked_at: dict[int, Plan] = {}
         self._known: dict[int, Plan] = {}
         """Shapes that can be priced, by identity: asking the mode on every step costs more than the rest of it."""
         self.is_new = True
+        self.waits_for_laws = False
         self.peak: Peak | None = None
         self.has_looked_for_peak = False
         self.device = torch.device("cpu")
@@ -74,7 +75,12 @@ class Pricing:
         reading = self._reader.read(batch, lengths)
         if id(reading.plan) in self._known:
             return reading
-        if self._mode.knows(reading.plan):
+        if self.waits_for_laws:
+            if id(reading.plan) not in self._looked_at:
+                self._looked_at[id(reading.plan)] = reading.plan
+                self._reader.check_values(batch, reading.plan)
+                reading = self._reader.read(batch, lengths)
+        elif self._mode.knows(reading.plan):
             self._known[id(reading.plan)] = reading.plan
         elif self.model is not None and not self._has_given_up:
             self._learn(batch, reading)
@@ -93,7 +99,7 @@ class Pricing:
         return int(flops)
 
     def is_check_due(self, step: int) -> bool:
-        return self._mode.is_check_due(step)
+        return not self.waits_for_laws and self._mode.is_check_due(step)
 
     def check(self, batch: Any, reading: Reading, price_what_was: Callable[[], None]) -> None:
         """Count this batch and compare with what it was priced at.
@@ -140,6 +146,18 @@ class Pricing:
             why_not = str(error)
         if self.peak is None:
             self._tell("warning", "peak_unknown", f"there will be no MFU. {why_not}")
+
+    def offer(self) -> LawOffer | None:
+        return None if self._has_given_up else self._mode.offer()
+
+    def adopt(self, offer: LawOffer | None) -> None:
+        """Use what the logging rank has counted; kinds of batches it has not met are counted here."""
+        self.waits_for_laws = False
+        self._looked_at.clear()
+        if offer is not None and self.model is not None:
+            self._mode.adopt(offer, self.model)
+        elif offer is None:
+            self._has_given_up = self.flops_fn is None
 
     def provenance(self, step: int) -> Provenance:
         facts = self._mode.facts()

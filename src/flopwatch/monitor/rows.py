@@ -5,16 +5,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flopwatch.goodput import typical_seconds
 from flopwatch.metrics import find_metric
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.ledger import Ledger
 from flopwatch.monitor.meter import MeasuredStep, find_warm_up, percentile, window_values
-from flopwatch.monitor.window import SettledStep
+from flopwatch.monitor.ranks.job_values import job_totals, job_values, straggler_values
+from flopwatch.monitor.ranks.rank import CompleteWindow
+from flopwatch.monitor.ranks.reports import AMOUNTS, RankReport, extend
+from flopwatch.monitor.ranks.stragglers import Straggler, StragglerHistory
+from flopwatch.monitor.window import SettledStep, SettledWindow
 from flopwatch.records import Peak
 from flopwatch.run_records import Number, Row
 
 _PERCENTILE_STEPS = 512
 _STEPS_TO_SEE_WARM_UP = 6
+_TYPICAL_STEPS = 64
+"""Whose median a stalled step is compared with."""
 _NANOSECONDS = 9
 """Digits that are enough, and make the log shorter."""
 _COLUMNS = (
@@ -36,41 +43,79 @@ class RowMaker:
 
     Attributes:
         ledger: The run's totals.
+        last_step: Of the newest row; the ledger ends there.
         latest: All values of the newest row; percentiles only where they were asked for.
+        unix_time: What time it is, for the run's wall time.
+        data_parallel_size: Ranks that work on different data.
+        straggler: The rank that held the others back in the newest row.
     """
 
     def __init__(self, config: MonitorConfig, world_size: int) -> None:
         self._config = config
         self._world_size = world_size
-        self._held: list[list[SettledStep]] = []
+        self.data_parallel_size = config.data_parallel_size or world_size
+        self._held: list[SettledWindow] = []
+        self._all_ranks: RankReport | None = None
+        self._stragglers = StragglerHistory()
+        self.straggler: Straggler | None = None
         self._warm_up_is_told = False
         self._steps_seen = 0
         self._next_detailed = 0
         self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
         self._session = MeasuredSum()
+        self._unbooked_seconds = 0.0
+        self._typical_seconds: float | None = None
+        self._last_seconds: deque[float] = deque(maxlen=_TYPICAL_STEPS)
+        self.unix_time: Callable[[], float] = time.time
         self.ledger = Ledger()
         self.latest: dict[str, Number] = {}
+        self.last_step: int | None = None
 
-    def add(self, window: list[SettledStep]) -> None:
+    def add(self, window: SettledWindow) -> None:
         self._held.append(window)
 
-    def ready(self, peak: Peak | None, more: Callable[[], dict[str, Number]], *, now: bool) -> list[Row]:
-        """The rows that can be made; `now` does not wait for more steps."""
+    def with_warm_up_told(self, *, now: bool) -> list[SettledWindow]:
+        """The windows whose warm-up steps are known; `now` does not wait for more steps."""
         must_wait = not self._warm_up_is_told and self._config.warm_up_steps == "auto" and not now
-        if must_wait and sum(map(len, self._held)) < _STEPS_TO_SEE_WARM_UP:
+        if must_wait and sum(len(window.steps) for window in self._held) < _STEPS_TO_SEE_WARM_UP:
             return []
         windows, self._held = self._held, []
         if windows and not self._warm_up_is_told:
             windows = self._with_warm_up(windows)
-        return [self._row(steps, peak, more(), now=now) for steps in windows]
+        self._note_seconds([step.measured for window in windows for step in window.steps])
+        return windows
+
+    def _note_seconds(self, steps: Sequence[MeasuredStep]) -> None:
+        self._unbooked_seconds += sum(step.seconds or 0.0 for step in steps)
+        self._last_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
+        self._typical_seconds = typical_seconds(self._last_seconds)
+
+    def _book(self, steps: Sequence[MeasuredStep], report: RankReport | None, noted_seconds: float) -> None:
+        """The wall time of a row does not include steps of rows that are made after it."""
+        self._unbooked_seconds -= sum(step.seconds or 0.0 for step in steps)
+        if report is not None:
+            unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
+            steps = [step._replace(**unknown) for step in steps]
+            self.ledger.add_amounts(job_totals(report, self.data_parallel_size))
+        self.ledger.add_steps(steps, self._typical_seconds)
+        self.ledger.tell_wall(self.unix_time() - self._unbooked_seconds - noted_seconds)
 
     def session_values(self) -> dict[str, Number]:
         """Totals of the run and rates of this session."""
-        return {**self._session.values(), **self.ledger.values()}
+        self.ledger.tell_wall(self.unix_time())
+        values = self._session.values(self._copies)
+        if self._all_ranks is not None:
+            values = job_values(self._all_ranks, self.data_parallel_size)
+        return {**values, **self.ledger.values()}
 
-    def _with_warm_up(self, windows: list[list[SettledStep]]) -> list[list[SettledStep]]:
+    @property
+    def _copies(self) -> int:
+        """Ranks that share a batch: what one of them tells of it is the work of all of them."""
+        return max(1, self._world_size // self.data_parallel_size)
+
+    def _with_warm_up(self, windows: list[SettledWindow]) -> list[SettledWindow]:
         wanted = self._config.warm_up_steps
-        steps = [step for window in windows for step in window]
+        steps = [step for window in windows for step in window.steps]
         count = (
             find_warm_up([step.measured.seconds for step in steps]) if wanted == "auto" else wanted - self._steps_seen
         )
@@ -81,17 +126,39 @@ class RowMaker:
             for index, step in enumerate(steps)
         ]
         rest = iter(marked)
-        return [[next(rest) for _ in window] for window in windows]
+        return [window._replace(steps=[next(rest) for _ in window.steps]) for window in windows]
 
-    def _row(self, steps: list[SettledStep], peak: Peak | None, more: dict[str, Number], *, now: bool) -> Row:
+    def row(
+        self,
+        window: CompleteWindow,
+        peak: Peak | None,
+        more: dict[str, Number],
+        *,
+        now: bool = False,
+        noted_seconds: float = 0.0,
+    ) -> Row:
+        """A window as the sinks get it.
+
+        Args:
+            window: This rank's steps, and what all ranks say of them.
+            peak: Of this rank's device.
+            more: Values from elsewhere.
+            now: True has the percentiles too.
+            noted_seconds: Time of later steps that are in no window yet.
+        """
+        steps = window.steps
+        report = window.report if window.report is not None and window.report.ranks == self._world_size else None
         measured = [step.measured for step in steps]
         last = steps[-1]
         is_detailed = self._is_detailed(last.measured.step)
-        self.ledger.add_steps(measured)
+        self._book(measured, report, noted_seconds)
         self._recent_seconds.extend(s.seconds for s in measured if s.seconds is not None and not s.is_warm_up)
         flops_per_s = None if peak is None else peak.flops_per_s
-        values = window_values(measured, peak_flops_per_s=flops_per_s, world_size=self._world_size)
+        values = window_values(
+            measured, peak_flops_per_s=flops_per_s, device_count=self._copies, world_size=self._world_size
+        )
         self._session.add(measured, flops_per_s)
+        values |= self._of_all_ranks(window.report, report)
         values |= _means(steps) | self.ledger.values() | more
         if is_detailed or now:
             values |= self._percentiles()
@@ -99,6 +166,7 @@ class RowMaker:
             if value is not None:
                 values[key] = value
         self.latest = values
+        self.last_step = last.measured.step
         return Row(
             last.measured.step,
             time.time(),
@@ -107,7 +175,17 @@ class RowMaker:
             _columns(measured),
             self.ledger.to_json(),
             ("wandb",) if all(step.skip_wandb for step in steps) else (),
+            {} if report is None else job_totals(report, self.data_parallel_size),
         )
+
+    def _of_all_ranks(self, told: RankReport | None, complete: RankReport | None) -> dict[str, Number]:
+        """What replaces this rank's own numbers; with ranks missing, only how many there are."""
+        self.straggler = None
+        if complete is None:
+            return {} if self._world_size == 1 else {"ranks/reporting": 1 if told is None else told.ranks}
+        self._all_ranks = complete if self._all_ranks is None else extend(self._all_ranks, complete)
+        self.straggler = self._stragglers.judge(complete)
+        return job_values(complete, self.data_parallel_size) | straggler_values(self.straggler)
 
     def _is_detailed(self, step: int) -> bool:
         """The first row, then every `detailed_log_every` steps."""
@@ -141,10 +219,10 @@ class MeasuredSum:
             if known:
                 self._sums[name] = self._sums.get(name, 0) + sum(known)
 
-    def values(self) -> dict[str, Number]:
+    def values(self, device_count: int) -> dict[str, Number]:
         if not self._sums.get("seconds"):
             return {}
-        values = window_values([MeasuredStep(0, **self._sums)], peak_flops_per_s=self._peak)
+        values = window_values([MeasuredStep(0, **self._sums)], peak_flops_per_s=self._peak, device_count=device_count)
         values["perf/step_time"] = self._sums["seconds"] / self._steps
         values["perf/steps_per_second"] = self._steps / self._sums["seconds"]
         return values

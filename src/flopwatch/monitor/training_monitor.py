@@ -45,6 +45,9 @@ class TrainingMonitor:
         log_every: Steps per row.
         total_steps: Planned steps, for progress and time left.
         preset: `production`, `research`, `prototype` or `complex`.
+        logging_rank: The rank that writes the log and the sinks; all others send it their share. -1 is the last one.
+        data_parallel_size: Ranks that work on different data, where others share theirs (tensor, context or pipeline
+            parallel); tensor parallelism by DTensor is seen without it.
         strict: Raise what would otherwise be reported once.
         clock: Seconds that never go back; for tests.
 
@@ -77,6 +80,8 @@ class TrainingMonitor:
         log_every: int | None = None,
         total_steps: int | None = None,
         preset: str | None = None,
+        logging_rank: int | None = None,
+        data_parallel_size: int | None = None,
         strict: bool | None = None,
         clock: Clock = monotonic_seconds,
     ) -> None:
@@ -89,6 +94,8 @@ class TrainingMonitor:
             dtype=None if dtype is None else str(dtype).removeprefix("torch."),
             log_every=log_every,
             total_steps=total_steps,
+            logging_rank=logging_rank,
+            data_parallel_size=data_parallel_size,
             strict=strict,
             sinks=None if sinks is None else tuple(sink for sink in sinks if isinstance(sink, str)),
         )
@@ -101,9 +108,9 @@ class TrainingMonitor:
         self._core: Core | None = None
         """None when switched off or closed, so that every call is cheap then."""
         self._made: Core | None = None
-        rank, world_size = rank_and_world_size()
-        if rank != 0 or os.environ.get("FLOPWATCH_DISABLE", "") not in ("", "0"):
+        if os.environ.get("FLOPWATCH_DISABLE", "") not in ("", "0"):
             return
+        rank, world_size = rank_and_world_size()
         objects = [sink for sink in sinks or () if not isinstance(sink, str)]
         self._core = Core(
             self.config,
@@ -111,6 +118,7 @@ class TrainingMonitor:
             self.log_path,
             [*self.config.sinks, *objects],
             clock,
+            rank=rank,
             world_size=world_size,
             loss_fn=loss_fn,
             flops_fn=flops_fn,
@@ -160,6 +168,8 @@ class TrainingMonitor:
             batch = core.assumed_batch if attention_mask is None else {"attention_mask": attention_mask}
         try:
             core.note_step(step, epoch, loss, grad_norm, learning_rate, skip_wandb, batch, lengths, more)
+            if core.is_off:
+                self._core = None
         except Exception as error:
             self._failed("log_step", error)
         core.own_seconds += self._clock() - entered
@@ -290,8 +300,8 @@ class TrainingMonitor:
 
     @property
     def thread_cpu_seconds(self) -> float:
-        """CPU seconds of the sinks' threads."""
-        return 0.0 if self._made is None else self._made.outlets.cpu_seconds
+        """CPU seconds of the threads of sinks and ranks."""
+        return 0.0 if self._made is None else self._made.outlets.cpu_seconds + self._made.ranks.cpu_seconds
 
     def state_dict(self) -> dict[str, Any]:
         """The totals up to the last step, for a checkpoint."""
@@ -310,7 +320,8 @@ class TrainingMonitor:
         if core is None:
             return
         try:
-            self.summary = core.close()
+            summary = core.close()
+            self.summary = summary if core.ranks.is_logging else None
         except Exception as error:
             self._failed("close", error)
         self._core = None

@@ -39,6 +39,18 @@ class SettledStep(NamedTuple):
     skip_wandb: bool
 
 
+class SettledWindow(NamedTuple):
+    """A window with everything that is known about it.
+
+    Attributes:
+        steps: Its steps.
+        busy_seconds_per_step: Processor time of the training's thread in the typical one; None where nobody asks.
+    """
+
+    steps: list[SettledStep]
+    busy_seconds_per_step: float | None = None
+
+
 @dataclass
 class Window:
     """The steps of one row on their way."""
@@ -46,6 +58,7 @@ class Window:
     steps: list[NotedStep]
     timer: StepTimer
     look_at: Callable[[Reading], Reading | None] = lambda reading: reading
+    busy_seconds_per_step: float | None = None
     scalars: LateValues = field(init=False)
     integers: LateValues = field(init=False)
     changed_in_place: set[str] = field(default_factory=set)
@@ -72,11 +85,17 @@ class Window:
         self.scalars.wait()
         self.integers.wait()
 
-    def settle(self, flops_of: Callable[[Work], StepFlops | None]) -> list[SettledStep]:
+    def seconds(self) -> float:
+        """Of its steps, as far as they have passed."""
+        marks = [mark for step in self.steps for mark in step.segments or () if self.timer.has_passed(mark[1])]
+        return sum(self.timer.seconds(start, end) for start, end in marks)
+
+    def settle(self, flops_of: Callable[[Work], StepFlops | None]) -> SettledWindow:
         """Read everything; price every micro-batch."""
         scalars = iter(self.scalars.read())
         integers = iter(self.integers.read())
-        return [self._settled(step, scalars, integers, flops_of) for step in self.steps]
+        steps = [self._settled(step, scalars, integers, flops_of) for step in self.steps]
+        return SettledWindow(steps, self.busy_seconds_per_step)
 
     def _settled(
         self,

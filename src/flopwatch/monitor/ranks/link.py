@@ -1,0 +1,222 @@
+"""A rank's link to the others: a thread that sends reports up a tree, where they are added up on the way.
+
+The training's thread only puts reports into a queue and looks whether something has come. Whatever happens to other
+ranks happens to this thread: it waits, or it ends and says why.
+"""
+
+import atexit
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flopwatch.errors import FlopwatchError
+from flopwatch.monitor.ranks import group as ranks_group
+from flopwatch.monitor.ranks.alignment import aligned
+from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, extend
+from flopwatch.monitor.ranks.tree import children, parent
+
+_PLAN_TAG, _REPORT_TAG, _END_TAG = 1, 2, 3
+_LENGTH_BYTES = 8
+_MOST_WAITING = 64
+"""Reports that wait to be sent; beyond that they are joined."""
+_CHILD_SECONDS = 30.0
+"""How long a rank may take to come once there is a plan; then it is left out."""
+_END_SECONDS = 1.0
+"""How long the thread may take to end once it has been told to."""
+_THE_END = RankReport(0, -1, ranks=0, is_last=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What the logging rank tells all others, once.
+
+    Attributes:
+        window_steps: Windows end after every step whose number plus one is a multiple of it.
+        laws: What batches cost, by their kind.
+    """
+
+    window_steps: int
+    laws: Any = ()
+
+
+class RankLink:
+    """One per rank.
+
+    Attributes:
+        plan: From the logging rank; None until it has come.
+        failure: Why the link has ended; None while it works.
+        cpu_seconds: Of its thread.
+    """
+
+    def __init__(self, name: str, rank: int, world_size: int, logging_rank: int) -> None:
+        self._name = name
+        self._rank = rank
+        self._parent = parent(rank, logging_rank, world_size)
+        self._children = children(rank, logging_rank, world_size)
+        self._changed = threading.Condition()
+        self._waiting: deque[RankReport] = deque()
+        self._is_finished = False
+        self._is_given_up = threading.Event()
+        self._group: Any = None
+        self._connected_rank: int | None = None
+        self.merged: deque[RankReport] = deque()
+        """On the logging rank: windows of all ranks, added up, not taken yet."""
+        self.plan: RunPlan | None = None
+        self.failure: str | None = None
+        self.cpu_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="flopwatch-ranks", daemon=True)
+        self._thread.start()
+        # A thread that comes back from gloo while the interpreter is being taken down aborts the process.
+        atexit.register(self._end)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def announce(self, plan: RunPlan) -> None:
+        """From the logging rank to all others."""
+        with self._changed:
+            self.plan = plan
+            self._changed.notify()
+
+    def send(self, report: RankReport) -> None:
+        with self._changed:
+            if len(self._waiting) >= _MOST_WAITING:
+                report = extend(self._waiting.pop(), report)
+            self._waiting.append(report)
+            self._changed.notify()
+
+    def finish(self, seconds: float) -> bool:
+        """Nothing more will be sent. Waits until the other ranks have finished too, but not for longer than this."""
+        with self._changed:
+            self._is_finished = True
+            self._changed.notify()
+        self._thread.join(seconds)
+        is_in_time = self.is_over
+        self._end()
+        return is_in_time
+
+    def give_up(self) -> None:
+        """Nothing more is expected of the others: the thread ends, wherever it waits."""
+        self._is_given_up.set()
+        with self._changed:
+            self._is_finished = True
+            self._changed.notify_all()
+        group, rank = self._group, self._connected_rank
+        if group is not None and rank is not None and not self.is_over:
+            ranks_group.end_waits(group, rank, tag=_END_TAG)
+
+    def _end(self) -> None:
+        self.give_up()
+        self._thread.join(_END_SECONDS)
+        atexit.unregister(self._end)
+
+    def wait_for(self, last_step: int, seconds: float) -> bool:
+        """Until the windows up to this step have come from all ranks; on the logging rank."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self.failure is not None or any(report.last_step >= last_step for report in self.merged),
+                seconds,
+            )
+
+    def wait_for_plan(self, seconds: float) -> bool:
+        """Until the logging rank has said how windows are cut."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.plan is not None or self.failure is not None, seconds)
+
+    def _run(self) -> None:
+        try:
+            store = ranks_group.open_store(self._name)
+            group = self._group = ranks_group.open_group(store)
+            self._pass_plan_on(store, group)
+            own = self._own_reports()
+            for report in aligned([own, *(self._reports_of(child, group) for child in self._children)]):
+                if self._parent is not None:
+                    self._send(group, self._parent, report.pack(), _REPORT_TAG)
+                else:
+                    with self._changed:
+                        self.merged.append(report)
+                        self._changed.notify_all()
+                self.cpu_seconds = time.thread_time()
+            if self._parent is not None:
+                self._send(group, self._parent, _THE_END.pack(), _REPORT_TAG)
+        except Exception as error:  # a rank has died, or was never there
+            with self._changed:
+                self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                self._changed.notify_all()
+        self._group = None
+        self.cpu_seconds = time.thread_time()
+
+    def _pass_plan_on(self, store: Any, group: Any) -> None:
+        if self._parent is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self.plan is not None or self._is_finished)
+            message = pickle.dumps(self.plan)
+        else:
+            message = self._receive_plan(self._parent, store, group)
+        store.set(_has_plan(self._rank), "")
+        missing, ends = set(self._children), time.monotonic() + _CHILD_SECONDS
+        for pause in ranks_group.pauses():
+            for child in sorted(child for child in missing if ranks_group.is_set(store, _listens(child))):
+                self._send(group, child, len(message).to_bytes(_LENGTH_BYTES, "little"), _PLAN_TAG)
+                self._send(group, child, message, _PLAN_TAG)
+                missing.remove(child)
+            if not missing or time.monotonic() > ends or self._is_given_up.wait(pause):
+                break
+        self._children = [child for child in self._children if child not in missing]
+        if self._parent is not None:
+            with self._changed:
+                self.plan = pickle.loads(message)  # from a rank of the same training
+                self._changed.notify_all()
+
+    def _receive_plan(self, teller: int, store: Any, group: Any) -> bytes:
+        for pause in ranks_group.pauses():
+            if ranks_group.is_set(store, _has_plan(teller)):
+                break
+            if self._is_given_up.wait(pause):
+                raise FlopwatchError(f"nothing has come from rank {teller}")
+        store.set(_listens(self._rank), "")
+        size = int.from_bytes(self._receive(group, teller, _LENGTH_BYTES, _PLAN_TAG), "little")
+        return self._receive(group, teller, size, _PLAN_TAG)
+
+    def _send(self, group: Any, rank: int, message: bytes, tag: int) -> None:
+        ranks_group.send(group, rank, message, tag=tag, connected=self._is_connected_to)
+
+    def _receive(self, group: Any, rank: int, size: int, tag: int) -> bytes:
+        return ranks_group.receive(group, rank, size, tag=tag, connected=self._is_connected_to)
+
+    def _is_connected_to(self, rank: int) -> None:
+        self._connected_rank = rank
+
+    def _own_reports(self) -> Iterator[RankReport]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting) or self._is_finished)
+                if not self._waiting:
+                    return
+                report = self._waiting.popleft()
+            yield report
+
+    def _reports_of(self, child: int, group: Any) -> Iterator[RankReport]:
+        while True:
+            try:
+                report = RankReport.unpack(self._receive(group, child, REPORT_BYTES, _REPORT_TAG))
+            except Exception:  # it is gone, and what it would have passed on with it: fewer ranks are in the windows
+                return
+            if report.is_last:
+                return
+            yield report
+
+
+def _listens(rank: int) -> str:
+    """Set when a rank waits for the plan: whoever sends earlier may be left waiting inside gloo."""
+    return f"listens/{rank}"
+
+
+def _has_plan(rank: int) -> str:
+    """Set when a rank hands the plan on."""
+    return f"has_plan/{rank}"

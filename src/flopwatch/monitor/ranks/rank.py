@@ -1,0 +1,162 @@
+"""One process among the ranks of its training: what it tells the others, and when a window is known of all."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from flopwatch.monitor import notices
+from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.ranks import group
+from flopwatch.monitor.ranks.hold_ups import HoldUps
+from flopwatch.monitor.ranks.link import RankLink, RunPlan
+from flopwatch.monitor.ranks.own_time import OwnTime, profile_of
+from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
+from flopwatch.monitor.window import SettledStep
+
+_MOST_INCOMPLETE = 200
+"""Windows the logging rank keeps while it waits for the others; beyond that it goes on alone."""
+
+
+class CompleteWindow(NamedTuple):
+    """The logging rank's own steps, and what all ranks together say of them; None when that is not known."""
+
+    steps: list[SettledStep]
+    report: RankReport | None
+
+
+class Rank:
+    """One of `world_size` processes; on its own, every window is complete at once.
+
+    Attributes:
+        is_logging: Whether this rank writes the log.
+        link: To the others; None while there is none.
+        own_time: Where the training's thread spends its time; None on its own.
+        window_steps: After how many steps windows end, as the logging rank has said; None until it has.
+    """
+
+    def __init__(self, rank: int, world_size: int, logging_rank: int, tell: Tell) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.is_logging = rank == logging_rank
+        self._logging_rank = logging_rank
+        self._tell = tell
+        self.link: RankLink | None = None
+        self.own_time = OwnTime() if world_size > 1 else None
+        self._hold_ups: HoldUps | None = None
+        self.window_steps: int | None = None
+        self._incomplete: deque[list[SettledStep]] = deque()
+
+    def start(self, name: str) -> None:
+        """Look for the other ranks; nobody waits for them."""
+        if self.world_size == 1:
+            return
+        if not group.is_possible():
+            self._tell(*notices.ranks_unknown(self.rank, self.world_size))
+            return
+        self.link = RankLink(name, self.rank, self.world_size, self._logging_rank)
+        if self.own_time is not None:
+            self._hold_ups = HoldUps(self.own_time)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of this rank's windows are known of all ranks."""
+        return not self._incomplete
+
+    @property
+    def waits_for_plan(self) -> bool:
+        return not self.is_logging and self.window_steps is None
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of the threads that belong to it."""
+        threads = (self.link, self._hold_ups)
+        return sum(thread.cpu_seconds for thread in threads if thread is not None)
+
+    def plan(self, steps: Sequence[SettledStep], log_every: int, log_seconds: float, laws: Any) -> None:
+        """On the logging rank, once: say how long windows are and what batches cost."""
+        if self.link is None or not self.is_logging or self.window_steps is not None:
+            return
+        seconds = [step.measured.seconds for step in steps if step.measured.seconds and not step.measured.is_warm_up]
+        self.window_steps = window_steps(median(seconds) if seconds else None, log_every, log_seconds)
+        self.link.announce(RunPlan(self.window_steps, laws))
+
+    def new_plan(self) -> RunPlan | None:
+        """On the other ranks, once: what the logging rank has said."""
+        if not self.waits_for_plan or self.link is None or self.link.plan is None:
+            return None
+        self.window_steps = self.link.plan.window_steps
+        return self.link.plan
+
+    def profile(self, steps: Sequence[SettledStep], busy_seconds_per_step: float | None) -> Profile | None:
+        """Where this rank's own time went; not told of warm-up, which is no sign of a slow rank."""
+        measured = [step.measured for step in steps]
+        if busy_seconds_per_step is None or any(step.is_warm_up or step.seconds is None for step in measured):
+            return None
+        waits = [step.input_wait_seconds for step in measured if step.input_wait_seconds is not None]
+        held = None if self._hold_ups is None else self._hold_ups.share()
+        seconds = sum(step.seconds or 0.0 for step in measured)
+        return profile_of(len(measured), seconds, sum(waits) if waits else None, busy_seconds_per_step, held)
+
+    def tell(
+        self, steps: list[SettledStep], peak_flops_per_s: float | None, busy_seconds_per_step: float | None
+    ) -> None:
+        """A window of this rank is known."""
+        if self.is_logging:
+            self._incomplete.append(steps)
+        if self.link is not None:
+            profile = self.profile(steps, busy_seconds_per_step)
+            measured = [step.measured for step in steps]
+            self.link.send(report_of(self.rank, measured, peak_flops_per_s=peak_flops_per_s, profile=profile))
+
+    def complete(self, *, give_up: bool = False) -> Iterator[CompleteWindow]:
+        """On the logging rank: the windows that are known of all ranks. `give_up` does not wait for what is missing."""
+        link = self.link
+        if link is not None:
+            while link.merged:
+                report = link.merged.popleft()
+                steps = list(self._steps_up_to(report.last_step))
+                if steps:  # none when this rank's monitor has failed and those of the others have not
+                    yield CompleteWindow(steps, report)
+            if link.failure is not None:
+                self._leave(f"this rank's link has ended: {link.failure}")
+            elif len(self._incomplete) > _MOST_INCOMPLETE:
+                self._leave("nothing has come from the other ranks for too long")
+        while self._incomplete and (self.link is None or give_up):
+            yield CompleteWindow(self._incomplete.popleft(), None)
+
+    def finish(self, seconds: float) -> None:
+        """Nothing more comes from this rank; wait for the others, but not for ever."""
+        if self._hold_ups is not None:
+            self._hold_ups.stop()
+        if self.link is not None and not self.link.finish(seconds) and self.is_logging:
+            self._tell(*notices.ranks_late(seconds))
+
+    def leave(self) -> None:
+        """Nothing is told to the other ranks any more, nor expected from them; does not wait."""
+        if self._hold_ups is not None:
+            self._hold_ups.stop()
+        if self.link is not None:
+            self.link.give_up()
+
+    def _leave(self, why: str) -> None:
+        if self.is_logging:
+            self._tell(*notices.ranks_lost(self.rank, why))
+        self.leave()
+        self.link = None
+
+    def _steps_up_to(self, last_step: int) -> Iterator[SettledStep]:
+        while self._incomplete and self._incomplete[0][-1].measured.step <= last_step:
+            yield from self._incomplete.popleft()
+
+
+def window_steps(step_seconds: float | None, log_every: int, log_seconds: float) -> int:
+    """The longest window that divides `log_every` and lasts no longer than `log_seconds`, at least one step.
+
+    >>> window_steps(0.2, 50, 10.0), window_steps(0.9, 50, 10.0), window_steps(60.0, 50, 10.0)
+    (50, 10, 1)
+    """
+    if step_seconds is None or step_seconds <= 0:
+        return log_every
+    divisors = [steps for steps in range(1, log_every + 1) if log_every % steps == 0]
+    return max([steps for steps in divisors if steps * step_seconds <= log_seconds], default=1)

@@ -1,0 +1,258 @@
+"""What the ranks of a training tell each other once per window: sums, extremes and where, in at most 512 bytes.
+
+Sums are whole numbers of 128 bits: a window of 16,384 ranks can hold more FLOPs than 64 bits can count.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from flopwatch.monitor.meter import MeasuredStep
+
+AMOUNTS = (
+    "samples",
+    "tokens",
+    "real_tokens",
+    "trainable_tokens",
+    "model_flops",
+    "hardware_flops",
+    "recompute_flops",
+)
+REPORT_BYTES = 512
+_INT_BYTES = 16
+_NOBODY = -1
+
+
+class Amount(NamedTuple):
+    """A sum over ranks, and how many of them knew their part."""
+
+    total: int = 0
+    ranks: int = 0
+
+    def __add__(self, other: "Amount") -> "Amount":  # type: ignore[override]
+        return Amount(self.total + other.total, self.ranks + other.ranks)
+
+
+class Profile(NamedTuple):
+    """Where a rank's own time goes, in seconds per step; what is left of a step is waiting for the other ranks."""
+
+    input: float
+    compute: float
+    host: float
+
+    @property
+    def own(self) -> float:
+        return self.input + self.compute + self.host
+
+
+class Extreme(NamedTuple):
+    """The largest (or smallest) value of any rank, and which rank it was."""
+
+    rank: int
+    value: float
+
+
+_NOTHING = Amount()
+_NO_TIME = Profile(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One window of one rank, or of many added up.
+
+    Attributes:
+        first_step: The window's first step.
+        last_step: Its last.
+        ranks: How many ranks are in it.
+        is_last: True when they have nothing more to tell.
+        totals: Over all steps, in the order of `AMOUNTS`.
+        timed: Over the steps that count for rates.
+        timed_steps: How many those are, summed over ranks.
+        seconds: Their time, summed over ranks.
+        input_wait: Nanoseconds of it spent waiting for batches.
+        counted_seconds: Time of the steps whose FLOPs are known, summed over ranks.
+        capacity_flops: What the devices could have done in that time; None when a peak is unknown.
+        profiled_ranks: Ranks that know where their own time went.
+        profile: Their profiles added up.
+        own_squares: Sum of the squares of their own seconds per step: tells how far ranks lie apart.
+        slowest: The rank that needs the longest for its own part, with its profile.
+        fastest: The rank that needs the shortest.
+        longest_wait: The longest share of a rank's step time spent waiting for batches.
+    """
+
+    first_step: int
+    last_step: int
+    ranks: int = 1
+    is_last: bool = False
+    totals: tuple[Amount, ...] = (_NOTHING,) * len(AMOUNTS)
+    timed: tuple[Amount, ...] = (_NOTHING,) * len(AMOUNTS)
+    timed_steps: int = 0
+    seconds: float = 0.0
+    input_wait: Amount = _NOTHING
+    counted_seconds: float = 0.0
+    capacity_flops: float | None = 0.0
+    profiled_ranks: int = 0
+    profile: Profile = _NO_TIME
+    own_squares: float = 0.0
+    slowest: tuple[int, Profile] | None = None
+    fastest: Extreme | None = None
+    longest_wait: Extreme | None = None
+
+    def total(self, name: str) -> Amount:
+        return self.totals[AMOUNTS.index(name)]
+
+    def timed_total(self, name: str) -> Amount:
+        return self.timed[AMOUNTS.index(name)]
+
+    def pack(self) -> bytes:
+        """At most `REPORT_BYTES`, always of the same length."""
+        slowest, profile = self.slowest or (_NOBODY, _NO_TIME)
+        head = _HEAD.pack(self.first_step, self.last_step, self.ranks, self.is_last, self.timed_steps)
+        amounts = b"".join(_pack_amount(amount) for amount in (*self.totals, *self.timed, self.input_wait))
+        capacity = float("nan") if self.capacity_flops is None else self.capacity_flops
+        times = _TIMES.pack(
+            self.seconds, self.counted_seconds, capacity, self.profiled_ranks, *self.profile, self.own_squares
+        )
+        extremes = _EXTREMES.pack(
+            slowest, *profile, *(self.fastest or (_NOBODY, 0.0)), *(self.longest_wait or (_NOBODY, 0.0))
+        )
+        return (head + amounts + times + extremes).ljust(REPORT_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "RankReport":
+        first, last, ranks, is_last, timed_steps = _HEAD.unpack_from(packed)
+        at = _HEAD.size
+        amounts = [_unpack_amount(packed, at + index * _AMOUNT_BYTES) for index in range(2 * len(AMOUNTS) + 1)]
+        at += len(amounts) * _AMOUNT_BYTES
+        seconds, counted, capacity, profiled, *profile, squares = _TIMES.unpack_from(packed, at)
+        slowest, *slow_profile, fastest, fast, waiting, wait = _EXTREMES.unpack_from(packed, at + _TIMES.size)
+        return cls(
+            first,
+            last,
+            ranks,
+            is_last,
+            tuple(amounts[: len(AMOUNTS)]),
+            tuple(amounts[len(AMOUNTS) : -1]),
+            timed_steps,
+            seconds,
+            amounts[-1],
+            counted,
+            None if capacity != capacity else capacity,
+            profiled,
+            Profile(*profile),
+            squares,
+            None if slowest == _NOBODY else (slowest, Profile(*slow_profile)),
+            None if fastest == _NOBODY else Extreme(fastest, fast),
+            None if waiting == _NOBODY else Extreme(waiting, wait),
+        )
+
+
+_HEAD = struct.Struct("<qqi?q")
+_TIMES = struct.Struct("<dddi3dd")
+_EXTREMES = struct.Struct("<i3didid")
+_AMOUNT_BYTES = _INT_BYTES + 4
+
+
+def _pack_amount(amount: Amount) -> bytes:
+    return amount.total.to_bytes(_INT_BYTES, "little", signed=True) + amount.ranks.to_bytes(4, "little")
+
+
+def _unpack_amount(packed: bytes, at: int) -> Amount:
+    middle = at + _INT_BYTES
+    total = int.from_bytes(packed[at:middle], "little", signed=True)
+    return Amount(total, int.from_bytes(packed[middle : middle + 4], "little"))
+
+
+def report_of(
+    rank: int, steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, profile: Profile | None
+) -> RankReport:
+    """What one rank has to tell about its window.
+
+    >>> steps = [MeasuredStep(4, seconds=0.5, tokens=100), MeasuredStep(5, seconds=0.5, tokens=120)]
+    >>> report_of(3, steps, peak_flops_per_s=None, profile=None).total("tokens")
+    Amount(total=220, ranks=1)
+    """
+    timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
+    seconds = sum([step.seconds or 0.0 for step in timed])
+    waits = [step.input_wait_seconds for step in timed if step.input_wait_seconds is not None]
+    # Of steps without FLOPs the time does not count either; a rank that is given no batch at all lends its device.
+    counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
+    counted_seconds = sum(counted) if counted else seconds
+    return RankReport(
+        steps[0].step,
+        steps[-1].step,
+        totals=tuple(_amount(steps, name) for name in AMOUNTS),
+        timed=tuple(_amount(timed, name) for name in AMOUNTS),
+        timed_steps=len(timed),
+        seconds=seconds,
+        input_wait=Amount(round(sum(waits) * 1e9), 1) if waits else Amount(),
+        counted_seconds=counted_seconds,
+        capacity_flops=None if peak_flops_per_s is None else peak_flops_per_s * counted_seconds,
+        profiled_ranks=0 if profile is None else 1,
+        profile=profile or _NO_TIME,
+        own_squares=0.0 if profile is None else profile.own**2,
+        slowest=None if profile is None else (rank, profile),
+        fastest=None if profile is None else Extreme(rank, profile.own),
+        longest_wait=Extreme(rank, sum(waits) / seconds) if waits and seconds > 0 else None,
+    )
+
+
+def _amount(steps: Sequence[MeasuredStep], name: str) -> Amount:
+    known = [amount for step in steps if (amount := getattr(step, name)) is not None]
+    return Amount(sum(known), 1) if known else Amount()
+
+
+def merge(reports: Sequence[RankReport]) -> RankReport:
+    """The same window of several ranks."""
+    first, *others = reports
+    merged = first
+    for other in others:
+        merged = _merge_two(merged, other)
+    return merged
+
+
+def _merge_two(a: RankReport, b: RankReport) -> RankReport:
+    unknown_peak = a.capacity_flops is None or b.capacity_flops is None
+    return RankReport(
+        min(a.first_step, b.first_step),
+        max(a.last_step, b.last_step),
+        a.ranks + b.ranks,
+        a.is_last and b.is_last,
+        tuple(map(Amount.__add__, a.totals, b.totals)),
+        tuple(map(Amount.__add__, a.timed, b.timed)),
+        a.timed_steps + b.timed_steps,
+        a.seconds + b.seconds,
+        a.input_wait + b.input_wait,
+        a.counted_seconds + b.counted_seconds,
+        None if unknown_peak else (a.capacity_flops or 0.0) + (b.capacity_flops or 0.0),
+        a.profiled_ranks + b.profiled_ranks,
+        Profile(*(x + y for x, y in zip(a.profile, b.profile, strict=True))),
+        a.own_squares + b.own_squares,
+        max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].own, default=None),
+        min([e for e in (a.fastest, b.fastest) if e is not None], key=lambda e: e.value, default=None),
+        max([e for e in (a.longest_wait, b.longest_wait) if e is not None], key=lambda e: e.value, default=None),
+    )
+
+
+def extend(earlier: RankReport, later: RankReport) -> RankReport:
+    """Two windows of the same ranks, one after the other; of profiles and extremes the later ones are kept."""
+    joined = _merge_two(earlier, later)
+    return replace(
+        joined,
+        ranks=later.ranks,
+        is_last=later.is_last,
+        totals=tuple(map(_one_after_the_other, earlier.totals, later.totals)),
+        timed=tuple(map(_one_after_the_other, earlier.timed, later.timed)),
+        input_wait=_one_after_the_other(earlier.input_wait, later.input_wait),
+        profiled_ranks=later.profiled_ranks,
+        profile=later.profile,
+        own_squares=later.own_squares,
+        slowest=later.slowest,
+        fastest=later.fastest,
+        longest_wait=later.longest_wait,
+    )
+
+
+def _one_after_the_other(earlier: Amount, later: Amount) -> Amount:
+    return Amount(earlier.total + later.total, max(earlier.ranks, later.ranks))

@@ -1,0 +1,53 @@
+"""Goodput in `flopwatch watch` and `flopwatch explain`: one line, with what cost most."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from cli.make_run_log import Accounts, Story, session, write_log
+from flopwatch.cli.watch_screen import draw_frame
+from flopwatch.cli.watch_state import WatchedRun
+
+SPENT = {"wall": 10_000.0, "train": 8_100.0, "compile": 100.0, "eval": 400.0, "restart": 900.0, "start_up": 500.0}
+
+
+def records_with_goodput():
+    *before, newest = session(Story(), 1, 700, Accounts())
+    return [*before, replace(newest, ledger={"steps": 700, "totals": {}, "seconds": SPENT})]
+
+
+def frame(records, width, height):
+    run = WatchedRun()
+    for record in records:
+        run.add(record)
+    return [line.plain for line in draw_frame(run, "runs/a", run.heard_unix_time, width=width, height=height)]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40), (220, 70)], ids=str)
+def test_watch_shows_goodput_and_its_three_largest_losses(size):
+    width, height = size
+    lines = frame(records_with_goodput(), width, height)
+    (shown,) = (line for line in lines if "goodput" in line)
+    assert shown.split("goodput ")[1] == "80.0 %, lost to restart 9.0 %, start-up 5.0 %, eval 4.0 %"
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_watch_shows_no_goodput_of_a_log_that_does_not_tell():
+    assert not any("goodput" in line for line in frame(session(Story(), 1, 700, Accounts()), 80, 24))
+
+
+def test_explain_tells_goodput_as_text_and_as_json(flopwatch, tmp_path):
+    write_log(tmp_path / "training_log.jsonl", records_with_goodput())
+    _, out, _ = flopwatch("explain", str(tmp_path))
+    assert "80.00 % of 10,000.0 s since the first process started" in out
+    assert "Lost most to restart 900.0 s, start-up 500.0 s, eval 400.0 s." in out
+    _, text, _ = flopwatch("explain", str(tmp_path), "--json")
+    assert json.loads(text)["goodput"]["lost_seconds"]["other"] == 100.0
+
+
+def test_explain_is_silent_about_goodput_where_the_log_is(flopwatch, tmp_path):
+    write_log(tmp_path / "training_log.jsonl", session(Story(), 1, 700, Accounts()))
+    _, out, _ = flopwatch("explain", str(tmp_path))
+    assert "goodput" not in out

@@ -1,0 +1,62 @@
+"""Windows of different ranks are added up where they end together."""
+
+from flopwatch.monitor.meter import MeasuredStep
+from flopwatch.monitor.ranks.alignment import aligned
+from flopwatch.monitor.ranks.reports import RankReport, report_of
+from flopwatch.monitor.ranks.tree import FAN_OUT, children, parent
+
+
+def windows(rank: int, *last_steps: int) -> list[RankReport]:
+    firsts = [0, *(last + 1 for last in last_steps)]
+    return [
+        report_of(
+            rank, [MeasuredStep(s, seconds=1.0, tokens=1) for s in range(a, b + 1)], peak_flops_per_s=1.0, profile=None
+        )
+        for a, b in zip(firsts, last_steps, strict=False)
+    ]
+
+
+def ends(streams: list[list[RankReport]]) -> list[tuple[int, int, int]]:
+    merged = list(aligned([iter(stream) for stream in streams]))
+    return [(report.last_step, report.ranks, report.total("tokens").total) for report in merged]
+
+
+def test_windows_that_end_together_are_added_up():
+    assert ends([windows(0, 4, 9), windows(1, 4, 9)]) == [(4, 2, 10), (9, 2, 10)]
+
+
+def test_a_rank_that_cuts_once_more_changes_nothing_for_the_others():
+    assert ends([windows(0, 2, 4, 9), windows(1, 4, 9), windows(2, 4, 9)]) == [(4, 3, 15), (9, 3, 15)]
+
+
+def test_a_cut_that_all_make_is_kept():
+    assert ends([windows(0, 4, 6, 9), windows(1, 4, 6, 9)]) == [(4, 2, 10), (6, 2, 4), (9, 2, 6)]
+
+
+def test_a_rank_that_ends_early_is_missed_from_there_on():
+    assert ends([windows(0, 4, 9, 14), windows(1, 4)]) == [(4, 2, 10), (9, 1, 5), (14, 1, 5)]
+
+
+def test_a_rank_that_ends_inside_a_window_is_in_it_with_what_it_has():
+    assert ends([windows(0, 4, 9), windows(1, 4, 6)]) == [(4, 2, 10), (9, 2, 7)]
+
+
+def test_every_rank_but_the_root_has_one_parent_that_knows_it():
+    for world_size in (1, 2, 7, 64, 1000):
+        for root in {0, world_size - 1, world_size // 2}:
+            told = [child for rank in range(world_size) for child in children(rank, root, world_size)]
+            assert sorted([*told, root]) == list(range(world_size))
+            assert all(
+                parent(child, root, world_size) == rank
+                for rank in range(world_size)
+                for child in children(rank, root, world_size)
+            )
+
+
+def test_no_rank_hears_from_more_than_the_fan_out_and_the_depth_grows_with_the_logarithm():
+    world_size = 16_384
+    assert max(len(children(rank, 0, world_size)) for rank in range(world_size)) == FAN_OUT
+    rank, depth = world_size - 1, 0
+    while (above := parent(rank, 0, world_size)) is not None:
+        rank, depth = above, depth + 1
+    assert depth == 5

@@ -1,0 +1,102 @@
+"""Whatever happens to a rank or to its monitor, the training behaves as it would without the monitor.
+
+Each case is a DDP training of two gloo ranks, run with and without the monitor; tests/disturbed_training.py runs them.
+"""
+
+import pytest
+
+from disturbed_training import (
+    DISTURBED_STEP,
+    GONE,
+    STEPS,
+    TO_THE_MONITOR,
+    TO_THE_TRAINING,
+    WINDOW_STEPS,
+    disturbed,
+    outcome,
+)
+from flopwatch.monitor import core
+from slow_link import need_slow_link, why_not
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("never_in_the_way"), pytest.mark.timeout(400)]
+
+RECOVERS = ("stopped", "cut")
+UNCLOSED = ("killed_0", "never_closed", "forgotten_while_the_other_dies")
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    cases = [
+        *(f"{case}:{mode}" for case in TO_THE_TRAINING for mode in ("bare", "monitored")),
+        *(f"{case}:monitored" for case in TO_THE_MONITOR),
+        "undisturbed:bare",
+    ]
+    possible = [case for case in cases if why_not() is None or not case.startswith("cut")]
+    records = disturbed(possible, tmp_path_factory.mktemp("disturbed"), at_once=6)
+    return {(record["case"], record["mode"]): record for record in records}
+
+
+def with_and_without(trainings, case):
+    if case == "cut":
+        need_slow_link()
+    bare = trainings["undisturbed" if case in TO_THE_MONITOR else case, "bare"]
+    return trainings[case, "monitored"]["ranks"], bare["ranks"]
+
+
+@pytest.mark.parametrize("case", TO_THE_TRAINING + TO_THE_MONITOR)
+def test_the_training_ends_as_without_the_monitor(trainings, case):
+    for monitored, bare in zip(*with_and_without(trainings, case), strict=True):
+        assert outcome(monitored) == outcome(bare), monitored["errors"]
+
+
+@pytest.mark.parametrize("case", TO_THE_TRAINING + TO_THE_MONITOR)
+def test_every_process_ends_by_itself_and_close_does_not_wait_for_long(trainings, case):
+    for monitored, bare in zip(*with_and_without(trainings, case), strict=True):
+        assert bare["exit_code"] is not None, "the training hangs without us"
+        assert monitored["exit_code"] is not None, monitored["errors"]
+        if monitored["result"] is not None:
+            assert monitored["result"]["close_seconds"] < 4 * core._CLOSE_RANKS_SECONDS
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_survivor_of_a_killed_rank_sees_the_error_of_the_training(trainings, victim):
+    ranks, _ = with_and_without(trainings, f"killed_{victim}")
+    assert ranks[victim]["exit_code"] == -9
+    assert ranks[1 - victim]["result"]["error"] == {"type": "RuntimeError", "message": GONE, "call": "backward"}
+    assert ranks[1 - victim]["result"]["steps_done"] == DISTURBED_STEP
+
+
+def test_a_training_that_gives_up_on_a_stopped_rank_does_so_with_the_monitor_too(trainings):
+    ranks, _ = with_and_without(trainings, "stopped_too_long")
+    assert "Timed out" in ranks[0]["result"]["error"]["message"]
+    assert ranks[1]["result"]["error"]["message"] == GONE
+
+
+@pytest.mark.parametrize("case", RECOVERS)
+def test_after_a_disturbance_that_passes_no_step_and_no_rank_is_missing(trainings, case):
+    ranks, _ = with_and_without(trainings, case)
+    assert [rank["result"]["steps_done"] for rank in ranks] == [STEPS, STEPS]
+    rows = trainings[case, "monitored"]["rows"]
+    assert rows[-1] == [STEPS - 1, 2]
+    assert {reporting for _, reporting in rows} == {2}
+
+
+@pytest.mark.parametrize("case", [case for case in TO_THE_TRAINING if case not in ("cut", *UNCLOSED)])
+def test_before_the_disturbance_both_ranks_were_in_the_log(trainings, case):
+    """Else nothing would have been tried. A log that nobody closed may end earlier."""
+    rows = [row for row in trainings[case, "monitored"]["rows"] if row[0] < DISTURBED_STEP]
+    assert rows[0] == [WINDOW_STEPS - 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [
+        ("note_step_raises_on_0", "part_failed:log_step"),
+        ("thread_raises_on_0", "ranks_lost"),
+        ("no_group_on_0", "ranks_lost"),
+        ("made_only_on_0", "ranks_late"),
+    ],
+)
+def test_a_monitor_that_fails_says_so_once(trainings, case, code):
+    ranks, _ = with_and_without(trainings, case)
+    assert ranks[0]["result"]["told"] == [code]

@@ -1,0 +1,101 @@
+"""The rank that stands out is named, with its cause; where none does, none is."""
+
+import random
+
+import pytest
+
+from flopwatch.monitor.meter import MeasuredStep
+from flopwatch.monitor.ranks.own_time import OwnTime, profile_of
+from flopwatch.monitor.ranks.reports import Profile, RankReport, merge, report_of
+from flopwatch.monitor.ranks.stragglers import StragglerHistory, explain_straggler, find_straggler
+
+STEP = 0.2
+
+
+def window(profiles: dict[int, Profile]) -> RankReport:
+    steps = [MeasuredStep(step, seconds=STEP) for step in range(10)]
+    return merge([report_of(rank, steps, peak_flops_per_s=1.0, profile=p) for rank, p in profiles.items()])
+
+
+def alike(ranks: int, seed: int = 0) -> dict[int, Profile]:
+    chance = random.Random(seed)
+    return {rank: Profile(0.005, 0.15 * chance.gauss(1, 0.01), 0.0) for rank in range(ranks)}
+
+
+@pytest.mark.parametrize(
+    ("cause", "late"),
+    [
+        ("input", Profile(0.025, 0.15, 0.0)),
+        ("compute", Profile(0.005, 0.17, 0.0)),
+        ("host", Profile(0.005, 0.15, 0.02)),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 8, 1024])
+def test_ten_percent_of_the_step_on_one_rank_is_named_with_its_cause(cause, late, ranks):
+    found = find_straggler(window({**alike(ranks), ranks - 1: late}))
+
+    assert found is not None
+    assert (found.rank, found.cause) == (ranks - 1, cause)
+    assert found.excess_share == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 1024])
+def test_ranks_that_differ_by_chance_are_not_named(ranks):
+    assert [find_straggler(window(alike(ranks, seed))) for seed in range(50)] == [None] * 50
+
+
+def test_a_rank_on_its_own_is_nobodys_straggler():
+    assert find_straggler(window(alike(1))) is None
+
+
+def test_ranks_spread_widely_have_no_single_straggler():
+    spread = {rank: Profile(0.0, 0.1 + 0.01 * rank, 0.0) for rank in range(10)}
+
+    assert find_straggler(window(spread)) is None
+
+
+def test_a_straggler_is_chronic_when_it_is_found_in_most_windows():
+    history = StragglerHistory()
+    late, well = {**alike(4), 2: Profile(0.005, 0.19, 0.0)}, alike(4)
+    seen = [history.judge(window(profiles)) for profiles in (late, late, late, well, late, late, well, well, late)]
+
+    assert [None if s is None else s.chronic for s in seen] == [None, False, True, None, None, True, None, None, None]
+
+
+def test_an_excess_is_told_when_it_is_there_twice_in_a_row():
+    history = StragglerHistory()
+    late, well = {**alike(4), 2: Profile(0.005, 0.17, 0.0)}, alike(4)
+    other = {**alike(4), 1: Profile(0.005, 0.17, 0.0)}
+    seen = [history.judge(window(profiles)) for profiles in (late, well, late, late, other, other, late)]
+
+    assert [None if s is None else s.rank for s in seen] == [None, None, None, 2, None, 1, None]
+
+
+def test_the_message_names_rank_amount_and_cause():
+    found = find_straggler(window({**alike(4), 2: Profile(0.045, 0.15, 0.0)}))
+
+    assert found is not None
+    assert explain_straggler(found).startswith("rank 2 holds the others back: it needs ")
+    assert "waiting for its input" in explain_straggler(found)
+
+
+def test_own_time_is_processor_time_between_the_batch_and_the_end_of_the_step():
+    now = [100.0]
+    own = OwnTime(lambda: now[0])
+    for _ in range(3):
+        now[0] += 7.0  # fetching a batch
+        own.batch_is_here()
+        now[0] += 2.0
+        state = own.leave()
+        now[0] += 50.0  # evaluation
+        own.come_back(state)
+        now[0] += 1.0
+        own.step_ends()
+
+    assert own.take() == 3.0  # the median of three alike
+    assert own.take() is None
+
+
+def test_what_is_left_of_a_step_is_waiting():
+    assert profile_of(10, 2.0, 0.4, 0.1, 0.25) == Profile(0.04, 0.1, 0.04)
+    assert profile_of(0, 0.0, None, 0.0, None) is None

@@ -1,0 +1,76 @@
+"""40 steps of DDP with or without the monitor; each rank prints what it asked of c10d, and what the monitor did.
+
+Run by tests/monitor/ranks/test_silent.py under torchrun. What the training asked of c10d is read from torch's own
+flight recorder, which notes every collective of registered groups.
+"""
+
+import json
+import os
+import pickle
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import flopwatch
+from flopwatch.monitor.ranks import group as ranks_group
+from forbidden_calls import forbidden_calls
+
+STEPS, WINDOW_STEPS = 40, 10
+messages: list[tuple[str, int, str]] = []
+"""Kind, bytes, thread."""
+
+
+class CountingGroup:
+    """Our own group, which the flight recorder does not see."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        messages.append(("send", tensors[0].nbytes, threading.current_thread().name))
+        return self._group.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        messages.append(("recv", tensors[0].nbytes, threading.current_thread().name))
+        return self._group.recv(tensors, rank, tag)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"the monitor used {name} of its group")
+
+
+def main(is_monitored: bool, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    open_group = ranks_group.open_group
+    ranks_group.open_group = lambda name: CountingGroup(open_group(name))
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    monitor = flopwatch.TrainingMonitor(folder, model=model, log_every=WINDOW_STEPS, strict=True)
+    forbidden: dict[int, list[str]] = {}
+    for step in range(STEPS):
+        batch = torch.randn(4, 64)
+        model(batch).sum().backward()
+        if is_monitored:
+            with forbidden_calls() as calls:
+                monitor.log_step(step, batch=batch)
+            forbidden[step] = list(calls)
+    if is_monitored:
+        monitor.close()
+    entries = pickle.loads(c10d._dump_fr_trace(True, False, False))["entries"]
+    asked = Counter(f"{e['process_group'][1]} {e['profiling_name']} {e['input_sizes']}" for e in entries)
+    result = {"rank": dist.get_rank(), "asked": asked, "messages": messages, "forbidden": forbidden}
+    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # torch 2.13 can hang in the teardown of gloo
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] == "monitored", sys.argv[2])

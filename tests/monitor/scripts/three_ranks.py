@@ -1,0 +1,75 @@
+"""Three gloo ranks with uneven batches in several runs; each rank prints what its monitor has to say.
+
+Run by tests/monitor/ranks/test_three_ranks.py under torchrun.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flopwatch
+
+STEPS = 23
+WIDTH = 16
+
+
+def samples(rank: int, step: int) -> int:
+    return 1 + rank + step % 4
+
+
+def train(monitor: flopwatch.TrainingMonitor, model: torch.nn.Module, steps: range) -> None:
+    for number in steps:
+        batch = torch.randn(samples(dist.get_rank(), number), WIDTH)
+        with monitor.step(batch, step=number):
+            model(batch).sum().backward()
+
+
+def logged_by_the_last_rank(folder: Path, model: torch.nn.Module) -> Any:
+    monitor = flopwatch.TrainingMonitor(folder / "last", model=model, log_every=5, logging_rank=-1)
+    train(monitor, model, range(STEPS))
+    monitor.close()
+    return None if monitor.summary is None else dict(monitor.summary.values)
+
+
+def resumed_from_a_state(folder: Path, model: torch.nn.Module, name: str, *, on_all_ranks: bool) -> Any:
+    """A checkpoint after step 12, in the middle of a window; the steps after it are run again."""
+    first = flopwatch.TrainingMonitor(folder / name, model=model, log_every=10)
+    train(first, model, range(13))
+    state = first.state_dict() if on_all_ranks or dist.get_rank() == 0 else {}
+    train(first, model, range(13, 17))
+    first.close()
+    box = [state]
+    dist.broadcast_object_list(box)  # as all ranks read the same checkpoint
+    second = flopwatch.TrainingMonitor(folder / name, model=model, log_every=10)
+    second.load_state_dict(box[0])
+    train(second, model, range(13, STEPS))
+    second.close()
+    if second.summary is None or first.summary is None:
+        return None
+    return {"values": dict(second.summary.values), "notices": [dict(m.summary.notices) for m in (first, second)]}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH, bias=False))
+    result = {
+        "rank": dist.get_rank(),
+        "last": logged_by_the_last_rank(folder, model),
+        "all": resumed_from_a_state(folder, model, "all", on_all_ranks=True),
+        "one": resumed_from_a_state(folder, model, "one", on_all_ranks=False),
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*.jsonl")),
+    }
+    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # torch 2.13 can hang in the teardown of gloo
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

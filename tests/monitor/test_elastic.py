@@ -1,0 +1,51 @@
+"""A torchrun job of which three workers are killed and one is stopped: one log, right totals, right goodput."""
+
+import pytest
+
+from elastic import KILLS, LAST_STEP, STOP, TOKENS_PER_STEP, run_elastic
+from elastic_worker import CHECKPOINT_EVERY
+from flopwatch.goodput import LOST
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("elastic")]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    return run_elastic(tmp_path_factory.mktemp("elastic"))
+
+
+def test_the_log_is_one_run_of_four_sessions(outcome):
+    starts = outcome.log.starts
+    checkpoints = [step // CHECKPOINT_EVERY * CHECKPOINT_EVERY - 1 for _, step in KILLS]
+    assert [start.resumed_after_step for start in starts] == [None, *checkpoints]
+    assert [start.environment["torchelastic"]["restart_count"] for start in starts] == [0, 1, 2, 3]
+    assert len({start.ledger["first_start_unix_time"] for start in starts}) == 1
+    assert outcome.log.torn_lines <= len(KILLS)
+
+
+def test_every_step_is_there_once(outcome):
+    assert [step for row in outcome.log.rows for step in row.steps["step"]] == list(range(LAST_STEP))
+
+
+def test_the_totals_are_those_of_a_run_that_was_never_killed(outcome):
+    values = outcome.log.summary.values
+    assert values["total/steps"] == LAST_STEP
+    assert values["total/tokens"] == LAST_STEP * TOKENS_PER_STEP
+
+
+def test_goodput_is_what_the_operating_systems_clock_says_within_1_percent(outcome):
+    assert abs(outcome.goodput_error) <= 0.01, (outcome.logged, outcome.truth)
+
+
+def test_the_classes_add_up_to_the_wall_time_and_are_those_of_the_diary(outcome):
+    logged, truth = outcome.logged, outcome.truth
+    whole = logged["productive"] + logged["other"] + sum(logged.get(name, 0.0) for name in LOST)
+    assert whole == pytest.approx(logged["wall"], abs=1e-3)
+    assert truth["stall"] > 0.9 * STOP[2], "a worker was stopped"
+    allowed = 0.01 * truth["wall"]
+    for name in ("wall", "start_up", "compile", "stall", "checkpoint", "count"):
+        assert abs(logged.get(name, 0.0) - truth[name]) <= allowed, name
+    # Steps after a killed session's last row are in no log: what the diary calls run again, the log calls restart.
+    lost = ("rerun", "restart", "other")
+    assert abs(sum(logged[name] for name in lost) - sum(truth[name] for name in lost)) <= allowed
+    assert logged["rerun"] <= truth["rerun"] + allowed
