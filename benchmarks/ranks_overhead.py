@@ -48,6 +48,13 @@ LINK_SIZE = Size(Preset(64, 16, 1, 2), seq_len=64)
 class WatchedRank(Watched):
     """Says where a step begins too, so that the rank's own time is measured as for stragglers."""
 
+    def _spent(self) -> tuple[int, float, float, float]:
+        calls, own, threads, call_cpu = super()._spent()
+        ranks = self.monitor._made.ranks if self.monitor._made is not None else None
+        # The thread that looks for hold-ups spends by the wall clock: half of it falls on the bare turns.
+        looking = 0.0 if ranks is None or ranks._hold_ups is None else ranks._hold_ups.cpu_seconds / 2
+        return calls, own, threads - looking, call_cpu
+
     def _get_ready(self) -> None:
         """Nothing to wait for: rows are made when both ranks have told their windows."""
 

@@ -80,7 +80,7 @@ class Link:
 
 @cache
 def why_not() -> str | None:
-    """What is missing for a slow link; None when nothing is. Tries it: a container may forbid what seems to be there."""
+    """What is missing for a slow link; None when nothing is. Tries it: a container may forbid what is there."""
     missing = [name for name in TOOLS if shutil.which(name) is None]
     if not os.path.exists("/dev/net/tun"):
         missing.append("/dev/net/tun")

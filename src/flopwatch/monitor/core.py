@@ -40,6 +40,8 @@ _CHECKPOINT_SECONDS = 2.0
 """How long a checkpoint waits for the other ranks' windows."""
 _CLOSE_RANKS_SECONDS = 5.0
 """How long the end of a run waits for them."""
+_CLOSE_AFTER_ERROR_SECONDS = 0.5
+"""The others may be stuck in a collective that only the end of this process frees."""
 
 
 class Core:
@@ -301,16 +303,17 @@ class Core:
         self._session.load(state)
         self.last_step = state["step"]
 
-    def close(self) -> Summary:
-        """Whatever fails on the way, the sinks are ended."""
+    def close(self, *, after_error: bool = False) -> Summary:
+        """Whatever fails on the way, the sinks are ended. After an error the other ranks are hardly waited for."""
+        seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else _CLOSE_RANKS_SECONDS
         values: dict[str, Number] = {}
         try:
             self.trace.stop()
-            self._look_at_ranks(_CLOSE_RANKS_SECONDS)
+            self._look_at_ranks(seconds)
             self.close_window(now=True, wait=True)
             if not self._has_started:
                 self._start_run(0)
-            self.ranks.finish(_CLOSE_RANKS_SECONDS)
+            self.ranks.finish(seconds)
             self._send_rows(now=True, give_up=True)
             values = self.rows.session_values()
         except Exception as error:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -315,12 +316,15 @@ class TrainingMonitor:
             self._do("load_state_dict", lambda core: core.load(state))
 
     def close(self) -> None:
-        """Write what is left, end the sinks. Waits for slow ones, but not for ever."""
+        """Write what is left, end the sinks. Waits for slow ones and for the other ranks, but not for ever."""
+        self._close(after_error=sys.exc_info()[0] is not None)
+
+    def _close(self, *, after_error: bool) -> None:
         core = self._core
         if core is None:
             return
         try:
-            summary = core.close()
+            summary = core.close(after_error=after_error)
             self.summary = summary if core.ranks.is_logging else None
         except Exception as error:
             self._failed("close", error)
@@ -329,8 +333,8 @@ class TrainingMonitor:
     def __enter__(self) -> "TrainingMonitor":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(after_error=kind is not None)
 
     def _do(self, part: str, action: Callable[[Core], None]) -> None:
         """Run one part of the monitor so that it cannot harm the training."""

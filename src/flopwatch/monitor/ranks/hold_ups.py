@@ -11,11 +11,11 @@ from flopwatch.monitor.ranks.own_time import OwnTime
 _LOOK_SECONDS = 0.001
 """A thread that has used no processor time for so long stands still."""
 _BUSY_SHARE = 0.2
-_SHARE_OF_A_CORE = 0.0005
+_SHARE_OF_A_CORE = 0.0003
 """What looking may cost: decides how often it is done."""
 _SHORTEST_PAUSE_SECONDS = 0.02
 _LOOKS_REMEMBERED = 150
-"""Enough to tell 10 % of the step from nothing in 98 of 100 cases (binomial), at 5 to 10 looks per second."""
+"""Enough to tell 10 % of the step from nothing in 98 of 100 cases (binomial), at about two looks per second."""
 _FEWEST_LOOKS = 40
 _WAITS_FOR_OTHERS = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/")
 
@@ -27,7 +27,7 @@ class HoldUps:
         self._own_time = own_time
         self._ident = threading.get_ident()
         self._looks: deque[bool] = deque(maxlen=_LOOKS_REMEMBERED)
-        self._stop = threading.Event()
+        self._is_over = False
         self.cpu_seconds = 0.0
         if hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(self._ident)
@@ -39,32 +39,32 @@ class HoldUps:
         return sum(looks) / len(looks) if len(looks) >= _FEWEST_LOOKS else None
 
     def stop(self) -> None:
-        self._stop.set()
+        self._is_over = True
 
     def _run(self) -> None:
-        began = time.monotonic()
-        while not self._stop.wait(self._pause(time.monotonic() - began)):
-            if self._own_time.is_in_step:
-                self._look()
-            self.cpu_seconds = time.thread_time()
-
-    def _pause(self, elapsed: float) -> float:
-        """So long that all looks together stay below their share of a core."""
-        return max(_SHORTEST_PAUSE_SECONDS, self.cpu_seconds / _SHARE_OF_A_CORE - elapsed)
-
-    def _look(self) -> None:
-        try:
-            before = time.clock_gettime(self._clock)
-            began = time.monotonic()
-            time.sleep(_LOOK_SECONDS)
-            busy = time.clock_gettime(self._clock) - before
-            if not self._own_time.is_in_step:
+        # Plain sleeps: a wait with a time limit is Python code, which is not in the caches after a training step.
+        clock, own_time, look = self._clock, self._own_time, self._look
+        began, pause = time.monotonic(), _SHORTEST_PAUSE_SECONDS
+        while not self._is_over:
+            time.sleep(pause)
+            try:
+                before = time.clock_gettime(clock)
+                time.sleep(_LOOK_SECONDS)
+                busy = time.clock_gettime(clock) - before
+            except OSError:  # the training's thread has ended
                 return
-            stands_still = busy < _BUSY_SHARE * (time.monotonic() - began)
+            if own_time.is_in_step:
+                look(busy)
+            self.cpu_seconds = time.thread_time()
+            pause = max(_SHORTEST_PAUSE_SECONDS, self.cpu_seconds / _SHARE_OF_A_CORE - time.monotonic() + began)
+
+    def _look(self, busy_seconds: float) -> None:
+        """A thread that used the processor is not held up; of one that did not, the place is looked at."""
+        is_held = False
+        if busy_seconds < _BUSY_SHARE * _LOOK_SECONDS:
             frame = sys._current_frames().get(self._ident)
-            self._looks.append(stands_still and frame is not None and not _waits_for_others(frame))
-        except OSError:  # the thread has ended
-            self._stop.set()
+            is_held = frame is not None and not _waits_for_others(frame)
+        self._looks.append(is_held)
 
 
 _known: dict[CodeType, bool | None] = {}
