@@ -21,8 +21,8 @@ CASES = ("none", "input", "compute", "host")
 SLOW_RANK = 1
 DELAY_SHARE = 0.10
 WINDOW_STEPS = 20
-_SETTLING_WINDOWS = {"none": 5, "input": 5, "compute": 5, "host": 40}
-"""Hold-ups are looked for about twice a second, and 150 looks are remembered: it takes a minute to be sure."""
+_SETTLING_WINDOWS = {"none": 7, "input": 7, "compute": 7, "host": 40}
+"""Processor time is a median over 128 steps; hold-ups are looked for about twice a second, and 150 looks remembered."""
 
 
 def train(case: str, windows: int, folder: str) -> None:

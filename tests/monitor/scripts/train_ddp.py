@@ -1,4 +1,4 @@
-"""300 steps of DDP on gloo, with or without the monitor; rank 0 prints a hash of all parameters and buffers.
+"""300 steps of DDP on gloo for each mode given, `bare` without the monitor; rank 0 prints a hash of all parameters.
 
 Run by tests/monitor/test_harmless.py under torchrun.
 """
@@ -13,13 +13,14 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from test_harmless import hash_of, hooks_of, train
 
 
-def main(mode: str, folder: str) -> None:
+def main(folder: str, *modes: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model, graphs = train("ddp", None if mode == "bare" else mode, folder, seed=dist.get_rank())
-    if dist.get_rank() == 0:
-        sys.stdout.write(f"RESULT {hash_of(model)} {graphs} {hooks_of(model)}\n")
-        sys.stdout.flush()
+    for mode in modes:
+        model, graphs = train("ddp", None if mode == "bare" else mode, f"{folder}/{mode}", seed=dist.get_rank())
+        if dist.get_rank() == 0:
+            sys.stdout.write(f"RESULT {mode} {hash_of(model)} {graphs} {hooks_of(model)}\n")
+            sys.stdout.flush()
     dist.barrier()
     # Tearing a gloo group down after a backward pass can deadlock in torch 2.13 (docs/design.md).
     os._exit(0)

@@ -7,10 +7,13 @@ lock, a sleep) uses no processor time either, so `HoldUps` looks now and then wh
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from statistics import median
 
 from flopwatch.monitor.ranks.reports import Profile
+
+_STEPS_REMEMBERED = 128
 
 
 class OwnTime:
@@ -20,7 +23,7 @@ class OwnTime:
         self._cpu = cpu_seconds
         self._last = cpu_seconds()
         self._busy = 0.0
-        self._steps: list[float] = []
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self.is_in_step = False
         """True while the training works on a batch; read by another thread."""
 
@@ -49,13 +52,12 @@ class OwnTime:
         self._last = self._cpu()
         self.is_in_step = was_in_step
 
-    def take(self) -> float | None:
-        """Busy seconds of the typical step since the last call.
+    def typical(self) -> float | None:
+        """Busy seconds of the typical step of late.
 
-        The median: a neighbour on the same core, or a garbage collection, makes single steps dear.
+        The median, over more than one window: neighbours on the same machine make a few seconds dear now and then.
         """
-        steps, self._steps = self._steps, []
-        return median(steps) if steps else None
+        return median(self._steps) if self._steps else None
 
 
 def profile_of(
