@@ -21,11 +21,11 @@ CASES = ("none", "input", "compute", "host")
 SLOW_RANK = 1
 DELAY_SHARE = 0.10
 WINDOW_STEPS = 20
-_SETTLING_WINDOWS = {"none": 7, "input": 7, "compute": 7, "host": 40}
-"""Processor time is a median over 128 steps; hold-ups are looked for about twice a second, and 150 looks remembered."""
+_SETTLING_WINDOWS = {"none": 7, "input": 7, "compute": 20, "host": 40}
+"""Processor time is a median over a minute; hold-ups are looked for about twice a second, and 150 looks remembered."""
 
 
-def train(case: str, windows: int, folder: str) -> None:
+def train(case: str, windows: int, folder: str, delay_share: float) -> None:
     import torch
     import torch.distributed as dist
 
@@ -62,7 +62,7 @@ def train(case: str, windows: int, folder: str) -> None:
             step(monitor, 0.0)
         undelayed = torch.tensor([(time.perf_counter() - began) / WINDOW_STEPS])
         dist.broadcast(undelayed, 0)
-        delay = 0.0 if case == "none" else DELAY_SHARE * undelayed.item()
+        delay = 0.0 if case == "none" else delay_share * undelayed.item()
         for _ in range((windows + _SETTLING_WINDOWS[case]) * WINDOW_STEPS):
             step(monitor, delay)
     dist.barrier()
@@ -87,9 +87,11 @@ def cause(values: dict[str, float]) -> str:
     return max(shares, key=lambda name: shares[name])
 
 
-def run(case: str, windows: int, folder: Path) -> list[dict[str, float]]:
+def run(case: str, windows: int, folder: Path, delay_share: float = DELAY_SHARE) -> list[dict[str, float]]:
+    """The values of each window in a training of its own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, __file__, "--worker", case, "--windows", str(windows), "--folder", str(folder)]
+    settings = ["--windows", str(windows), "--folder", str(folder), "--delay-share", str(delay_share)]
+    command = [*launcher, __file__, "--worker", case, *settings]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     return verdicts(folder, case)
 
@@ -99,17 +101,18 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--quiet-windows", type=int, default=200)
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
+    parser.add_argument("--delay-share", type=float, default=DELAY_SHARE, help="of the undelayed step")
     parser.add_argument("--worker", choices=CASES)
     parser.add_argument("--folder")
     options = parser.parse_args()
     if options.worker:
-        train(options.worker, options.windows, options.folder)
+        train(options.worker, options.windows, options.folder, options.delay_share)
     print("| delay | windows | named right | cause right | another rank named | step | excess, median |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for case in options.cases:
         with tempfile.TemporaryDirectory() as folder:
             windows = options.quiet_windows if case == "none" else options.windows
-            print(table_row(case, run(case, windows, Path(folder))), flush=True)
+            print(table_row(case, run(case, windows, Path(folder), options.delay_share)), flush=True)
 
 
 def table_row(case: str, rows: list[dict[str, float]]) -> str:

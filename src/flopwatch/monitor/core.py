@@ -247,7 +247,8 @@ class Core:
         if self.ranks.waits_for_plan:
             return
         if self._noted:
-            busy = None if self.ranks.own_time is None else self.ranks.own_time.typical()
+            step_seconds = (self._clock() - self._window_began) / len(self._noted)
+            busy = None if self.ranks.own_time is None else self.ranks.own_time.typical(step_seconds)
             self._late.append(Window(self._noted, self.timer, self.pricing.look_at_held, busy))
             self._noted = []
         while self._late and (wait or self._late[0].has_arrived()):

@@ -92,7 +92,20 @@ def test_own_time_is_processor_time_between_the_batch_and_the_end_of_the_step():
         now[0] += 1.0
         own.step_ends()
 
-    assert own.typical() == 3.0
+    assert own.typical(step_seconds=1.0) == 3.0
+
+
+def test_the_typical_step_is_that_of_the_last_minute():
+    now = [0.0]
+    own = OwnTime(lambda: now[0])
+    for busy in [5.0] * 100 + [1.0] * 40:
+        own.batch_is_here()
+        now[0] += busy
+        own.step_ends()
+
+    assert own.typical(step_seconds=0.1) == 5.0  # 512 steps and more fit into a minute
+    assert own.typical(step_seconds=1.0) == 1.0  # 60 do: 40 of the new kind
+    assert own.typical(step_seconds=100.0) == 1.0  # at least 32
 
 
 def test_what_is_left_of_a_step_is_waiting():

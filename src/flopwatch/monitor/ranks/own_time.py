@@ -9,11 +9,13 @@ lock, a sleep) uses no processor time either, so `HoldUps` looks now and then wh
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from statistics import median
 
 from flopwatch.monitor.ranks.reports import Profile
 
-_STEPS_REMEMBERED = 128
+_SECONDS_REMEMBERED = 60.0
+_FEWEST_STEPS, _MOST_STEPS = 32, 512
 
 
 class OwnTime:
@@ -23,7 +25,7 @@ class OwnTime:
         self._cpu = cpu_seconds
         self._last = cpu_seconds()
         self._busy = 0.0
-        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
         self.is_in_step = False
         """True while the training works on a batch; read by another thread."""
 
@@ -52,12 +54,14 @@ class OwnTime:
         self._last = self._cpu()
         self.is_in_step = was_in_step
 
-    def typical(self) -> float | None:
-        """Busy seconds of the typical step of late.
+    def typical(self, step_seconds: float) -> float | None:
+        """Busy seconds of the typical step of the last minute.
 
-        The median, over more than one window: neighbours on the same machine make a few seconds dear now and then.
+        The median, over more than one window: neighbours on the same machine make some seconds dear now and then.
         """
-        return median(self._steps) if self._steps else None
+        wanted = _MOST_STEPS if step_seconds <= 0 else int(_SECONDS_REMEMBERED / step_seconds)
+        first = max(0, len(self._steps) - min(max(wanted, _FEWEST_STEPS), _MOST_STEPS))
+        return median(islice(self._steps, first, None)) if self._steps else None
 
 
 def profile_of(
