@@ -49,6 +49,12 @@ campaign: install
 	$(BIN)/python benchmarks/sweep_scale.py --trials 10000
 	$(BIN)/python benchmarks/sweep_isolation.py --trials 1000
 	$(BIN)/python benchmarks/sweep_campaign.py
+	$(BIN)/python benchmarks/ranks_overhead.py
+	$(BIN)/python benchmarks/ranks_overhead.py --link
+	$(BIN)/python benchmarks/ranks_growth.py
+	$(BIN)/python benchmarks/straggler_ranks.py
+	$(BIN)/python benchmarks/elastic.py
+	$(BIN)/python benchmarks/disturbed_ranks.py
 
 pictures: install
 	$(BIN)/python benchmarks/accuracy.py

@@ -66,6 +66,8 @@ class Explanation:
         hfu: The division of the hardware FLOPs.
         unknown: What is not known, and why.
         torn_lines: Lines of the log that could not be read.
+        world_size: Ranks of the training. Single steps are those of the logging rank: of all ranks the log has windows.
+        all_ranks_mfu: MFU of the window over all ranks, where there are several.
     """
 
     log: str
@@ -94,6 +96,8 @@ class Explanation:
     hfu: Division | None
     unknown: Mapping[str, str]
     torn_lines: int
+    world_size: int = 1
+    all_ranks_mfu: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -137,6 +141,9 @@ def _explained(
     step = row.step if is_window else steps[0]["step"]
     provenance = provenance_at(log, step)
     sums = {name: _sum(steps, name) for name in _SUMMED}
+    world_size = max((start.world_size for start in log.starts), default=1)
+    # With several ranks the logged shares are theirs together, and the steps are one rank's own.
+    comparable = row.values if is_window and world_size == 1 else {}
     return Explanation(
         log=str(log.path),
         step=step,
@@ -153,10 +160,12 @@ def _explained(
         other_seconds=_other_seconds(row),
         goodput=goodput_of(row.ledger.get("seconds", {})),
         provenance=provenance,
-        mfu=_division(steps, "model_flops", provenance, row.values.get("perf/mfu") if is_window else None),
-        hfu=_division(steps, "hardware_flops", provenance, row.values.get("perf/hfu") if is_window else None),
+        mfu=_division(steps, "model_flops", provenance, comparable.get("perf/mfu")),
+        hfu=_division(steps, "hardware_flops", provenance, comparable.get("perf/hfu")),
         unknown=_unknown(sums, provenance, left_out, log),
         torn_lines=log.torn_lines,
+        world_size=world_size,
+        all_ranks_mfu=row.values.get("perf/mfu") if world_size > 1 else None,
     )
 
 

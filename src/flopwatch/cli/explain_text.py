@@ -29,7 +29,10 @@ def print_explanation(explanation: Explanation) -> None:
     """Print the result, what it is made of, and the division."""
     typer.secho(f"\n{_title(explanation)}", bold=True)
     typer.secho(explanation.log, dim=True)
-    typer.secho(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}\n", bold=True)
+    typer.secho(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", bold=True)
+    if explanation.world_size > 1:
+        typer.echo(_of_one_rank(explanation))
+    typer.echo()
     sections = {
         "model FLOPs": _flops(explanation, "model"),
         "hardware FLOPs": _flops(explanation, "hardware"),
@@ -45,6 +48,11 @@ def print_explanation(explanation: Explanation) -> None:
     _print_division("MFU", "model FLOPs", explanation.mfu, explanation)
     _print_division("HFU", "hardware FLOPs", explanation.hfu, explanation)
     typer.echo()
+
+
+def _of_one_rank(explanation: Explanation) -> str:
+    together = "" if explanation.all_ranks_mfu is None else f": MFU {100 * explanation.all_ranks_mfu:.2f} %"
+    return f"of the logging rank's own steps; the window of all {explanation.world_size} ranks is in the log{together}"
 
 
 def _percent(division: Division | None) -> str:

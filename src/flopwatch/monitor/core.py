@@ -337,7 +337,7 @@ class Core:
             self._tell(*notices.not_readable(name))
         if self.pricing.is_new:
             self.pricing.is_new = False
-            self.outlets.send(self.pricing.provenance(window.steps[0].step))
+            self.outlets.send(self.pricing.provenance(window.steps[0].step, self.rows.devices_per_batch))
 
     def _price(self, work: Work) -> StepFlops | None:
         try:

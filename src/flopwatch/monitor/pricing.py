@@ -159,7 +159,7 @@ class Pricing:
         elif offer is None:
             self._has_given_up = self.flops_fn is None
 
-    def provenance(self, step: int) -> Provenance:
+    def provenance(self, step: int, device_count: int) -> Provenance:
         facts = self._mode.facts()
         coverage = facts["coverage"]
         if coverage is not None and coverage < 1:
@@ -178,6 +178,7 @@ class Pricing:
             coverage,
             facts["law"],
             None if self.peak is None else self.peak.to_json(),
+            device_count,
             notes=facts["notes"],
         )
 

@@ -103,13 +103,13 @@ class RowMaker:
     def session_values(self) -> dict[str, Number]:
         """Totals of the run and rates of this session."""
         self.ledger.tell_wall(self.unix_time())
-        values = self._session.values(self._copies)
+        values = self._session.values(self.devices_per_batch)
         if self._all_ranks is not None:
             values = job_values(self._all_ranks, self.data_parallel_size)
         return {**values, **self.ledger.values()}
 
     @property
-    def _copies(self) -> int:
+    def devices_per_batch(self) -> int:
         """Ranks that share a batch: what one of them tells of it is the work of all of them."""
         return max(1, self._world_size // self.data_parallel_size)
 
@@ -155,7 +155,7 @@ class RowMaker:
         self._recent_seconds.extend(s.seconds for s in measured if s.seconds is not None and not s.is_warm_up)
         flops_per_s = None if peak is None else peak.flops_per_s
         values = window_values(
-            measured, peak_flops_per_s=flops_per_s, device_count=self._copies, world_size=self._world_size
+            measured, peak_flops_per_s=flops_per_s, device_count=self.devices_per_batch, world_size=self._world_size
         )
         self._session.add(measured, flops_per_s)
         values |= self._of_all_ranks(window.report, report)
