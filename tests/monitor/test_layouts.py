@@ -12,51 +12,50 @@ import pytest
 from parallel_transformer import global_batch, true_flops
 
 SCRIPT = Path(__file__).parent / "scripts" / "layouts.py"
-STEPS = 12
+STEPS = 8
 LAYOUTS = ("single", "ddp", "fsdp2", "tp_dp", "pp_dp", "cp_dp")
 SHARE_OF_PARAMETERS = {"fsdp2": 1 / 4, "tp_dp": 1 / 4, "pp_dp": 1 / 2}
-with_layout = pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.xdist_group(f"layout {layout}")) for layout in LAYOUTS]
-)
-"""All tests of a layout in one worker: they share one launch."""
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]
+"""In one worker: they share the launches."""
 FOUR_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """One launch trains a layout with both accumulations: starting four ranks takes longer than their training."""
+    """One launch trains all layouts with both accumulations: starting four ranks takes longer than their training."""
 
     @cache
-    def run(layout, steps=STEPS):
-        launcher = [] if layout == "single" else FOUR_RANKS
-        arguments = [str(tmp_path_factory.mktemp(layout)), layout, str(steps), "1", "4"]
+    def launch(layouts, steps):
+        launcher = [] if layouts == ("single",) else FOUR_RANKS
+        arguments = [str(tmp_path_factory.mktemp("layouts")), ",".join(layouts), str(steps), "1", "4"]
         command = [sys.executable, *launcher, str(SCRIPT), *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
-        return {result["accumulation"]: result for result in results}
+        return {(result["layout"], result["accumulation"]): result for result in results}
+
+    def run(layout, accumulation, *, steps=STEPS, layouts=None):
+        together = ("single",) if layout == "single" else LAYOUTS[1:]
+        return launch(layouts or together, steps)[layout, accumulation]
 
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.requirement("R13")
 @pytest.mark.parametrize("accumulation", [1, 4])
-@with_layout
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_flops_and_tokens_are_those_of_the_global_batch(layout, accumulation, trained):
-    values = trained(layout)[accumulation]["monitor"]
+    values = trained(layout, accumulation)["monitor"]
 
     assert_whole(values, STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("layout, short")
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_a_run_that_ends_in_its_first_windows_is_whole_too(accumulation, trained):
     """It ends before the logging rank has told the others where windows end and what batches cost."""
-    values = trained("ddp", steps=3)[accumulation]["monitor"]
+    values = trained("ddp", accumulation, steps=3, layouts=("ddp",))["monitor"]
 
     assert_whole(values, 3)
 
@@ -72,12 +71,11 @@ def assert_whole(values, steps):
     assert values["perf/mfu"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
-@with_layout
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layouts_train_what_one_process_trains(layout, accumulation, trained):
     """So the layouts are what they say: every rank takes part, and their work together is that of the whole batch."""
-    result = trained(layout)[accumulation]
+    result = trained(layout, accumulation)
 
     assert result["loss_error"] < 2e-6
     assert result["parameter_error"] < 1e-6 < 1e-3 < result["parameter_change"]

@@ -86,7 +86,9 @@ def test_the_pages_own_trainer_and_a_quick_sweep(place):
     assert (place / "report.html").exists()
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if line.startswith(("flopwatch trial", "flopwatch fit"))])
+@pytest.mark.parametrize(
+    "line", dict.fromkeys(line for line in commands() if line.startswith(("flopwatch trial", "flopwatch fit")))
+)
 def test_a_trial_and_a_fit_of_the_page_take_these_flags(place, line):
     """With the smallest model, lest the test take minutes."""
     smaller = ["--model-size", "tiny", "--seq-len", "32", "--steps", "1"]

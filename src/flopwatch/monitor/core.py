@@ -282,7 +282,7 @@ class Core:
         if self._has_started:
             self.outlets.flush_log()
         self.rows.ledger.tell_wall(self._session.unix_time())
-        ledger_step = self.last_step if self.rows.last_step is None else self.rows.last_step
+        ledger_step = self._session.resumed_after if self.rows.last_step is None else self.rows.last_step
         ledger = self.rows.ledger.to_json()
         return {"version": 1, "step": self.last_step, "ledger_step": ledger_step, "ledger": ledger}
 

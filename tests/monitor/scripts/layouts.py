@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -298,16 +299,16 @@ def watched_training(folder: str, name: str, steps: int, accumulation: int) -> d
     return {**result, "monitor": summary.values if summary is not None else None}
 
 
-def main(folder: str, name: str, steps: str, *accumulations: str) -> None:
+def main(folder: str, names: str, steps: str, *accumulations: str) -> None:
     torch.set_num_threads(1)
-    if name != "single":
+    if names != "single":
         dist.init_process_group("gloo")
-    for accumulation in accumulations:
+    for name, accumulation in product(names.split(","), accumulations):
         result = watched_training(folder, name, int(steps), int(accumulation))
         if name == "single" or dist.get_rank() == 0:
-            sys.stdout.write(f"RESULT {json.dumps(result)}\n")
+            sys.stdout.write(f"RESULT {json.dumps({'layout': name, **result})}\n")
             sys.stdout.flush()
-    if name != "single":
+    if names != "single":
         dist.barrier()
         # Tearing a gloo group down after a backward pass can deadlock in torch 2.13 (docs/design.md).
         os._exit(0)

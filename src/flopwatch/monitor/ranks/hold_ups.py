@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections import deque
-from types import CodeType, FrameType
+from types import FrameType
 
 from flopwatch.monitor.ranks.own_time import OwnTime
 
@@ -67,18 +67,20 @@ class HoldUps:
         self._looks.append(is_held)
 
 
-_known: dict[CodeType, bool | None] = {}
+_known: dict[str, bool | None] = {}
+"""By file: code objects of different files can be equal."""
 
 
 def _waits_for_others(frame: FrameType | None) -> bool:
     """Whether torch is running a backward pass or a collective; the first frame outside torch ends the search."""
     while frame is not None:
-        kind = _known.get(frame.f_code, ...)
+        file = frame.f_code.co_filename
+        kind = _known.get(file, ...)
         if kind is ...:
-            path = frame.f_code.co_filename.replace("\\", "/")
+            path = file.replace("\\", "/")
             kind = True if any(part in path for part in _WAITS_FOR_OTHERS) else (None if "/torch/" in path else False)
             if len(_known) < 10_000:
-                _known[frame.f_code] = kind
+                _known[file] = kind
         if kind is not None:
             return kind
         frame = frame.f_back
