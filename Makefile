@@ -25,7 +25,7 @@ check: install
 
 # One thread per worker: the models are tiny, and more would only wait for each other.
 # Tests that share a server form a group, and a group stays in one worker.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadgroup
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
 
 test: install
 	$(PYTEST) -m "not slow and not gpu"
