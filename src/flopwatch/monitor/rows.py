@@ -228,17 +228,7 @@ class MeasuredSum:
         return values
 
 
-_SUMMED = (
-    "seconds",
-    "input_wait_seconds",
-    "samples",
-    "tokens",
-    "real_tokens",
-    "trainable_tokens",
-    "model_flops",
-    "hardware_flops",
-    "recompute_flops",
-)
+_SUMMED = ("seconds", "input_wait_seconds", *AMOUNTS)
 
 
 def _means(steps: Sequence[SettledStep]) -> dict[str, Number]:
