@@ -17,8 +17,10 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from disturbed_training import DISTURBED_STEP, GONE, STEPS, WINDOW_STEPS
+from disturbed_training import DISTURBED_STEP, GONE, STEPS, TO_THE_TRAINING, WINDOW_STEPS
 
+PLAN_STEP = 2 * WINDOW_STEPS + 1
+"""By then the logging rank has told how long windows are: its second window says how long its warm-up was."""
 _SLEEP_SECONDS = 0.02
 
 
@@ -35,7 +37,7 @@ def main(case: str, mode: str, folder: str, timeout_seconds: float) -> None:
     result["parameters"] = hash_of(model)
     say("RESULT " + json.dumps(result))
     if case == "forgotten_while_the_other_dies" and rank == 1:
-        time.sleep(float(os.environ.get("DLY", "0.2")))  # rank 0 is being taken down then
+        time.sleep(0.2)  # rank 0 is being taken down then
         os._exit(0)
     # From here on the process has to end by itself: no os._exit.
 
@@ -100,6 +102,9 @@ def train(case, rank, model, monitor) -> dict:
             with monitor.step(batch, step=step) if monitor is not None else nullcontext() as noted:
                 at["call"] = "forward"
                 loss = model(batch).square().mean()
+                if step == PLAN_STEP and rank == 1 and monitor is not None and case in TO_THE_TRAINING:
+                    # On a busy machine the monitors might else find each other after the disturbance only.
+                    assert monitor._core.ranks.link.wait_for_plan(30.0)
                 if step == DISTURBED_STEP:
                     disturb(case, rank, monitor)
                 at["call"] = "backward"

@@ -16,6 +16,7 @@ from typing import Any
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import group as ranks_group
 from flopwatch.monitor.ranks.alignment import aligned
+from flopwatch.monitor.ranks.parking import park
 from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, extend
 from flopwatch.monitor.ranks.tree import children, parent
 
@@ -70,8 +71,7 @@ class RankLink:
         self.cpu_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="flopwatch-ranks", daemon=True)
         self._thread.start()
-        # A thread that comes back from gloo while the interpreter is being taken down aborts the process.
-        atexit.register(self._end)
+        atexit.register(self._leave)
 
     @property
     def is_over(self) -> bool:
@@ -113,7 +113,15 @@ class RankLink:
     def _end(self) -> None:
         self.give_up()
         self._thread.join(_END_SECONDS)
-        atexit.unregister(self._end)
+        if self.is_over:
+            atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """The process ends; the thread may wait for an answer from a host that is away."""
+        if not self._is_given_up.is_set():
+            self._end()
+        if not self.is_over:
+            park(self._thread)
 
     def wait_for(self, last_step: int, seconds: float) -> bool:
         """Until the windows up to this step have come from all ranks; on the logging rank."""
