@@ -24,7 +24,7 @@ check: install
 	$(BIN)/lint-imports
 
 # One thread per worker: the models are tiny, and more would only wait for each other.
-# Tests that share a server form a group, and a group stays in one worker.
+# The tests of a file share what is dear to start (a server, a torchrun), so they stay in one worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
 
 test: install
@@ -41,7 +41,7 @@ bench: install
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/overhead.py
 
-# Too long for CI; figures go into docs/accuracy.md, docs/overhead.md and docs/sweep.md.
+# Too long for CI; figures go into docs/accuracy.md, overhead.md, sweep.md, ranks.md and scale.md.
 campaign: install
 	$(BIN)/python benchmarks/more_architectures.py
 	$(BIN)/python benchmarks/kills.py --kills 50

@@ -155,7 +155,6 @@ def plain_llama_or(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("sharded")
 @pytest.mark.parametrize("kind", [*ON_FOUR_RANKS, *OF_TRANSFORMERS])
 def test_one_rank_alone_counts_the_whole_model(kind: str) -> None:
     model, batch = plain_llama_or(kind.removeprefix("transformers ") if kind in OF_TRANSFORMERS else "llama")
@@ -173,7 +172,6 @@ def test_one_rank_alone_counts_the_whole_model(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("sharded")
 @pytest.mark.parametrize("kind", WITH_OBSTACLES)
 def test_one_rank_alone_never_waits_for_the_others(kind: str) -> None:
     result = results(2, *WITH_OBSTACLES)[kind]

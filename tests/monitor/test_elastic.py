@@ -8,7 +8,7 @@ from flopwatch.goodput import LOST
 
 KILLED = KILLS[:1]
 """All three by `python benchmarks/elastic.py`; each start of two ranks takes 10 s and more."""
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("elastic")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,6 @@ def test_a_dropout_too_many_would_be_seen(bare):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("harmless ddp")
 @pytest.mark.parametrize("mode", MODES)
 def test_ddp_on_two_ranks_is_bitwise_equal_with_and_without(mode, trained_by_ddp):
     assert trained_by_ddp[mode] == trained_by_ddp["bare"]

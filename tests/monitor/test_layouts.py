@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "layouts.py"
 STEPS = 8
 LAYOUTS = ("single", "ddp", "fsdp2", "tp_dp", "pp_dp", "cp_dp")
 SHARE_OF_PARAMETERS = {"fsdp2": 1 / 4, "tp_dp": 1 / 4, "pp_dp": 1 / 2}
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]
+pytestmark = pytest.mark.slow
 """In one worker: they share the launches."""
 FOUR_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
 

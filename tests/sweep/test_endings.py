@@ -20,7 +20,7 @@ from real_slurm import need_slurm, real_slurm
 from sweeping import TESTS, Listener, left_behind, run_sweep
 
 # One after the other: six workers at once on two cores would be slower to import torch than the limit below.
-pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22"), pytest.mark.xdist_group("endings")]
+pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22")]
 
 QUIET_SECONDS = 30.0
 """No-progress limit: longer than a busy machine takes to import torch, which is no progress either."""

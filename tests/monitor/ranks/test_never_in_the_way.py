@@ -18,7 +18,7 @@ from disturbed_training import (
 from flopwatch.monitor import core
 from slow_link import need_slow_link, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("never_in_the_way"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 RECOVERS = ("stopped", "cut")
 UNCLOSED = ("killed_0", "never_closed", "forgotten_while_the_other_dies")

@@ -23,7 +23,7 @@ def monitored(tmp_path_factory):
     return torchrun(SCRIPT, "monitored", str(tmp_path_factory.mktemp("monitored")), ranks=2)
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("silent")]
+pytestmark = pytest.mark.slow
 
 
 def test_the_training_asks_the_same_of_c10d_with_and_without_the_monitor(bare, monitored):

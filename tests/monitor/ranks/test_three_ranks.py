@@ -21,10 +21,6 @@ def results(tmp_path_factory):
     return torchrun(SCRIPT, str(tmp_path_factory.mktemp("ranks")), ranks=RANKS)
 
 
-together = pytest.mark.xdist_group("three_ranks")
-
-
-@together
 @pytest.mark.slow
 def test_the_rank_that_was_chosen_has_the_numbers_of_all(results):
     first, second, last = (rank["last"] for rank in results)
@@ -35,13 +31,11 @@ def test_the_rank_that_was_chosen_has_the_numbers_of_all(results):
     assert last["ranks/reporting"] == RANKS
 
 
-@together
 @pytest.mark.slow
 def test_there_is_one_log_for_each_run(results):
     assert results[0]["files"] == ["all/training_log.jsonl", "last/training_log.jsonl", "one/training_log.jsonl"]
 
 
-@together
 @pytest.mark.slow
 def test_a_state_taken_on_every_rank_continues_exactly_in_the_middle_of_a_window(results):
     run = results[0]["all"]
@@ -52,7 +46,6 @@ def test_a_state_taken_on_every_rank_continues_exactly_in_the_middle_of_a_window
     assert run["notices"] == [{}, {}]
 
 
-@together
 @pytest.mark.slow
 def test_a_state_taken_on_one_rank_says_that_it_is_behind_and_the_rest_is_an_estimate(results):
     first, second = results[0]["one"]["notices"]

@@ -18,8 +18,6 @@ from flopwatch.trial_records import TrialSpec
 from real_ray import need_ray, real_ray
 from sweep.engines import contract
 
-slow = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
-
 TELL_GPUS = 'echo "gpus=$CUDA_VISIBLE_DEVICES" > {trial_dir}/gpus; '
 
 
@@ -29,11 +27,8 @@ def ray():
         yield ray
 
 
-def with_marks(*marks):
-    return lambda function: [function := mark(function) for mark in marks][-1]
-
-
-on_ray = with_marks(*slow, pytest.mark.usefixtures("ray"))
+def on_ray(test):
+    return pytest.mark.slow(pytest.mark.usefixtures("ray")(test))
 
 
 def command(**settings):
@@ -183,7 +178,7 @@ while True:
 """
 
 
-@with_marks(*slow)
+@pytest.mark.slow
 def test_a_ray_of_its_own_is_on_loopback_and_ends_with_a_killed_runner(tmp_path):
     need_ray()
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))

@@ -13,7 +13,7 @@ from real_ray import ray_cluster
 from sweep.engines import contract
 from wait_until import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray_nodes")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from flopwatch.sweep.folder import prepare
 from sweep.engines import contract
 from wait_until import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("slurm")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 
 TELL_GPUS = 'echo "gpus=$CUDA_VISIBLE_DEVICES" > {trial_dir}/gpus'
 COUNT = "echo $$ >> {trial_dir}/../../ran-$FLOPWATCH_TRIAL_NAME; "
