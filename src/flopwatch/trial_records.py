@@ -27,8 +27,8 @@ Outcome: TypeAlias = Literal[
     "skipped",  # not run: left out by a rule of the sweep
 ]
 
-FAILED: tuple[Outcome, ...] = ("crash", "timeout", "hang", "error", "invalid", "lost", "cancelled")
-"""What `--only failed` runs again; an out-of-memory is a result."""
+FAILED: tuple[Outcome, ...] = ("crash", "timeout", "hang", "error", "invalid", "lost")
+"""What `--only failed` runs again; an out-of-memory is a result, and what was cancelled every resume runs again."""
 
 OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
 

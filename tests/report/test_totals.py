@@ -2,6 +2,7 @@
 
 import pytest
 
+from flopwatch.report.sentences import totals_sentence
 from flopwatch.trial_records import TrialSpec
 from report.few_results import GIB, ended, ran, summary_of
 
@@ -17,6 +18,20 @@ def test_every_outcome_is_counted_and_what_has_no_result_is_missing():
     )
     assert summary.totals.trials == 4
     assert summary.totals.by_outcome == {"ok": 2, "hang": 1, "missing": 1}
+
+
+def test_the_first_line_tells_failed_cancelled_and_missing_apart():
+    summary = summary_of(
+        ran("standard", 4, 512),
+        ended("standard", 8, 512, "oom_host"),
+        ended("standard", 16, 512, "oom_inferred"),
+        ended("ghost", 4, 512, "crash"),
+        ended("ghost", 8, 512, "cancelled"),
+        missing=[TrialSpec("ghost", "tiny", 16, 512)],
+    )
+    assert totals_sentence(summary) == (
+        "6 trials: 1 ok, 2 out of memory (1 of them inferred), 1 failed, 1 cancelled, 1 missing"
+    )
 
 
 def test_time_spent_adds_up_and_the_clock_runs_from_the_first_start_to_the_last_end():
@@ -39,9 +54,10 @@ def test_success_is_of_what_was_run_and_out_of_memory_is_not_a_failure():
         ended("dpsgd", 5, 64, "unsupported"),
         ended("dpsgd", 6, 64, "skipped"),
         ended("dpsgd", 7, 64, "cancelled", unix_time=None, seconds=None),
+        ended("dpsgd", 10, 64, "cancelled"),
         missing=[TrialSpec("dpsgd", "tiny", 9, 64)],
     ).trainers
-    assert (trainer.tried, trainer.ok, trainer.out_of_memory, trainer.failed, trainer.not_run) == (4, 2, 1, 1, 5)
+    assert (trainer.tried, trainer.ok, trainer.out_of_memory, trainer.failed, trainer.not_run) == (4, 2, 1, 1, 6)
     assert trainer.success_rate == 0.5
 
 

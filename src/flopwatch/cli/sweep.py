@@ -188,5 +188,5 @@ def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], *, was_st
     if was_stopped and left:
         typer.echo(f"{plural(left, 'trial')} left; the same command goes on.")
         raise typer.Exit(130)  # as a shell says of what Ctrl-C ended: `sweep && report` stops here
-    if any(counts.get(outcome) for outcome in FAILED):
+    if any(counts.get(outcome) for outcome in (*FAILED, "cancelled")):
         raise typer.Exit(1)

@@ -99,13 +99,14 @@ def _sections(summary: SweepSummary, colours: dict[str, int]) -> Iterator[str]:
 
 def _tiles(summary: SweepSummary) -> str:
     counted = tally(summary)
+    not_run = counted.unsupported + counted.skipped + counted.cancelled + counted.missing
     tried = sum(one.tried for one in summary.trainers)
     tiles = [
         (f"{summary.totals.trials:,}", "trials asked for"),
         (share(counted.ok / tried) if tried else "–", f"success: {counted.ok:,} of {tried:,} run"),
         (f"{counted.out_of_memory:,}", f"out of memory, {counted.inferred:,} inferred"),
         (f"{counted.failed:,}", "failed"),
-        (f"{counted.unsupported + counted.skipped + counted.missing:,}", f"not run, {counted.missing:,} missing"),
+        (f"{not_run:,}", f"not run, {counted.missing:,} missing"),
         (duration(summary.totals.trial_seconds), f"of trials, {duration(summary.totals.wall_seconds)} on the clock"),
     ]
     return '<div class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</div>"

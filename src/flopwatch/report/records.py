@@ -86,7 +86,7 @@ class TrainerTotals:
         ok: Of those, ran to the end.
         out_of_memory: Of those, too large.
         failed: Of those, everything else.
-        not_run: Inferred, unsupported, skipped or missing.
+        not_run: Inferred, unsupported, skipped, cancelled or missing.
         success_rate: ok / tried; None when nothing was tried.
         mean_peak_bytes: Over its `ok` trials that tell.
         peaks: How many those are.

@@ -26,6 +26,7 @@ class Tally(NamedTuple):
     failed: int
     unsupported: int
     skipped: int
+    cancelled: int
     missing: int
 
 
@@ -38,6 +39,7 @@ def tally(summary: SweepSummary) -> Tally:
         sum(counts.get(outcome, 0) for outcome in FAILED),
         counts.get("unsupported", 0),
         counts.get("skipped", 0),
+        counts.get("cancelled", 0),
         counts.get("missing", 0),
     )
 
@@ -48,8 +50,8 @@ def totals_sentence(summary: SweepSummary) -> str:
     inferred = f" ({counted.inferred:,} of them inferred)" if counted.inferred else ""
     parts = [f"{counted.ok:,} ok"]
     parts += [f"{counted.out_of_memory:,} out of memory{inferred}"] if counted.out_of_memory else []
-    others = {"failed": counted.failed, "unsupported": counted.unsupported, "skipped": counted.skipped}
-    parts += [f"{number:,} {word}" for word, number in {**others, "missing": counted.missing}.items() if number]
+    others = ("failed", "unsupported", "skipped", "cancelled", "missing")
+    parts += [f"{number:,} {word}" for word in others if (number := getattr(counted, word))]
     trials = summary.totals.trials
     return f"{trials:,} {'trial' if trials == 1 else 'trials'}: {', '.join(parts)}" if trials else "No trials"
 

@@ -26,10 +26,10 @@ def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
 
 
 def was_tried(result: TrialResult) -> bool:
-    """Whether it was run at all; one cancelled or refused before its start was not."""
-    if result.outcome in ("cancelled", "invalid"):
+    """Whether its end says something of its trainer; one refused before its start, or cancelled, does not."""
+    if result.outcome == "invalid":
         return result.unix_time is not None
-    return result.outcome not in NOT_RUN
+    return result.outcome not in (*NOT_RUN, "cancelled")
 
 
 def trainer_totals(results: Iterable[TrialResult], missing: Iterable[TrialSpec]) -> tuple[TrainerTotals, ...]:
