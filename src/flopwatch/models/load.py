@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flopwatch.errors import InputError
+from flopwatch.models.names import check_model_name, config_file, is_config
 from flopwatch.models.presets import PRESETS
 from flopwatch.models.transformer import Decoder
 from flopwatch.optional import require
@@ -23,24 +24,18 @@ def load_model(spec: str, *, device: str = "meta") -> nn.Module:
             a function without arguments that returns a module.
         device: Where its parameters are made.
     """
+    check_model_name(spec)
     if spec in PRESETS:
         with torch.device(device):
             return Decoder(PRESETS[spec]).train()
-    if Path(spec).suffix == ".json" or Path(spec).is_dir():
-        return _from_config_file(Path(spec), device)
-    if ":" in spec:
-        return _from_factory(spec, device)
-    raise InputError(
-        f"model {spec!r} is none of the presets ({', '.join(PRESETS)}), no .json file and no 'module:function'"
-    )
+    if is_config(spec):
+        return _from_config_file(config_file(spec), device)
+    return _from_factory(spec, device)
 
 
-def _from_config_file(path: Path, device: str) -> nn.Module:
-    file = path / "config.json" if path.is_dir() else path
+def _from_config_file(file: Path, device: str) -> nn.Module:
     try:
         settings: dict[str, Any] = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise InputError(f"there is no file {file}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{file} is not JSON: {error}") from None
     if not isinstance(settings, dict) or "model_type" not in settings:

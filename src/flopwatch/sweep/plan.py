@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flopwatch.errors import InputError
+from flopwatch.models.names import check_model_name
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.environment import fingerprint
 from flopwatch.sweep.folder import record, result_file
@@ -54,6 +55,8 @@ def make_plan(
     """
     if only is not None and only not in ONLY:
         raise InputError(f"--only takes {', '.join(ONLY)}; got {only!r}")
+    for model in dict.fromkeys(spec.model for spec in specs if spec.trainer != "command"):
+        check_model_name(model)
     trials = tuple(
         Trial(sweep, name, content_key(spec, fingerprint(spec)), spec)
         for name, spec in zip(trial_names(specs), specs, strict=True)

@@ -1,0 +1,29 @@
+"""How users name models. Nothing is built or imported, so that a mistake is told before any process is started."""
+
+from pathlib import Path
+
+from flopwatch.errors import InputError
+from flopwatch.models.presets import PRESETS
+
+
+def check_model_name(spec: str) -> None:
+    """Raises:
+    InputError: There can be no such model.
+    """
+    if is_config(spec):
+        file = config_file(spec)
+        if not file.exists():
+            raise InputError(f"there is no file {file}")
+    elif spec not in PRESETS and ":" not in spec:
+        raise InputError(
+            f"model {spec!r} is none of the presets ({', '.join(PRESETS)}), no .json file and no 'module:function'"
+        )
+
+
+def is_config(spec: str) -> bool:
+    """Whether it names a Hugging Face config."""
+    return spec not in PRESETS and (Path(spec).suffix == ".json" or Path(spec).is_dir())
+
+
+def config_file(spec: str) -> Path:
+    return Path(spec) / "config.json" if Path(spec).is_dir() else Path(spec)
