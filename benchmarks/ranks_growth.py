@@ -119,14 +119,14 @@ def as_text(points: list[Point]) -> str:
         start, latency = 1e3 * point.start_seconds, 1e3 * point.latency_seconds
         lines.append(f"| {point.ranks} | {start:.0f} ms | {latency:.2f} ms | {cpu} |")
     base, slope = fit_line([(c, s) for point in points for c, s in point.cpu_seconds.items()])
-    busiest = base + 8 * slope
+    busiest = max(base + 8 * slope, *(seconds for point in points for seconds in point.cpu_seconds.values()))
     lines += [
         "",
-        f"CPU of a rank per window = {1e6 * base:.0f} µs + {1e6 * slope:.0f} µs for each rank that reports to it, of "
-        f"which there are at most 8: {1e6 * busiest:.0f} µs for the busiest rank of a training of any size, "
+        f"A line through these points is {1e6 * base:.0f} µs + {1e6 * slope:.0f} µs for each rank that reports to it, of "
+        f"which there are at most 8, in a training of any size. The most of line and points is {1e6 * busiest:.0f} µs, "
         f"{100 * busiest / 10:.4f} % of a core with a window of 10 s.",
         "",
-        f"Latency at 16,384 ranks, each with a core of its own: 5 levels of at most {1e6 * busiest:.0f} µs and a "
+        f"Latency at 16,384 ranks, each with a core of its own, computed: 5 levels of {1e6 * busiest:.0f} µs and a "
         f"message each; with 0.1 ms per message {1e3 * (5 * (busiest + 1e-4)):.1f} ms.",
     ]
     return "\n".join(lines)

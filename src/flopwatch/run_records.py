@@ -117,6 +117,11 @@ class Row:
 
     type: Literal["row"] = "row"
 
+    @property
+    def steps_done(self) -> int:
+        """Of those planned. Some count their steps from 0, and a resume without its totals counts few of them."""
+        return max(self.step, int(self.ledger.get("steps", 0)))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "type": self.type,

@@ -196,6 +196,14 @@ def test_time_left_follows_the_pace_of_this_session_with_everything_in_it():
     assert "3 min left" in text_of(run)
 
 
+def test_the_last_of_the_steps_planned_is_all_of_them_also_when_they_are_counted_from_0():
+    for last_step in (119, 120):
+        rows = [Row(step, 10.0 + step, {}, ledger={"steps": 120 + step - last_step}) for step in (59, last_step)]
+        text = text_of(watched([RunStart("s", 0.0, "out", total_steps=120), *rows]))
+        assert "step 120 of 120" in text
+        assert "100" in text
+
+
 # What is kept
 
 

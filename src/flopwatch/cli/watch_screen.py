@@ -112,8 +112,9 @@ def _progress(run: WatchedRun, width: int) -> Text:
         so_far = f"  {duration(elapsed)} in this session" if elapsed else ""
         return line("step ", (f"{step:,}", "bold"), (so_far, "dim"))
     left = run.seconds_left
-    share = min(step / total, 1.0)
-    start = line("step ", (f"{step:,}", "bold"), (f" of {total:,}  ", "dim"))
+    steps_done = run.row.steps_done if run.row is not None else step
+    share = min(steps_done / total, 1.0)
+    start = line("step ", (f"{steps_done:,}", "bold"), (f" of {total:,}  ", "dim"))
     end = line((f"  {percent(100 * share)}", "bold"), (f"  {duration(left)} left" if left else "", "dim"))
     room = max(width - start.cell_len - end.cell_len, 4)
     done = round(share * room)

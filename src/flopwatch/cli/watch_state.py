@@ -173,7 +173,7 @@ class WatchedRun:
         pace = self.wall_seconds_per_step
         if pace is None or self.row is None or self.start is None or self.start.total_steps is None or self.summary:
             return None
-        return max(self.start.total_steps - self.row.step, 0) * pace
+        return max(self.start.total_steps - self.row.steps_done, 0) * pace
 
     def silent_seconds(self, unix_time: float) -> float:
         """Since the run last said something."""

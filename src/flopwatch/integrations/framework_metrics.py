@@ -8,7 +8,7 @@ from flopwatch.run_records import Number
 
 Selection = Literal["basic", "all"]
 
-_GROUPS = ("perf", "total", "time")
+_GROUPS = ("perf", "total", "time", "ranks")
 """The framework logs loss and learning rate itself."""
 
 

@@ -32,7 +32,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
     Args:
         output_dir: The run's folder; `flopwatch` in the `Trainer`'s `output_dir` without it.
-        metrics: `basic` adds the seven numbers most people watch to the `Trainer`'s rows, `all` adds all.
+        metrics: `basic` adds the basic numbers to the `Trainer`'s rows, `all` adds all.
         monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `peak_flops_per_s=`.
 
     Example:

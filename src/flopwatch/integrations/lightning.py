@@ -42,7 +42,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
     Args:
         output_dir: The run's folder; `flopwatch` in the `Trainer`'s `log_dir` without it.
         model: What to count instead: a module, or the name of one in the `LightningModule`, such as `"model"`.
-        metrics: `basic` adds the seven numbers most people watch to the loggers' rows, `all` adds all.
+        metrics: `basic` adds the basic numbers to the loggers' rows, `all` adds all.
         monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `flops_fn=`.
 
     Example:

@@ -119,11 +119,11 @@ class ConsoleSink:
             return ""
         total = start.total_steps
         seconds_left = _seconds_left(first, last, total)
-        share, steps = f"  {last.step / total:.0%}", f"  {last.step:,} of {total:,}"
+        share, steps = f"  {last.steps_done / total:.0%}", f"  {last.steps_done:,} of {total:,}"
         left = "" if seconds_left is None else f"  {console_text.duration(seconds_left)} left"
         # One column is left free: a line that fills the terminal would need two erasures.
         width = max(min(console.width - 1, _WIDEST) - len(share + steps + left), 0)
-        done = round(width * min(last.step / total, 1))
+        done = round(width * min(last.steps_done / total, 1))
         sign = "-" if console.options.ascii_only else "━"
         return (
             self._paint(sign * done, "cyan")
@@ -136,7 +136,7 @@ class ConsoleSink:
 
 def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
     """By the time since the first row, so that evaluation and checkpoints count too."""
-    steps_left = max(total_steps - last.step, 0)
+    steps_left = max(total_steps - last.steps_done, 0)
     if last.step > first.step:
         return steps_left * (last.unix_time - first.unix_time) / (last.step - first.step)
     step_time = last.values.get("perf/step_time")

@@ -18,7 +18,7 @@ _STAND_IN = Path(__file__).with_name("no_amdsmi")
 
 
 def import_ray() -> Any:
-    """Ray, also where `amdsmi` (of the `energy` extra) is installed without ROCm.
+    """Ray, also where `amdsmi` (zeus brings it) is installed without ROCm.
 
     Importing such an amdsmi raises KeyError, and Ray's import catches ImportError only.
     """
