@@ -122,9 +122,9 @@ def as_text(points: list[Point]) -> str:
     busiest = max(base + 8 * slope, *(seconds for point in points for seconds in point.cpu_seconds.values()))
     lines += [
         "",
-        f"A line through these points is {1e6 * base:.0f} µs + {1e6 * slope:.0f} µs for each rank that reports to it, of "
-        f"which there are at most 8, in a training of any size. The most of line and points is {1e6 * busiest:.0f} µs, "
-        f"{100 * busiest / 10:.4f} % of a core with a window of 10 s.",
+        f"A line through these points is {1e6 * base:.0f} µs + {1e6 * slope:.0f} µs for each rank that reports to it, "
+        "of which there are at most 8, in a training of any size. The most of line and points is "
+        f"{1e6 * busiest:.0f} µs, {100 * busiest / 10:.4f} % of a core with a window of 10 s.",
         "",
         f"Latency at 16,384 ranks, each with a core of its own, computed: 5 levels of {1e6 * busiest:.0f} µs and a "
         f"message each; with 0.1 ms per message {1e3 * (5 * (busiest + 1e-4)):.1f} ms.",

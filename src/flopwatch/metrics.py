@@ -66,7 +66,10 @@ _ALL = (
     Metric("perf/memory_allocated_gib", "GiB", "Most device memory held by tensors so far."),
     Metric("perf/memory_reserved_gib", "GiB", "Most device memory reserved by torch so far."),
     Metric(
-        "ranks/reporting", "ranks", "Ranks behind the row's numbers; fewer than all: they are the logging rank's own."
+        "ranks/reporting",
+        "ranks",
+        "Ranks behind the row's numbers; fewer than all: they are the logging rank's own.",
+        basic=True,
     ),
     Metric("ranks/own_seconds_mean", "s", "Time per step a rank is busy itself, mean over ranks."),
     Metric("ranks/own_seconds_max", "s", "The same of the slowest rank."),

@@ -345,6 +345,22 @@ def test_a_job_that_torchelastic_restarts_before_its_first_checkpoint_is_one_run
     assert start.environment["torchelastic"]["restart_count"] == int(restart_count)
 
 
+def test_a_clock_that_lags_behind_an_earlier_session_is_moved_there(world):
+    """The first session ran on a host whose clock was ten minutes ahead."""
+    ahead = 600.0
+    world.clock.advance(ahead)
+    world.new_process()
+    world.train(*[10.0] * 20)
+    state = world.monitor.state_dict()
+    world.end()
+    world.clock.advance(60.0 - ahead)
+    world.new_process(first_step=20, load=state)
+    world.train(10.0, 10.0)
+    spent = world.end()
+    assert spent.wall == 220.0
+    assert spent.productive == 220.0
+
+
 def test_without_torchrun_the_environment_names_no_job(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert "torchelastic" not in describe_environment(torch.device("cpu"))

@@ -158,7 +158,7 @@ class BatchReader:
         mask = None if plan.mask is None else tensors[plan.mask]
         if plan.positions is not None and self._uses_positions:
             return Reading(plan, documents=_documents(tensors[plan.positions], mask), trainable=trainable)
-        row_lengths = None if mask is None else (mask if self.masks_are_plain else mask != 0).sum(1)
+        row_lengths = None if mask is None else _row_lengths(mask, is_plain=self.masks_are_plain)
         grids = None if plan.grids is None else tensors[plan.grids].clone()
         return Reading(plan, row_lengths, trainable=trainable, grids=grids)
 
@@ -218,6 +218,11 @@ def _signature(key: Any, seq_len: int | None) -> Signature:
         for name, shape in key
         if name not in FLAT_IMAGES and name not in FLAT_IMAGES.values() and name not in PACKING
     )
+
+
+def _row_lengths(mask: torch.Tensor, *, is_plain: bool) -> torch.Tensor:
+    # A sum of floats would be a float, and one of 16 bits would be rounded.
+    return (mask if is_plain and not mask.is_floating_point() else mask != 0).sum(1)
 
 
 def _start_at_zero(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -39,8 +39,12 @@ class MonitorConfig(BaseModel):
     recalibration_frequency: int = Field(1000, ge=0, description="Steps between two checks of the law; 0 is never.")
     initial_profiling: bool = Field(True, description="False: estimate until the first recalibration.")
     calibration_enabled: bool = Field(True, description="False: the law is never checked again.")
-    hardware_counters_enabled: bool = Field(True, description="Accepted for mode hybrid; no counters are read in this version.")
-    fallback_to_profiler: bool = Field(True, description="Mode hybrid: count like profiler. False is refused in this version.")
+    hardware_counters_enabled: bool = Field(
+        True, description="Accepted for mode hybrid; no counters are read in this version."
+    )
+    fallback_to_profiler: bool = Field(
+        True, description="Mode hybrid: count like profiler. False is refused in this version."
+    )
     phase_frequencies: dict[str, int] = Field(
         default={"warmup": 1000, "main": 500, "finetune": 200},
         description="flops_profile_freq by training phase; see set_phase.",

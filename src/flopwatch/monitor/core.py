@@ -34,8 +34,10 @@ from flopwatch.run_records import Number, RunStart, Summary
 from flopwatch.sinks.protocol import Sink
 
 _MFU_ALARM = 1.05
-_MOST_NOTED_WINDOWS = 4
-"""Windows of steps a rank keeps while it waits for the logging rank's plan; then it leaves."""
+_MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
+"""What a rank keeps while it waits for the logging rank's plan, at the least; then it leaves."""
+DEVICE_SECONDS = 60.0
+"""How long a checkpoint and the end of a run wait for a device that has work queued."""
 _CHECKPOINT_SECONDS = 2.0
 """How long a checkpoint waits for the other ranks' windows."""
 _CLOSE_RANKS_SECONDS = 5.0
@@ -101,7 +103,6 @@ class Core:
 
     def set_model(self, model: nn.Module) -> None:
         self.pricing.set_model(model)
-        self.rows.data_parallel_size = self._config.data_parallel_size or data_parallel_size(model, self._world_size)
         timer = timer_for(self.pricing.device, self._clock)
         if type(timer) is not type(self.timer):
             self.timer = timer
@@ -110,6 +111,11 @@ class Core:
             self.ranks.own_time = None
             self.step_clock = StepClock(timer, self._clock)
             self.step_clock.seconds_before_first_step = spent
+        self._look_at_layout()
+
+    def _look_at_layout(self) -> None:
+        size = self._config.data_parallel_size or data_parallel_size(self.pricing.model, self._world_size)
+        self.rows.data_parallel_size = size
 
     def note_step(
         self,
@@ -148,7 +154,7 @@ class Core:
         )
         self._noted.append(noted)
         self._readings, self._user_flops = [], None
-        self.last_step = step
+        previous, self.last_step = self.last_step, step
         if not self.pricing.has_looked_for_peak:
             self.pricing.look_for_peak(loss)
         if noted.readings and batch is not None and self.pricing.is_check_due(step):
@@ -159,7 +165,7 @@ class Core:
             self._window_began = self._clock()
         if self.ranks.link is not None:
             self._look_at_ranks()
-        if self._is_window_full(step):
+        if self._is_window_full(step, previous):
             self.close_window()
 
     @property
@@ -202,10 +208,10 @@ class Core:
             last.grad_norm = keep(grad_norm) if grad_norm is not None else last.grad_norm
             last.learning_rate = keep(learning_rate) if learning_rate is not None else last.learning_rate
 
-    def _is_window_full(self, step: int) -> bool:
+    def _is_window_full(self, step: int, previous: int | None) -> bool:
         """By the plan of all ranks, or by this one's own rule where there is none."""
         if self.ranks.window_steps is not None:
-            return (step + 1) % self.ranks.window_steps == 0
+            return ends_window(step, previous, self.ranks.window_steps)
         if self.ranks.waits_for_plan:
             return False
         is_late = self._clock() - self._window_began >= self._config.log_seconds
@@ -216,9 +222,8 @@ class Core:
         link = self.ranks.link
         if link is None:
             return
-        if wait_seconds and self.ranks.waits_for_plan and not link.wait_for_plan(wait_seconds):
-            self._leave_ranks()
-            return
+        if wait_seconds and self.ranks.waits_for_plan:
+            link.wait_for_plan(wait_seconds)
         if link.merged:
             self._send_rows()
         if self.ranks.waits_for_plan:
@@ -226,8 +231,12 @@ class Core:
             if plan is not None:
                 self.pricing.adopt(plan.laws)
                 self._cut_at_windows(plan.window_steps)
-            elif link.failure is not None or len(self._noted) > _MOST_NOTED_WINDOWS * self._config.log_every:
+            elif link.failure is not None or self._has_waited_enough():
                 self._leave_ranks()
+
+    def _has_waited_enough(self) -> bool:
+        most = max(_MOST_NOTED_WINDOWS * self._config.log_every, _MOST_NOTED_STEPS)
+        return len(self._noted) > most and self._clock() - self._window_began > _PLAN_SECONDS
 
     def _leave_ranks(self) -> None:
         """There is nobody to tell anything."""
@@ -237,13 +246,15 @@ class Core:
     def _cut_at_windows(self, window_steps: int) -> None:
         """Steps were noted while it was not known where windows end."""
         noted, self._noted = self._noted, []
+        previous: int | None = None
         for step in noted:
             self._noted.append(step)
-            if (step.step + 1) % window_steps == 0 and step is not noted[-1]:
+            if ends_window(step.step, previous, window_steps) and step is not noted[-1]:
                 self.close_window()
+            previous = step.step
 
-    def close_window(self, *, now: bool = False, wait: bool = False) -> None:
-        """Send the window on its way, and make rows of those that have arrived."""
+    def close_window(self, *, now: bool = False, wait_seconds: float = 0.0) -> None:
+        """Send the window on its way, and make rows of those that have arrived, or do so in that time."""
         if self.ranks.waits_for_plan:
             return
         if self._noted:
@@ -251,11 +262,8 @@ class Core:
             busy = None if self.ranks.own_time is None else self.ranks.own_time.typical(step_seconds)
             self._late.append(Window(self._noted, self.timer, self.pricing.look_at_held, busy))
             self._noted = []
-        while self._late and (wait or self._late[0].has_arrived()):
-            window = self._late.popleft()
-            if wait:
-                window.wait()
-            self._settle(window)
+        while self._late and self._late[0].arrives(wait_seconds):
+            self._settle(self._late.popleft())
         for steps, busy in self.rows.with_warm_up_told(now=now):
             peak = self.pricing.peak
             self.ranks.plan(steps, self._config.log_every, self._config.log_seconds, self.pricing.offer())
@@ -275,9 +283,9 @@ class Core:
     def state(self) -> dict[str, Any]:
         """The totals up to the last step. The log is written up to there too, so that the two never disagree."""
         self._look_at_ranks(_CHECKPOINT_SECONDS)
-        self.close_window(now=True, wait=True)
+        self.close_window(now=True, wait_seconds=DEVICE_SECONDS)
         if not self.ranks.is_logging:
-            return {}
+            return {"version": 1, "step": self.last_step}
         self._wait_for_ranks()
         if self._has_started:
             self.outlets.flush_log()
@@ -297,21 +305,25 @@ class Core:
             self._tell(*notices.state_is_behind())
 
     def load(self, state: Any) -> None:
-        if not self.ranks.is_logging:
-            return
         if state["step"] is None:  # saved before the first step: there is nothing to continue
             return
-        self._session.load(state)
-        self.last_step = state["step"]
+        self.last_step = state["step"]  # on every rank: they must number their steps alike
+        if self.ranks.is_logging and "ledger" in state:
+            self._session.load(state)
 
     def close(self, *, after_error: bool = False) -> Summary:
-        """Whatever fails on the way, the sinks are ended. After an error the other ranks are hardly waited for."""
+        """Whatever fails on the way, the sinks are ended. After an error nobody is waited for but a moment."""
+        device_seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else DEVICE_SECONDS
         seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else _CLOSE_RANKS_SECONDS
         values: dict[str, Number] = {}
         try:
             self.trace.stop()
             self._look_at_ranks(seconds)
-            self.close_window(now=True, wait=True)
+            if self.ranks.waits_for_plan:
+                self._leave_ranks()
+            self.close_window(now=True, wait_seconds=device_seconds)
+            if self._late:
+                self._tell(*notices.device_late(sum(len(window.steps) for window in self._late), device_seconds))
             if not self._has_started:
                 self._start_run(0)
             self.ranks.finish(seconds)
@@ -350,6 +362,8 @@ class Core:
         return {**self.datasets.take(), **device_memory_gib(self.pricing.device)}
 
     def _look_for_alarms(self, step: int) -> None:
+        if self.rows.missing_ranks:
+            self._tell(*notices.ranks_missing(self.rows.missing_ranks, self._world_size), step)
         slow = self.rows.straggler
         if slow is not None and slow.chronic:
             self._tell("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
@@ -359,6 +373,7 @@ class Core:
 
     def _start_run(self, first_step: int) -> None:
         self._has_started = True
+        self._look_at_layout()  # the model may have been parallelised since
         self.ranks.start(f"{self._log_path}/{_number_of(self._log_path)}")
         if not self.ranks.is_logging:
             self.is_off = self.ranks.link is None
@@ -380,6 +395,16 @@ class Core:
 
     def _tell(self, level: Any, code: str, message: str, step: int | None = None) -> None:
         self.outlets.tell(level, code, message, step=self.last_step if step is None else step)
+
+
+def ends_window(step: int, previous: int | None, window_steps: int) -> bool:
+    """Whether a multiple of `window_steps` lies between the ends of two steps, whose numbers may have gaps.
+
+    >>> ends_window(49, 48, 50), ends_window(50, 49, 50), ends_window(1024, 512, 50)
+    (True, False, True)
+    """
+    before = step if previous is None else previous + 1
+    return (step + 1) // window_steps != before // window_steps
 
 
 _monitors_of: Counter[Path] = Counter()

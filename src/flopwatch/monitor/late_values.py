@@ -74,11 +74,6 @@ class LateValues:
     def are_there(self) -> bool:
         return all(arrived.query() for *_, arrived in self._copies)
 
-    def wait(self) -> None:
-        """For the end of a run only."""
-        for *_, arrived in self._copies:
-            arrived.synchronize()
-
     def read(self) -> list[list[Any]]:
         """Each tensor's values in a flat list, in the order given."""
         result = [[] if tensor is None else _flat_list(tensor) for tensor in self._tensors]

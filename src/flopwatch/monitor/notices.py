@@ -90,6 +90,23 @@ def ranks_lost(rank: int, why: str) -> Words:
     return Words("warning", "ranks_lost", f"from here on all numbers are those of rank {rank}: {why}")
 
 
+def ranks_missing(missing: int, world_size: int) -> Words:
+    return Words(
+        "warning",
+        "ranks_missing",
+        f"{missing} of {world_size} ranks did not tell of this window: its numbers are those of the logging rank, and "
+        "the totals lack the others' part (ranks/reporting says in which rows)",
+    )
+
+
+def device_late(steps: int, seconds: float) -> Words:
+    return Words(
+        "warning",
+        "device_late",
+        f"the device had not finished the last {steps} steps {seconds:g} s after the end: they are in no number",
+    )
+
+
 def ranks_late(seconds: float) -> Words:
     return Words(
         "warning",

@@ -8,7 +8,7 @@ from torch import nn
 
 from flopwatch.clock import Clock
 from flopwatch.errors import InputError
-from flopwatch.monitor.batch_reader import BatchReader, Plan, Reading, Work
+from flopwatch.monitor.batch_reader import BatchReader, Plan, Reading, Signature, Work
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.denominator import compute_dtype, device_of, find_peak
 from flopwatch.monitor.law_book import LawOffer, StepFlops
@@ -52,6 +52,8 @@ class Pricing:
         self._mode = self._chosen_mode(clock, loss_fn)
         self._has_given_up = False
         self._looked_at: dict[int, Plan] = {}
+        self._not_counted: dict[Signature, list[tuple[Plan, Any]]] = {}
+        """While another rank counts: of each kind of batch the shortest and the longest met."""
         self._known: dict[int, Plan] = {}
         """Shapes that can be priced, by identity: asking the mode on every step costs more than the rest of it."""
         self.is_new = True
@@ -78,12 +80,13 @@ class Pricing:
         if self.waits_for_laws:
             if id(reading.plan) not in self._looked_at:
                 self._looked_at[id(reading.plan)] = reading.plan
+                self._keep_for_later(batch, reading.plan)
                 self._reader.check_values(batch, reading.plan)
                 reading = self._reader.read(batch, lengths)
         elif self._mode.knows(reading.plan):
             self._known[id(reading.plan)] = reading.plan
         elif self.model is not None and not self._has_given_up:
-            self._learn(batch, reading)
+            self._learn(batch, reading.plan)
             reading = self._reader.read(batch, lengths)  # now that the values of masks and positions were looked at
         return reading
 
@@ -154,10 +157,19 @@ class Pricing:
         """Use what the logging rank has counted; kinds of batches it has not met are counted here."""
         self.waits_for_laws = False
         self._looked_at.clear()
+        met, self._not_counted = self._not_counted, {}
         if offer is not None and self.model is not None:
             self._mode.adopt(offer, self.model)
+            for plan, batch in [example for examples in met.values() for example in examples]:
+                if not self._mode.knows(plan) and not self._has_given_up:
+                    self._learn(batch, plan)
         elif offer is None:
             self._has_given_up = self.flops_fn is None
+
+    def _keep_for_later(self, batch: Any, plan: Plan) -> None:
+        examples = [*self._not_counted.get(plan.signature, ()), (plan, batch)]
+        examples.sort(key=lambda example: example[0].seq_len or 0)
+        self._not_counted[plan.signature] = examples if len(examples) < 3 else [examples[0], examples[-1]]
 
     def provenance(self, step: int, device_count: int) -> Provenance:
         facts = self._mode.facts()
@@ -193,15 +205,15 @@ class Pricing:
             self._tell("error", "flops_unknown", f"there will be no FLOPs and no MFU: {error}")
             return NoLaw(self._config.mode, None, str(error))
 
-    def _learn(self, batch: Any, reading: Reading) -> None:
+    def _learn(self, batch: Any, plan: Plan) -> None:
         model = self.model
         if model is None:
             return
         self.is_new = True
         try:
             with self._apart():
-                remark = self._reader.check_values(batch, reading.plan)
-                self._mode.learn(model, batch, reading.plan)
+                remark = self._reader.check_values(batch, plan)
+                self._mode.learn(model, batch, plan)
             if remark:
                 self._tell("warning", "positions_not_understood", remark)
         except Exception as error:  # the model's own code runs in there

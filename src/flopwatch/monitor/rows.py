@@ -48,6 +48,7 @@ class RowMaker:
         unix_time: What time it is, for the run's wall time.
         data_parallel_size: Ranks that work on different data.
         straggler: The rank that held the others back in the newest row.
+        missing_ranks: How many ranks others did not hear of in the newest row.
     """
 
     def __init__(self, config: MonitorConfig, world_size: int) -> None:
@@ -58,6 +59,8 @@ class RowMaker:
         self._all_ranks: RankReport | None = None
         self._stragglers = StragglerHistory()
         self.straggler: Straggler | None = None
+        self.missing_ranks = 0
+        self._fewest_ranks = world_size
         self._warm_up_is_told = False
         self._steps_seen = 0
         self._next_detailed = 0
@@ -106,6 +109,8 @@ class RowMaker:
         values = self._session.values(self.devices_per_batch)
         if self._all_ranks is not None:
             values = job_values(self._all_ranks, self.data_parallel_size)
+        if self._world_size > 1:
+            values["ranks/reporting"] = self._fewest_ranks
         return {**values, **self.ledger.values()}
 
     @property
@@ -158,6 +163,8 @@ class RowMaker:
             measured, peak_flops_per_s=flops_per_s, device_count=self.devices_per_batch, world_size=self._world_size
         )
         self._session.add(measured, flops_per_s)
+        if report is not None:  # what not all ranks know is not known, whatever this one knows
+            values = {key: value for key, value in values.items() if not key.startswith("perf/")}
         values |= self._of_all_ranks(window.report, report)
         values |= _means(steps) | self.ledger.values() | more
         if is_detailed or now:
@@ -181,8 +188,11 @@ class RowMaker:
     def _of_all_ranks(self, told: RankReport | None, complete: RankReport | None) -> dict[str, Number]:
         """What replaces this rank's own numbers; with ranks missing, only how many there are."""
         self.straggler = None
+        reporting = self._world_size if complete is not None else 1 if told is None else told.ranks
+        self.missing_ranks = 0 if told is None else self._world_size - reporting
+        self._fewest_ranks = min(self._fewest_ranks, reporting)
         if complete is None:
-            return {} if self._world_size == 1 else {"ranks/reporting": 1 if told is None else told.ranks}
+            return {} if self._world_size == 1 else {"ranks/reporting": reporting}
         self._all_ranks = complete if self._all_ranks is None else extend(self._all_ranks, complete)
         self.straggler = self._stragglers.judge(complete)
         return job_values(complete, self.data_parallel_size) | straggler_values(self.straggler)
@@ -203,28 +213,31 @@ class RowMaker:
 
 
 class MeasuredSum:
-    """Sums of a session's timed steps, enough for its rates."""
+    """Sums of a session's timed steps, enough for its rates: apart for steps of which different things are known."""
 
     def __init__(self) -> None:
         self._steps = 0
-        self._sums: dict[str, Any] = {}
+        self._sums: dict[tuple[str, ...], dict[str, Any]] = {}
         self._peak: float | None = None
 
     def add(self, steps: Sequence[MeasuredStep], peak_flops_per_s: float | None) -> None:
         self._peak = peak_flops_per_s
         timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
         self._steps += len(timed)
-        for name in _SUMMED:
-            known = [amount for step in timed if (amount := getattr(step, name)) is not None]
-            if known:
-                self._sums[name] = self._sums.get(name, 0) + sum(known)
+        for step in timed:
+            known = tuple(name for name in _SUMMED if getattr(step, name) is not None)
+            sums = self._sums.setdefault(known, dict.fromkeys(known, 0))
+            for name in known:
+                sums[name] += getattr(step, name)
 
     def values(self, device_count: int) -> dict[str, Number]:
-        if not self._sums.get("seconds"):
+        seconds = sum(sums["seconds"] for sums in self._sums.values())
+        if not seconds:
             return {}
-        values = window_values([MeasuredStep(0, **self._sums)], peak_flops_per_s=self._peak, device_count=device_count)
-        values["perf/step_time"] = self._sums["seconds"] / self._steps
-        values["perf/steps_per_second"] = self._steps / self._sums["seconds"]
+        steps = [MeasuredStep(0, **sums) for sums in self._sums.values()]
+        values = window_values(steps, peak_flops_per_s=self._peak, device_count=device_count)
+        values["perf/step_time"] = seconds / self._steps
+        values["perf/steps_per_second"] = self._steps / seconds
         return values
 
 

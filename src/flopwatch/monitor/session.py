@@ -64,6 +64,7 @@ class Session:
         except _OF_NO_USE:  # the totals are worth more than the time lost since
             sign = None
         self._began_unix_time = continue_times(ledger, sign, self._wall_clock.session_start_unix_time)
+        self._wall_clock.go_on_from(self._began_unix_time)
         self._carried_seconds = dict(ledger.seconds)
         for phase, seconds in booked.items():
             if phase in APART:

@@ -20,9 +20,6 @@ class StepTimer(Protocol):
     def has_passed(self, mark: Any) -> bool:
         """Whether the device has got there."""
 
-    def wait(self, mark: Any) -> None:
-        """Until the device has got there; at the end of a run and at a checkpoint only."""
-
     def seconds(self, start: Any, end: Any) -> float:
         """Between two marks that have passed."""
 
@@ -35,9 +32,6 @@ class HostTimer:
 
     def has_passed(self, mark: float) -> bool:
         return True
-
-    def wait(self, mark: float) -> None:
-        pass
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
@@ -57,9 +51,6 @@ class EventTimer:
 
     def has_passed(self, mark: Any) -> bool:
         return bool(mark.query())
-
-    def wait(self, mark: Any) -> None:
-        mark.synchronize()
 
     def seconds(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) / 1e3

@@ -14,7 +14,7 @@ from torch import nn
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
-from flopwatch.monitor.core import Core
+from flopwatch.monitor.core import DEVICE_SECONDS, Core
 from flopwatch.monitor.environment import rank_and_world_size
 from flopwatch.monitor.step_context import Step
 from flopwatch.run_records import Number, Summary
@@ -263,8 +263,9 @@ class TrainingMonitor:
             wait: True waits for the device, so that the values are those of this window; without it, they are those
                 of the newest window that has arrived.
         """
+        wait_seconds = DEVICE_SECONDS if wait else 0.0
         self._do("log_now", lambda core: core.add_to_last_step(loss, grad_norm, learning_rate))
-        self._do("log_now", lambda core: core.close_window(now=True, wait=wait))
+        self._do("log_now", lambda core: core.close_window(now=True, wait_seconds=wait_seconds))
         return self.latest
 
     @property
@@ -356,4 +357,5 @@ class TrainingMonitor:
 def _close_forgotten(reference: "weakref.ref[TrainingMonitor]") -> None:
     monitor = reference()
     if monitor is not None:
-        monitor.close()
+        has_failed = getattr(sys, "last_value", None) is not None  # an exception ends the process
+        monitor._close(after_error=has_failed)

@@ -33,6 +33,10 @@ class WallClock:
     def unix_time(self) -> float:
         return self.at(self._clock())
 
+    def go_on_from(self, unix_time: float) -> None:
+        """An earlier session has seen this moment: a clock that lags behind it, on another host, is moved there."""
+        self._offset_seconds += max(unix_time - self.unix_time(), 0.0)
+
     def at(self, clock_seconds: float) -> float:
         """Unix time of a moment of the monitor's clock."""
         return self._offset_seconds + clock_seconds

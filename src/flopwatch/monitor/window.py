@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from flopwatch.monitor.batch_reader import Reading, Work, as_work
@@ -10,6 +11,8 @@ from flopwatch.monitor.law_book import StepFlops
 from flopwatch.monitor.meter import MeasuredStep
 from flopwatch.monitor.step_clock import Segments
 from flopwatch.monitor.timers import StepTimer
+
+_LOOK_SECONDS = 0.001
 
 
 @dataclass(slots=True)
@@ -78,12 +81,14 @@ class Window:
         marks_passed = segments is None or self.timer.has_passed(segments[-1][1])
         return marks_passed and self.scalars.are_there() and self.integers.are_there()
 
-    def wait(self) -> None:
-        segments = self.steps[-1].segments
-        if segments is not None:
-            self.timer.wait(segments[-1][1])
-        self.scalars.wait()
-        self.integers.wait()
+    def arrives(self, seconds: float) -> bool:
+        """Whether it has arrived, or does in that time. Asks again and again: a device that hangs must not hold us."""
+        ends = monotonic() + seconds
+        while not self.has_arrived():
+            if monotonic() >= ends:
+                return False
+            sleep(_LOOK_SECONDS)
+        return True
 
     def seconds(self) -> float:
         """Of its steps, as far as they have passed."""

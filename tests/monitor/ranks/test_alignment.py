@@ -33,6 +33,11 @@ def test_a_cut_that_all_make_is_kept():
     assert ends([windows(0, 4, 6, 9), windows(1, 4, 6, 9)]) == [(4, 2, 10), (6, 2, 4), (9, 2, 6)]
 
 
+def test_a_rank_that_numbers_its_steps_otherwise_is_left_out():
+    resumed = [window for window in windows(0, 100, 149, 199) if window.first_step > 100]
+    assert ends([resumed, windows(1, 49, 99, 149, 199)]) == [(149, 1, 49), (199, 2, 100)]
+
+
 def test_a_rank_that_ends_early_is_missed_from_there_on():
     assert ends([windows(0, 4, 9, 14), windows(1, 4)]) == [(4, 2, 10), (9, 1, 5), (14, 1, 5)]
 

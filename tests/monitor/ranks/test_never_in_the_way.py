@@ -81,6 +81,11 @@ def test_after_a_disturbance_that_passes_no_step_and_no_rank_is_missing(training
     assert {reporting for _, reporting in rows} == {2}
 
 
+def test_monitors_that_nobody_closes_are_closed_at_the_end_and_still_tell_of_all_ranks(trainings):
+    with_and_without(trainings, "never_closed")
+    assert trainings["never_closed", "monitored"]["rows"][-1] == [STEPS - 1, 2]
+
+
 @pytest.mark.parametrize("case", [case for case in TO_THE_TRAINING if case not in ("cut", *UNCLOSED)])
 def test_before_the_disturbance_both_ranks_were_in_the_log(trainings, case):
     """Else nothing would have been tried. A log that nobody closed may end earlier."""
@@ -90,14 +95,15 @@ def test_before_the_disturbance_both_ranks_were_in_the_log(trainings, case):
 
 
 @pytest.mark.parametrize(
-    ("case", "code"),
+    ("case", "codes"),
     [
-        ("note_step_raises_on_0", "part_failed:log_step"),
-        ("thread_raises_on_0", "ranks_lost"),
-        ("no_group_on_0", "ranks_lost"),
-        ("made_only_on_0", "ranks_late"),
+        ("note_step_raises_on_0", ["part_failed:log_step"]),
+        ("thread_raises_on_0", ["ranks_lost"]),
+        ("no_group_on_0", ["ranks_lost"]),
+        ("made_only_on_0", ["ranks_late", "ranks_missing"]),
+        ("closed_early_on_1", ["ranks_missing"]),
     ],
 )
-def test_a_monitor_that_fails_says_so_once(trainings, case, code):
+def test_a_monitor_that_fails_says_so_once(trainings, case, codes):
     ranks, _ = with_and_without(trainings, case)
-    assert ranks[0]["result"]["told"] == [code]
+    assert ranks[0]["result"]["told"] == codes

@@ -128,6 +128,35 @@ def test_without_a_peak_on_one_rank_there_is_no_mfu():
     assert "perf/model_flops_per_second_per_device" in job_values(merged, data_parallel_size=2)
 
 
+def test_a_rate_is_over_the_time_of_the_steps_whose_amount_is_known():
+    known = [MeasuredStep(step, seconds=0.5, tokens=100) for step in range(4)]
+    partly = [*known[:2], *(step._replace(tokens=None) for step in known[2:])]
+    window = merge([report_of(r, s, peak_flops_per_s=None, profile=None) for r, s in enumerate((known, partly))])
+
+    values = job_values(RankReport.unpack(window.pack()), data_parallel_size=2)
+    assert values["perf/tokens_per_second"] == 400
+    assert values["perf/tokens_per_second_per_device"] == 200
+
+
+def test_steps_of_any_rank_without_flops_are_told():
+    counted = [MeasuredStep(step, seconds=0.5, samples=2, model_flops=10**12) for step in range(4)]
+    partly = [*counted[:3], counted[3]._replace(model_flops=None)]
+    not_at_all = [step._replace(model_flops=None) for step in counted]
+    given_nothing = [MeasuredStep(step, seconds=0.5) for step in range(4)]
+
+    def values_of(*ranks, data_parallel_size=2):
+        reports = [report_of(r, steps, peak_flops_per_s=PEAK, profile=None) for r, steps in enumerate(ranks)]
+        return job_values(RankReport.unpack(merge(reports).pack()), data_parallel_size)
+
+    assert "perf/counted_steps_percent" not in values_of(counted, counted)
+    assert values_of(counted, partly)["perf/counted_steps_percent"] == 100 * 7 / 8
+    assert values_of(counted, partly)["perf/mfu"] == pytest.approx(10**12 / 0.5 / PEAK)
+    nothing = values_of(counted, not_at_all)
+    assert nothing["perf/counted_steps_percent"] == 0
+    assert "perf/mfu" not in nothing
+    assert "perf/counted_steps_percent" not in values_of(counted, given_nothing, data_parallel_size=1)
+
+
 def test_ranks_that_share_a_batch_count_it_once():
     shared = [report_of(rank, steps_of(rank // 2), peak_flops_per_s=PEAK, profile=None) for rank in range(4)]
     apart = [report_of(rank, steps_of(rank), peak_flops_per_s=PEAK, profile=None) for rank in range(2)]

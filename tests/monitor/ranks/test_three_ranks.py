@@ -33,7 +33,17 @@ def test_the_rank_that_was_chosen_has_the_numbers_of_all(results):
 
 @pytest.mark.slow
 def test_there_is_one_log_for_each_run(results):
-    assert results[0]["files"] == ["all/training_log.jsonl", "last/training_log.jsonl", "one/training_log.jsonl"]
+    assert results[0]["files"] == [f"{run}/training_log.jsonl" for run in ("all", "every", "last", "one")]
+
+
+@pytest.mark.slow
+def test_short_windows_steps_with_gaps_and_masks_of_floats_lose_no_rank(results):
+    values = results[0]["every"]
+
+    assert values["ranks/reporting"] == RANKS
+    assert values["total/steps"] == STEPS
+    assert values["total/samples"] == SAMPLES
+    assert values["total/real_tokens"] == 7 * SAMPLES
 
 
 @pytest.mark.slow

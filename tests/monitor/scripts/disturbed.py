@@ -22,6 +22,8 @@ from disturbed_training import DISTURBED_STEP, GONE, STEPS, TO_THE_TRAINING, WIN
 PLAN_STEP = 2 * WINDOW_STEPS + 1
 """By then the logging rank has told how long windows are: its second window says how long its warm-up was."""
 _SLEEP_SECONDS = 0.02
+_kept = []
+"""A script's monitor is a global variable more often than not, and there until the process ends."""
 
 
 def main(case: str, mode: str, folder: str, timeout_seconds: float) -> None:
@@ -31,6 +33,8 @@ def main(case: str, mode: str, folder: str, timeout_seconds: float) -> None:
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=timeout_seconds))
     model = make_model()
     monitor = make_monitor(case, mode, folder, rank, model)
+    if case == "never_closed":
+        _kept.append(monitor)
     result = {"rank": rank, "mode": mode, **train(case, rank, model, monitor)}
     result["close_seconds"] = end(case, monitor)
     result["told"] = told(monitor)

@@ -25,13 +25,26 @@ def samples(rank: int, step: int) -> int:
 def train(monitor: flopwatch.TrainingMonitor, model: torch.nn.Module, steps: range) -> None:
     for number in steps:
         batch = torch.randn(samples(dist.get_rank(), number), WIDTH)
-        with monitor.step(batch, step=number):
+        with monitor.step(batch):  # every rank's monitor counts its steps itself, also after a resume
             model(batch).sum().backward()
 
 
 def logged_by_the_last_rank(folder: Path, model: torch.nn.Module) -> Any:
     monitor = flopwatch.TrainingMonitor(folder / "last", model=model, log_every=5, logging_rank=-1)
     train(monitor, model, range(STEPS))
+    monitor.close()
+    return None if monitor.summary is None else dict(monitor.summary.values)
+
+
+def with_a_row_for_every_step(folder: Path, model: torch.nn.Module) -> Any:
+    """And a mask of floats, as a hand-written collator makes it."""
+    monitor = flopwatch.TrainingMonitor(folder / "every", flops_fn=lambda batch: 1, log_every=1)
+    for number in range(STEPS):
+        batch = torch.randn(samples(dist.get_rank(), number), WIDTH)
+        mask = torch.zeros(len(batch), 10)
+        mask[:, :7] = 1
+        model(batch).sum().backward()
+        monitor.log_step(512 * (number + 1), attention_mask=mask)
     monitor.close()
     return None if monitor.summary is None else dict(monitor.summary.values)
 
@@ -61,6 +74,7 @@ def main(folder: Path) -> None:
     result = {
         "rank": dist.get_rank(),
         "last": logged_by_the_last_rank(folder, model),
+        "every": with_a_row_for_every_step(folder, model),
         "all": resumed_from_a_state(folder, model, "all", on_all_ranks=True),
         "one": resumed_from_a_state(folder, model, "one", on_all_ranks=False),
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*.jsonl")),

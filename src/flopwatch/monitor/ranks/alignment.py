@@ -9,7 +9,8 @@ def aligned(streams: Sequence[Iterator[RankReport]]) -> Iterator[RankReport]:
     """One report for every step at which a window ends on all ranks.
 
     Ranks cut their windows by the same rule, but one of them may cut once more (a checkpoint that only it writes): its
-    windows are joined until they end where those of the others do. A stream that ends is left out from there on.
+    windows are joined until they end where those of the others do. A stream that ends is left out from there on, and
+    so is a window that begins elsewhere than the first stream's: it tells of other steps.
     """
     live = list(streams)
     while live:
@@ -28,7 +29,8 @@ def aligned(streams: Sequence[Iterator[RankReport]]) -> Iterator[RankReport]:
                 else:
                     heads[index] = stream, extend(head, later)
         if heads:
-            yield merge([head for _, head in heads])
+            begins = heads[0][1].first_step
+            yield merge([head for _, head in heads if head.first_step == begins])
         live = [stream for index, (stream, _) in enumerate(heads) if index not in ended]
 
 

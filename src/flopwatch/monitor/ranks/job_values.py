@@ -4,11 +4,9 @@ Model FLOPs and tokens belong to the model and the global batch, not to the shar
 together (tensor, context, pipeline parallel) each tell of it, and it is counted once.
 """
 
-from flopwatch.monitor.ranks.reports import AMOUNTS, Amount, RankReport
+from flopwatch.monitor.ranks.reports import AMOUNTS, RATED, Amount, RankReport
 from flopwatch.monitor.ranks.stragglers import Straggler
 from flopwatch.run_records import Number
-
-_RATES = ("tokens", "real_tokens", "trainable_tokens", "samples")
 
 
 def counted_once(amount: Amount, data_parallel_size: int) -> int | None:
@@ -51,18 +49,23 @@ def job_values(report: RankReport, data_parallel_size: int) -> dict[str, Number]
         if report.input_wait.ranks == report.ranks:
             values["perf/input_wait_percent"] = 100 * report.input_wait.total / 1e9 / report.seconds
         values |= _ranks_apart(report)
-    return values | _shares(job_totals(report, data_parallel_size))
+    totals = job_totals(report, data_parallel_size)
+    counted_steps = report.counted_steps if "model_flops" in totals else 0
+    if report.counted_steps and counted_steps < report.told_steps:
+        values["perf/counted_steps_percent"] = 100 * counted_steps / report.told_steps
+    return values | _shares(totals)
 
 
 def _rates(report: RankReport, data_parallel_size: int) -> dict[str, Number]:
     rates: dict[str, Number] = {}
-    for name in _RATES:
+    for name, known_seconds in zip(RATED, report.known_seconds, strict=True):
         amount = counted_once(report.timed_total(name), data_parallel_size)
-        if amount is None:
+        if amount is None or known_seconds <= 0:
             continue
-        rates[f"perf/{name}_per_second"] = amount / (report.seconds / report.ranks)
+        rate = amount / (known_seconds / report.timed_total(name).ranks)
+        rates[f"perf/{name}_per_second"] = rate
         if name in ("tokens", "samples"):
-            rates[f"perf/{name}_per_second_per_device"] = amount / report.seconds
+            rates[f"perf/{name}_per_second_per_device"] = rate / report.ranks
     return rates
 
 

@@ -27,6 +27,6 @@ def _fsdp_size(module: nn.Module) -> int | None:
     """Ranks that FSDP2 shards and replicates this module over."""
     if not isinstance(module, FSDPModule):
         return None
-    group: Any = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-    size = None if group is None else group.mesh_info.mesh.size()
-    return None if size is None else int(size)
+    groups: Any = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
+    # Experts may be sharded over a smaller mesh than the rest.
+    return max((int(group.mesh_info.mesh.size()) for group in groups), default=None)

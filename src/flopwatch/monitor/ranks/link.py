@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import group as ranks_group
@@ -29,6 +30,7 @@ _CHILD_SECONDS = 30.0
 _END_SECONDS = 1.0
 """How long the thread may take to end once it has been told to."""
 _THE_END = RankReport(0, -1, ranks=0, is_last=True)
+_links: "WeakSet[RankLink]" = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class RankLink:
         self.cpu_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="flopwatch-ranks", daemon=True)
         self._thread.start()
-        atexit.register(self._leave)
+        _links.add(self)
 
     @property
     def is_over(self) -> bool:
@@ -113,10 +115,8 @@ class RankLink:
     def _end(self) -> None:
         self.give_up()
         self._thread.join(_END_SECONDS)
-        if self.is_over:
-            atexit.unregister(self._leave)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """The process ends; the thread may wait for an answer from a host that is away."""
         if not self._is_given_up.is_set():
             self._end()
@@ -218,6 +218,13 @@ class RankLink:
             if report.is_last:
                 return
             yield report
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Registered before there is any monitor, hence called when all of them have been closed."""
+    for link in list(_links):
+        link.leave()
 
 
 def _listens(rank: int) -> str:

@@ -19,6 +19,8 @@ AMOUNTS = (
     "hardware_flops",
     "recompute_flops",
 )
+RATED = AMOUNTS[:4]
+"""Amounts of which there is so much per second."""
 REPORT_BYTES = 512
 _INT_BYTES = 16
 _NOBODY = -1
@@ -71,7 +73,10 @@ class RankReport:
         timed_steps: How many those are, summed over ranks.
         seconds: Their time, summed over ranks.
         input_wait: Nanoseconds of it spent waiting for batches.
-        counted_seconds: Time of the steps whose FLOPs are known, summed over ranks.
+        known_seconds: Time of the timed steps in which an amount is known, summed over ranks, in the order of `RATED`.
+        told_steps: Steps of which a rank knows its batch, timed or not, summed over ranks.
+        counted_steps: Those of them whose FLOPs are known.
+        counted_seconds: Time of the timed steps whose FLOPs are known, summed over ranks.
         capacity_flops: What the devices could have done in that time; None when a peak is unknown.
         profiled_ranks: Ranks that know where their own time went.
         profile: Their profiles added up.
@@ -90,6 +95,9 @@ class RankReport:
     timed_steps: int = 0
     seconds: float = 0.0
     input_wait: Amount = _NOTHING
+    known_seconds: tuple[float, ...] = (0.0,) * len(RATED)
+    told_steps: int = 0
+    counted_steps: int = 0
     counted_seconds: float = 0.0
     capacity_flops: float | None = 0.0
     profiled_ranks: int = 0
@@ -108,11 +116,14 @@ class RankReport:
     def pack(self) -> bytes:
         """At most `REPORT_BYTES`, always of the same length."""
         slowest, profile = self.slowest or (_NOBODY, _NO_TIME)
-        head = _HEAD.pack(self.first_step, self.last_step, self.ranks, self.is_last, self.timed_steps)
+        steps = self.timed_steps, self.told_steps, self.counted_steps
+        head = _HEAD.pack(self.first_step, self.last_step, self.ranks, self.is_last, *steps)
         amounts = b"".join(_pack_amount(amount) for amount in (*self.totals, *self.timed, self.input_wait))
         capacity = float("nan") if self.capacity_flops is None else self.capacity_flops
         times = _TIMES.pack(
-            self.seconds, self.counted_seconds, capacity, self.profiled_ranks, *self.profile, self.own_squares
+            *self.known_seconds,
+            *(self.seconds, self.counted_seconds, capacity),
+            *(self.profiled_ranks, *self.profile, self.own_squares),
         )
         extremes = _EXTREMES.pack(
             slowest, *profile, *(self.fastest or (_NOBODY, 0.0)), *(self.longest_wait or (_NOBODY, 0.0))
@@ -121,11 +132,12 @@ class RankReport:
 
     @classmethod
     def unpack(cls, packed: bytes) -> "RankReport":
-        first, last, ranks, is_last, timed_steps = _HEAD.unpack_from(packed)
+        first, last, ranks, is_last, timed_steps, told_steps, counted_steps = _HEAD.unpack_from(packed)
         at = _HEAD.size
         amounts = [_unpack_amount(packed, at + index * _AMOUNT_BYTES) for index in range(2 * len(AMOUNTS) + 1)]
         at += len(amounts) * _AMOUNT_BYTES
-        seconds, counted, capacity, profiled, *profile, squares = _TIMES.unpack_from(packed, at)
+        times = _TIMES.unpack_from(packed, at)
+        seconds, counted, capacity, profiled, *profile, squares = times[len(RATED) :]
         slowest, *slow_profile, fastest, fast, waiting, wait = _EXTREMES.unpack_from(packed, at + _TIMES.size)
         return cls(
             first,
@@ -137,6 +149,9 @@ class RankReport:
             timed_steps,
             seconds,
             amounts[-1],
+            times[: len(RATED)],
+            told_steps,
+            counted_steps,
             counted,
             None if capacity != capacity else capacity,
             profiled,
@@ -148,8 +163,8 @@ class RankReport:
         )
 
 
-_HEAD = struct.Struct("<qqi?q")
-_TIMES = struct.Struct("<dddi3dd")
+_HEAD = struct.Struct("<qqi?3q")
+_TIMES = struct.Struct("<4d3di3dd")
 _EXTREMES = struct.Struct("<i3didid")
 _AMOUNT_BYTES = _INT_BYTES + 4
 
@@ -187,6 +202,9 @@ def report_of(
         timed_steps=len(timed),
         seconds=seconds,
         input_wait=Amount(round(sum(waits) * 1e9), 1) if waits else Amount(),
+        known_seconds=tuple(_seconds_with(timed, name) for name in RATED),
+        told_steps=sum(step.samples is not None or step.model_flops is not None for step in steps),
+        counted_steps=sum(step.model_flops is not None for step in steps),
         counted_seconds=counted_seconds,
         capacity_flops=None if peak_flops_per_s is None else peak_flops_per_s * counted_seconds,
         profiled_ranks=0 if profile is None else 1,
@@ -196,6 +214,10 @@ def report_of(
         fastest=None if profile is None else Extreme(rank, profile.own),
         longest_wait=Extreme(rank, sum(waits) / seconds) if waits and seconds > 0 else None,
     )
+
+
+def _seconds_with(steps: Sequence[MeasuredStep], name: str) -> float:
+    return float(sum([step.seconds or 0.0 for step in steps if getattr(step, name) is not None]))
 
 
 def _amount(steps: Sequence[MeasuredStep], name: str) -> Amount:
@@ -224,6 +246,9 @@ def _merge_two(a: RankReport, b: RankReport) -> RankReport:
         a.timed_steps + b.timed_steps,
         a.seconds + b.seconds,
         a.input_wait + b.input_wait,
+        tuple(map(float.__add__, a.known_seconds, b.known_seconds)),
+        a.told_steps + b.told_steps,
+        a.counted_steps + b.counted_steps,
         a.counted_seconds + b.counted_seconds,
         None if unknown_peak else (a.capacity_flops or 0.0) + (b.capacity_flops or 0.0),
         a.profiled_ranks + b.profiled_ranks,

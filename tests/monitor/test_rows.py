@@ -1,0 +1,61 @@
+"""Rows and the summary, where not everything is known: what is told is right, and what is missing is said."""
+
+import pytest
+
+from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.meter import MeasuredStep
+from flopwatch.monitor.ranks.rank import CompleteWindow
+from flopwatch.monitor.ranks.reports import merge, report_of
+from flopwatch.monitor.rows import MeasuredSum, RowMaker
+from flopwatch.monitor.window import SettledStep
+from flopwatch.records import Peak
+
+PEAK = Peak(4e12, "a device", "fp32", "a datasheet", "datasheet", "high")
+
+
+def steps(first=0, count=5, **known):
+    return [MeasuredStep(number, seconds=0.5, **known) for number in range(first, first + count)]
+
+
+def window(measured, *others, missing=0):
+    """Of rank 0 with what other ranks tell; `missing` of them tell nothing."""
+    ranks = [measured, *others]
+    told = [report_of(rank, known, peak_flops_per_s=4e12, profile=None) for rank, known in enumerate(ranks)]
+    settled = [SettledStep(step, None, None, {}, False) for step in measured]
+    return CompleteWindow(settled, merge(told[: len(told) - missing]))
+
+
+def test_rates_of_a_session_leave_out_the_time_of_steps_that_are_not_known():
+    known = steps(tokens=100, model_flops=10**12)
+    session = MeasuredSum()
+    session.add(known, PEAK.flops_per_s)
+    session.add([step._replace(tokens=None, model_flops=None) for step in known], PEAK.flops_per_s)
+
+    values = session.values(device_count=1)
+    assert values["perf/mfu"] == 0.5
+    assert values["perf/tokens_per_second"] == 200
+    assert values["perf/step_time"] == pytest.approx(0.5)
+    assert values["perf/counted_steps_percent"] == 50
+
+
+def test_what_not_all_ranks_know_is_in_no_row_of_all_ranks():
+    """This rank knows its FLOPs, the other does not: the one's MFU is not that of the training."""
+    rows = RowMaker(MonitorConfig(), world_size=2)
+    own = steps(tokens=100, model_flops=10**12)
+    row = rows.row(window(own, [step._replace(model_flops=None) for step in own]), PEAK, {})
+
+    assert row.values["ranks/reporting"] == 2
+    assert row.values["perf/tokens_per_second"] == 400
+    assert "perf/mfu" not in row.values
+    assert "total/model_flops" not in row.values
+
+
+def test_a_rank_that_is_missing_is_told_in_the_row_and_in_the_summary():
+    rows = RowMaker(MonitorConfig(detailed_log_every=1000), world_size=2)
+    for first, missing in ((0, 0), (5, 1), (10, 0)):
+        own = steps(first, tokens=100)
+        row = rows.row(window(own, own, missing=missing), PEAK, {})
+        assert row.values["ranks/reporting"] == 2 - missing
+        assert rows.missing_ranks == missing
+    assert not row.detailed
+    assert rows.session_values()["ranks/reporting"] == 1
