@@ -44,6 +44,7 @@ bench: install
 # Too long for CI; figures go into docs/accuracy.md, overhead.md, sweep.md, ranks.md and scale.md.
 campaign: install
 	$(BIN)/python benchmarks/more_architectures.py
+	FLOPWATCH_TEST_SHAPES=50 $(PYTEST) tests/flops/test_law.py
 	$(BIN)/python benchmarks/kills.py --kills 50
 	$(BIN)/python benchmarks/long_run.py --calls 2000000
 	$(BIN)/python benchmarks/sweep_scale.py --trials 10000

@@ -6,7 +6,9 @@ from sinks.servers import mlflow_server
 @pytest.fixture(autouse=True)
 def untouched_by_this_machine(monkeypatch, tmp_path):
     """Neither the developer's accounts, servers nor terminal may decide a test, and nothing may leave the machine."""
-    for name in ("WANDB_PROJECT", "WANDB_DIR", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
+    mine = ("WANDB_PROJECT", "WANDB_DIR", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME")
+    left_by_other_tests = ("MLFLOW_EXPERIMENT_ID",)  # `mlflow.set_experiment` sets it for child processes
+    for name in (*mine, *left_by_other_tests):
         monkeypatch.delenv(name, raising=False)
     settings = {
         "WANDB_MODE": "offline",
