@@ -1,8 +1,8 @@
 """The FLOP law against the truth at shapes it has never seen."""
 
 import functools
-import os
 import gc
+import os
 import random
 from typing import Any
 
