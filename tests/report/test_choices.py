@@ -34,7 +34,34 @@ def test_overlapping_intervals_are_no_measurable_difference():
 
 
 def test_intervals_that_do_not_overlap_decide():
-    choice = choices(ran("ghost", 8, 64, 1.00, spread=0.009), ran("dpsgd", 8, 64, 1.02, spread=0.009))[64, "private"]
+    choice = choices(ran("ghost", 8, 64, 1.00, spread=0.009), ran("dpsgd", 8, 64, 1.07, spread=0.009))[64, "private"]
+    assert choice.tied == ()
+
+
+def test_what_two_processes_of_the_same_trial_differ_by_decides_nothing():
+    seeds = [ran("ghost", 8, 64, seconds, spread=0.002, seed=seed) for seed, seconds in enumerate((0.100, 0.103))]
+    assert len(choices(*seeds)[64, "private"].tied) == 1
+
+
+def test_five_steps_are_too_few_to_decide():
+    def quick(trainer, seconds):
+        trial = ran(trainer, 8, 64, seconds, spread=0.001)
+        return replace(trial, measured=replace(trial.measured, steps=replace(trial.measured.steps, count=5)))
+
+    assert len(choices(quick("ghost", 1.00), quick("dpsgd", 1.08))[64, "private"].tied) == 1
+
+
+def test_a_command_that_tells_a_rate_of_its_own_is_compared_by_that():
+    """Both have steps of 0.1 s, one of them on four devices."""
+    four, one = (
+        replace(trial, measured=replace(trial.measured, samples_per_s=rate))
+        for trial, rate in (
+            (ran("command", 8, 64, 0.1, label="four"), 320.0),
+            (ran("command", 8, 64, 0.1, label="one", seed=1), 80.0),
+        )
+    )
+    choice = choices(four, one)[64, "unknown"]
+    assert choice.fastest.samples_per_s == 320
     assert choice.tied == ()
 
 

@@ -76,7 +76,27 @@ def test_out_of_memory_advice_names_the_batch_that_ran_and_the_fit_command():
     (failure,) = summary.failures
     assert failure.advice[0] == "Use a batch below 8: 4 ran at sequence 512."
     assert any("Ghost clipping" in line for line in failure.advice)
-    assert "flopwatch fit --trainer dpsgd --model-size tiny --seq-len 512" in failure.advice[-1]
+    assert failure.advice[-1].endswith("flopwatch fit --trainer dpsgd --model tiny --seq-len 512")
+
+
+def test_out_of_memory_advice_is_for_this_very_configuration():
+    summary = summary_of(
+        ran("mine:Own", 16, 512, options={"rank": 8}),
+        ended(
+            "mine:Own",
+            8,
+            512,
+            "oom_host",
+            options={"rank": 64},
+            dtype="bf16",
+            checkpointing=True,
+            model="my model.json",
+        ),
+    )
+    (failure,) = summary.failures
+    assert "Use a batch below 8." in failure.advice
+    command = "flopwatch fit --trainer mine:Own --model 'my model.json' --seq-len 512 --dtype bf16 --checkpoint"
+    assert failure.advice[-1].endswith(f"{command} options.rank=64")
 
 
 def test_checkpointing_is_not_advised_to_a_private_trainer_which_cannot_have_it():

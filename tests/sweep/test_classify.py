@@ -12,6 +12,11 @@ EXCEPTION = {"type": "ValueError", "message": "a mistake\nwith details", "outcom
     [
         (Ending(exit_code=0, has_finished=True), "ok"),
         (Ending(exit_code=0, is_command=True), "ok"),
+        (Ending(exit_code=0, is_command=True, own_kill="timeout"), "timeout"),
+        (Ending(exit_code=0, is_command=True, own_kill="cancelled"), "cancelled"),
+        (Ending(exit_code=3, oom_kills=1), "oom_host"),
+        (Ending(exit_code=3, oom_kills=1, has_own_group=False), "error"),
+        (Ending(exit_code=137, oom_kills=1, has_own_group=False, is_command=True), "oom_host"),
         (Ending(exit_code=0), "error"),
         (Ending(exit_code=3), "error"),
         (Ending(exit_code=1, exception=EXCEPTION), "error"),

@@ -5,7 +5,7 @@ import random
 import pytest
 
 import fit_search as made_up
-from flopwatch.sweep.fit_search import Probe, next_for_largest, search
+from flopwatch.sweep.fit_search import Probe, fastest_of, next_for_largest, search
 
 
 def trials_of(used_by, capacity, *, rate_by=None, spread=0.0):
@@ -165,6 +165,16 @@ def test_wide_intervals_make_smaller_batches_as_good():
     wide, _ = trials_of(lambda batch: 500 + 160 * batch, 2000, rate_by=rate, spread=0.10)
     assert search(narrow).fastest == 3
     assert search(wide).fastest == 1
+
+
+def test_a_noisy_best_does_not_make_everything_as_good():
+    rates = {1: (100.0, 98.0, 102.0), 8: (190.0, 186.0, 194.0), 64: (200.0, 100.0, 220.0)}
+    probes = [
+        Probe(size, fits=True, outcome="ok", samples_per_s=rate, slowest_per_s=slowest, fastest_per_s=fastest)
+        for size, (rate, slowest, fastest) in rates.items()
+    ]
+    assert fastest_of(probes) == (8, 64)
+    assert fastest_of(probes[:2]) == (8, None)
 
 
 def test_a_throughput_that_falls_again_has_its_summit_found():

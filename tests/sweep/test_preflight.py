@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import transformers
 
 from flopwatch import count_flops
 from flopwatch.models.load import load_model
-from flopwatch.sweep.preflight import Pair, PreflightResult, read_preflight, run_preflight, write_preflight
+from flopwatch.sweep.preflight import Pair, PreflightResult, read_preflight, refusals, run_preflight, write_preflight
 from flopwatch.sweep.process_tree import is_running
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.layer_paths import layer_paths
@@ -31,6 +32,15 @@ LLAMA_7B = {
     "num_key_value_heads": 8,
     "tie_word_embeddings": True,
 }
+
+
+def test_other_options_than_those_tried_are_not_refused():
+    tried, other = (TrialSpec("mine:Own", "tiny", 4, 8, options={"precision": kind}) for kind in ("fp8", "bf16"))
+    no = PreflightResult("mine:Own", "tiny", checkpointing=False, dtype="fp32", supported=False, reason="no fp8 here")
+    why_not = refusals({no.pair: no}, [tried, other])
+    assert why_not(tried) == "no fp8 here"
+    assert why_not(replace(tried, batch_size=8)) == "no fp8 here"
+    assert why_not(other) is None
 
 
 def specs(*models, trainers=ALL, **settings):

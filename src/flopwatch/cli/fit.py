@@ -108,13 +108,14 @@ def _searched(output: Path, spec: "TrialSpec", max_batch: int, *, with_preflight
 
 def _preflight(output: Path, plan: "Plan", *, quiet: bool) -> "Refusal":
     from flopwatch.cli.sweep_preflight import print_preflight
-    from flopwatch.sweep.preflight import pair_of, run_preflight
+    from flopwatch.sweep.preflight import refusals, run_preflight
 
-    found = run_preflight(output, [trial.spec for trial in plan.todo])
+    specs = [trial.spec for trial in plan.todo]
+    found = run_preflight(output, specs)
     if not quiet:
         print_preflight(found)
-    reasons = {pair: result.reason for pair, result in found.items() if not result.supported}
-    return lambda trial: reasons.get(pair_of(trial.spec))
+    why_not = refusals(found, specs)
+    return lambda trial: why_not(trial.spec)
 
 
 def _show(found: "Found", output: Path, max_batch: int, *, as_json: bool) -> None:

@@ -90,14 +90,15 @@ def sweep(
         from flopwatch.cli.sweep_dry_run import print_dry_run
         from flopwatch.sweep.plan import make_plan
 
-        print_dry_run(make_plan(output, specs, only=only, limit=limit, shuffle_seed=None), output)
+        plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=None, engine=engine)
+        print_dry_run(plan, output)
         return
     if only_preflight:
         from flopwatch.sweep.folder import held_folder
         from flopwatch.sweep.plan import make_plan
 
         with held_folder(output):
-            _preflight(output, make_plan(output, specs, only=only, limit=limit))
+            _preflight(output, make_plan(output, specs, only=only, limit=limit, engine=engine))
         return
     placed = _engine(engine, engine_option or [], jobs, gpus)
     _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
@@ -115,14 +116,14 @@ def _limits(memory: str | None, timeout: float | None, no_progress: float | None
 
 def _matrix(words: list[str], flags: dict[str, Any], *, quick: bool) -> "Matrix":
     from flopwatch.errors import InputError
-    from flopwatch.sweep.matrix import read_matrix
+    from flopwatch.sweep.matrix import layered, read_matrix
     from flopwatch.sweep.overrides import parse_overrides
 
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise InputError(f"one YAML file at a time, got {', '.join(files)}; settings are written as batch_size=1,2,4")
     overrides = parse_overrides([word for word in words if "=" in word])
-    return read_matrix(Path(files[0]) if files else None, {**overrides, **flags, **(_QUICK if quick else {})})
+    return read_matrix(Path(files[0]) if files else None, layered(overrides, flags, _QUICK if quick else {}))
 
 
 def _engine(name: str, options: list[str], jobs: int, gpus: str | None) -> "Engine":
@@ -151,7 +152,7 @@ def _run(
     from flopwatch.sweep.runner import run_plan
 
     with held_folder(output):
-        plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=shuffle_seed)
+        plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=shuffle_seed, engine=engine.name)
         write_trial_list(output, plan.trials, engine.name)
         refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)
         with watched(plan, output) as (observer, stop):
@@ -161,18 +162,14 @@ def _run(
 
 def _preflight(output: Path, plan: "Plan") -> "Callable[[Trial], str | None]":
     from flopwatch.cli.sweep_preflight import print_preflight
-    from flopwatch.sweep.preflight import pair_of, run_preflight
+    from flopwatch.sweep.preflight import refusals, run_preflight
 
     will_run = {trial.name for trial in plan.todo}
     specs = [trial.spec for trial in plan.trials if trial.name in will_run and trial.spec.trainer != "command"]
     found = run_preflight(output, specs) if specs else {}
     print_preflight(found)
-
-    def refuse(trial: "Trial") -> str | None:
-        result = found.get(pair_of(trial.spec))
-        return result.reason if result is not None and not result.supported else None
-
-    return refuse
+    why_not = refusals(found, specs)
+    return lambda trial: why_not(trial.spec)
 
 
 def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], *, was_stopped: bool) -> None:

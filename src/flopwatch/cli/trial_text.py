@@ -20,13 +20,19 @@ from flopwatch.trial_records import TrialResult
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], str | None]]:
-    """Ctrl-C becomes a reason to stop instead of a traceback."""
+    """Ctrl-C, or whoever else asks this process to end, becomes a reason to stop: nothing may be left behind."""
     asked: list[str] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append("stopped by Ctrl-C"))
+    words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+
+    def note(number: int, frame: object) -> None:
+        asked.append(f"stopped by {words[signal.Signals(number)]}")
+
+    before = {number: signal.signal(number, note) for number in words}
     try:
         yield lambda: asked[0] if asked else None
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -282,7 +282,9 @@ class Core:
 
     def state(self) -> dict[str, Any]:
         """The totals up to the last step. The log is written up to there too, so that the two never disagree."""
-        self._look_at_ranks(_CHECKPOINT_SECONDS)
+        self._look_at_ranks(_CHECKPOINT_SECONDS if self._may_wait_for_ranks else 0.0)
+        if self.ranks.waits_for_plan:
+            self._may_wait_for_ranks = False
         self.close_window(now=True, wait_seconds=DEVICE_SECONDS)
         if not self.ranks.is_logging:
             return {"version": 1, "step": self.last_step}

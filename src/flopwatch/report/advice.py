@@ -1,9 +1,10 @@
 """What to do about a trial that did not run to its end. Pure; sources in sweep-anchors.md §2 and §3."""
 
+import shlex
 from collections.abc import Callable, Mapping
 
 from flopwatch.report.columns import privacy_of
-from flopwatch.trial_records import TrialResult
+from flopwatch.trial_records import TrialResult, TrialSpec
 
 _BY_SIGNAL = {
     "SIGKILL": "Nobody of flopwatch sent SIGKILL: often the kernel for memory. Look: dmesg | grep -i 'killed process'",
@@ -41,7 +42,7 @@ def advice_for(result: TrialResult, cause: str, largest_ok: int | None) -> tuple
 
 def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ...]:
     spec = result.spec
-    ran = f": {largest_ok} ran at sequence {spec.seq_len}" if largest_ok else ""
+    ran = f": {largest_ok} ran at sequence {spec.seq_len}" if largest_ok and largest_ok < spec.batch_size else ""
     advice = [f"Use a batch below {spec.batch_size}{ran}." if spec.batch_size > 1 else "Batch 1 is too large already."]
     is_private = privacy_of(spec) == "private"
     if not spec.checkpointing and not is_private:
@@ -51,11 +52,19 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ..
     if spec.trainer == "ghost":
         advice.append("Ghost clipping holds a sequence x sequence matrix per sample; dpsgd may need less here.")
     if spec.trainer != "command":
-        advice.append(
-            f"Find the largest batch: flopwatch fit --trainer {spec.trainer} --model-size {spec.model}"
-            f" --seq-len {spec.seq_len}"
-        )
+        advice.append(f"Find the largest batch: {_fit_command(spec)}")
     return tuple(advice)
+
+
+def _fit_command(spec: TrialSpec) -> str:
+    """For this very configuration."""
+    words = ["flopwatch", "fit", "--trainer", spec.trainer, "--model", spec.model, "--seq-len", str(spec.seq_len)]
+    words += ["--dtype", spec.dtype] if spec.dtype != "fp32" else []
+    words += ["--checkpoint"] if spec.checkpointing else []
+    words += ["--device", spec.device] if spec.device != "auto" else []
+    words += ["--memory", str(spec.limits.memory_bytes)] if spec.limits.memory_bytes else []
+    words += [f"options.{name}={value}" for name, value in spec.options.items()]
+    return shlex.join(words)
 
 
 def _host_limit(result: TrialResult) -> tuple[str, ...]:

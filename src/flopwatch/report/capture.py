@@ -40,11 +40,14 @@ def capture_sweep(folder: Path) -> Capture:
     trials = plan.get("trials")
     planned = {trial["name"]: trial for trial in trials if _is_planned(trial)} if isinstance(trials, list) else {}
     ordered = {name: results[name] for name in planned if name in results}
+    # A trial that was given another name since has its result under the old one.
+    known = {result.key for result in results.values()}
+    missing = {name: trial for name, trial in planned.items() if name not in results and trial.get("key") not in known}
     engine, created = plan.get("engine"), plan.get("created")
     return Capture(
         folder,
         {**ordered, **results},
-        {name: TrialSpec.from_json(trial["spec"]) for name, trial in planned.items() if name not in results},
+        {name: TrialSpec.from_json(trial["spec"]) for name, trial in missing.items()},
         engine if isinstance(engine, str) else None,
         float(created) if isinstance(created, int | float) else None,
         _read_preflight(folder),

@@ -7,8 +7,8 @@ from flopwatch.report.columns import privacy_of
 from flopwatch.report.records import Cell, TrialRow
 from flopwatch.trial_records import MemoryUse, StepCost, TrialResult, TrialSpec
 
-FEWEST_STEPS = 3
-"""Below this many measured steps no interval is believed."""
+FEWEST_STEPS = 6
+"""Below this many measured steps no interval is believed: of 5, least and most hold the median 94 % of the time."""
 
 
 def make_cell(result: TrialResult, column: str) -> Cell:
@@ -26,7 +26,7 @@ def make_cell(result: TrialResult, column: str) -> Cell:
         low_seconds=positive(interval and interval.low),
         high_seconds=positive(interval and interval.high),
         is_unstable=bool(steps and steps.unstable),
-        peak_bytes=positive(memory.peak_bytes),
+        peak_bytes=positive(memory.peak_bytes) if _tells_peak(result) else None,
         above_start_bytes=_above_start(memory),
         device_bytes=positive(memory.device_bytes),
         alloc_retries=memory.alloc_retries,
@@ -73,6 +73,12 @@ def positive(value: Any) -> Any:
     """The number; None when it is no finite number above 0, which no measurement is."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and isfinite(value) and value > 0 else None
+
+
+def _tells_peak(result: TrialResult) -> bool:
+    """On an accelerator whose allocator does not tell, the host's memory is not what decides."""
+    on_cpu = str(result.environment.get("device", "cpu")).startswith("cpu")
+    return on_cpu or result.measured.memory.reserved_bytes is not None
 
 
 def _above_start(memory: MemoryUse) -> int | None:

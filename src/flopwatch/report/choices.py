@@ -6,6 +6,7 @@ A private trainer is never weighed against one that is not: the second gives no 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from flopwatch.report.crossovers import PROCESS_NOISE
 from flopwatch.report.records import Cell, Choice, Privacy
 
 NEAR = 0.9
@@ -34,9 +35,11 @@ def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
 
 def throughput_interval(cell: Cell) -> tuple[float, float] | None:
     """Samples per second at the ends of the interval of the median; None when steps were not timed."""
-    if cell.low_seconds is None or cell.high_seconds is None:
+    if not (cell.samples_per_s and cell.seconds and cell.low_seconds and cell.high_seconds):
         return None
-    return cell.batch_size / cell.high_seconds, cell.batch_size / cell.low_seconds
+    # A command may tell a rate of its own, such as that of four devices.
+    samples = cell.samples_per_s * cell.seconds
+    return samples / cell.high_seconds, samples / cell.low_seconds
 
 
 def _choice(seq_len: int, privacy: Privacy, members: Sequence[Cell]) -> Choice:
@@ -61,7 +64,7 @@ def _overlap(fastest: Cell, other: Cell) -> bool:
     best, interval = throughput_interval(fastest), throughput_interval(other)
     if best is None or interval is None:  # without an interval nothing is decided
         return (other.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
-    return interval[1] >= best[0]
+    return interval[1] * (1 + PROCESS_NOISE) >= best[0] * (1 - PROCESS_NOISE)
 
 
 def _by_place(cells: Iterable[Cell]) -> dict[tuple[int, Privacy], list[Cell]]:

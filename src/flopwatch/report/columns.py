@@ -53,8 +53,8 @@ def group_key(spec: TrialSpec) -> tuple[Any, ...]:
 
 
 def place_key(spec: TrialSpec) -> tuple[Any, ...]:
-    """Trials that differ in nothing but their batch size, or in what names no column."""
-    return (*group_key(spec), trainer_name(spec), spec.seq_len)
+    """Trials that differ in nothing but their batch size."""
+    return (*group_key(spec), trainer_name(spec), spec.seq_len, *sorted(_variant_settings(spec).items()))
 
 
 def column_names(specs: Mapping[str, TrialSpec]) -> dict[str, str]:

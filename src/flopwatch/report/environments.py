@@ -7,9 +7,12 @@ from typing import Any
 from flopwatch.report.records import Environment
 from flopwatch.trial_records import TrialResult
 
-_SHOWN = ("torch", "device", "host", "driver", "cuda", "python", "flopwatch", "opacus", "git", "cpu", "platform", "os")
+_SHOWN = (
+    *("torch", "device", "device_name", "threads", "host", "driver", "cuda", "python", "flopwatch", "opacus", "git"),
+    *("cpu", "platform", "os"),
+)
 # A difference in one of these changes time or memory.
-_DECISIVE = ("torch", "device", "driver", "cuda", "opacus", "cpu")
+_DECISIVE = ("torch", "device", "device_name", "threads", "driver", "cuda", "opacus", "cpu")
 
 
 def distinct_environments(results: Iterable[TrialResult]) -> tuple[Environment, ...]:

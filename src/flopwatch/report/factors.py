@@ -32,6 +32,7 @@ def frontier(cells: Iterable[Cell]) -> tuple[FrontierPoint, ...]:
 
 
 def _factor(cell: Cell, standard: Cell) -> CostFactor:
+    is_bound = cell.is_lower_bound or standard.is_lower_bound  # the ratio of two bounds bounds nothing
     return CostFactor(
         cell.trainer,
         cell.batch_size,
@@ -41,7 +42,7 @@ def _factor(cell: Cell, standard: Cell) -> CostFactor:
         high_time=_ratio(cell.high_seconds, standard.low_seconds),
         memory=_ratio(cell.peak_bytes, standard.peak_bytes),
         memory_above_start=_ratio(cell.above_start_bytes, standard.above_start_bytes),
-        flops=_ratio(cell.hardware_flops, standard.hardware_flops),
+        flops=None if is_bound else _ratio(cell.hardware_flops, standard.hardware_flops),
     )
 
 

@@ -14,6 +14,7 @@ from flopwatch.report.sentences import (
     choice_sentence,
     configuration,
     crossover_digest,
+    denominator_sentence,
     frontier_words,
     throughput,
     totals_sentence,
@@ -42,9 +43,10 @@ def escaped(text: str) -> str:
 
 def fenced(text: str) -> str:
     """A block of code that nothing in the text can end."""
+    text = plain(text)  # first: what it takes out may have held backticks apart
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
-    return f"{fence}text\n{plain(text)}\n{fence}"
+    return f"{fence}text\n{text}\n{fence}"
 
 
 def _lines(summary: SweepSummary) -> Iterator[str]:
@@ -127,6 +129,8 @@ def _group(group: Group) -> Iterator[str]:
         yield from _matrix(group, metric)
     if metrics:
         yield "\n".join(f"<sub>{note.replace('>', '&gt;')}</sub>  " for note in MATRIX_NOTES) + "\n"
+    if sentence := denominator_sentence(group):
+        yield f"{escaped(sentence)}\n"
     yield from _factors(group)
     yield from _frontier(group)
     yield from (f"- {escaped(sentence)}" for sentence in crossover_digest(group.crossovers)[:MOST_ROWS])

@@ -8,7 +8,14 @@ from flopwatch.report.figures import UNKNOWN, count, factor
 from flopwatch.report.matrices import METRICS, MatrixRow, Metric, best_trials, cell_text, known_metrics, matrix_rows
 from flopwatch.report.records import CostFactor, Group
 from flopwatch.report.selection import evenly
-from flopwatch.report.sentences import MATRIX_NOTES, WHOLE_PROCESS, crossover_digest, crossover_sentence, frontier_words
+from flopwatch.report.sentences import (
+    MATRIX_NOTES,
+    WHOLE_PROCESS,
+    crossover_digest,
+    crossover_sentence,
+    denominator_sentence,
+    frontier_words,
+)
 from flopwatch.report.svg import esc, legend_marker
 
 MOST_ROWS = 60
@@ -75,7 +82,7 @@ def _matrices(group: Group) -> Iterator[str]:
         yield f'<div class="matrix" data-metric="{metric.key}"><h3>{esc(metric.title)}</h3>'
         yield _matrix(group, metric, shown) + "</div>"
     some = f"{len(shown)} of {len(rows):,} rows, evenly chosen. " if len(shown) < len(rows) else ""
-    notes = " ".join(MATRIX_NOTES)
+    notes = " ".join([*MATRIX_NOTES, denominator_sentence(group)])
     yield f'<p class="soft small">{some}{esc(notes)}</p></div>'
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 
 from flopwatch.report.charts_bars import outcome_class
-from flopwatch.report.figures import UNKNOWN, count, digits, memory, share
+from flopwatch.report.figures import UNKNOWN, count, memory, share
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary
 from flopwatch.report.selection import some_choices
-from flopwatch.report.sentences import choice_notes, choice_sentence, layer_words
+from flopwatch.report.sentences import choice_notes, choice_sentence, layer_words, throughput
 from flopwatch.report.svg import COLOURS, esc
 
 MOST_CHOICES = 16
@@ -124,9 +124,8 @@ def preflight_section(summary: SweepSummary) -> Iterator[str]:
 
 def _choices(group: Group, colours: Mapping[str, int]) -> str:
     shown = some_choices(group.choices, MOST_CHOICES)
-    most = max((choice.fastest.tokens_per_s or choice.fastest.samples_per_s or 0) for choice in shown)
-    unit = "tokens/s" if any(choice.fastest.tokens_per_s for choice in shown) else "samples/s"
-    head = f'<th class="n">sequence</th><th>class</th><th>fastest that ran</th><th class="n">{unit}</th><th></th>'
+    most = max((choice.fastest.samples_per_s or 0) * choice.seq_len for choice in shown)
+    head = '<th class="n">sequence</th><th>class</th><th>fastest that ran</th><th class="n">throughput</th><th></th>'
     head += '<th class="n">peak</th><th>least memory within 10 %</th><th class="n">peak</th><th>measured verdict</th>'
     rows = "".join(_choice_row(choice, most, colours) for choice in shown)
     left_out = len(group.choices) - len(shown)
@@ -136,7 +135,7 @@ def _choices(group: Group, colours: Mapping[str, int]) -> str:
 
 def _choice_row(choice: Choice, most: float, colours: Mapping[str, int]) -> str:
     fastest, lightest = choice.fastest, choice.lightest
-    rate = fastest.tokens_per_s or fastest.samples_per_s or 0
+    rate = (fastest.samples_per_s or 0) * choice.seq_len
     kind = colours[fastest.trainer] % COLOURS
     is_same = lightest is not None and lightest.trial == fastest.trial
     lighter = '<span class="soft">the same</span>' if is_same else _named(lightest, colours) if lightest else UNKNOWN
@@ -145,7 +144,7 @@ def _choice_row(choice: Choice, most: float, colours: Mapping[str, int]) -> str:
     return (
         f'<tr class="{"tied" if choice.tied else ""}"><td class="n">{choice.seq_len}</td>'
         f"<td>{_chip(choice.privacy)}</td>"
-        f'<td>{_named(fastest, colours, "≈ " if choice.tied else "")}</td><td class="n">{digits(rate)}</td>'
+        f'<td>{_named(fastest, colours, "≈ " if choice.tied else "")}</td><td class="n">{throughput(fastest)}</td>'
         f'<td><span class="bar k{kind}" style="width:{round(70 * rate / most) if most else 0}px"></span></td>'
         f'<td class="n">{memory(fastest.peak_bytes)}</td><td>{lighter}</td>'
         f'<td class="n">{"" if is_same or lightest is None else memory(lightest.peak_bytes)}</td>'

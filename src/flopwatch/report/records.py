@@ -260,6 +260,7 @@ class Group:
         frontier: Out-of-memory limits.
         crossovers: Where one overtakes another, and where that is not decided.
         pareto: Trials no other of the same class and sequence length beats in both memory and throughput.
+        denominators: The peaks that MFU and HFU are shares of, in words.
         warnings: Why comparisons within it may mislead.
     """
 
@@ -275,6 +276,7 @@ class Group:
     frontier: tuple[FrontierPoint, ...]
     crossovers: tuple[Crossover, ...]
     pareto: tuple[str, ...]
+    denominators: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 

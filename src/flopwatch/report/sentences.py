@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopwatch.report.figures import digits, memory, outcome_word, share
-from flopwatch.report.records import Cell, Choice, Crossover, FrontierPoint, SweepSummary
+from flopwatch.report.records import Cell, Choice, Crossover, FrontierPoint, Group, SweepSummary
 from flopwatch.trial_records import FAILED, OUT_OF_MEMORY
 
 MATRIX_NOTES = (
@@ -106,7 +106,14 @@ def crossover_sentence(crossover: Crossover) -> str:
         return (
             f"{beats} up to {crossover.axis} {crossover.low} {where}, no measurable difference at {equal} ({measured})"
         )
-    return f"{beats} below {crossover.axis} {rounded(crossover.at)} {where} ({measured})"
+    return f"{beats} {_limit(crossover)} {where} ({measured})"
+
+
+def _limit(crossover: Crossover) -> str:
+    """Rounded, but never to where the other one was measured to be better."""
+    at = rounded(crossover.at or 0)
+    is_between = crossover.low < at <= crossover.high
+    return f"below {crossover.axis} {at}" if is_between else f"up to {crossover.axis} {crossover.low}"
 
 
 def crossover_digest(crossovers: Iterable[Crossover]) -> list[str]:
@@ -147,6 +154,10 @@ def device_sentence(cells: Sequence[Cell]) -> str:
     return f"The device has {memory(max(sizes))}." if len(sizes) == 1 else ""
 
 
+def denominator_sentence(group: Group) -> str:
+    return f"MFU and HFU are shares of {', '.join(group.denominators)}." if group.denominators else ""
+
+
 def rounded(value: float) -> int:
     """Two digits: an interpolation knows no more.
 
@@ -160,8 +171,8 @@ def rounded(value: float) -> int:
 def _many(same: Sequence[Crossover]) -> str:
     first = same[0]
     other = "batch" if first.axis == "sequence" else "sequence"
-    low = min(rounded(c.at) if c.at is not None else c.low for c in same)
-    high = max(rounded(c.at) if c.at is not None else c.high for c in same)
+    low = min(max(rounded(c.at), c.low) if c.at is not None else c.low for c in same)
+    high = max(min(rounded(c.at), c.high) if c.at is not None else c.high for c in same)
     fixed = sorted(c.fixed for c in same)
     values = ", ".join(map(str, fixed)) if len(fixed) <= 4 else f"{fixed[0]} to {fixed[-1]}, {len(fixed)} of them"
     span = str(low) if low == high else f"{low} to {high}"

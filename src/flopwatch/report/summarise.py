@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flopwatch.report.capture import Capture
@@ -9,6 +10,7 @@ from flopwatch.report.cells import make_cell, make_row, missing_cell
 from flopwatch.report.choices import choose, pareto_trials
 from flopwatch.report.columns import column_names, group_key, group_settings, group_title, place_key, trainer_order
 from flopwatch.report.crossovers import find_crossovers
+from flopwatch.report.denominators import denominators, peak_warnings
 from flopwatch.report.environments import distinct_environments, mixed_warnings
 from flopwatch.report.factors import cost_factors, frontier
 from flopwatch.report.failures import group_failures
@@ -61,7 +63,7 @@ def _grouped(capture: Capture) -> list[list[_Member]]:
 
 def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
     settings = group_settings(members[0].spec)
-    cells = tuple(member.cell for member in members)
+    cells = _with_like_peaks([member.cell for member in members])
     trainers = trainer_order((member.cell.trainer, member.spec.trainer) for member in members)
     results = [member.result for member in members if member.result is not None]
     counts = Counter(result.measured.parameters for result in results if result.measured.parameters)
@@ -78,8 +80,16 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         frontier=frontier(cells),
         crossovers=find_crossovers(cells, trainers) if len(trainers) <= MOST_COLUMNS else (),
         pareto=pareto_trials(cells),
-        warnings=(*mixed_warnings(results), *_too_many(len(trainers))),
+        denominators=denominators(results),
+        warnings=(*mixed_warnings(results), *peak_warnings(results), *_too_many(len(trainers))),
     )
+
+
+def _with_like_peaks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Beside trials that tell of an accelerator's memory, the host memory of a command is none to compare."""
+    if not any(cell.device_bytes for cell in cells):
+        return tuple(cells)
+    return tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in cells)
 
 
 def _too_many(columns: int) -> tuple[str, ...]:

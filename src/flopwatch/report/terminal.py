@@ -13,7 +13,14 @@ from flopwatch.report.matrices import METRICS, Metric, known_metrics
 from flopwatch.report.plain_text import one_line, plain
 from flopwatch.report.records import Failure, Group, SweepSummary
 from flopwatch.report.selection import column_chunks, narrowed
-from flopwatch.report.sentences import MATRIX_NOTES, WHOLE_PROCESS, crossover_digest, device_sentence, totals_sentence
+from flopwatch.report.sentences import (
+    MATRIX_NOTES,
+    WHOLE_PROCESS,
+    crossover_digest,
+    denominator_sentence,
+    device_sentence,
+    totals_sentence,
+)
 from flopwatch.report.terminal_tables import (
     choices_table,
     environments_table,
@@ -101,8 +108,9 @@ def _group(group: Group, metrics: Sequence[Metric], width: int) -> Iterator[Rend
             yield _note(WHOLE_PROCESS)
             yield Text()
     yield from (_indented(frontier_table(piece)) for piece in pieces)
-    if device := device_sentence(group.cells):
-        yield _note(device)
+    for sentence in (device_sentence(group.cells), denominator_sentence(group)):
+        if sentence:
+            yield _note(one_line(sentence))
     yield from _crossovers(group)
 
 

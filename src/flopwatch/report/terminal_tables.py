@@ -9,12 +9,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.report.figures import UNKNOWN, count, digits, factor, memory, share
+from flopwatch.report.figures import UNKNOWN, count, factor, memory, share
 from flopwatch.report.matrices import Metric, best_trials, cell_text, matrix_rows
 from flopwatch.report.plain_text import one_line
 from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Group, TrainerTotals
 from flopwatch.report.selection import evenly, some_choices
-from flopwatch.report.sentences import choice_notes, choice_sentence, frontier_words, layer_words
+from flopwatch.report.sentences import choice_notes, choice_sentence, frontier_words, layer_words, throughput
 from flopwatch.trial_records import OUT_OF_MEMORY
 
 MOST_ROWS = 24
@@ -33,8 +33,7 @@ def outcome_style(outcome: str) -> str:
 
 def choices_table(group: Group) -> RenderableType:
     choices = some_choices(group.choices, MOST_ROWS)
-    has_tokens = any(choice.fastest.tokens_per_s is not None for choice in choices)
-    table = _table("seq:r", "class", "fastest that ran", "tokens/s:r" if has_tokens else "samples/s:r", "peak:r")
+    table = _table("seq:r", "class", "fastest that ran", "throughput:r", "peak:r")
     table.add_column("least memory\nwithin 10 %")
     table.add_column("peak", justify="right", no_wrap=True)
     for choice in choices:
@@ -144,13 +143,12 @@ def environments_table(environments: Sequence[Environment]) -> RenderableType:
 
 def _choice_cells(choice: Choice) -> list[Text]:
     fastest, lightest = choice.fastest, choice.lightest
-    rate = fastest.tokens_per_s if fastest.tokens_per_s is not None else fastest.samples_per_s
     is_same = lightest is not None and lightest.trial == fastest.trial
     return [
         Text(str(choice.seq_len)),
         Text(_PRIVACY_WORDS[choice.privacy]),
         Text(("≈ " if choice.tied else "") + _short(fastest), style="dim" if choice.tied else "bold"),
-        Text(digits(rate)),
+        Text(throughput(fastest)),
         Text(memory(fastest.peak_bytes)),
         Text("the same" if is_same else _short(lightest) if lightest else UNKNOWN, style="dim" if is_same else ""),
         Text("" if is_same else memory(lightest.peak_bytes) if lightest else UNKNOWN),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def assemble(trial_dir: Path, spec: TrialSpec, rss_bytes: int | None) -> tuple[M
     measured = Measured.from_json(left.get("measured", {}))
     measured = replace(measured, memory=_with_rss(measured.memory, rss_bytes))
     if spec.trainer == "command":
-        measured = _with_reported(measured, trial_dir)
+        measured = _with_reported(measured, trial_dir, spec.batch_size)
     else:
         measured = _with_steps(measured, list(read_lines(trial_dir / STEPS)), spec)
     return measured, left.get("environment", {}), bool(left.get("done"))
@@ -67,19 +68,22 @@ def _with_rates(cost: StepCost, seconds: float) -> StepCost:
     )
 
 
-def _with_reported(measured: Measured, trial_dir: Path) -> Measured:
+def _with_reported(measured: Measured, trial_dir: Path, batch_size: int) -> Measured:
     """What a command told: numbers in `metrics.json`, and the log of a `TrainingMonitor` in the trial's folder."""
-    reported: dict[str, Any] = read_json(trial_dir / METRICS) or {}
+    told = read_json(trial_dir / METRICS)
+    reported: dict[str, Any] = told if isinstance(told, dict) else {}
     numbers = {
         name: float(value) for name, value in {**_of_monitor(trial_dir), **reported}.items() if _is_number(value)
     }
-    seconds = reported.get("step_seconds")
-    times = step_times([float(value) for value in seconds]) if isinstance(seconds, list) else None
+    seconds: Any = reported.get("step_seconds")
+    is_list = isinstance(seconds, list) and all(_is_number(value) and value > 0 for value in seconds)
+    times = step_times([float(value) for value in seconds]) if is_list else None
     mfu = numbers.get("mfu")
+    by_steps = batch_size / times.median if times and times.median > 0 else None
     return replace(
         measured,
         steps=times,
-        samples_per_s=numbers.get("samples_per_s"),
+        samples_per_s=numbers.get("samples_per_s", by_steps),
         tokens_per_s=numbers.get("tokens_per_s"),
         cost=StepCost(mfu=mfu, hfu=numbers.get("hfu"), method="reported by the command") if mfu is not None else None,
         extra=numbers,
@@ -106,4 +110,4 @@ def _of_monitor(trial_dir: Path) -> Mapping[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

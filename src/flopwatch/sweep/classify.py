@@ -35,7 +35,8 @@ class Ending:
         has_finished: True when it said that it is done.
         is_command: A command says nothing, so exit code 0 is success.
         exception: `type`, `message`, `outcome` as the worker wrote them.
-        oom_kills: Kills by the kernel for memory, in the trial's own group or in ours, while it ran.
+        oom_kills: Kills by the kernel for memory while it ran, in the trial's own group or in one it shares.
+        has_own_group: False when a kill may have been another trial's.
         log_tail: The end of its log.
     """
 
@@ -47,19 +48,22 @@ class Ending:
     is_command: bool = False
     exception: Mapping[str, Any] | None = None
     oom_kills: int = 0
+    has_own_group: bool = True
     log_tail: str = ""
 
 
 def classify(ending: Ending) -> tuple[Outcome, str]:
     """The outcome and one line for a person."""
-    if ending.exit_code == 0 and (ending.has_finished or ending.is_command):
+    # A worker may have ended by itself just before our kill, and said so; of a command nobody knows.
+    if ending.exit_code == 0 and (ending.has_finished or (ending.is_command and ending.own_kill is None)):
         killed = f"; {ending.oom_kills} of its processes were killed for memory" if ending.oom_kills else ""
         return "ok", f"ran to its end{killed}"
     if ending.own_kill is not None:
         return ending.own_kill, ending.own_kill_detail
     if ending.exception is not None:
         return ending.exception["outcome"], f"{ending.exception['type']}: {_first_line(ending.exception['message'])}"
-    if ending.oom_kills and ending.signal_number in (None, signal.SIGKILL):
+    is_killed = ending.signal_number == signal.SIGKILL or ending.exit_code == 128 + signal.SIGKILL
+    if ending.oom_kills and (is_killed or (ending.has_own_group and ending.signal_number is None)):
         return "oom_host", "the kernel killed it: its memory limit was reached"
     said = _outcome_in_log(ending.log_tail)
     if ending.signal_number is not None:

@@ -58,6 +58,7 @@ def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen:
         is_command=spec.trainer == "command",
         exception=read_json(folder / EXCEPTION),
         oom_kills=seen.oom_kills,
+        has_own_group=seen.memory_limit.get("by") == "cgroup",
         log_tail=tail(log_file(sweep, name)),
     )
     outcome, reason = classify(ending)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 from functools import cache
 from importlib import metadata
@@ -13,6 +14,9 @@ from flopwatch.trial_records import TrialSpec
 from flopwatch.version import __version__
 
 _PACKAGES = ("torch", "opacus", "transformers")
+_OF_THIS_HOST = ("cpu", "gpus", "driver")
+_LARGEST_SOURCE = 10_000_000
+"""A command may name its data too, and gigabytes are no source."""
 
 
 @cache
@@ -31,10 +35,24 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def fingerprint(spec: TrialSpec) -> dict[str, Any]:
-    """The machine, and the user's own code that the trial runs: their trainer, their model, their config file."""
-    sources = {name: digest for name in (spec.trainer, spec.model) if (digest := _source_digest(name))}
-    return {**machine(), **({"sources": sources} if sources else {})}
+def fingerprint(spec: TrialSpec, *, is_here: bool = True) -> dict[str, Any]:
+    """The machine, and the user's own code that the trial runs: their trainer, model, config file, command's files.
+
+    Args:
+        spec: The trial.
+        is_here: False for a cluster, where trials run on other hosts than this one: its devices are left out.
+    """
+    names = (spec.trainer, spec.model) if spec.command is None else _words(spec.command)
+    sources = {name: digest for name in names if (digest := _source_digest(name))}
+    host = {name: fact for name, fact in machine().items() if is_here or name not in _OF_THIS_HOST}
+    return {**host, **({"sources": sources} if sources else {})}
+
+
+def _words(command: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(command))
+    except ValueError:
+        return tuple(command.split())
 
 
 @cache
@@ -55,14 +73,25 @@ def git_state(folder: str) -> str | None:
 
 @cache
 def _source_digest(name: str) -> str | None:
-    """Of the file behind `module:Class` in the working directory, or of a config file; None for what is installed."""
+    """Of the file or package behind `module:Class`, or of a file; None for what is installed, and for other words."""
     module, colon, _ = name.partition(":")
-    file = Path(module.replace(".", "/") + ".py") if colon else Path(name)
-    file = file / "config.json" if file.is_dir() else file
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        files = _sources(module) if colon else [Path(name) / "config.json" if Path(name).is_dir() else Path(name)]
+        content = b"".join(file.read_bytes() for file in files if file.stat().st_size <= _LARGEST_SOURCE)
     except (OSError, ValueError):
         return None
+    return hashlib.sha256(content).hexdigest()[:16] if content else None
+
+
+def _sources(module: str) -> list[Path]:
+    """In the working directory, its `src`, or what PYTHONPATH names: where a user's own code lies."""
+    for root in ("", "src", *os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        place = Path(root) / module.replace(".", "/")
+        if place.with_suffix(".py").is_file():
+            return [place.with_suffix(".py")]
+        if (place / "__init__.py").is_file():
+            return sorted(place.rglob("*.py"))
+    return []
 
 
 def _cpu() -> str:

@@ -143,16 +143,18 @@ def probe_of(result: TrialResult) -> Probe:
     measured, size = result.measured, result.spec.batch_size
     times, rate = measured.steps, measured.samples_per_s
     is_oom = result.outcome in OUT_OF_MEMORY
+    # What comes after the steps is flopwatch's own, and a training does without.
+    fits = result.outcome == "ok" or (is_oom and result.phase in ("flops", "trace"))
     return Probe(
         batch_size=size,
-        fits=True if result.outcome == "ok" else False if is_oom else None,
+        fits=True if fits else False if is_oom else None,
         outcome=result.outcome,
         reason=result.reason,
         peak_bytes=_peak_bytes(result),
         capacity_bytes=measured.memory.device_bytes or result.spec.limits.memory_bytes,
         samples_per_s=rate,
-        slowest_per_s=size / times.high if times and rate else None,
-        fastest_per_s=size / times.low if times and rate else None,
+        slowest_per_s=rate * times.median / times.high if times and rate else None,
+        fastest_per_s=rate * times.median / times.low if times and rate else None,
         step_seconds=times.median if times else None,
         is_bare=bool(measured.memory.alloc_retries),
     )

@@ -237,13 +237,15 @@ def _edge(curve: Callable[[Sequence[Point], int], int | None], fitting: Sequence
 
 
 def fastest_of(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
-    """The smallest batch whose throughput cannot be told from the best, and the next larger one that was tried."""
+    """The smallest batch whose throughput cannot be told from the best, and the next larger one if it is as fast."""
     timed = [probe for probe in _fitting(probes) if probe.samples_per_s]
     if not timed:
         return None, None
-    best = max(timed, key=lambda probe: probe.samples_per_s or 0.0)
-    place = next(index for index, probe in enumerate(timed) if _reach(probe)[1] >= _reach(best)[0])
-    return timed[place].batch_size, timed[place + 1].batch_size if place + 1 < len(timed) else None
+    surely = max(_reach(probe)[0] for probe in timed)
+    place = next(index for index, probe in enumerate(timed) if _reach(probe)[1] >= surely)
+    larger = timed[place + 1] if place + 1 < len(timed) else None
+    is_as_fast = larger is not None and _reach(larger)[1] >= _reach(timed[place])[0]
+    return timed[place].batch_size, larger.batch_size if larger is not None and is_as_fast else None
 
 
 def _reach(probe: Probe) -> tuple[float, float]:

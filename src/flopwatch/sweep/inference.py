@@ -19,6 +19,14 @@ def is_larger(spec: TrialSpec, failed: TrialSpec) -> bool:
     return spec != failed and same.measured_settings() == failed.measured_settings()
 
 
+def proves_too_large(result: TrialResult) -> bool:
+    """Whether larger ones would run out of memory too. Ray ends whom it finds on a full node, and that may be a
+    small trial beside a large one; what comes after the steps is flopwatch's own.
+    """
+    is_its_own = result.outcome in ("oom_device", "oom_host") and "error" not in result.evidence
+    return is_its_own and result.phase not in ("flops", "trace")
+
+
 def inferred(trial: Trial, failures: Sequence[TrialResult]) -> TrialResult | None:
     """The result of a trial that need not run; None when it must."""
     for failure in failures:

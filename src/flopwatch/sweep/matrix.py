@@ -94,7 +94,7 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
     Raises:
         InputError: It cannot be used; the message names the key.
     """
-    content = {**_read_file(file), **settings}
+    content = layered(_read_file(file), settings)
     try:
         return Matrix.model_validate(content)
     except ValidationError as error:
@@ -104,6 +104,21 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
             for item in error.errors()
         ]
         raise InputError(f"{where}the matrix cannot be used: " + "; ".join(lines)) from None
+
+
+def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Later settings over earlier ones; of limits and options, only those they name.
+
+    >>> layered({"limits": {"memory": "4GiB"}, "steps": 5}, {"limits": {"wall_seconds": 60}, "steps": 9})
+    {'limits': {'memory': '4GiB', 'wall_seconds': 60}, 'steps': 9}
+    """
+    found: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            below = found.get(key)
+            both = isinstance(value, Mapping) and isinstance(below, Mapping)
+            found[key] = {**below, **value} if both else value  # type: ignore[dict-item]
+    return found
 
 
 def _read_file(file: Path | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Settings as Hydra's users write them: `batch_size=1,2,4 trainer=standard,ghost options.lr=0.1`."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,4 +38,7 @@ def _scalar(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text.strip()
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)  # YAML 1.1 takes 1e-3 for a word
     return value if isinstance(value, int | float | bool | str) else text.strip()

@@ -42,6 +42,7 @@ def make_plan(
     only: str | None = None,
     limit: str | None = None,
     shuffle_seed: int | None = 0,
+    engine: str = "local",
 ) -> Plan:
     """Compare the matrix with what the folder holds.
 
@@ -52,13 +53,14 @@ def make_plan(
         limit: `100:200` runs that slice of the matrix, `20` its first twenty.
         shuffle_seed: Order of running, so that drift of clocks and heat does not look like an effect; None keeps the
             matrix's.
+        engine: Where trials run: on a cluster, this host is none of theirs.
     """
     if only is not None and only not in ONLY:
         raise InputError(f"--only takes {', '.join(ONLY)}; got {only!r}")
     for model in dict.fromkeys(spec.model for spec in specs if spec.trainer != "command"):
         check_model_name(model)
     trials = tuple(
-        Trial(sweep, name, content_key(spec, fingerprint(spec)), spec)
+        Trial(sweep, name, content_key(spec, fingerprint(spec, is_here=engine == "local")), spec)
         for name, spec in zip(trial_names(specs), specs, strict=True)
     )
     earlier = _earlier_results(sweep)

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flopwatch.sweep.process_tree import descendants
+from flopwatch.sweep.process_tree import descendants, dies_with
 from flopwatch.sweep.trainers.names import COMMAND
 from flopwatch.trial_files import PREFLIGHT, append_line, log_file, read_json, read_lines, write_json
 from flopwatch.trial_records import TrialSpec
@@ -86,6 +86,18 @@ def pair_of(spec: TrialSpec) -> Pair:
     return Pair(spec.trainer, spec.model, spec.checkpointing, spec.dtype)
 
 
+def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) -> Callable[[TrialSpec], str | None]:
+    """Why a trial cannot run; None when it may. Other options than those tried were not tried."""
+    tried = _requests(specs)
+
+    def why_not(spec: TrialSpec) -> str | None:
+        result = found.get(pair_of(spec))
+        was_tried = pair_of(spec) in tried and tried[pair_of(spec)]["options"] == dict(spec.options)
+        return result.reason if result is not None and not result.supported and was_tried else None
+
+    return why_not
+
+
 def read_preflight(sweep: Path) -> dict[Pair, PreflightResult]:
     """What the sweep's preflight found; nothing when there was none."""
     results = [PreflightResult(**content) for content in read_json(sweep / PREFLIGHT) or ()]
@@ -146,7 +158,13 @@ def _run_worker(sweep: Path, deadline: float) -> str:
     command = [sys.executable, "-m", "flopwatch.sweep.preflight_worker", str(sweep.resolve())]
     with open(log_file(sweep, "preflight"), "ab") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=dies_with(os.getpid()),
         )
         try:
             code = process.wait(timeout=max(0.0, deadline - time.monotonic()))

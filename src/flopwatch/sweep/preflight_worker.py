@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,6 @@ from torch import nn
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
 from flopwatch.models.load import load_model
 from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
-from flopwatch.sweep.process_tree import die_with_parent
 from flopwatch.sweep.step_cost import count_plain
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
@@ -41,7 +39,6 @@ Request = Mapping[str, Any]
 
 
 def main(folder: str) -> None:
-    die_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
     sweep = Path(folder)
     for request in read_json(sweep / REQUEST) or ():

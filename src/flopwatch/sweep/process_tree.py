@@ -26,6 +26,17 @@ def die_with_parent(signal_number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
+def dies_with(parent: int) -> Callable[[], None]:
+    """For a child, before it becomes another program: it never outlives the process that starts it."""
+
+    def bind() -> None:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return bind
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant that loses its own: what called `setsid` stays in reach."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -11,7 +11,7 @@ from flopwatch.sweep.conclude import tail
 from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
 from flopwatch.sweep.folder import prepare, record, result_file
-from flopwatch.sweep.inference import inferred
+from flopwatch.sweep.inference import inferred, proves_too_large
 from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
 from flopwatch.trial_files import log_file, read_result
 from flopwatch.trial_records import TrialResult
@@ -68,7 +68,7 @@ def run_plan(
         counts[result.outcome] = counts.get(result.outcome, 0) + 1
         observer.ended(result)
 
-    known = [result for result in plan.kept.values() if result.outcome in ("oom_device", "oom_host")]
+    known = [result for result in plan.kept.values() if proves_too_large(result)]
     state = _Round(deque(plan.todo), out_of_memory=known)
     _adopt(engine, plan, state, note)
     try:
@@ -147,7 +147,7 @@ def _settle(ended: Ended, state: _Round, note: Callable[[TrialResult], None]) ->
     if result.outcome == "cancelled" and not state.is_cancelled and (better := explained(ended.evidence)):
         evidence = {**result.evidence, **ended.evidence}
         result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
-    if result.outcome in ("oom_device", "oom_host"):
+    if proves_too_large(result):
         state.out_of_memory.append(result)
     note(result)
 

@@ -28,7 +28,7 @@ def step_times(seconds: Sequence[float], first: float | None = None) -> StepTime
         p10=percentile(ordered, 0.10),
         p90=percentile(ordered, 0.90),
         p99=percentile(ordered, 0.99),
-        first=ordered[0] if first is None else first,
+        first=seconds[0] if first is None else first,
         unstable=len(ordered) < 3 or high - low > _UNSTABLE_WIDTH * middle,
     )
 

@@ -23,7 +23,7 @@ from flopwatch.sweep import process_tree
 from flopwatch.sweep.classify import OwnKill, signal_name
 from flopwatch.sweep.conclude import Seen, conclude
 from flopwatch.sweep.heartbeat import Progress, read_progress
-from flopwatch.sweep.memory_limit import limit_memory, own_oom_kills
+from flopwatch.sweep.memory_limit import MemoryLimit, limit_memory, own_oom_kills
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
 from flopwatch.trial_files import log_file, read_json, trial_folder, write_json
 from flopwatch.trial_records import Limits, TrialResult, TrialSpec
@@ -32,6 +32,8 @@ SPEC, STARTED, RESULT = "spec.json", "started.json", "result.json"
 CORES = "FLOPWATCH_CORES"
 
 _TICK_SECONDS = 0.2
+_AFTER_THE_STEPS = ("memory", "flops", "trace")
+"""What flopwatch does for its own sake: not the memory of a training."""
 
 
 class AlreadyStartedError(Exception):
@@ -46,6 +48,7 @@ class _Watch:
     detail: str = ""
     stacks: str = ""
     memory: process_tree.TreeMemory = field(default_factory=process_tree.TreeMemory)
+    charged_bytes: int | None = None
 
 
 def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda: None) -> TrialResult:
@@ -78,7 +81,7 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
     limit = limit_memory(spec.limits.memory_bytes, name[-40:])
     try:
         worker = start_worker(sweep, name, spec, limit, cwd)
-        watch = _watch(worker, trial_folder(sweep, name), spec, cancel)
+        watch = _watch(worker, trial_folder(sweep, name), spec, cancel, limit)
         seconds = time.time() - began
         would_not_die = process_tree.kill_descendants(os.getpid())
         return Seen(
@@ -87,16 +90,23 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
             own_kill=watch.own_kill,
             own_kill_detail=watch.detail,
             stacks=watch.stacks,
-            # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
-            peak_rss_bytes=max(watch.memory.peak_bytes, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024),
+            peak_rss_bytes=_peak_rss_bytes(watch, spec),
             oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
-            memory_limit={} if limit.kind == "none" else {"by": limit.kind, "peak_bytes": limit.peak_bytes()},
+            memory_limit={} if limit.kind == "none" else {"by": limit.kind, "peak_bytes": watch.charged_bytes},
             would_not_die=would_not_die,
             unix_time=began,
             seconds=seconds,
         )
     finally:
         limit.close()
+
+
+def _peak_rss_bytes(watch: _Watch, spec: TrialSpec) -> int:
+    """Of a command all its life; of a worker its steps, which it knows better itself where it has come so far."""
+    # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    looked_at = watch.memory.peak_bytes
+    return max(looked_at, largest) if spec.trainer == "command" else looked_at or largest
 
 
 @contextlib.contextmanager
@@ -116,15 +126,22 @@ def _started(folder: Path) -> Any:
 
 
 def _watch(
-    worker: "subprocess.Popen[bytes]", folder: Path, spec: TrialSpec, cancel: Callable[[], str | None]
+    worker: "subprocess.Popen[bytes]",
+    folder: Path,
+    spec: TrialSpec,
+    cancel: Callable[[], str | None],
+    limit: MemoryLimit,
 ) -> _Watch:
     watch = _Watch()
     began = moved = time.monotonic()
     progress = Progress()
     wait = waiter(worker)
     while not wait(_TICK_SECONDS):
-        watch.memory.look()
         now, latest = time.monotonic(), _latest_progress(folder, spec)
+        if latest.phase not in _AFTER_THE_STEPS:
+            watch.memory.look()
+        if latest.phase == "measure" and latest.step:  # one whole step at least is in it
+            watch.charged_bytes = limit.peak_bytes()
         if latest != progress:
             progress, moved = latest, now
         if why := cancel():
@@ -138,6 +155,8 @@ def _watch(
             break
     else:
         _ask_who_sent_it(worker, watch, cancel)
+    if watch.charged_bytes is None:
+        watch.charged_bytes = limit.peak_bytes()
     return watch
 
 

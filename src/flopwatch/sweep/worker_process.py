@@ -29,12 +29,10 @@ def start_worker(
     sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None
 ) -> "subprocess.Popen[bytes]":
     folder = trial_folder(sweep, name)
-    parent = os.getpid()
+    bind = process_tree.dies_with(os.getpid())
 
     def become_worker() -> None:
-        process_tree.die_with_parent(signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
+        bind()
         limit.join()
 
     with log_file(sweep, name).open("ab") as log:

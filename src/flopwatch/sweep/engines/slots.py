@@ -3,6 +3,8 @@
 import contextlib
 import fcntl
 import os
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -36,7 +38,7 @@ class Slot:
     def environment(self) -> dict[str, str]:
         found = {}
         if self.gpus:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+            found[_variable()] = ",".join(self.gpus)
         if self.cores:
             found[CORES] = ",".join(map(str, self.cores))
         return found
@@ -54,6 +56,7 @@ class SlotPool:
     def __init__(self, gpus: tuple[str, ...], jobs: int, sweep: Path) -> None:
         self._sweep = sweep
         self._free_share = dict.fromkeys(gpus, 1.0)
+        self._lock_names = {gpu: f"gpu-{uuid}" for gpu, uuid in gpu_uuids(gpus).items()}
         self._core_sets = [] if gpus else _divided(sorted(os.sched_getaffinity(0)), jobs)
         self._locks: dict[str, IO[str]] = {}
         self.waits_for = ""
@@ -67,7 +70,7 @@ class SlotPool:
         self._refuse_more_than_there_is(wanted)
         if wanted < 1.0:
             return self._take_share(wanted)
-        free = [gpu for gpu, share in self._free_share.items() if share > 1.0 - _EPSILON and self._lock(f"gpu-{gpu}")]
+        free = [gpu for gpu, share in self._free_share.items() if share > 1.0 - _EPSILON and self._lock_gpu(gpu)]
         if len(free) < round(wanted):
             self._unlock_unused()
             return None
@@ -91,7 +94,7 @@ class SlotPool:
 
     def _take_share(self, wanted: float) -> Slot | None:
         for gpu, share in self._free_share.items():
-            if share + _EPSILON >= wanted and self._lock(f"gpu-{gpu}"):
+            if share + _EPSILON >= wanted and self._lock_gpu(gpu):
                 self._free_share[gpu] = share - wanted
                 return Slot(gpus=(gpu,), share=wanted)
         return None
@@ -117,6 +120,9 @@ class SlotPool:
                 "use fewer, or --engine ray or slurm"
             )
 
+    def _lock_gpu(self, gpu: str) -> bool:
+        return self._lock(self._lock_names[gpu])
+
     def _lock(self, name: str) -> bool:
         if name in self._locks:
             return True
@@ -138,18 +144,41 @@ class SlotPool:
 
     def _unlock_unused(self) -> None:
         for gpu, share in self._free_share.items():
-            if share > 1.0 - _EPSILON and f"gpu-{gpu}" in self._locks:
-                self._unlock(f"gpu-{gpu}")
+            if share > 1.0 - _EPSILON and self._lock_names[gpu] in self._locks:
+                self._unlock(self._lock_names[gpu])
 
 
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs this process may use, without loading torch: by the environment, else by the driver's own list."""
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+    asked = os.environ.get(_variable())
     if asked is not None:
         return tuple(part.strip() for part in asked.split(",") if part.strip() and part.strip() != "-1")
     with contextlib.suppress(OSError):
         return tuple(str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir()))
     return ()
+
+
+def _variable() -> str:
+    """What says which devices a process may use: the one that is set, since HIP's own comes before CUDA's."""
+    is_hip = "HIP_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" not in os.environ
+    return "HIP_VISIBLE_DEVICES" if is_hip else "CUDA_VISIBLE_DEVICES"
+
+
+def gpu_uuids(gpus: Sequence[str]) -> dict[str, str]:
+    """What identifies each device on this machine: a number is another one in every container, or with another order.
+
+    By nvidia-smi, which sees what this process may see; where it does not answer, the device's own name.
+    """
+    if not gpus:
+        return {}
+    ask = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    listed: dict[str, str] = {}
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        told = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
+        listed = dict(line.split(", ", 1) for line in told.splitlines())
+    # A UUID may be given by its beginning.
+    whole = {gpu: next((uuid for uuid in listed.values() if uuid.startswith(gpu)), gpu) for gpu in gpus}
+    return {gpu: listed.get(gpu, whole[gpu]) for gpu in gpus}
 
 
 def _divided(cores: list[int], jobs: int) -> list[tuple[int, ...]]:
@@ -166,5 +195,11 @@ def _open_lock(name: str) -> IO[str]:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(parents=True)
         folder.chmod(0o1777)  # every user of the machine takes part
-    handle = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    file = folder / f"{name}.lock"
+    try:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        os.fchmod(handle, 0o666)  # whatever this user's umask says
+    except FileExistsError:
+        # Without O_CREAT: the kernel refuses it for another user's file in such a folder (fs.protected_regular).
+        handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
     return os.fdopen(handle, "r+")

@@ -1,0 +1,74 @@
+"""What makes a trial the same trial: its configuration, the user's own code, and the machine it runs on."""
+
+import json
+
+import pytest
+
+from flopwatch.sweep.assemble import assemble
+from flopwatch.sweep.environment import _source_digest, fingerprint
+from flopwatch.sweep.matrix import expand, read_matrix
+from flopwatch.sweep.overrides import parse_overrides
+from flopwatch.trial_records import TrialSpec
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _source_digest.cache_clear()
+    yield tmp_path
+    _source_digest.cache_clear()
+
+
+def changes(spec, file, is_here=True):
+    before = fingerprint(spec, is_here=is_here)
+    file.write_text(file.read_text() + "# edited\n")
+    _source_digest.cache_clear()
+    return fingerprint(spec, is_here=is_here) != before
+
+
+@pytest.mark.parametrize(
+    ("spec", "file"),
+    [
+        (TrialSpec("mine:Own", "tiny", 4, 8), "mine.py"),
+        (TrialSpec("package.trainer:Own", "tiny", 4, 8), "src/package/trainer.py"),
+        (TrialSpec("package:Own", "tiny", 4, 8), "package/inner/part.py"),
+        (TrialSpec("standard", "models.llama:build", 4, 8), "models/llama.py"),
+        (TrialSpec("command", "tiny", 4, 8, command="python train.py --bs {batch_size}"), "train.py"),
+    ],
+)
+def test_an_edited_source_is_another_trial(here, spec, file):
+    (here / file).parent.mkdir(parents=True, exist_ok=True)
+    (here / file).write_text("x = 1\n")
+    if spec.trainer == "package:Own":
+        (here / "package" / "__init__.py").write_text("")
+    assert changes(spec, here / file)
+
+
+def test_on_a_cluster_this_hosts_devices_are_not_part_of_it():
+    spec = TrialSpec("standard", "tiny", 4, 8)
+    assert {"cpu"} <= set(fingerprint(spec)) - set(fingerprint(spec, is_here=False))
+    assert "torch" in fingerprint(spec, is_here=False)
+
+
+def test_settings_on_the_command_line_change_only_what_they_name(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text("limits: {memory: 4GiB, wall_seconds: 60}\noptions: {noise_multiplier: 0.5}\n")
+    (spec, *_) = expand(read_matrix(file, parse_overrides(["options.lr=1e-3", "limits.wall_seconds=100"])))
+    assert (spec.limits.memory_bytes, spec.limits.wall_seconds) == (4 * 2**30, 100)
+    assert spec.options == {"noise_multiplier": 0.5, "lr": 0.001}
+
+
+@pytest.mark.parametrize(
+    "content", ["[1.2]", '{"step_seconds": [null]}', '{"step_seconds": "fast"}', '{"mfu": NaN}', "{"]
+)
+def test_a_command_that_tells_nonsense_has_told_nothing(tmp_path, content):
+    (tmp_path / "metrics.json").write_text(content)
+    measured, _, _ = assemble(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), None)
+    assert (measured.steps, measured.samples_per_s, measured.cost) == (None, None, None)
+
+
+def test_a_command_that_tells_its_step_times_has_a_throughput_and_its_first_step_is_the_first(tmp_path):
+    (tmp_path / "metrics.json").write_text(json.dumps({"step_seconds": [5.0, 1.0, 2.0]}))
+    measured, _, _ = assemble(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), None)
+    assert measured.steps.first == 5.0
+    assert measured.samples_per_s == 2.0

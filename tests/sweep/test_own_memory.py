@@ -1,0 +1,53 @@
+"""The memory of a trial is that of its steps, not of what flopwatch does after them."""
+
+import pytest
+
+from flopwatch.sweep.engines.local import LocalEngine
+from flopwatch.sweep.inference import proves_too_large
+from flopwatch.trial_records import TrialResult, TrialSpec
+from sweeping import run_sweep
+
+MIB = 2**20
+STEPS = 4
+TRAINER = f"""
+import torch
+from flopwatch.sweep.trainers.standard import StandardTrainer
+
+
+class LateEater(StandardTrainer):
+    '''Takes 600 MiB more when the steps, and one more for the memory of its parts, are over.'''
+
+    calls = 0
+
+    def forward(self, batch):
+        LateEater.calls += 1
+        if LateEater.calls > {STEPS + 2}:
+            self.more = torch.ones(600 * {MIB}, dtype=torch.uint8)
+        return super().forward(batch)
+"""
+
+
+@pytest.mark.slow
+def test_what_is_taken_after_the_steps_is_not_in_the_peak(tmp_path, monkeypatch):
+    (tmp_path / "late.py").write_text(TRAINER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+    spec = TrialSpec("late:LateEater", "tiny", 2, 16, device="cpu", steps=STEPS, warmup_steps=1, threads=1)
+    (result,) = run_sweep(tmp_path / "s", [spec], LocalEngine()).values()
+    assert result.outcome == "ok", result.log_tail
+    memory = result.measured.memory
+    assert memory.peak_bytes - memory.baseline_bytes < 300 * MIB
+
+
+@pytest.mark.parametrize(
+    ("phase", "evidence", "proves"),
+    [
+        ("measure", {"signal": "SIGKILL"}, True),
+        ("flops", {"signal": "SIGKILL"}, False),
+        ("trace", {}, False),
+        ("measure", {"error": "OutOfMemoryError"}, False),
+    ],
+)
+def test_larger_trials_are_only_left_out_for_what_the_smaller_one_took_itself(phase, evidence, proves):
+    spec = TrialSpec("standard", "tiny", 1, 8)
+    assert proves_too_large(TrialResult("a", "k", spec, "oom_host", "", evidence, phase=phase)) is proves
