@@ -193,6 +193,17 @@ def test_a_spec_that_is_none_is_refused(tmp_path):
     assert "is not the spec.json of a trial" in flopwatch("trial", "--spec", "x.json", code=2)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_trial_that_is_asked_to_end_leaves_nothing_behind(tmp_path, number):
+    words = ["trial", "--command", "sleep 300 & wait", "-o", "t"]
+    process = subprocess.Popen([*FLOPWATCH, *words], stdout=subprocess.PIPE)
+    until(lambda: left_behind(tmp_path / "t"))
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert left_behind(tmp_path / "t") == []
+    assert list(outcomes(tmp_path / "t").values()) == ["cancelled"]
+
+
 @pytest.mark.requirement("R23", "R24")
 def test_a_real_trial_is_measured(tmp_path):
     words = [
