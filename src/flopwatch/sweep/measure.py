@@ -90,6 +90,10 @@ class _TrialRun:
             reset_peak(self.device)
             part()
             self._note_memory(name)
+        memory = self.measured.memory
+        if self.device.type == "cpu" and memory.rss_bytes is not None:  # this was a step like the others
+            memory = replace(memory, rss_bytes=max([memory.rss_bytes, *memory.by_phase.values()]))
+            self.measured = replace(self.measured, memory=memory)
         self.save()
 
     def _note_memory(self, part: str) -> None:
