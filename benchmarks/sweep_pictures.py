@@ -31,7 +31,7 @@ PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 WIDTH = 92
 COMMAND = (
     "flopwatch sweep trainer=standard,dpsgd,ghost,fast batch_size=4,8 seq_len=512,1024 "
-    "model=small steps=3 warmup_steps=1"
+    "model=small steps=6 warmup_steps=1"
 )
 
 

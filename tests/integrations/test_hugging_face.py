@@ -29,6 +29,7 @@ class TestRows:
 
         from sinks.wandb_file import find_file, read_history
 
+        wandb.teardown()  # whatever an earlier test of this process left open
         monkeypatch.setenv("WANDB_DIR", str(tmp_path))
         hf_trainer(tmp_path, FlopwatchCallback(), report_to=["wandb"]).train()
         wandb.finish()
