@@ -27,7 +27,7 @@ class Seen:
         stacks: What its threads did then.
         peak_rss_bytes: Most resident memory of the tree.
         oom_kills: Kills for memory by the kernel.
-        memory_limit: How host memory was limited, with the peak charged.
+        memory_limit: How host memory was limited, with the peaks of its whole life: charged, and resident.
         would_not_die: Processes left, stuck in the kernel.
         unix_time: When it began.
         seconds: How long it lived.

@@ -143,11 +143,9 @@ def probe_of(result: TrialResult) -> Probe:
     measured, size = result.measured, result.spec.batch_size
     times, rate = measured.steps, measured.samples_per_s
     is_oom = result.outcome in OUT_OF_MEMORY
-    # What comes after the steps is flopwatch's own, and a training does without.
-    fits = result.outcome == "ok" or (is_oom and result.phase in ("flops", "trace"))
     return Probe(
         batch_size=size,
-        fits=True if fits else False if is_oom else None,
+        fits=True if result.outcome == "ok" else False if is_oom else None,
         outcome=result.outcome,
         reason=result.reason,
         peak_bytes=_peak_bytes(result),
@@ -163,9 +161,10 @@ def probe_of(result: TrialResult) -> Probe:
 def _peak_bytes(result: TrialResult) -> int | None:
     """What is compared with the capacity: of a limited host the group's own count, while that says something."""
     memory, limit = result.measured.memory, result.spec.limits.memory_bytes
-    charged = (result.evidence.get("memory_limit") or {}).get("peak_bytes")
-    if memory.device_bytes is not None or charged is None or limit is None:
+    life = result.evidence.get("memory_limit") or {}
+    charged, resident = life.get("peak_bytes"), life.get("rss_bytes", memory.peak_bytes)
+    if memory.device_bytes is not None or limit is None:
         return memory.peak_bytes
-    if charged >= _FULL * limit and memory.peak_bytes is not None:
-        return min(int(charged), memory.peak_bytes)
+    if charged is None or (charged >= _FULL * limit and resident is not None):
+        return min((int(peak) for peak in (charged, resident) if peak is not None), default=None)
     return int(charged)

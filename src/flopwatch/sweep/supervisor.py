@@ -23,7 +23,7 @@ from flopwatch.sweep import process_tree
 from flopwatch.sweep.classify import OwnKill, signal_name
 from flopwatch.sweep.conclude import Seen, conclude
 from flopwatch.sweep.heartbeat import Progress, read_progress
-from flopwatch.sweep.memory_limit import MemoryLimit, limit_memory, own_oom_kills
+from flopwatch.sweep.memory_limit import limit_memory, own_oom_kills
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
 from flopwatch.trial_files import log_file, read_json, trial_folder, write_json
 from flopwatch.trial_records import Limits, TrialResult, TrialSpec
@@ -48,7 +48,7 @@ class _Watch:
     detail: str = ""
     stacks: str = ""
     memory: process_tree.TreeMemory = field(default_factory=process_tree.TreeMemory)
-    charged_bytes: int | None = None
+    steps_bytes: int = 0
 
 
 def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda: None) -> TrialResult:
@@ -81,18 +81,21 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
     limit = limit_memory(spec.limits.memory_bytes, name[-40:])
     try:
         worker = start_worker(sweep, name, spec, limit, cwd)
-        watch = _watch(worker, trial_folder(sweep, name), spec, cancel, limit)
+        watch = _watch(worker, trial_folder(sweep, name), spec, cancel)
         seconds = time.time() - began
         would_not_die = process_tree.kill_descendants(os.getpid())
+        # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
+        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        life = {"peak_bytes": limit.peak_bytes(), "rss_bytes": max(watch.memory.peak_bytes, largest)}
         return Seen(
             pid=worker.pid,
             status=worker.poll(),
             own_kill=watch.own_kill,
             own_kill_detail=watch.detail,
             stacks=watch.stacks,
-            peak_rss_bytes=_peak_rss_bytes(watch, spec),
+            peak_rss_bytes=_peak_rss_bytes(watch, spec, largest),
             oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
-            memory_limit={} if limit.kind == "none" else {"by": limit.kind, "peak_bytes": watch.charged_bytes},
+            memory_limit={} if limit.kind == "none" else {"by": limit.kind, **life},
             would_not_die=would_not_die,
             unix_time=began,
             seconds=seconds,
@@ -101,12 +104,9 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
         limit.close()
 
 
-def _peak_rss_bytes(watch: _Watch, spec: TrialSpec) -> int:
+def _peak_rss_bytes(watch: _Watch, spec: TrialSpec, largest: int) -> int:
     """Of a command all its life; of a worker its steps, which it knows better itself where it has come so far."""
-    # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
-    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    looked_at = watch.memory.peak_bytes
-    return max(looked_at, largest) if spec.trainer == "command" else looked_at or largest
+    return max(watch.memory.peak_bytes, largest) if spec.trainer == "command" else watch.steps_bytes or largest
 
 
 @contextlib.contextmanager
@@ -126,11 +126,7 @@ def _started(folder: Path) -> Any:
 
 
 def _watch(
-    worker: "subprocess.Popen[bytes]",
-    folder: Path,
-    spec: TrialSpec,
-    cancel: Callable[[], str | None],
-    limit: MemoryLimit,
+    worker: "subprocess.Popen[bytes]", folder: Path, spec: TrialSpec, cancel: Callable[[], str | None]
 ) -> _Watch:
     watch = _Watch()
     began = moved = time.monotonic()
@@ -138,10 +134,9 @@ def _watch(
     wait = waiter(worker)
     while not wait(_TICK_SECONDS):
         now, latest = time.monotonic(), _latest_progress(folder, spec)
+        watch.memory.look()
         if latest.phase not in _AFTER_THE_STEPS:
-            watch.memory.look()
-        if latest.phase == "measure" and latest.step:  # one whole step at least is in it
-            watch.charged_bytes = limit.peak_bytes()
+            watch.steps_bytes = watch.memory.peak_bytes
         if latest != progress:
             progress, moved = latest, now
         if why := cancel():
@@ -155,8 +150,6 @@ def _watch(
             break
     else:
         _ask_who_sent_it(worker, watch, cancel)
-    if watch.charged_bytes is None:
-        watch.charged_bytes = limit.peak_bytes()
     return watch
 
 
