@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +23,7 @@ from flopwatch.monitor.law_book import StepFlops
 from flopwatch.monitor.outlets import Outlets, first_line, json_ready, open_outlets
 from flopwatch.monitor.pricing import Pricing
 from flopwatch.monitor.ranks.layout import data_parallel_size
-from flopwatch.monitor.ranks.rank import Rank
+from flopwatch.monitor.ranks.rank import Rank, ends_window
 from flopwatch.monitor.ranks.stragglers import explain_straggler
 from flopwatch.monitor.rows import RowMaker
 from flopwatch.monitor.session import Session
@@ -376,7 +376,7 @@ class Core:
     def _start_run(self, first_step: int) -> None:
         self._has_started = True
         self._look_at_layout()  # the model may have been parallelised since
-        self.ranks.start(f"{self._log_path}/{_number_of(self._log_path)}")
+        self.ranks.start(str(self._log_path))
         if not self.ranks.is_logging:
             self.is_off = self.ranks.link is None
             return
@@ -397,25 +397,6 @@ class Core:
 
     def _tell(self, level: Any, code: str, message: str, step: int | None = None) -> None:
         self.outlets.tell(level, code, message, step=self.last_step if step is None else step)
-
-
-def ends_window(step: int, previous: int | None, window_steps: int) -> bool:
-    """Whether a multiple of `window_steps` lies between the ends of two steps, whose numbers may have gaps.
-
-    >>> ends_window(49, 48, 50), ends_window(50, 49, 50), ends_window(1024, 512, 50)
-    (True, False, True)
-    """
-    before = step if previous is None else previous + 1
-    return (step + 1) // window_steps != before // window_steps
-
-
-_monitors_of: Counter[Path] = Counter()
-
-
-def _number_of(log: Path) -> int:
-    """Which monitor of this log it is in this process: ranks meet under the same name."""
-    _monitors_of[log] += 1
-    return _monitors_of[log]
 
 
 def _assumed_batch(config: MonitorConfig) -> dict[str, torch.Tensor] | None:

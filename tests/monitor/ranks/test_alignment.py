@@ -2,6 +2,7 @@
 
 from flopwatch.monitor.meter import MeasuredStep
 from flopwatch.monitor.ranks.alignment import aligned
+from flopwatch.monitor.ranks.rank import ends_window
 from flopwatch.monitor.ranks.reports import RankReport, report_of
 from flopwatch.monitor.ranks.tree import FAN_OUT, children, parent
 
@@ -31,6 +32,15 @@ def test_a_rank_that_cuts_once_more_changes_nothing_for_the_others():
 
 def test_a_cut_that_all_make_is_kept():
     assert ends([windows(0, 4, 6, 9), windows(1, 4, 6, 9)]) == [(4, 2, 10), (6, 2, 4), (9, 2, 6)]
+
+
+def test_windows_end_where_a_multiple_is_passed_whatever_the_gaps():
+    def cut(steps):
+        return [step for before, step in zip([None, *steps], steps, strict=False) if ends_window(step, before, 50)]
+
+    assert cut(range(120)) == [49, 99]
+    assert cut(range(0, 480, 4)) == [52, 100, 152, 200, 252, 300, 352, 400, 452]
+    assert cut([512, 1024, 1536]) == [1024, 1536]
 
 
 def test_a_rank_that_numbers_its_steps_otherwise_is_left_out():

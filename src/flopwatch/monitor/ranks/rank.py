@@ -1,6 +1,6 @@
 """One process among the ranks of its training: what it tells the others, and when a window is known of all."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from flopwatch.monitor.ranks.own_time import OwnTime, profile_of
 from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
 from flopwatch.monitor.window import SettledStep
 
+_monitors_of: Counter[str] = Counter()
+"""Of each log, in this process: ranks meet under the same name and number."""
 _MOST_INCOMPLETE = 200
 """Windows the logging rank keeps while it waits for the others; beyond that it goes on alone."""
 
@@ -47,14 +49,15 @@ class Rank:
         self.window_steps: int | None = None
         self._incomplete: deque[list[SettledStep]] = deque()
 
-    def start(self, name: str) -> None:
-        """Look for the other ranks; nobody waits for them."""
+    def start(self, log: str) -> None:
+        """Look for the other ranks of the run with this log; nobody waits for them."""
+        _monitors_of[log] += 1
         if self.world_size == 1:
             return
         if not group.is_possible():
             self._tell(*notices.ranks_unknown(self.rank, self.world_size))
             return
-        self.link = RankLink(name, self.rank, self.world_size, self._logging_rank)
+        self.link = RankLink(f"{log}/{_monitors_of[log]}", self.rank, self.world_size, self._logging_rank)
         if self.own_time is not None:
             self._hold_ups = HoldUps(self.own_time)
 
@@ -160,3 +163,13 @@ def window_steps(step_seconds: float | None, log_every: int, log_seconds: float)
         return log_every
     divisors = [steps for steps in range(1, log_every + 1) if log_every % steps == 0]
     return max([steps for steps in divisors if steps * step_seconds <= log_seconds], default=1)
+
+
+def ends_window(step: int, previous: int | None, window_steps: int) -> bool:
+    """Whether a multiple of `window_steps` lies between the ends of two steps, whose numbers may have gaps.
+
+    >>> ends_window(49, 48, 50), ends_window(50, 49, 50), ends_window(1024, 512, 50)
+    (True, False, True)
+    """
+    before = step if previous is None else previous + 1
+    return (step + 1) // window_steps != before // window_steps
