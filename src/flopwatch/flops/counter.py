@@ -1,6 +1,7 @@
 """The dispatch mode that sees every op of a step and tells forward, backward and recomputation apart."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwatch.flops.collectives import ONE_RANKS_SHARE, is_collective, refuse_real_collective
+from flopwatch.flops.compute_type import compute_type, type_of_product
 from flopwatch.flops.formulas import OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.attention import attention_backward_flops, attention_forward_flops
 from flopwatch.flops.replica import ModuleStack
@@ -84,7 +86,7 @@ class CountingMode(TorchDispatchMode):
         out = self._execute(func, args, kwargs)
         if formula is not None and _is_dense(args):
             call = OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad())
-            self.add(func._schema.name, _flops(formula(call), args))
+            self.add(func._schema.name, _flops(formula(call), args), type_of_product(call.arguments))
         elif formula is not None or is_suspect(func, [*args, *kwargs.values()], out):
             self._add_uncounted(func._schema.name, args)
         return out
@@ -93,20 +95,20 @@ class CountingMode(TorchDispatchMode):
         out = self._execute(func, args, kwargs)
         name = func.name()
         if name == "flex_attention":
-            self.add(name, attention_forward_flops(*args[:3]))
+            self.add(name, attention_forward_flops(*args[:3]), compute_type(args[0].dtype))
         elif name == "flex_attention_backward":
-            self.add(name, attention_backward_flops(*args[:3]))
+            self.add(name, attention_backward_flops(*args[:3]), compute_type(args[0].dtype))
         else:
             self._add_uncounted(name, args)
         return out
 
-    def add(self, name: str, flops: OpFlops) -> None:
+    def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
         """Put one op's FLOPs down to the phase and the module that run now."""
         phase = self._phase()
         module = self._module(phase)
         if phase == "recompute":
-            flops = OpFlops(0, flops.needed + flops.extra, flops.note)
-        self.tally.add(_short(name), module, phase, flops)
+            flops = replace(flops, needed=0, extra=flops.needed + flops.extra)
+        self.tally.add(_short(name), module, phase, flops, dtype)
 
     def _add_uncounted(self, name: str, args: tuple[Any, ...]) -> None:
         self.tally.add_uncounted(_short(name), self._module(self._phase()), float_tensors(args))
@@ -144,7 +146,7 @@ def _flops(answer: OpFlops | int, args: tuple[Any, ...]) -> OpFlops:
     flops = answer if isinstance(answer, OpFlops) else OpFlops(answer)
     if any(isinstance(value, torch.Tensor) and value.is_complex() for value in args):
         # One complex multiply-add is four real ones.
-        return OpFlops(4 * flops.needed, 4 * flops.extra, flops.note)
+        return replace(flops, needed=4 * flops.needed, extra=4 * flops.extra)
     return flops
 
 

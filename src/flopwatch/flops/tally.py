@@ -1,4 +1,4 @@
-"""Adds up what the ops of one step cost: by phase, by op, by module, and what had no formula."""
+"""Adds up what the ops of one step cost: by phase, by op, by module, by type, and what had no formula."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -11,6 +11,8 @@ from flopwatch.records import AttentionConvention, FlopCount, Method, PhaseFlops
 
 UNMASKED_PRODUCTS = "attention written out as batched products, if there is any, counts in full: its mask does not show"
 
+UNKNOWN_TYPE = "unknown"
+
 Phase = Literal["forward", "backward", "recompute"]
 
 
@@ -18,14 +20,15 @@ class Tally:
     """A running sum; `as_count` turns it into the result."""
 
     def __init__(self) -> None:
-        self._flops: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._flops: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._counted_calls = 0
         self._uncounted: Counter[tuple[str, str, tuple[tuple[int, ...], ...]]] = Counter()
         self._notes: dict[str, None] = {}
 
-    def add(self, op: str, module: str, phase: Phase, flops: OpFlops) -> None:
+    def add(self, op: str, module: str, phase: Phase, flops: OpFlops, dtype: str | None = None) -> None:
+        """Add one call; `dtype` is the type its products ran in, unless the formula knows better."""
         self._counted_calls += 1
-        cell = self._flops[op, module]
+        cell = self._flops[op, module, flops.dtype or dtype or UNKNOWN_TYPE]
         cell[phase] += flops.needed
         cell["recompute"] += flops.extra
         if flops.note:
@@ -58,6 +61,7 @@ class Tally:
             uncounted=tuple(UncountedOp(*key, calls) for key, calls in self._uncounted.items()),
             by_op=by_op,
             by_module=self._grouped(1),
+            by_dtype={dtype: flops for dtype, flops in self._grouped(2).items() if flops.total},
             notes=tuple(self._notes),
         )
 

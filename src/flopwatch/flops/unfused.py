@@ -12,10 +12,11 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
+from flopwatch.flops.compute_type import compute_type
 from flopwatch.flops.formulas.attention import AttentionCall, unfused_backward, unfused_forward
 from flopwatch.flops.formulas.registry import OpFlops
 
-Add = Callable[[str, OpFlops], None]
+Add = Callable[[str, OpFlops, str], None]
 _NAME = "scaled_dot_product_attention"
 
 
@@ -39,12 +40,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, call: AttentionCall, add: Add) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.call, ctx.add = call, add
-        add(_NAME, unfused_forward(call))
+        ctx.call, ctx.add, ctx.dtype = call, add, compute_type(query.dtype)
+        add(_NAME, unfused_forward(call), ctx.dtype)
         return query.new_empty(*query.shape[:-1], value.shape[-1])  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.add(_NAME, unfused_backward(ctx.call, ctx.needs_input_grad[:3]))
+        ctx.add(_NAME, unfused_backward(ctx.call, ctx.needs_input_grad[:3]), ctx.dtype)
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         return *(torch.empty_like(tensor) if needs else None for tensor, needs in needed), None, None

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from math import prod
 
+import torch
+
 from flopwatch.flops.formulas.registry import OpCall, formula
 
 
@@ -12,8 +14,10 @@ def matmul_flops(rows: int, contracted: int, columns: int) -> int:
 
 @formula("aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm", "aten::mm")
 def _mm(call: OpCall) -> int:
-    (rows, contracted), columns = call.arguments["self"].shape, call.arguments["mat2"].shape[1]
-    return matmul_flops(rows, contracted, columns)
+    left = call.arguments["self"]
+    (rows, contracted), columns = left.shape, call.arguments["mat2"].shape[1]
+    numbers_per_element = 2 if left.dtype is torch.float4_e2m1fn_x2 else 1
+    return matmul_flops(rows, contracted * numbers_per_element, columns)
 
 
 @formula("aten::addmm", "aten::_addmm_activation")

@@ -32,11 +32,15 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True)
 class OpFlops:
-    """FLOPs of one call: what the mathematics needs, and what the kernel computes beyond that."""
+    """FLOPs of one call: what the mathematics needs, and what the kernel computes beyond that.
+
+    `dtype` is the type of the products where the op's first factor does not tell: a kernel that quantises its input.
+    """
 
     needed: int
     extra: int = 0
     note: str | None = None
+    dtype: str | None = None
 
 
 Formula = Callable[[OpCall], OpFlops | int]
