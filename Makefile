@@ -44,6 +44,9 @@ bench: install
 # Too long for CI; figures go into docs/accuracy.md, overhead.md, sweep.md, ranks.md and scale.md.
 campaign: install
 	$(BIN)/python benchmarks/more_architectures.py
+	PYTHONPATH=src:benchmarks $(BIN)/python -m zoo
+	$(BIN)/python benchmarks/start_cost.py
+	$(BIN)/python benchmarks/loops_table.py
 	FLOPWATCH_TEST_SHAPES=50 $(PYTEST) tests/flops/test_law.py
 	$(BIN)/python benchmarks/kills.py --kills 50
 	$(BIN)/python benchmarks/long_run.py --calls 2000000

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flopwatch.explain_law import LawSum, add_up, apply_law
-from flopwatch.goodput import Goodput, goodput_of
+from flopwatch.goodput import APART, Goodput, goodput_of
 from flopwatch.run_log import RunLog, provenance_at, step_cells
 from flopwatch.run_records import Number, Provenance, Row
 
@@ -50,6 +50,7 @@ class Explanation:
         left_out: The window's other steps, each with the reason.
         model_flops: The numerator of MFU.
         hardware_flops: The numerator of HFU.
+        recompute_flops: The part of it that ran a second time; None for a log that does not tell.
         model_law: How the model FLOPs come about, where the log tells.
         hardware_law: The same for the hardware FLOPs.
         seconds: Step time, input wait included.
@@ -80,6 +81,7 @@ class Explanation:
     left_out: Mapping[int, str]
     model_flops: int | None
     hardware_flops: int | None
+    recompute_flops: int | None
     model_law: LawSum | None
     hardware_law: LawSum | None
     seconds: float | None
@@ -178,6 +180,7 @@ def _session_of(step: int, log: RunLog) -> int:
 _SUMMED = (
     "model_flops",
     "hardware_flops",
+    "recompute_flops",
     "seconds",
     "input_wait_seconds",
     "samples",
@@ -201,10 +204,7 @@ def _law(steps: Sequence[Cells], provenance: Provenance | None, which: str) -> L
 
 def _other_seconds(row: Row) -> dict[str, Number]:
     ledger = row.ledger.get("seconds", {})
-    spent = {
-        name: row.values.get(f"time/{name}_seconds", ledger.get(name))
-        for name in ("eval", "checkpoint", "pause", "count")
-    }
+    spent = {name: row.values.get(f"time/{name}_seconds", ledger.get(name)) for name in APART}
     return {name: seconds for name, seconds in spent.items() if seconds is not None}
 
 

@@ -1,16 +1,17 @@
 """Goodput: the share of a run's wall time that went into steps that count. Pure arithmetic; never loads torch.
 
 Wall time begins with the first process of the run and goes on between its sessions. Times are seconds by name, as a
-row's ledger carries them; `train` is the time in steps that count, `compile` and `stall` are parts of it.
+row's ledger carries them; `train` is the time in steps that count, `input_wait`, `compile` and `stall` are parts of it
+that have nothing in common.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-APART = ("eval", "checkpoint", "pause", "count")
-"""Phases between steps."""
-LOST = ("start_up", "compile", *APART, "stall", "restart", "rerun")
+APART = ("eval", "checkpoint", "pause", "count", "outside")
+"""Between steps: phases, and `outside`, what was seen there without a name."""
+LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun")
 """Every class of time that makes no progress, except `other`, which is what remains."""
 _OF_STEPS = ("train", "input_wait", "warm_up", "compile", "stall")
 """Go back with the steps when a run returns to a checkpoint; everything else has been spent for good."""
@@ -25,7 +26,7 @@ class Goodput:
     Attributes:
         share: Productive time over wall time.
         wall_seconds: Since the start of the run's first process.
-        productive_seconds: In steps that count, without compilation and stalls.
+        productive_seconds: In steps that count, without waiting for input, compilation and stalls.
         lost_seconds: By class; `other` is what no class explains.
     """
 
@@ -43,26 +44,31 @@ class Goodput:
 def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
     """Goodput of a ledger's times; None where the run's first start is not known.
 
-    >>> found = goodput_of({"wall": 100.0, "train": 80.0, "compile": 5.0, "eval": 12.0})
+    >>> found = goodput_of({"wall": 100.0, "train": 80.0, "compile": 5.0, "eval": 12.0, "input_wait": 15.0})
     >>> found.share, found.lost_seconds
-    (0.75, {'compile': 5.0, 'eval': 12.0, 'other': 8.0})
+    (0.6, {'compile': 5.0, 'eval': 12.0, 'input_wait': 15.0, 'other': 8.0})
     """
     wall = seconds.get("wall")
     if not wall or wall < 0:
         return None
-    productive = seconds.get("train", 0.0) - seconds.get("compile", 0.0) - seconds.get("stall", 0.0)
     lost = {name: seconds[name] for name in LOST if name in seconds}
+    at_work = seconds.get("train", 0.0) - lost.get("compile", 0.0) - lost.get("stall", 0.0)
+    if "input_wait" in lost:  # logs of earlier versions counted a long wait as stalled, too
+        lost["input_wait"] = min(lost["input_wait"], max(at_work, 0.0))
+    productive = at_work - lost.get("input_wait", 0.0)
     lost["other"] = wall - productive - sum(lost.values())
     return Goodput(productive / wall, wall, productive, lost)
 
 
 def typical_seconds(steps: Collection[float]) -> float | None:
-    """The median of recent steps that are no warm-up; None without any."""
+    """The median work of recent steps that are no warm-up, without input wait; None without any."""
     return median(steps) if steps else None
 
 
 def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> tuple[str, float] | None:
-    """What a step took beyond the typical one, and its class; None for an ordinary step.
+    """What the work of a step, input wait not included, took beyond the typical one, and its class.
+
+    None for an ordinary step.
 
     >>> loss_in_step(61.0, 1.0, is_warm_up=True), loss_in_step(11.0, 1.0, is_warm_up=False)
     (('compile', 60.0), ('stall', 10.0))

@@ -83,6 +83,11 @@ class FlopCount:
         method: How the number was found.
         attention: Which pairs of positions count: all (`full`) or those not masked (`causal`).
         notes: What a reader must know before using the number: fallbacks, what could not be told.
+        steered_by: What decides sizes inside the model besides shapes: arguments of the batch whose values do,
+            `a random draw`, `activations`.
+        values_read: The same for values that Python has read, and may have decided with.
+        mode_risks: Ops whose last bits may differ while a dispatch mode is on, so that a training with them is never
+            counted as it runs.
     """
 
     model_flops: int
@@ -99,6 +104,9 @@ class FlopCount:
     by_module: Mapping[str, PhaseFlops] = field(default_factory=dict, repr=False)
     by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
+    steered_by: tuple[str, ...] = ()
+    values_read: tuple[str, ...] = ()
+    mode_risks: tuple[str, ...] = ()
 
     @property
     def is_lower_bound(self) -> bool:

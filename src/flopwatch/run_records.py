@@ -97,13 +97,19 @@ class Row:
         values: Metric key (see `flopwatch.metrics`) to value. What is not known has no key.
         detailed: True when it carries more than the basic metrics.
         steps: The window's steps in columns of equal length: `step`, `seconds`, `tokens`, `real_tokens`,
-            `trainable_tokens`, `samples`, `model_flops`, `hardware_flops`, `input_wait_seconds`, `warm_up`, `loss`;
-            a column nobody knows is left out, an unknown cell is None. For the local log, so that any single step can
-            be audited.
+            `trainable_tokens`, `samples`, `model_flops`, `hardware_flops`, `recompute_flops`, `input_wait_seconds`,
+            `warm_up`, `loss`; a column nobody knows is left out, an unknown cell is None. For the local log, so that
+            any single step can be audited.
         ledger: The run's totals so far, for the local log: a resume continues from them.
         skip: Names of sinks that are not to get this row (`skip_wandb=True`).
         all_ranks: Samples, tokens and FLOPs of the window over all ranks, where there are several: the columns are the
             logging rank's own.
+        exact: True when every FLOP of the row's steps was counted op by op on this very kind of step, or follows from
+            a law inside the range it was verified on, and nothing that the steps ran was left out. False when they
+            are a lower bound, one draw or an estimate; None when there are none.
+        notes: Why it is not exact.
+        peak: What MFU was divided by: `flops_per_s` of one device, over the types that the steps ran in, and `dtype`,
+            the type of most of the work; None where it is not known.
     """
 
     step: int
@@ -114,6 +120,9 @@ class Row:
     ledger: Mapping[str, Any] = field(default_factory=dict)
     skip: tuple[str, ...] = ()
     all_ranks: Mapping[str, int] = field(default_factory=dict)
+    exact: bool | None = None
+    notes: tuple[str, ...] = ()
+    peak: Mapping[str, Any] | None = None
 
     type: Literal["row"] = "row"
 
@@ -132,7 +141,24 @@ class Row:
             "steps": {name: list(column) for name, column in self.steps.items()},
             "ledger": dict(self.ledger),
             **({"all_ranks": dict(self.all_ranks)} if self.all_ranks else {}),
+            **({} if self.exact is None else {"exact": self.exact, "peak": self.peak}),
+            **({"notes": list(self.notes)} if self.notes else {}),
         }
+
+
+PARTIAL_ROW = "partial_row"
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRow(Row):
+    """The steps that are in no row yet when a checkpoint is saved: for the local log only, and without values.
+
+    The row that follows in the same session has these steps again. Only where none follows, because the run was
+    killed, does this one count.
+    """
+
+    def to_json(self) -> dict[str, Any]:
+        return {**Row.to_json(self), "type": PARTIAL_ROW}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +194,8 @@ class Summary:
         notices: How often each notice was given, by code.
         failed_parts: What was switched off, and why.
         dropped_rows: Rows that a full queue swallowed, by sink.
+        ended_by: The exception that ended it, such as `RuntimeError: ...` or `KeyboardInterrupt` (Ctrl-C); None for a
+            session that ended by itself.
     """
 
     step: int | None
@@ -176,6 +204,7 @@ class Summary:
     notices: Mapping[str, int] = field(default_factory=dict)
     failed_parts: Mapping[str, str] = field(default_factory=dict)
     dropped_rows: Mapping[str, int] = field(default_factory=dict)
+    ended_by: str | None = None
 
     type: Literal["summary"] = "summary"
 

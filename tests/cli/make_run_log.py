@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flopwatch.metrics import find_metric
 from flopwatch.run_records import Notice, Provenance, Record, Row, RunStart, Summary
 
 PEAK = {
@@ -113,10 +114,11 @@ def row_of(steps: list[dict[str, object]], accounts: Accounts, story: Story) -> 
     values = {"training/loss": _mean(columns["loss"]), "training/lr": 3e-4, "training/epoch": last / 10_000}
     values |= _rates(steps, story)
     values["total/tokens"] = accounts.totals.get("total/tokens")
+    values |= _shares(steps)
     if detailed:
-        values |= accounts.totals | _percentiles(accounts.step_seconds[-512:]) | _shares(steps)
+        values |= accounts.totals | _percentiles(accounts.step_seconds[-512:])
     else:
-        values = {key: value for key, value in values.items() if key != "perf/hfu" and not key.endswith("per_device")}
+        values = {key: value for key, value in values.items() if find_metric(key).basic}
     known = {key: value for key, value in values.items() if value is not None}
     return Row(last, accounts.unix_time, known, detailed, columns)
 

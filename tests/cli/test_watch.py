@@ -77,7 +77,7 @@ def test_the_numbers_are_those_of_the_newest_window(tmp_path):
     path = write_run(tmp_path, 3000)
     values = rows_in(path)[-1]["values"]
     text = text_of(watched(read_all(path)))
-    assert "step 3,000 of 20,000" in text
+    assert "3,000 of 20,000 steps" in text
     assert "15.0 %" in text
     for shown in (
         f"{values['perf/mfu_percent']:.1f} %",
@@ -200,7 +200,7 @@ def test_the_last_of_the_steps_planned_is_all_of_them_also_when_they_are_counted
     for last_step in (119, 120):
         rows = [Row(step, 10.0 + step, {}, ledger={"steps": 120 + step - last_step}) for step in (59, last_step)]
         text = text_of(watched([RunStart("s", 0.0, "out", total_steps=120), *rows]))
-        assert "step 120 of 120" in text
+        assert "120 of 120 steps" in text
         assert "100" in text
 
 
@@ -277,10 +277,10 @@ def test_once_prints_one_frame(flopwatch, tmp_path):
     path = write_run(tmp_path, 100)
     status, out, err = flopwatch("watch", str(tmp_path), "--once")
     assert (status, err) == (0, "")
-    assert out.count("step 100 of 20,000") == 1
+    assert out.count("100 of 20,000 steps") == 1
     assert "\x1b" not in out
     status, out, _ = flopwatch("watch", str(path))
-    assert (status, out.count("step 100 of 20,000")) == (0, 1), "not a terminal: one frame as well"
+    assert (status, out.count("100 of 20,000 steps")) == (0, 1), "not a terminal: one frame as well"
 
 
 @pytest.mark.parametrize(
@@ -388,9 +388,9 @@ def test_a_growing_log_is_followed_until_ctrl_c(tmp_path):
     writer = subprocess.Popen([sys.executable, str(MAKE_RUN_LOG), str(tmp_path / "run"), "100000", "--live"])
     try:
         with Terminal(str(tmp_path / "run"), "--refresh", "0.05") as terminal:
-            terminal.wait_until(lambda text: len(set(re.findall(r"step ([\d,]+) of 100,000", text))) >= 5)
+            terminal.wait_until(lambda text: len(set(re.findall(r"([\d,]+) of 100,000 steps", text))) >= 5)
             terminal.wait_for("● running")
-            steps = [int(step.replace(",", "")) for step in re.findall(r"step ([\d,]+) of", terminal.text)]
+            steps = [int(step.replace(",", "")) for step in re.findall(r"([\d,]+) of [\d,]+ steps", terminal.text)]
             assert steps == sorted(steps)
             assert "\x1b[?1049h" in terminal.raw
             assert "\x1b[1;32m" in terminal.raw, "in colour"
@@ -409,12 +409,12 @@ def test_a_run_that_has_not_begun_is_waited_for_then_followed_to_its_end(tmp_pat
         terminal.wait_for("No record of a run yet. Waiting.")
         accounts = Accounts(unix_time=time.time())
         path = write_run(tmp_path / "run", 30)
-        terminal.wait_for("step 30 of")
+        terminal.wait_for("30 of 20,000 steps")
         half = to_line(summary_of(accounts, 30))
         with path.open("ab", buffering=0) as file:
             file.write(half[:25])
             seen = len(terminal.text)
-            terminal.wait_for("step 30 of", since=seen)
+            terminal.wait_for("30 of 20,000 steps", since=seen)
             assert "ended" not in terminal.text
             file.write(half[25:])
         terminal.wait_for("■ ended")

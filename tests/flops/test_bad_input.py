@@ -46,13 +46,23 @@ def test_what_cannot_be_used_is_refused_with_advice(model: Any, batch: Any, opti
 
 
 @pytest.mark.requirement("R20")
-def test_missing_labels_are_asked_for() -> None:
+def test_without_labels_the_loss_is_made_of_what_the_model_returns() -> None:
     architecture = BY_NAME["llama"]
     batch = architecture.batch(2, 8)
+    expected = flopwatch.count_flops(architecture.build(), batch).model_flops
     del batch["labels"]
 
+    assert flopwatch.count_flops(architecture.build(), batch).model_flops == expected
+
+
+def test_a_model_that_returns_nothing_to_train_on_is_asked_for_a_loss() -> None:
+    class Numbers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> dict[str, float]:  # type: ignore[override]
+            super().forward(x)
+            return {"accuracy": 0.5}
+
     with pytest.raises(flopwatch.InputError, match="put labels into the batch, or pass loss_fn"):
-        flopwatch.count_flops(architecture.build(), batch)
+        flopwatch.count_flops(Numbers(8, 8), X)
 
 
 def test_a_loss_function_stands_in_for_labels() -> None:

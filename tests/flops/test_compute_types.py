@@ -67,3 +67,27 @@ def test_fp8_products_are_fp8() -> None:
     count = flopwatch.count_flops(Fp8(), torch.randn(16, 16), training=False)
 
     assert {dtype: flops.total for dtype, flops in count.by_dtype.items()} == {"fp8": 2 * 16 * 16 * 32}
+
+
+def test_an_optional_tensor_does_not_decide_the_type() -> None:
+    """The ends of the groups are integers, and an argument that may be left out."""
+    from flopwatch.flops.counter import CountingMode
+    from flopwatch.flops.replica import ModuleStack
+
+    rows, experts = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(2, 16, 32, dtype=torch.bfloat16)
+    with CountingMode(ModuleStack(), "full") as mode:
+        torch._grouped_mm(rows, experts, offs=torch.tensor([3, 8], dtype=torch.int32))
+
+    assert list(mode.tally.as_count("step", "full").by_dtype) == ["bf16"]
+
+
+def test_weights_that_decide_themselves_how_they_are_multiplied_are_told() -> None:
+    """As torchao's quantised weights do."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    layer = nn.Linear(16, 4)
+    layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach()))
+
+    count = flopwatch.count_flops(layer, X, method="trace")
+
+    assert any("TwoTensor" in note for note in count.notes)

@@ -96,7 +96,7 @@ def test_it_never_calls_itself_exact_where_it_is_not(name: str) -> None:
     eager = architecture.build(eager=True)
 
     assert not law.exact
-    assert "counted on demand" in law.notes[0]
+    assert "counted on demand" in law.notes[0] or "holds for one batch only" in law.notes[0]
     for batch_size, seq_len in ((3, 41), (1, 64), (2, 50)):
         assert law.model_flops(batch_size, seq_len) == true_flops(eager, architecture.batch(batch_size, seq_len))
 
@@ -197,7 +197,7 @@ def test_labels_of_another_length_are_mentioned() -> None:
     law = flopwatch.fit_flops_law(BY_NAME["t5"].build(), BY_NAME["t5"].batch(2, 32))
 
     assert law.exact
-    assert "'labels' keeps its 16 positions" in law.notes[0]
+    assert "'labels' has a length of its own, 16 in the example" in law.notes[0]
 
 
 def test_a_singular_system_has_no_solution() -> None:
@@ -210,7 +210,7 @@ def test_every_architecture_is_in_one_of_the_groups() -> None:
 
 
 def test_a_law_of_counts_with_holes_is_not_exact() -> None:
-    class Distances(nn.Module):
+    class Exponential(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embedding = nn.Embedding(9, 8)
@@ -218,9 +218,9 @@ def test_a_law_of_counts_with_holes_is_not_exact() -> None:
 
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             x = self.layer(self.embedding(input_ids))
-            return torch.cdist(x, x).sum() + x.sum()
+            return torch.linalg.matrix_exp(x.mT @ x).sum() + x.sum()
 
-    law = flopwatch.fit_flops_law(Distances(), {"input_ids": torch.ones(2, 30, dtype=torch.long)})
+    law = flopwatch.fit_flops_law(Exponential(), {"input_ids": torch.ones(2, 30, dtype=torch.long)})
 
     assert not law.exact
     assert "without a formula" in law.notes[0]

@@ -29,10 +29,16 @@ def test_the_examples_in_the_docstrings_are_true():
 
 def test_the_classes_and_productive_time_add_up_to_the_wall_time():
     spent = {name: float(2**index) for index, name in enumerate(LOST)}
-    found = goodput_of({**spent, "train": 5000.0, "wall": 6000.0, "warm_up": 40.0, "input_wait": 9.0})
-    assert found.productive_seconds == 5000.0 - spent["compile"] - spent["stall"]
+    found = goodput_of({**spent, "train": 5000.0, "wall": 6000.0, "warm_up": 40.0})
+    assert found.productive_seconds == 5000.0 - spent["compile"] - spent["stall"] - spent["input_wait"]
     assert found.productive_seconds + sum(found.lost_seconds.values()) == 6000.0
     assert found.share == found.productive_seconds / 6000.0
+
+
+def test_a_log_that_called_a_long_wait_stalled_too_does_not_lose_it_twice():
+    found = goodput_of({"train": 100.0, "wall": 110.0, "input_wait": 60.0, "stall": 50.0})
+    assert found.lost_seconds == {"input_wait": 50.0, "stall": 50.0, "other": 10.0}
+    assert found.productive_seconds == 0.0
 
 
 def test_without_a_first_start_there_is_no_goodput():
@@ -95,12 +101,18 @@ class World:
         if load is not None:
             self.monitor.load_state_dict(load)
 
-    def train(self, *seconds):
+    def train(self, *seconds, wait=0.0):
         for step_seconds in seconds:
+            self.clock.advance(wait)
             with self.monitor.step({"input_ids": torch.zeros(4, 16, dtype=torch.long)}, step=self.number) as step:
                 self.clock.advance(step_seconds)
                 step.log(loss=1.0)
             self.number += 1
+
+    def late_batches(self, waits):
+        for seconds in waits:
+            self.clock.advance(seconds)
+            yield {"input_ids": torch.zeros(4, 16, dtype=torch.long)}
 
     def spend(self, phase, seconds):
         with self.monitor.phase(phase):
@@ -152,6 +164,58 @@ def test_every_class_of_one_session_is_told_apart(world):
     assert spent.wall == 8 + 3 + 60 + 18 + 5 + 10 + 32 + 8 + 4 + 2 + 6
     assert spent.productive == 20 * 2.0
     assert spent.warm_up == 60.0, "the whole step, as before"
+
+
+def test_goodput_falls_when_data_gets_slower(world, tmp_path):
+    shares = []
+    for wait in (0.0, 1.0, 6.0):
+        world.folder = tmp_path / str(wait)
+        world.new_process()
+        world.train(*[2.0] * 20, wait=wait)
+        shares.append(world.end())
+
+    assert [spent.productive for spent in shares] == [40.0] * 3
+    assert [spent.wall for spent in shares] == [40.0, 60.0, 160.0]
+    assert [spent.input_wait for spent in shares] == [0.0, 19.0, 114.0], "the first batch comes before the first step"
+    assert [spent.stall for spent in shares] == [0.0] * 3
+
+
+def test_a_batch_that_comes_late_is_waited_for_and_no_stall(world):
+    world.new_process()
+    batches = iter(world.monitor.batches(world.late_batches([0.0] * 10 + [30.0] + [0.0] * 4)))
+    for _ in range(15):
+        batch = next(batches)
+        with world.monitor.step(batch):
+            world.wait(2.0)
+    spent = world.end()
+
+    assert (spent.input_wait, spent.stall, spent.outside, spent.productive) == (30.0, 0.0, 0.0, 30.0)
+
+
+def test_evaluation_without_a_phase_is_time_outside_steps(world):
+    world.new_process()
+    for _ in range(5):
+        world.train(*[2.0] * 9, wait=0.5)
+        world.wait(40.0)
+    spent = world.end()
+
+    assert (spent.outside, spent.stall, spent.productive) == (4 * 40.5, 0.0, 90.0)
+    assert spent.other == 40.0, "no step comes after the last one"
+    assert spent.input_wait == 9 * 5 * 0.5 - 5 * 0.5, "of a batch that was fetched after an evaluation nobody knows"
+
+
+def test_time_outside_steps_is_not_given_back_when_the_run_returns_to_a_checkpoint(world):
+    world.new_process()
+    world.train(*[2.0] * 10)
+    state = world.monitor.state_dict()
+    world.wait(30.0)
+    world.train(2.0)
+    world.kill()
+    world.new_process(10, load=state)
+    world.train(2.0)
+    spent = world.end()
+
+    assert (spent.outside, spent.rerun, spent.productive, spent.other) == (30.0, 2.0, 22.0, 0.0)
 
 
 def test_rows_that_wait_for_the_warm_up_to_be_told_have_the_wall_time_of_their_own_steps(world):

@@ -63,7 +63,15 @@ def with_micro_batches(monitor: TrainingMonitor, loop: Loop, step: int) -> None:
         current.log(loss=loop.loss)
 
 
-every_way = pytest.mark.parametrize("feed", [with_attention_mask, with_batch, with_context, with_micro_batches])
+def with_timed_batches(monitor: TrainingMonitor, loop: Loop, step: int) -> None:
+    for batch in monitor.batches([loop.batch, loop.batch]):
+        with monitor.step(batch) as current:
+            current.log(loss=loop.loss)
+
+
+every_way = pytest.mark.parametrize(
+    "feed", [with_attention_mask, with_batch, with_context, with_micro_batches, with_timed_batches]
+)
 
 
 def run(monitor: TrainingMonitor, feed: Feed, steps: int) -> list[list[str]]:
@@ -85,7 +93,8 @@ def run(monitor: TrainingMonitor, feed: Feed, steps: int) -> list[list[str]]:
 @every_way
 @pytest.mark.parametrize("mode", ["smart", "estimate", "profiler"])
 def test_an_ordinary_step_reads_writes_sends_and_waits_for_nothing(feed: Feed, mode: str, tmp_path: Path) -> None:
-    with TrainingMonitor(tmp_path, mode=mode, log_every=LOG_EVERY) as monitor:
+    log_every = LOG_EVERY * (2 if feed is with_timed_batches else 1)
+    with TrainingMonitor(tmp_path, mode=mode, log_every=log_every) as monitor:
         found = run(monitor, feed, steps=LOG_EVERY - 1)
     assert found == [[]] * (LOG_EVERY - 1 - FIRST_ORDINARY)
 

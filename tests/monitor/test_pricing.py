@@ -25,18 +25,29 @@ def pricing_of(model):
     return pricing
 
 
+def noted(pricing, length, step):
+    reading = pricing.read(batch_of(length), None)
+    return reading, pricing.end_step([reading], step, lambda: None)
+
+
+def flops_of(pricing, step):
+    reading, calls = step
+    return pricing.flops(calls, [as_work(pricing.look_at_held(reading), iter(()))])
+
+
 @pytest.mark.requirement("R13")
 def test_batches_met_before_the_laws_came_are_priced_too_whatever_their_length():
     model = load_model("tiny")
     logging, other = pricing_of(model), pricing_of(model)
-    logging.read(batch_of(32), None)
+    noted(logging, 32, 0)
     other.waits_for_laws = True
     lengths = (32, 8, 90, 300, 120)
-    readings = [other.read(batch_of(length), None) for length in lengths]
-    assert other.flops(as_work(other.look_at_held(readings[0]), iter(()))) is None
+    steps = [noted(other, length, number) for number, length in enumerate(lengths)]
+    assert flops_of(other, steps[0]) is None
 
     other.adopt(logging.offer())
+    for _, calls in steps:
+        other.learn_kept(calls)
 
-    for length, reading in zip(lengths, readings, strict=True):
-        flops = other.flops(as_work(other.look_at_held(reading), iter(())))
-        assert flops.model == flopwatch.count_flops(model, batch_of(length)).model_flops
+    for length, step in zip(lengths, steps, strict=True):
+        assert flops_of(other, step).model == flopwatch.count_flops(model, batch_of(length)).model_flops

@@ -59,3 +59,30 @@ def test_a_rank_that_is_missing_is_told_in_the_row_and_in_the_summary():
         assert rows.missing_ranks == missing
     assert not row.detailed
     assert rows.session_values()["ranks/reporting"] == 1
+
+
+def test_the_run_s_time_waiting_for_input_is_that_of_all_ranks():
+    """The logging rank hardly waits, another one for 0.4 of its 0.5 seconds: on the mean 0.1 of 0.5."""
+    rows = RowMaker(MonitorConfig(), world_size=4)
+    own = steps(tokens=100, input_wait_seconds=0.0)
+    slow = [step._replace(input_wait_seconds=0.4) for step in own]
+    row = rows.row(window(own, own, slow, own), PEAK, {})
+    assert row.values["perf/input_wait_percent"] == pytest.approx(20)
+    seconds = row.ledger["seconds"]
+    assert 100 * seconds["input_wait"] / seconds["train"] == pytest.approx(20)
+    assert row.steps["input_wait_seconds"] == [0.0] * 5, "the columns are the logging rank's own"
+
+
+def test_the_time_of_a_window_that_not_all_ranks_told_of_is_the_logging_rank_s_own():
+    rows = RowMaker(MonitorConfig(), world_size=2)
+    own = steps(tokens=100, input_wait_seconds=0.1)
+    slow = [step._replace(input_wait_seconds=0.4) for step in own]
+    row = rows.row(window(own, slow, missing=1), PEAK, {})
+    assert row.ledger["seconds"]["input_wait"] == pytest.approx(0.5)
+
+
+def test_the_summary_keeps_the_last_loss_that_was_logged():
+    rows = RowMaker(MonitorConfig(), world_size=1)
+    rows.row(CompleteWindow([SettledStep(step, None, None, {}, False) for step in steps(loss=2.5)], None), PEAK, {})
+    rows.row(CompleteWindow([SettledStep(step, None, None, {}, False) for step in steps(5, 1)], None), PEAK, {})
+    assert rows.session_values()["training/loss"] == 2.5

@@ -158,3 +158,14 @@ def test_a_first_row_tells_the_time_left_by_its_step_time():
 def test_the_sample_rows_fit_80_columns():
     lines = screen(on_terminal(80, "for step in (10, 20): sink.write(basic_row(step))"))
     assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(("waiting", "is_shown"), [(34.4, True), (9.9, False)])
+def test_a_long_wait_for_input_is_shown_in_the_line_and_at_the_end(waiting, is_shown):
+    stream = io.StringIO()
+    sink = ConsoleSink(stream)
+    sink.write(Row(20, 0.0, {"training/loss": 2.5, "perf/input_wait_percent": waiting}))
+    assert ("input wait 34.4%" in stream.getvalue()) is is_shown
+    sink.write(Summary(20, 0.0, {"perf/input_wait_percent": waiting}))
+    end = stream.getvalue().rpartition("The run ended")[2]
+    assert ("input wait  34.4% of the time in steps" in end) is is_shown

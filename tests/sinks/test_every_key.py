@@ -104,17 +104,17 @@ def test_the_log_holds_every_number_exactly(run):
 def test_tensorboard_shows_every_number_as_a_32_bit_float(run, tmp_path, loading):
     with tensorboard_server(sys.executable, run.folder / "tensorboard", tmp_path, loading) as address:
         scalars = f"{address}/data/plugin/scalars"
-        tags = wait_until(lambda: get_json(f"{scalars}/tags").get("."), "TensorBoard has read the file")
+        tags = wait_until(lambda: get_json(f"{scalars}/tags").get("flopwatch"), "TensorBoard has read the file")
         assert set(tags) == {key for _, key, _ in logged()}
         for tag in tags:
-            points = get_json(f"{scalars}/scalars", run=".", tag=tag)
+            points = get_json(f"{scalars}/scalars", run="flopwatch", tag=tag)
             true = [(step, value) for step, key, value in logged() if key == tag]
             assert [step for _, step, _ in points] == [step for step, _ in true]
             for (_, _, shown), (_, value) in zip(points, true, strict=True):
                 assert same(float(shown), as_float32(value))
-        texts = get_json(f"{address}/data/plugin/text/tags")["."]
+        texts = get_json(f"{address}/data/plugin/text/tags")["flopwatch"]
         assert {"flopwatch/provenance", "flopwatch/notices", "flopwatch/summary", "flopwatch/run"} <= set(texts)
-        notices = get_json(f"{address}/data/plugin/text/text", run=".", tag="flopwatch/notices")
+        notices = get_json(f"{address}/data/plugin/text/text", run="flopwatch", tag="flopwatch/notices")
         assert WARNING.message in notices[0]["text"]
 
 

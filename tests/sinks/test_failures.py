@@ -78,7 +78,7 @@ def test_a_deleted_folder_is_made_again(run, tmp_path):
     steps = [line["step"] for line in lines if line["type"] == "row"]
     assert steps == list(range(steps[0], ROWS + 1))
     assert steps[0] <= ROWS // 2 + 1
-    (event_file,) = (tmp_path / "logs" / "tensorboard").iterdir()
+    (event_file,) = (tmp_path / "logs" / "tensorboard" / "flopwatch").iterdir()
     again = [step for step in steps_of_event_file(event_file) if step]
     assert again == [*range(again[0], ROWS + 1), summary().step]
     assert again[0] <= ROWS // 2 + 1

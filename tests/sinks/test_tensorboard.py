@@ -9,12 +9,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from flopwatch.run_records import Row
 from flopwatch.sinks.tensorboard import TensorBoardSink
 from flopwatch.testing import FakeClock
+from sinks.fresh_python import fresh_environment
 from sinks.sample_run import ORIGIN, START, STARTED_AT, WARNING, basic_row, rows
 from sinks.servers import get_json, tensorboard_server, wait_until
 
 
 def points_of(folder, key):
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator = EventAccumulator(str(folder / "flopwatch"), size_guidance={"scalars": 0})
     accumulator.Reload()
     return [(point.step, point.value) for point in accumulator.Scalars(key)]
 
@@ -28,7 +29,7 @@ def write_session(folder, *records):
 
 def test_a_row_is_one_event_at_its_own_time(tmp_path):
     write_session(tmp_path, START, basic_row(10))
-    accumulator = EventAccumulator(str(tmp_path))
+    accumulator = EventAccumulator(str(tmp_path / "flopwatch"))
     accumulator.Reload()
     (point,) = accumulator.Scalars("perf/mfu")
     assert point.wall_time == basic_row(10).unix_time
@@ -46,8 +47,10 @@ def test_steps_that_run_again_after_a_resume_are_drawn_once(tmp_path, loading):
     resumed = replace(START, session="again", unix_time=STARTED_AT + 100, resumed_after_step=20)
     write_session(folder, resumed, row(30, 2.0), row(50, 2.0))
     with tensorboard_server(sys.executable, folder, tmp_path, loading) as address:
-        wait_until(lambda: get_json(f"{address}/data/plugin/scalars/tags").get("."), "TensorBoard has read the files")
-        points = get_json(f"{address}/data/plugin/scalars/scalars", run=".", tag="training/loss")
+        wait_until(
+            lambda: get_json(f"{address}/data/plugin/scalars/tags").get("flopwatch"), "TensorBoard has read the files"
+        )
+        points = get_json(f"{address}/data/plugin/scalars/scalars", run="flopwatch", tag="training/loss")
     assert [(step, loss) for _, step, loss in points] == [(10, 1.0), (20, 1.0), (30, 2.0), (50, 2.0)]
 
 
@@ -108,6 +111,5 @@ for record in records():
 sink.close()
 assert not {"torch", "tensorflow"} & set(sys.modules)
 """
-    tests = str(__file__).rpartition("/sinks/")[0]
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env={"PYTHONPATH": tests})
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=fresh_environment())
     assert points_of(tmp_path, "perf/mfu")

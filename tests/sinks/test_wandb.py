@@ -52,11 +52,11 @@ def run_python(tmp_path):
     return run
 
 
-def test_the_active_run_is_used_and_not_finished(run_python, tmp_path):
+def test_the_active_run_is_used_on_request_and_not_finished(run_python, tmp_path):
     run_python("""
 import wandb
 mine = wandb.init(dir=folder, project="mine")
-thread = write(records())
+thread = write(records(), into_active_run=True)
 assert thread.close(60) and not failures, failures
 assert wandb.run is mine
 mine.log({"after": 1})
@@ -71,15 +71,49 @@ def test_a_run_that_is_started_between_the_start_and_the_first_row_is_found(run_
     run_python("""
 import wandb
 thread = write([START, ORIGIN])
-mine = wandb.init(dir=folder)
+mine = wandb.init(dir=folder, id="mine")
 for row in rows():
     thread.put(row)
 assert thread.close(60) and not failures, failures
 mine.finish()
 """)
-    file = find_file(tmp_path)
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-mine-flopwatch.wandb")
     assert len(read_history(file)) == 6
     assert read_config(file)["flopwatch"]["run"]["session"] == "5e55104"
+
+
+def test_a_run_of_the_user_that_is_finished_early_takes_none_of_our_rows_with_it(run_python, tmp_path):
+    run_python(
+        """
+import wandb
+mine = wandb.init(dir=folder, id="mine")
+thread = write(records()[:4])
+wait_for_first_row(thread)
+mine.finish()
+for record in records()[4:]:
+    thread.put(record)
+"""
+        + CLOSE
+    )
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-mine-flopwatch.wandb")
+    assert len(read_history(file)) == 6
+
+
+def test_in_a_sweep_where_every_run_gets_the_same_id_the_sink_says_why_it_steps_aside(run_python, tmp_path):
+    run_python(
+        """
+import wandb
+mine = wandb.init(dir=folder)
+thread = write(records())
+assert thread.close(60)
+assert len(failures) == 1 and "monitor.latest" in failures[0], failures
+mine.log({"mine": 1}, step=3)
+mine.finish()
+""",
+        WANDB_SWEEP_ID="abc",
+        WANDB_RUN_ID="of-the-agent",
+    )
+    assert [row["_step"] for row in read_history(find_file(tmp_path))] == [3]
 
 
 def test_a_run_of_our_own_leaves_a_later_init_of_the_training_alone(run_python, tmp_path):

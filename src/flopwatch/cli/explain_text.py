@@ -81,9 +81,23 @@ def _flops(explanation: Explanation, which: str) -> Iterator[str]:
     elif explanation.provenance is not None and which == "model":
         yield _without_law(explanation.provenance)
     if which == "hardware" and explanation.model_flops is not None and flops != explanation.model_flops:
-        is_padded = explanation.real_tokens is None or explanation.real_tokens != explanation.tokens
-        why = "recomputation and padding" if is_padded else "recomputation"
-        yield f"{flops / explanation.model_flops:.4f} x the model FLOPs: {why}"
+        yield f"{flops / explanation.model_flops:.4f} x the model FLOPs: {_why_more(explanation, flops)}"
+
+
+def _why_more(explanation: Explanation, hardware_flops: int) -> str:
+    """What was executed beyond the model FLOPs: run a second time, for padding, for pairs that no document has."""
+    needed, again = explanation.model_flops or 0, explanation.recompute_flops
+    is_padded = explanation.real_tokens is None or explanation.real_tokens != explanation.tokens
+    of_documents = "pairs of positions in different documents"
+    if again is None:
+        return f"recomputation{', padding' if is_padded else ''} or {of_documents}"
+    rest = hardware_flops - needed - again
+    why_rest = f"padding, and for {of_documents} if rows are packed" if is_padded else of_documents
+    parts = [
+        f"{again:,} recomputed ({again / needed:.4f} x)" if again else "",
+        f"{rest:,} for {why_rest} ({rest / needed:.4f} x)" if rest else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _law(law: LawSum) -> Iterator[str]:

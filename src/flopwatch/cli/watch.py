@@ -16,7 +16,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     refresh: Annotated[float, typer.Option(help="Seconds between two looks at the log.")] = 1.0,
 ) -> None:
-    """Watch a run: progress, loss, MFU, where time and FLOPs go. Ctrl-C ends it; the run does not notice."""
+    """Watch a run until it ends: progress, loss, MFU, where time and FLOPs go. Ctrl-C does not touch the run."""
     from rich.console import Console
 
     from flopwatch.cli.watch_feed import WatchFeed
@@ -43,14 +43,24 @@ def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -
     try:
         with console.status(f"Reading the log in {feed.place}"):  # seconds, where it has gigabytes
             feed.look()
+        if _is_over(feed):
+            console.print(_frame(feed, console))
+            return
         with Live(_frame(feed, console), console=console, screen=True, auto_refresh=False) as live:
-            while True:
+            while not _is_over(feed):
                 time.sleep(refresh_seconds)
                 feed.look()
                 live.update(_frame(feed, console), refresh=True)
     except KeyboardInterrupt:
-        # The last frame stays on the ordinary screen.
-        console.print(_frame(feed, console))
+        pass
+    # The last frame stays on the ordinary screen.
+    console.print(_frame(feed, console))
+
+
+def _is_over(feed: "WatchFeed") -> bool:
+    from flopwatch.cli.watch_screen import LAST_STATES
+
+    return feed.run.state(feed.unix_time()) in LAST_STATES
 
 
 def _frame(feed: "WatchFeed", console: "Console") -> "RenderableType":

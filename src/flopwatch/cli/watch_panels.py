@@ -20,11 +20,17 @@ _TIME_PARTS = {
     "checkpoint": ("cyan", "░"),
     "pause": ("bright_black", "·"),
     "counting": ("magenta", "×"),
+    "start-up": ("bright_blue", "○"),
+    "restart": ("bright_red", "+"),
+    "rerun": ("bright_yellow", "="),
+    "other": ("bright_black", "-"),
 }
+_LOSSES = {"count": "counting", "input_wait": "input wait"}
 _FLOPS_PARTS = {
     "useful": ("green", "█"),
     "recompute": ("yellow", "▒"),
     "padding": ("bright_black", "░"),
+    "pairs across documents": ("bright_black", "░"),
     "recompute or padding": ("yellow", "▒"),
 }
 _CURVES: Mapping[str, tuple[str, str, Callable[[float], str], float]] = {
@@ -86,19 +92,22 @@ def _utilisation(run: WatchedRun, name: str) -> Card:
         why = "FLOPs unknown" if rate is None else flop_rate(rate)
         return Card(name, None, "", why, "")
     style = "red" if value > 105 else "green"
-    return Card(name, f"{value:.1f}", "%", "" if rate is None else flop_rate(rate), style)
+    number = f"{value:.1f}" if value >= 0.05 or value == 0 else f"{value:.2g}"  # a little is not nothing
+    return Card(name, number, "%", "" if rate is None else flop_rate(rate), style)
 
 
 def _loss(run: WatchedRun) -> Card:
-    value, rate = run.value("training/loss"), run.value("training/lr")
+    rate = run.value("training/lr")
     remark = "" if rate is None else f"lr {rate:.3g}"
-    if value is None:
+    if run.loss is None:
         return Card("loss", None, "", remark, "")
+    step, value = run.loss
+    if run.row is not None and step < run.row.step:
+        remark = f"at step {step:,}"
     return Card("loss", short_number(value), "", remark, "cyan" if isfinite(value) else "red")
 
 
 def _tokens(run: WatchedRun) -> Card:
-    # The two rates may be of different rows; the share of padding is of one.
     value, padding = run.value("perf/tokens_per_second"), run.value("perf/padding_percent")
     if value is None:
         samples = run.value("perf/samples_per_second")
@@ -113,11 +122,9 @@ def _step_time(run: WatchedRun) -> Card:
     if value is None:
         return Card("step time", None, "", "", "")
     number, unit = step_seconds(value).split(" ")
-    known = {name: run.value(f"perf/step_time_{name}") for name in ("p50", "p90", "p99")}
     factor = 1e3 if unit == "ms" else 1.0
-    remark = " ".join(
-        f"{name} {_two_digits(factor * seconds)}" for name, seconds in known.items() if seconds is not None
-    )
+    known = run.step_time_percentiles()
+    remark = " ".join(f"{name} {_two_digits(factor * seconds)}" for name, seconds in known.items())
     return Card("step time", number, unit, remark, "magenta")
 
 
@@ -150,7 +157,7 @@ def _curve(run: WatchedRun, key: str, width: int, height: int) -> list[Text]:
 
 
 def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
-    """Where the time since the first start went."""
+    """Where the time since the first start went: all of it, where the log tells the wall time."""
     spent = run.seconds_spent()
     parts = {
         "compute": max(spent["train"] - spent["input_wait"] - spent["warm_up"], 0.0),
@@ -160,7 +167,11 @@ def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
         "checkpoint": spent["checkpoint"],
         "pause": spent["pause"],
         "counting": spent["count"],
+        "start-up": spent["start_up"],
+        "restart": spent["restart"],
+        "rerun": spent["rerun"],
     }
+    parts["other"] = max(spent["wall"] - sum(parts.values()), 0.0)
     whole = sum(parts.values())
     if whole <= 0:
         return [line((f"{'time':<{_LABEL_WIDTH}}", "dim"), ("not logged yet", "dim italic"))]
@@ -168,21 +179,21 @@ def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
 
 
 def _goodput(run: WatchedRun, width: int) -> list[Text]:
-    """With what cost most; nothing for a log that does not tell."""
+    """With what cost most, in the words of the bar; nothing for a log that does not tell."""
     goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
     if goodput is None:
         return []
     text = line((" " * _LABEL_WIDTH, ""), "goodput ", (percent(100 * goodput.share), "bold"))
     for index, (name, seconds) in enumerate(goodput.largest_losses()):
         share = percent(100 * seconds / goodput.wall_seconds)
-        loss = f"{', lost to' if index == 0 else ','} {name.replace('_', '-')} {share}"
+        loss = f"{', lost to' if index == 0 else ','} {_LOSSES.get(name) or name.replace('_', '-')} {share}"
         if text.cell_len + len(loss) <= width:
             text.append(loss, "dim")
     return [text]
 
 
 def flops_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
-    """What the FLOPs of the newest detailed window were for."""
+    """What the FLOPs of the newest window were for."""
     shares = run.flops_shares()
     if not shares:
         return [line((f"{'FLOPs':<{_LABEL_WIDTH}}", "dim"), ("not known", "dim italic"))]

@@ -16,8 +16,13 @@ _STATES: Mapping[State, tuple[str, str]] = {
     "starting": ("○", "cyan"),
     "running": ("●", "green"),
     "silent": ("●", "yellow"),
+    "died": ("x", "red"),
     "ended": ("■", "blue"),
+    "stopped": ("■", "yellow"),
+    "failed": ("x", "red"),
 }
+LAST_STATES: tuple[State, ...] = ("died", "ended", "stopped", "failed")
+"""After which nothing more comes."""
 _LEVELS = {"info": ("i", "cyan"), "warning": ("!", "yellow"), "error": ("x", "red")}
 _TALL, _WIDE = 30, 110
 _WIDEST = 160
@@ -44,7 +49,7 @@ def draw_frame(
     if state == "no log":
         return [title, line(), *paragraph("No record of a run yet. Waiting.", width, "dim")]
     is_large = height >= _TALL and width >= _WIDE
-    top = [title, _facts(run, width), line(), _progress(run, width), line()]
+    top = [title, _facts(run, width), line(), _progress(run, state, width), line()]
     top += [*cards(run, width, in_large_digits=is_large), line()]
     bars = [*time_bar(run, width, in_colour=in_colour), *([line()] if is_large else [])]
     bars += [*flops_bar(run, width, in_colour=in_colour), *ranks_lines(run, width)]
@@ -54,17 +59,29 @@ def draw_frame(
     curve_height = max(_LOWEST_CURVE, min(room - for_notices, _HIGHEST_CURVE))
     frame = [*top, *curves(run, width, curve_height), line(), *bars]
     if notices and height - len(frame) >= 2:
-        frame += [line(), *_fitted(notices, height - len(frame) - 1)]
+        frame += [line(), *_fitted(notices, width, height - len(frame) - 1)]
     return frame
 
 
 def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: int) -> Text:
     mark, style = _STATES[state]
-    words = f"silent for {duration(run.silent_seconds(unix_time))}" if state == "silent" else state
+    words = _words(run, state, unix_time)
     end = line((f"{mark} {words}", f"bold {style}"))
     room = max(width - end.cell_len - len("flopwatch  "), 2)
     shown = place if len(place) <= room else f"…{place[1 - room :]}"
     return spread(line(("flopwatch ", "dim"), (shown, "bold")), end, width)
+
+
+def _words(run: WatchedRun, state: State, unix_time: float) -> str:
+    if state == "silent":
+        return f"silent for {duration(run.silent_seconds(unix_time))}"
+    if state == "died":
+        return "died without a word: killed or crashed"
+    if state == "stopped":
+        return "stopped by Ctrl-C"
+    if state == "failed" and run.summary is not None and run.summary.ended_by:
+        return f"failed: {run.summary.ended_by.partition(':')[0]}"
+    return state
 
 
 def _facts(run: WatchedRun, width: int) -> Text:
@@ -102,7 +119,7 @@ def _counting(run: WatchedRun) -> list[str]:
     return [f"{provenance.mode}, {how_sure}", f"attention {provenance.attention}"]
 
 
-def _progress(run: WatchedRun, width: int) -> Text:
+def _progress(run: WatchedRun, state: State, width: int) -> Text:
     step = run.row.step if run.row is not None else (run.start.resumed_after_step if run.start else None)
     if step is None:
         return line(("no step logged yet", "dim italic"))
@@ -111,10 +128,10 @@ def _progress(run: WatchedRun, width: int) -> Text:
     if not total:
         so_far = f"  {duration(elapsed)} in this session" if elapsed else ""
         return line("step ", (f"{step:,}", "bold"), (so_far, "dim"))
-    left = run.seconds_left
+    left = run.seconds_left if state in ("starting", "running") else None
     steps_done = run.row.steps_done if run.row is not None else step
     share = min(steps_done / total, 1.0)
-    start = line("step ", (f"{steps_done:,}", "bold"), (f" of {total:,}  ", "dim"))
+    start = line((f"{steps_done:,}", "bold"), (f" of {total:,} steps  ", "dim"))
     end = line((f"  {percent(100 * share)}", "bold"), (f"  {duration(left)} left" if left else "", "dim"))
     room = max(width - start.cell_len - end.cell_len, 4)
     done = round(share * room)
@@ -122,7 +139,11 @@ def _progress(run: WatchedRun, width: int) -> Text:
 
 
 def _notices(run: WatchedRun, width: int) -> list[Text]:
-    """Newest first."""
+    """Newest first; before them the exception that ended the run."""
+    ended_by = run.summary.ended_by if run.summary is not None else None
+    if ended_by is not None and ":" in ended_by:
+        last = [Notice(None, "error", "ended", ended_by)]
+        return [row for notice in [*last, *reversed(run.notices)] for row in _notice(notice, width)]
     return [row for notice in reversed(run.notices) for row in _notice(notice, width)]
 
 
@@ -133,9 +154,10 @@ def _notice(notice: Notice, width: int) -> list[Text]:
     return [line((f"{mark} ", f"bold {style}")) + first, *(line("  ") + row for row in rest)]
 
 
-def _fitted(lines: list[Text], height: int) -> list[Text]:
+def _fitted(lines: list[Text], width: int, height: int) -> list[Text]:
     if len(lines) <= height:
         return lines
     last = lines[height - 1].copy()
+    last.truncate(width - 2, overflow="crop")
     last.append(" …")
     return [*lines[: height - 1], last]

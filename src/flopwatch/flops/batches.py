@@ -1,19 +1,24 @@
 """Reads a batch: its size, its length, which positions are real, and one row of it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from flopwatch.errors import InputError
+from flopwatch.flops.structure import tensors_of
 
 MAIN_SEQUENCE = ("input_ids", "inputs_embeds", "input_values", "decoder_input_ids", "labels")
 """Arguments whose dimension 1 is the sequence, the first that is there; `input_values` is raw audio."""
 FLAT_IMAGES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 """Patches of all images in one list, and the tensor that says how many patches each image has (Qwen-VL and others)."""
+_DEEPEST = 8
+_MOST_KEYS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +39,14 @@ def named(batch: Any) -> dict[str, Any]:
 
 def read_shape(batch: Any) -> BatchShape:
     """Batch size and length, from the tensors' shapes alone."""
-    tensors = {name: value for name, value in named(batch).items() if isinstance(value, torch.Tensor)}
-    if not tensors:  # nested tuples or dicts
-        tensors = {str(index): leaf for index, leaf in enumerate(tree_leaves(batch)) if isinstance(leaf, torch.Tensor)}
+    arguments = named(batch)
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    samples = _items_of_lists(arguments)
+    if not tensors:
+        tensors = tensors_of(batch) or {str(index): leaf for index, leaf in enumerate(tensors_inside(batch))}
     if not tensors:
         raise InputError(
-            f"the batch holds no tensor (got {type(batch).__name__}); pass a dict of the model's keyword arguments, "
+            f"the batch holds no tensor: {_content(batch)}; pass a dict of the model's keyword arguments, "
             "a tuple of its arguments, or a tensor; of a DataLoader next(iter(loader)), of an array torch.from_numpy"
         )
     for name, tensor in tensors.items():
@@ -50,11 +57,49 @@ def read_shape(batch: Any) -> BatchShape:
             if name == "labels" and "pixel_values" in tensors:  # classes of an image, not a sequence
                 continue
             return BatchShape(tensors[name].shape[0], tensors[name].shape[1])
+    if samples is not None:
+        return BatchShape(samples, None)
     first = next((tensor for name, tensor in tensors.items() if name not in FLAT_IMAGES), next(iter(tensors.values())))
     if first.dim() == 0:
         return BatchShape(1, None)
     are_token_ids = first.dim() == 2 and not first.is_floating_point()
     return BatchShape(first.shape[0], first.shape[1] if are_token_ids else None)
+
+
+def _items_of_lists(arguments: Mapping[str, Any]) -> int | None:
+    """Samples of a batch whose first argument is a list with an entry per sample (images, targets of a detector)."""
+    first = next(iter(arguments.values()), None)
+    is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
+    return len(first or ()) if is_list and tensors_of(first) else None
+
+
+def tensors_inside(value: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
+    """Every tensor in lists, dicts, dataclasses and plain objects, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 0:
+        for part in _parts_of(value):
+            yield from tensors_inside(part, depth - 1)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, str | bytes | int | float | type | ModuleType | nn.Module) or callable(value):
+        return ()
+    if isinstance(value, DataLoader | Dataset | Iterator):  # they give batches, and are none
+        return ()
+    return vars(value).values() if hasattr(value, "__dict__") else ()
+
+
+def _content(batch: Any) -> str:
+    if not isinstance(batch, Mapping):
+        return f"got {type(batch).__name__}"
+    keys = [f"{key!r} ({type(value).__name__})" for key, value in list(batch.items())[:_MOST_KEYS]]
+    more = f" and {len(batch) - _MOST_KEYS} more" if len(batch) > _MOST_KEYS else ""
+    return f"it has the keys {', '.join(keys)}{more}" if keys else "it is an empty dict"
 
 
 def real_lengths(batch: Any) -> list[int] | None:
@@ -68,40 +113,7 @@ def real_lengths(batch: Any) -> list[int] | None:
     return None if all(length == mask.shape[1] for length in lengths) else lengths
 
 
-def follows_sequence(name: str, tensor: torch.Tensor, seq_len: int) -> bool:
-    """Whether dimension 1 of this tensor runs over the main sequence."""
-    if tensor.dim() < 2 or tensor.shape[1] != seq_len or name in FLAT_IMAGES or name in FLAT_IMAGES.values():
-        return False
-    return name in MAIN_SEQUENCE or not tensor.is_floating_point()
-
-
-def unpadded_row(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """One row as a batch of its own, without its padding."""
-    row = one_row(batch, index)
-    mask = batch.get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return row
-    columns = mask[index].nonzero()[:, 0]
-    for name, value in row.items():
-        if isinstance(value, torch.Tensor) and follows_sequence(name, value, mask.shape[1]):
-            row[name] = value.index_select(1, columns.to(value.device))
-    return row
-
-
-def one_row(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """One row of every tensor that has a row per sample; what is shared stays as it is."""
-    batch_size = read_shape(batch).batch_size
-    flat = [(pixels, grid) for pixels, grid in FLAT_IMAGES.items() if pixels in batch and grid in batch]
-    row: dict[str, Any] = {}
-    for name, value in batch.items():
-        per_sample = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size
-        row[name] = value[index : index + 1] if per_sample else value
-    for pixels, grid in flat:
-        row[pixels], row[grid] = _images_of_row(batch[pixels], batch[grid], batch_size, index)
-    return row
-
-
-def _images_of_row(
+def images_of_row(
     pixels: torch.Tensor, grids: torch.Tensor, batch_size: int, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Images are listed over the whole batch; with equally many per row, a row's are a slice."""

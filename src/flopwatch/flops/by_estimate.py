@@ -17,7 +17,7 @@ from torch import nn
 
 from flopwatch.errors import InputError
 from flopwatch.flops.batches import named
-from flopwatch.flops.passes import LossFn
+from flopwatch.flops.losses import LossFn
 from flopwatch.flops.replica import unwrap
 from flopwatch.flops.streams import Stream, read_streams, stream_of
 from flopwatch.records import AttentionConvention, FlopCount, PhaseFlops

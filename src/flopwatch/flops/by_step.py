@@ -4,35 +4,56 @@ It runs on a stand-in that shares the live parameters' storage, so the live grad
 touched, but forward and backward really run and need their memory.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from flopwatch.errors import InputError
+from flopwatch.flops.autocast import AutocastState, current_autocast, device_type_of, under_autocast
 from flopwatch.flops.counter import CountingMode
-from flopwatch.flops.passes import LossFn, copied_batch, failures_named, run_step
+from flopwatch.flops.elsewhere import threads_noticed, triton_launches_noticed
+from flopwatch.flops.losses import LossFn
+from flopwatch.flops.passes import copied_batch, failures_named, run_step
 from flopwatch.flops.replica import ModuleStack, replicate
+from flopwatch.flops.steering import PythonReads, Steering, following, python_draws, steered
 from flopwatch.flops.undisturbed import undisturbed
 from flopwatch.records import AttentionConvention, FlopCount
 
 
 def count_by_step(
-    model: nn.Module, batch: Any, *, attention: AttentionConvention, loss_fn: LossFn | None, training: bool
+    model: nn.Module,
+    batch: Any,
+    *,
+    attention: AttentionConvention,
+    loss_fn: LossFn | None,
+    training: bool,
+    autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Raise InputError where one process cannot run the step, MeasurementError where it fails."""
+    """Raise InputError where one process cannot run the step, MeasurementError where it fails.
+
+    `autocast` is the state to run the model under; None takes the one of here and now.
+    """
     obstacle = step_obstacle(model)
     if obstacle:
         raise InputError(f"{obstacle}; use method='trace'")
-    stack = ModuleStack()
-    keeper = _GradientKeeper()
-    mode = CountingMode(stack, attention, keeper.execute)
+    state = current_autocast() if autocast is None else autocast
+    under = under_autocast(state, device_type_of(model, state), stand_in=False)
+    stack, keeper, steering = ModuleStack(), _GradientKeeper(), Steering()
+    mode = CountingMode(stack, attention, following(keeper.execute, steering))
     with undisturbed(parameter.device for parameter in model.parameters()), keeper:
         replica = replicate(model, _alias, stack)
         own_batch = copied_batch(batch, lambda tensor: tensor.detach().clone())
-        with failures_named(stack):
-            run_step(replica, own_batch, loss_fn, mode, training=training)
-    return mode.tally.as_count("step", attention)
+        steering.name_weights((*replica.parameters(), *replica.buffers()))
+        steering.name_batch(own_batch)
+        noticed = threads_noticed(mode.add_threads), triton_launches_noticed(mode.add_triton_kernel)
+        reads = PythonReads(steering) if training else nullcontext()
+        with failures_named(stack), python_draws(steering), reads, noticed[0], noticed[1]:
+            run_step(replica, own_batch, loss_fn, mode, training=training, autocast=under)
+    for told in stack.told():
+        mode.tally.note(told)
+    return steered(mode.tally.as_count("step", attention), steering, mode.risky_ops)
 
 
 def step_obstacle(model: nn.Module) -> str | None:

@@ -26,7 +26,7 @@ _NAMES = {
     torch.complex32: "fp16",
 }
 # Of an op that also adds something, these are the factors; the addend comes first and may have another type.
-_FACTORS = ("mat1", "batch1", "mat", "vec1")
+_FACTORS = ("mat1", "batch1", "mat", "vec1", "self", "input", "query", "q")
 
 
 def compute_type(dtype: torch.dtype) -> str:

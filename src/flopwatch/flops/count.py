@@ -7,14 +7,11 @@ from typing import Any, get_args
 from torch import nn
 
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.flops.batches import read_shape, real_lengths, unpadded_row
-from flopwatch.flops.fit import fit_flops_law
+from flopwatch.flops.batches import read_shape
+from flopwatch.flops.losses import LossFn
 from flopwatch.flops.methods import MethodChoice, count_as_is
-from flopwatch.flops.passes import LossFn
+from flopwatch.flops.padding import is_padded, unpadded_flops
 from flopwatch.records import AttentionConvention, FlopCount
-
-_MOST_KINDS_COUNTED = 8
-"""With more different rows than this, fitting a law takes fewer traces than counting each."""
 
 
 def count_flops(
@@ -60,7 +57,7 @@ def count_flops(
     read_shape(batch)
     options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "training": training}
     count = count_as_is(model, batch, method=method, **options)
-    if callable(method) or count.method == "estimate" or real_lengths(batch) is None:
+    if callable(method) or count.method == "estimate" or not is_padded(batch):
         return count
     return _without_padding(count, model, batch, {**options, "method": count.method})
 
@@ -68,26 +65,14 @@ def count_flops(
 def _without_padding(
     count: FlopCount, model: nn.Module, batch: Mapping[str, Any], options: dict[str, Any]
 ) -> FlopCount:
-    """Take off what was spent on padding: the mathematics needs each sample alone, at its own length."""
+    """Take off what was spent on padding: the mathematics needs each sample at its own length."""
     try:
-        needed = _sum_of_rows(model, batch, options)
+        needed = unpadded_flops(model, batch, count, options)
     except FlopwatchError as error:
         note = f"padding counts as work here, because a row could not be counted alone: {error}"
         return replace(count, notes=(*count.notes, note))
     executed = count.forward_flops + count.backward_flops
+    if needed == executed:
+        note = "padding counts as work here: no sequence that the model computes with runs along the mask"
+        return replace(count, notes=(*count.notes, note))
     return replace(count, model_flops=needed, padding_flops=executed - needed)
-
-
-def _sum_of_rows(model: nn.Module, batch: Mapping[str, Any], options: dict[str, Any]) -> int:
-    """Rows of the same length with the same images cost the same, so one of each kind is counted."""
-    lengths = real_lengths(batch) or []
-    rows = [unpadded_row(batch, index) for index in range(len(lengths))]
-    kinds = [(length, str(row.get("image_grid_thw"))) for length, row in zip(lengths, rows, strict=True)]
-    masks_the_sequence = batch["attention_mask"].shape[1] == read_shape(batch).seq_len
-    a_law_may_tell = masks_the_sequence and len(set(kinds)) == len(set(lengths)) and options["training"]
-    if len(set(kinds)) > _MOST_KINDS_COUNTED and a_law_may_tell:
-        law = fit_flops_law(model, batch, attention=options["attention"], loss_fn=options["loss_fn"])
-        if law.exact:
-            return law.model_flops(lengths=lengths)
-    cost = {kind: count_as_is(model, rows[kinds.index(kind)], **options).model_flops for kind in set(kinds)}
-    return sum(cost[kind] for kind in kinds)

@@ -1,27 +1,46 @@
-"""Fits the FLOP law of a model on a few small traces, and tests it on shapes it has not seen."""
+"""Fits the FLOP law of a model on a few small traces, and tests it on shapes it has not seen.
 
-import weakref
-from collections import OrderedDict
+The example itself, unaltered, is always counted and held out. Probes lie at both ends of the range, at neighbouring
+lengths of both parities, and at the edges of windows and blocks that the model's configuration names. Where no formula
+holds, or values or chance steer the cost, shapes are counted one by one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from torch import nn
 
-from flopwatch.errors import InputError
-from flopwatch.flops.batches import MAIN_SEQUENCE, read_shape
-from flopwatch.flops.collectives import ONE_RANKS_SHARE
-from flopwatch.flops.law import PHASES, TERMS, FlopLaw, StepShape, evaluate
-from flopwatch.flops.methods import MethodChoice, count_as_is
-from flopwatch.flops.passes import LossFn
-from flopwatch.flops.sample import Grid, Sample, first_sample
+from flopwatch.errors import FlopwatchError, MeasurementError
+from flopwatch.flops.alterations import altered_batches
+from flopwatch.flops.autocast import AutocastState
+from flopwatch.flops.batches import read_shape
+from flopwatch.flops.law import IMAGE_TERMS, PHASES, FlopLaw, StepShape, evaluate, term_name
+from flopwatch.flops.layout import SAMPLES, Layout, suggest_layouts
+from flopwatch.flops.losses import LossFn
+from flopwatch.flops.methods import MethodChoice
+from flopwatch.flops.sample import Grid, Sample, take_sample
+from flopwatch.flops.shape_counts import CACHED_SHAPES, ShapeCounts
 from flopwatch.flops.solve import solve
-from flopwatch.records import AttentionConvention, Method, PhaseFlops
+from flopwatch.flops.steering import CHANCE, WEIGHTS
+from flopwatch.records import AttentionConvention, FlopCount
 
-CACHED_SHAPES = 256
 _SHORTEST_SPAN = 12
-_LEAST_TRUSTED_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
+_EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")
+"""Words in names of settings at whose values a model's cost may bend."""
+_MOST_EDGES = 2
+_MANY = 16
+"""Samples of the largest batch probed; without a real step they cost nothing."""
 
-_Plan = tuple[list[str], list[StepShape], list[StepShape]]
-"""Terms to fit, shapes to fit them on, shapes to test the result on."""
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """Terms to fit, shapes to fit them on, shapes to test the result on."""
+
+    terms: list[str]
+    fitted: list[StepShape]
+    held_out: list[StepShape]
 
 
 def fit_flops_law(
@@ -31,15 +50,20 @@ def fit_flops_law(
     attention: AttentionConvention = "full",
     loss_fn: LossFn | None = None,
     method: MethodChoice = "auto",
+    autocast: AutocastState | None = None,
+    training: bool = True,
 ) -> FlopLaw:
     """Find what a training step of this model costs as a function of the batch's shape.
 
     Args:
         model: The live model; it is not changed.
-        batch: An example of what it is trained on. Its first sample is stretched, cut and repeated.
+        batch: An example of what it is trained on. It is counted as it is; one sample of it is stretched, cut and
+            repeated.
         attention: `full` counts every pair of positions, `causal` those not masked.
         loss_fn: From the model's output to the loss, where the model does not return one.
         method: How the shapes are counted, as in `count_flops`.
+        autocast: The autocast state the training runs in; the current one without it.
+        training: False fits the forward pass alone.
 
     Example:
         >>> import torch
@@ -47,175 +71,257 @@ def fit_flops_law(
         >>> law.exact, law.model_flops(batch_size=1000)
         (True, 8192000)
     """
-    sample = first_sample(model, batch)
-    counts = ShapeCounts(model, sample, attention, loss_fn, method)
-    own_batch_size = read_shape(batch).batch_size
-    counts.notes.update(dict.fromkeys(_other_lengths(sample)))
-    plans = _plans_with_sequence if sample.seq_len else _plans_without_sequence
-    reason = ""
-    for terms, fitted, held_out in plans(sample, own_batch_size):
-        coefficients = _solved(counts, terms, fitted)
-        wrong = next((shape for shape in held_out if not _predicts(coefficients, counts, shape)), None)
-        if coefficients and wrong is None:
-            return counts.law(attention, coefficients)
-        reason = f"batch size {wrong.batch_size}, length {wrong.seq_len}" if wrong else "the shapes tried"
+    layouts = suggest_layouts(batch)
+    options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "method": method, "training": training}
+    counts = ShapeCounts(model, take_sample(model, batch, layouts[-1]), options | {"autocast": autocast})
+    own = counts.add_example(batch, read_shape(batch))
+    law = _first_that_holds(model, batch, counts, layouts, own)
+    return _doubted_where_steered(model, batch, counts, law, own)
+
+
+def _first_that_holds(
+    model: nn.Module, batch: Any, counts: ShapeCounts, layouts: Sequence[Layout], own: FlopCount
+) -> FlopLaw:
+    reason = "the shapes tried"
+    if own.method == "estimate" and own.coverage is not None:
+        layouts = ()
+    for suggested in layouts:
+        try:
+            layout = lengths_apart(model, batch, counts.count, suggested)
+            counts.sample = take_sample(model, batch, layout, _longest_row(batch, layout))
+            example = counts.example_shape(layout)
+            attempts = list(_attempts(model, counts.sample, example, runs_for_real=own.method == "step"))
+        except FlopwatchError as error:
+            reason = str(error)
+            continue
+        takes_shapes = True
+        for attempt in attempts:
+            try:
+                coefficients = _solved(counts, attempt)
+                wrong = _first_wrong(counts, attempt, coefficients)
+            except FlopwatchError as error:  # the model does not take such a shape
+                reason, takes_shapes = f"the probes: {error}", False
+                break
+            if coefficients and wrong is None:
+                return counts.law(coefficients, _dtype_coefficients(counts, attempt), _domain(attempt))
+            reason = f"{wrong.values}" if wrong else reason
+        if takes_shapes:
+            break
     note = f"no polynomial of the shape predicts {reason}; shapes are counted on demand, {CACHED_SHAPES} are kept"
-    return counts.law(attention, {}, note)
+    return counts.law({}, {}, {}, note)
 
 
-class ShapeCounts:
-    """Counts per shape, made on demand; those not asked for the longest are dropped."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        sample: Sample,
-        attention: AttentionConvention,
-        loss_fn: LossFn | None,
-        method: MethodChoice,
-    ) -> None:
-        self._model = weakref.ref(model)
-        self._sample = sample
-        self._options: dict[str, Any] = {
-            "method": method,
-            "attention": attention,
-            "loss_fn": loss_fn,
-            "training": True,
-        }
-        self._known: OrderedDict[StepShape, PhaseFlops] = OrderedDict()
-        self.notes: dict[str, None] = {}
-        self.doubts: dict[str, None] = {}
-        """Why no law made of these counts can be exact."""
-        self._methods: dict[Method, None] = {}
-        self._coverage: float | None = None
-
-    def __call__(self, shape: StepShape) -> PhaseFlops:
-        if shape not in self._known:
-            self._known[shape] = self._count(shape)
-            if len(self._known) > CACHED_SHAPES:
-                self._known.popitem(last=False)
-        self._known.move_to_end(shape)
-        return self._known[shape]
-
-    def __contains__(self, shape: StepShape) -> bool:
-        return shape in self._known
-
-    def seq_lens(self) -> tuple[int, int] | None:
-        lengths = [shape.seq_len for shape in self._known if shape.seq_len is not None]
-        return (min(lengths), max(lengths)) if lengths else None
-
-    def law(self, attention: AttentionConvention, coefficients: dict[str, dict[str, Any]], note: str = "") -> FlopLaw:
-        """What these counts amount to; without coefficients, they themselves are the law."""
-        return FlopLaw(
-            exact=bool(coefficients) and not self.doubts,
-            seq_lens=self.seq_lens(),
-            attention=attention,
-            coefficients=coefficients,
-            sample_grids=self._sample.grids,
-            notes=tuple(filter(None, (*self.doubts, note, *self.notes))),
-            method=next((method for method in _LEAST_TRUSTED_FIRST if method in self._methods), "trace"),
-            coverage=self._coverage,
-            count_shape=None if coefficients else self,
-        )
-
-    def _count(self, shape: StepShape) -> PhaseFlops:
-        model = self._model()
-        if model is None:
-            raise InputError("the model this law was fitted on is gone, so a new shape cannot be counted")
-        sample = self._sample
-        if shape.grids and shape.grids != sample.grids * shape.batch_size:
-            sample = sample.with_grids(_grids_of_one_sample(shape))
-        count = count_as_is(model, sample.batch(shape.batch_size, shape.seq_len), **self._options)
-        self.notes.update(dict.fromkeys(count.notes))
-        self._methods[count.method] = None
-        if count.coverage is not None:
-            self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
-        if count.method == "estimate":
-            self.doubts["the counts are estimates"] = None
-        if ONE_RANKS_SHARE in count.notes:
-            self.doubts[ONE_RANKS_SHARE] = None
-        if count.uncounted:
-            ops = ", ".join(sorted({op.op for op in count.uncounted}))
-            self.doubts[f"ops without a formula are not in the counts ({ops})"] = None
-        return PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
+def _doubted_where_steered(model: nn.Module, batch: Any, counts: ShapeCounts, law: FlopLaw, own: FlopCount) -> FlopLaw:
+    """A law of a model whose cost follows values or chance is none; what it read may also be harmless."""
+    steered = {*own.steered_by, *own.values_read}
+    reason = None
+    if CHANCE in steered:
+        reason = "a random draw steers the cost, so a count holds for one draw only"
+    elif WEIGHTS in steered:
+        reason = "activations steer what is computed, so a count holds for one batch only"
+    else:
+        harmless = {"image_grid_thw"} if law.sample_grids and law.coefficients else set()
+        for name in sorted(steered - harmless):
+            if name in own.steered_by or _follows_values_of(name, batch, counts, own):
+                reason = f"the cost depends on the values of {name!r}, so a count holds for one batch only"
+                break
+    if reason is None:
+        return law
+    counts.doubts[reason] = None
+    return replace(
+        counts.law({}, {}, {}), doubts=tuple(counts.doubts), notes=(reason, *law.notes), per_batch=True, exact=False
+    )
 
 
-def _plans_without_sequence(sample: Sample, own_batch_size: int) -> list[_Plan]:
-    # Not a single sample: batch norm refuses one value per channel.
-    shapes = [StepShape(batch_size) for batch_size in (2, 3, 4)]
-    held_out = [StepShape(max(7, own_batch_size)), StepShape(5)]
-    return [(["samples", "step"], shapes[:2], held_out), (["samples", "step", "sample pairs"], shapes, held_out)]
+def _follows_values_of(name: str, batch: Any, counts: ShapeCounts, own: FlopCount) -> bool:
+    """Whether another batch of the same shapes, with other values of this argument, costs something else."""
+    tried = 0
+    for other in altered_batches(batch, name):
+        try:
+            count = counts.count(other)
+        except FlopwatchError:  # values the model does not take
+            continue
+        tried += 1
+        if (count.forward_flops, count.backward_flops) != (own.forward_flops, own.backward_flops):
+            return True
+    return not tried
 
 
-def _plans_with_sequence(sample: Sample, own_batch_size: int) -> list[_Plan]:
+def lengths_apart(model: nn.Module, batch: Any, count: Callable[[Any], FlopCount], layout: Layout) -> Layout:
+    """Give sequences a length of their own where the model takes them in different lengths.
+
+    Source and target of an encoder-decoder may have the same length in the example. Whether two sequences belong
+    together is found out by giving the model one of them a position shorter.
+    """
+    if "s" not in layout.sizes or layout.sizes["s"] < 3:
+        return layout
+    _, *others = layout.paths_along("s")
+    for path in others:
+        apart = layout.with_own_length(path) if path != "attention_mask" else None
+        if apart is None:
+            continue
+        added = next(name for name in apart.lengths if name not in layout.sizes)
+        sample = take_sample(model, batch, layout).with_layout(apart)
+        length = layout.sizes["s"]
+        try:
+            count(sample.batch({SAMPLES: 2, "s": length - 1, added: length}))
+        except MeasurementError:
+            continue
+        layout = apart
+    return layout
+
+
+def _longest_row(batch: Any, layout: Layout) -> int:
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    if mask is None or mask.dim() != 2 or mask.device.type == "meta" or SAMPLES not in layout.sizes:
+        return 0
+    return int((mask != 0).sum(1).argmax()) % layout.sizes[SAMPLES]
+
+
+def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_real: bool) -> Iterator[_Attempt]:
     """First the terms nearly every model has; then, one after the other, what a few have besides."""
-    shortest, longest = sample.shortest, sample.seq_len or 0
-    longest = max(longest, shortest + _SHORTEST_SPAN)
-    span = longest - shortest
+    layout = sample.layout
+    if SAMPLES not in layout.sizes:
+        return
+    lengths = layout.lengths
+    powers = _monomials(lengths)
+    levels = {name: _levels(sample, name) for name in lengths}
+    points = [{name: levels[name][power.get(name, 0)] for name in lengths} for power in powers]
+    first, second = (1, 2) if lengths else (2, 3)  # batch norm refuses a single value per channel
 
-    def at(batch_size: int, share: float) -> StepShape:
-        return StepShape(batch_size, shortest + round(span * share), sample.grids * batch_size)
+    def at(samples: int, point: dict[str, int]) -> StepShape:
+        others = tuple((name, size) for name, size in point.items() if name != "s")
+        return StepShape(samples, point.get("s"), sample.grids * samples, others)
 
-    terms = ["samples", "positions", "pairs", "step"]
-    fitted = [at(1, 0.2), at(1, 0.45), at(1, 0.8), at(2, 0.2)]
-    held_out = [at(3, 0.37), at(1, 0.93), at(2, 0.0), at(own_batch_size, 1.0)]
+    terms = [term_name({SAMPLES: 1, **power}) for power in powers] + ["step"]
+    fitted = [at(first, point) for point in points] + [at(second, points[0])]
+    held_out = [example, *_held_out(model, sample, levels, at, runs_for_real=runs_for_real)]
     if sample.grids and sample.image_tokens:
-        terms, fitted, held_out = _with_images(sample, longest, terms, fitted, held_out)
-    return [
-        (terms, fitted, held_out),
-        ([*terms, "length", "length squared"], [*fitted, at(2, 0.45), at(2, 0.8)], held_out),
-        ([*terms, "sample pairs"], [*fitted, at(4, 0.2)], held_out),
-    ]
+        more_terms, more_fitted, more_held_out = _with_images(sample)
+        terms, fitted, held_out = [*terms, *more_terms], [*fitted, *more_fitted], [*held_out, *more_held_out]
+    yield _Attempt(terms, fitted, held_out)
+    if lengths:
+        once = [power for power in powers if power]
+        more = [at(second, point) for point, power in zip(points, powers, strict=True) if power]
+        yield _Attempt([*terms, *map(term_name, once)], [*fitted, *more], held_out)
+    yield _Attempt([*terms, "sample pairs"], [*fitted, at(4, points[0])], held_out)
 
 
-def _with_images(
-    sample: Sample, longest: int, terms: list[str], fitted: list[StepShape], held_out: list[StepShape]
-) -> tuple[list[str], list[StepShape], list[StepShape]]:
+def _monomials(lengths: Sequence[str]) -> list[dict[str, int]]:
+    """Products of lengths up to the second degree: 1, s, s², t, s·t, t², ..."""
+    degrees = [power for power in product(range(3), repeat=len(lengths)) if sum(power) <= 2]
+    return [{name: power for name, power in zip(lengths, each, strict=True) if power} for each in sorted(degrees)]
+
+
+def _range_of(sample: Sample, name: str) -> tuple[int, int]:
+    shortest = sample.shortest if name == "s" else 1
+    return shortest, max(sample.layout.sizes[name], shortest + _SHORTEST_SPAN)
+
+
+def _levels(sample: Sample, name: str) -> tuple[int, int, int]:
+    """Three lengths to fit on, not all of one parity."""
+    shortest, longest = _range_of(sample, name)
+    low, middle, high = (shortest + round((longest - shortest) * share) for share in (0.2, 0.45, 0.8))
+    return low, middle + (1 if (middle - low) % 2 == 0 and middle + 1 < high else 0), high
+
+
+def _held_out(
+    model: nn.Module, sample: Sample, levels: dict[str, Any], at: Any, *, runs_for_real: bool
+) -> list[StepShape]:
+    """Neighbours of both parities at the top, at the bottom and in between; edges of windows and blocks."""
+    many = 3 if runs_for_real else max(_MANY, 2 * sample.layout.sizes[SAMPLES])
+    if not levels:
+        return [at(5, {}), at(7, {}), *([] if runs_for_real else [at(many, {}), at(many - 3, {})])]
+    middle = {name: own[1] for name, own in levels.items()}
+    shapes = []
+    for name in levels:
+        shortest, longest = _range_of(sample, name)
+        between = shortest + round((longest - shortest) * 0.37)
+        # The corner of the range, both parities at its top, and batches of 1, 2, 3 and many samples.
+        for samples, length in ((many, longest), (1, longest - 1), (3, between), (2, shortest)):
+            shapes.append(at(samples, {**middle, name: length}))
+        for edge in _edges(model, shortest, longest) if name == "s" else ():
+            shapes += [at(1, {**middle, name: edge}), at(1, {**middle, name: edge + 1})]
+    return shapes
+
+
+def _edges(model: nn.Module, shortest: int, longest: int) -> list[int]:
+    """Values of settings that name a window, a chunk or a block, where they lie in the range."""
+    found: set[int] = set()
+    for holder in (getattr(model, "config", None), *model.children()):
+        for name, value in list(getattr(holder, "__dict__", {}).items()):
+            if any(word in name for word in _EDGE_WORDS) and isinstance(value, int) and shortest < value < longest:
+                found.add(value)
+    return sorted(found)[:_MOST_EDGES]
+
+
+def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepShape]]:
     """Images of other sizes and one image more, in sequences long enough for their placeholders."""
     side = sample.merge
     fit_grids: list[list[Grid]] = [[(1, 2 * side, 2 * side)], [(1, 3 * side, 4 * side)], [(1, 2 * side, 2 * side)] * 2]
     other_grids: list[list[Grid]] = [[(1, side, 5 * side)], [(1, 4 * side, 6 * side), (1, 2 * side, 3 * side)]]
-    length = longest + 40
+    length = _range_of(sample, "s")[1] + 40
 
     def with_grids(grids: list[Grid], batch_size: int = 1) -> StepShape:
         return StepShape(batch_size, length, tuple(grids) * batch_size)
 
     return (
-        [*terms, "images", "patches", "patch pairs"],
-        [*fitted, *(with_grids(grids) for grids in fit_grids)],
-        [*held_out, with_grids(other_grids[0], 2), with_grids(other_grids[1])],
+        list(IMAGE_TERMS),
+        [with_grids(grids) for grids in fit_grids],
+        [with_grids(other_grids[0], 2), with_grids(other_grids[1])],
     )
 
 
-def _solved(counts: ShapeCounts, terms: list[str], fitted: list[StepShape]) -> dict[str, dict[str, Any]]:
-    measured = [counts(shape) for shape in fitted]
-    matrix = [[TERMS[term](shape) for term in terms] for shape in fitted]
-    solutions = {phase: solve(matrix, [getattr(flops, phase) for flops in measured]) for phase in PHASES}
+def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
+    """The least and greatest value of each variable that was met."""
+    met: dict[str, list[int]] = {}
+    for shape in (*attempt.fitted, *attempt.held_out):
+        for name, value in shape.values.items():
+            met.setdefault(name, []).append(value)
+    domain = {name: (min(values), max(values)) for name, values in met.items()}
+    return domain | {SAMPLES: (1, domain[SAMPLES][1])}
+
+
+def _solved(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dict[str, Any]]:
+    measured = [counts(shape) for shape in attempt.fitted]
+    return _coefficients(attempt, [[getattr(flops, phase) for flops in measured] for phase in PHASES])
+
+
+def _coefficients(attempt: _Attempt, values: list[list[int]]) -> dict[str, dict[str, Any]]:
+    matrix = [[int(evaluate({term: 1}, shape)) for term in attempt.terms] for shape in attempt.fitted]  # type: ignore[dict-item]
+    solutions = {phase: solve(matrix, value) for phase, value in zip(PHASES, values, strict=True)}
     return {
-        phase: dict(zip(terms, solution, strict=True)) for phase, solution in solutions.items() if solution is not None
+        phase: dict(zip(attempt.terms, solution, strict=True))
+        for phase, solution in solutions.items()
+        if solution is not None
     }
+
+
+def _dtype_coefficients(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dict[str, dict[str, Any]]]:
+    """The same for each compute type; of a single one, the law itself tells."""
+    measured = [counts.by_dtype(shape) for shape in attempt.fitted]
+    names = sorted({name for each in measured for name in each})
+    if len(names) < 2:
+        return {name: {} for name in names}
+    solved = {
+        name: _coefficients(
+            attempt, [[getattr(each[name], phase) if name in each else 0 for each in measured] for phase in PHASES]
+        )
+        for name in names
+    }
+    for shape in attempt.held_out:
+        told = counts.by_dtype(shape)
+        for name, coefficients in solved.items():
+            for phase in PHASES:
+                if evaluate(coefficients[phase], shape) != (getattr(told[name], phase) if name in told else 0):
+                    return {}
+    return solved
+
+
+def _first_wrong(counts: ShapeCounts, attempt: _Attempt, coefficients: dict[str, dict[str, Any]]) -> StepShape | None:
+    return next((shape for shape in attempt.held_out if not _predicts(coefficients, counts, shape)), None)
 
 
 def _predicts(coefficients: dict[str, dict[str, Any]], counts: ShapeCounts, shape: StepShape) -> bool:
     flops = counts(shape)
     return all(evaluate(coefficients.get(phase, {}), shape) == getattr(flops, phase) for phase in PHASES)
-
-
-def _grids_of_one_sample(shape: StepShape) -> tuple[Grid, ...]:
-    per_sample, left = divmod(len(shape.grids), shape.batch_size)
-    grids = shape.grids[:per_sample]
-    if left or grids * shape.batch_size != shape.grids:
-        raise InputError(
-            "this law is counted shape by shape, and can only count batches in which all samples have the same images; "
-            f"got {len(shape.grids)} images for {shape.batch_size} samples"
-        )
-    return grids
-
-
-def _other_lengths(sample: Sample) -> list[str]:
-    """A decoder's own length is not a variable of the law."""
-    return [
-        f"{name!r} keeps its {value.shape[1]} positions, as in the example, whatever seq_len is"
-        for name, value in sample.tensors.items()
-        if name in MAIN_SEQUENCE and sample.seq_len and value.dim() == 2 and value.shape[1] != sample.seq_len
-    ]

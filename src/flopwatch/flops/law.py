@@ -11,47 +11,83 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from math import lcm
+from math import lcm, prod
 from typing import Any, Protocol
 
 from flopwatch.errors import InputError
+from flopwatch.flops.layout import SAMPLES, Layout
 from flopwatch.flops.sample import Grid
 from flopwatch.records import AttentionConvention, Method, PhaseFlops
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step's cost depends on. `grids` are all images of the batch, in order."""
+    """What a step's cost depends on.
+
+    Attributes:
+        batch_size: Samples.
+        seq_len: Positions of the main sequence.
+        grids: All images of the batch, in order.
+        others: Lengths of other sequences (a decoder's target) by the name of their variable.
+    """
 
     batch_size: int
     seq_len: int | None = None
     grids: tuple[Grid, ...] = ()
+    others: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def values(self) -> dict[str, int]:
+        main = {} if self.seq_len is None else {"s": self.seq_len}
+        return {SAMPLES: self.batch_size, **main, **dict(self.others)}
 
 
-TERMS: Mapping[str, Callable[[StepShape], int]] = {
-    "samples": lambda shape: shape.batch_size,
-    "positions": lambda shape: shape.batch_size * (shape.seq_len or 0),
-    "pairs": lambda shape: shape.batch_size * (shape.seq_len or 0) ** 2,
-    "sample pairs": lambda shape: shape.batch_size**2,
-    "step": lambda shape: 1,
-    "length": lambda shape: shape.seq_len or 0,
-    "length squared": lambda shape: (shape.seq_len or 0) ** 2,
-    "images": lambda shape: len(shape.grids),
-    "patches": lambda shape: sum(t * h * w for t, h, w in shape.grids),
-    "patch pairs": lambda shape: sum(t * (h * w) ** 2 for t, h, w in shape.grids),
+_EXPONENTS: Mapping[str, Mapping[str, int]] = {
+    "samples": {"n": 1},
+    "positions": {"n": 1, "s": 1},
+    "pairs": {"n": 1, "s": 2},
+    "sample pairs": {"n": 2},
+    "step": {},
+    "length": {"s": 1},
+    "length squared": {"s": 2},
 }
+"""Terms of samples and main sequence; those of other sequences are written out, such as `n*s*t`."""
+_NAMES = {tuple(sorted(powers.items())): name for name, powers in _EXPONENTS.items()}
 
-_TERM_OF_EACH_ALONE: Mapping[str, Callable[["Documents"], int]] = {
-    "samples": lambda documents: documents.count,
-    "positions": lambda documents: documents.tokens,
-    "pairs": lambda documents: documents.squares,
-    "step": lambda documents: documents.count,
-    "length": lambda documents: documents.tokens,
-    "length squared": lambda documents: documents.squares,
+_IMAGE_TERMS: Mapping[str, Callable[[Sequence[Grid]], int]] = {
+    "images": len,
+    "patches": lambda grids: sum(t * h * w for t, h, w in grids),
+    "patch pairs": lambda grids: sum(t * (h * w) ** 2 for t, h, w in grids),
 }
-"""The terms of a text, summed over documents of which each would be a step of its own."""
+IMAGE_TERMS = tuple(_IMAGE_TERMS)
 
 PHASES = ("forward", "backward", "recompute")
+
+
+def term_name(exponents: Mapping[str, int]) -> str:
+    """The name of a product of variables.
+
+    >>> term_name({"n": 1, "s": 2}), term_name({"n": 1, "s": 1, "t": 1})
+    ('pairs', 'n*s*t')
+    """
+    powers = {name: power for name, power in exponents.items() if power}
+    known = _NAMES.get(tuple(sorted(powers.items())))
+    return known or "*".join(name for name in sorted(powers) for _ in range(powers[name]))
+
+
+def exponents_of(term: str) -> dict[str, int]:
+    if term in _EXPONENTS:
+        return dict(_EXPONENTS[term])
+    factors = term.split("*")
+    return {name: factors.count(name) for name in factors}
+
+
+def term_value(term: str, shape: StepShape) -> int:
+    """How many of this term a step of this shape has."""
+    if term in _IMAGE_TERMS:
+        return _IMAGE_TERMS[term](shape.grids)
+    values = shape.values
+    return prod(int(values.get(name, 0) ** power) for name, power in exponents_of(term).items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +110,17 @@ class CountsShapes(Protocol):
 
     def __contains__(self, shape: StepShape) -> bool: ...
 
+    def by_dtype(self, shape: StepShape) -> Mapping[str, PhaseFlops]: ...
+
 
 @dataclass(frozen=True)
 class FlopLaw:
     """What a step costs, for any shape of the batch it was fitted on.
 
     Attributes:
-        exact: True when the formula predicted every held-out shape to the FLOP, and was fitted on counts in which
-            nothing is missing or estimated.
+        exact: True when the formula predicted every held-out shape and the example itself to the FLOP, was fitted on
+            counts in which nothing is missing or estimated, and neither values nor chance steer the cost. It holds
+            inside `domain`; `exact_for` answers for one shape.
         seq_lens: The shortest and longest length it was verified on; None for a model without a text sequence.
         attention: The convention of the counts.
         coefficients: FLOPs per term, for each phase; empty when no formula holds and shapes are counted on demand.
@@ -89,6 +128,12 @@ class FlopLaw:
         method: How the counts behind it were made.
         coverage: Share of the matmul-like op calls that had a formula; None where no op was seen.
         notes: What a reader must know.
+        layout: Which sizes of the batch are variables, and which must be as in the example.
+        domain: The least and greatest value of each variable that the law was verified on.
+        doubts: Why the counts behind it are not exact; empty where they are.
+        dtypes: The compute types of the products, with coefficients of their own where there are several.
+        mode_risks: Ops whose last bits may differ while a dispatch mode is on.
+        per_batch: True when values or chance steer the cost: a count holds for its own batch only.
     """
 
     exact: bool
@@ -100,6 +145,12 @@ class FlopLaw:
     method: Method = "trace"
     coverage: float | None = None
     count_shape: "CountsShapes | None" = field(default=None, repr=False)
+    layout: Layout | None = field(default=None, repr=False)
+    domain: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    doubts: tuple[str, ...] = ()
+    dtypes: Mapping[str, Mapping[str, Mapping[str, Fraction]]] = field(default_factory=dict, repr=False)
+    per_batch: bool = False
+    mode_risks: tuple[str, ...] = ()
 
     def model_flops(
         self,
@@ -109,7 +160,7 @@ class FlopLaw:
         lengths: Sequence[int] | None = None,
         image_grids: Sequence[Grid] | None = None,
     ) -> int:
-        """FLOPs the mathematics of such a step needs.
+        """FLOPs the mathematics of such a step needs. A shape outside the verified domain is counted first.
 
         Args:
             batch_size: Samples in the batch.
@@ -129,6 +180,20 @@ class FlopLaw:
         """FLOPs such a step executes, recomputation and padding included."""
         return self.phase_flops(batch_size, seq_len, image_grids=image_grids).total
 
+    def exact_for(self, batch_size: int, seq_len: int | None = None) -> bool:
+        """Whether the answer for this shape is exact: inside the verified domain, or counted for itself.
+
+        >>> law = FlopLaw(True, (1, 64), "full", {"forward": {}}, domain={"n": (1, 8), "s": (1, 64)})
+        >>> law.exact_for(4, 64), law.exact_for(4, 65)
+        (True, False)
+        """
+        shape = self._shape(batch_size, seq_len, None)
+        if self.doubts or self.per_batch:
+            return False
+        if self.coefficients and self.covers_shape(shape):
+            return self.exact
+        return self.count_shape is not None
+
     def phase_flops(
         self,
         batch_size: int | None = None,
@@ -137,26 +202,95 @@ class FlopLaw:
         image_grids: Sequence[Grid] | None = None,
     ) -> PhaseFlops:
         """What such a step executes, by phase."""
-        return self._cost(self._shape(batch_size, seq_len, image_grids))
+        return self.cost(self._shape(batch_size, seq_len, image_grids))
+
+    def cost(self, shape: StepShape) -> PhaseFlops:
+        """What a step of this shape executes, by phase; outside of the domain it is counted."""
+        if self.coefficients and (self.covers_shape(shape) or self.count_shape is None):
+            if not self.covers_shape(shape):
+                raise InputError(
+                    f"{shape.values} lies outside of the range this law was verified on ({dict(self.domain)}), and "
+                    "the model it was fitted on is not here to count it"
+                )
+            return PhaseFlops(*(_sum_of(terms, lambda term: term_value(term, shape)) for terms in self._phase_terms))
+        if self.count_shape is None:
+            raise InputError("this law has neither a formula nor a model to count with")
+        return self.count_shape(shape)
+
+    def cost_by_dtype(self, shape: StepShape) -> dict[str, PhaseFlops]:
+        """The same by the type the products ran in; empty where that is not known."""
+        if not self.coefficients or not self.covers_shape(shape):
+            return dict(self.count_shape.by_dtype(shape)) if self.count_shape is not None else {}
+        if len(self.dtypes) == 1:
+            return {next(iter(self.dtypes)): self.cost(shape)}
+        return {
+            dtype: PhaseFlops(*(_sum_of(terms, lambda term: term_value(term, shape)) for terms in phases))
+            for dtype, phases in self._dtype_terms.items()
+        }
+
+    def phase_flops_of_rows(
+        self, rows: Sequence[Mapping[str, int]], *, image_grids: Sequence[Grid] | None = None
+    ) -> PhaseFlops:
+        """FLOPs of samples of different lengths in one step, none of them padded.
+
+        What grows with the samples is paid by each at its own lengths; what a step pays once (position embeddings) is
+        paid once, at the greatest length; what compares samples is paid for all pairs of them.
+
+        Args:
+            rows: The lengths of each sample, by variable.
+            image_grids: All images in them; without it, each has the images of the example.
+        """
+        longest = {name: max(row[name] for row in rows) for name in rows[0]}
+        grids = self._grids(image_grids, len(rows))
+
+        def amount(term: str) -> int:
+            if term in _IMAGE_TERMS:
+                return _IMAGE_TERMS[term](grids)
+            powers = exponents_of(term)
+            samples = powers.pop(SAMPLES, 0)
+            if samples == 1:
+                return sum(prod(int(row.get(name, 0) ** power) for name, power in powers.items()) for row in rows)
+            return int(len(rows) ** samples) * prod(
+                int(longest.get(name, 0) ** power) for name, power in powers.items()
+            )
+
+        return self._summed(amount)
 
     def phase_flops_of_documents(
-        self, documents: Documents, *, image_grids: Sequence[Grid] | None = None
+        self,
+        documents: Documents,
+        *,
+        longest: int,
+        rows: int = 1,
+        others: Sequence[tuple[str, int]] = (),
+        image_grids: Sequence[Grid] | None = None,
     ) -> PhaseFlops:
-        """FLOPs of documents of which each is computed alone: rows without their padding, or packed into one row.
+        """FLOPs of documents that lie in one step, each attending to itself alone.
 
         Args:
             documents: How many, their tokens and squared lengths.
+            longest: The length of a row: what a step pays once, it pays for that.
+            rows: Rows they are packed into.
+            others: Lengths of other sequences of each document.
             image_grids: All images in them; without it, each has the images of the example.
         """
-        if any(phase.get("sample pairs") for phase in self.coefficients.values()):
-            raise InputError("this model compares its samples with each other: pass batch_size and seq_len")
-        if not self.coefficients:
-            raise InputError("this model has no law: pass the lengths of the samples, so that each can be counted")
-        images = StepShape(documents.count, grids=self._grids(image_grids, documents.count))
+        powers_of_main = (documents.count, documents.tokens, documents.squares)
+        once = StepShape(rows, longest, self._grids(image_grids, documents.count), tuple(others))
 
         def amount(term: str) -> int:
-            return _TERM_OF_EACH_ALONE[term](documents) if term in _TERM_OF_EACH_ALONE else TERMS[term](images)
+            powers = exponents_of(term) if term not in _IMAGE_TERMS else {}
+            if powers.pop(SAMPLES, 0) != 1:
+                return term_value(term, once)
+            main = powers.pop("s", 0)
+            return powers_of_main[main] * prod(
+                int(dict(others).get(name, 0) ** power) for name, power in powers.items()
+            )
 
+        return self._summed(amount)
+
+    def _summed(self, amount: Callable[[str], int]) -> PhaseFlops:
+        if not self.coefficients:
+            raise InputError("this model has no law: pass the lengths of the samples, so that each can be counted")
         return PhaseFlops(*(_sum_of(terms, amount) for terms in self._phase_terms))
 
     def covers(self, seq_len: int | None) -> bool:
@@ -165,9 +299,15 @@ class FlopLaw:
             return self.seq_lens is None and seq_len is None
         return self.seq_lens[0] <= seq_len <= self.seq_lens[1]
 
+    def covers_shape(self, shape: StepShape) -> bool:
+        """Whether all variables of this shape lie in the ranges the law was verified on."""
+        values = shape.values
+        return all(low <= values.get(name, low) <= high for name, (low, high) in self.domain.items())
+
     def has_counted(self, shape: StepShape) -> bool:
         """Whether this shape's cost is known without counting."""
-        return self.count_shape is None or shape in self.count_shape
+        is_formula = bool(self.coefficients) and self.covers_shape(shape)
+        return is_formula or self.count_shape is None or shape in self.count_shape
 
     def _sum_of_samples(self, batch_size: Any, seq_len: Any, lengths: Sequence[int], image_grids: Any) -> int:
         if batch_size is not None or seq_len is not None:
@@ -176,12 +316,13 @@ class FlopLaw:
             raise InputError("lengths is empty: pass the length of each sample")
         for length in lengths:
             _size("a length", length)
-        if self.coefficients:
-            cost = self.phase_flops_of_documents(Documents.of_lengths(lengths), image_grids=image_grids)
+        rows = [{"s": length, **dict(self._other_lengths())} for length in lengths]
+        if self.coefficients and all(self.covers_shape(StepShape(1, length)) for length in lengths):
+            cost = self.phase_flops_of_rows(rows, image_grids=image_grids)
             return cost.forward + cost.backward
         if image_grids is not None:
             raise InputError("this model is counted sample by sample, and which images belong to which is not known")
-        costs = [self._cost(self._shape(1, length, None)) for length in lengths]
+        costs = [self.cost(self._shape(1, length, None)) for length in lengths]
         return sum(cost.forward + cost.backward for cost in costs)
 
     def _shape(self, batch_size: int | None, seq_len: int | None, image_grids: Sequence[Grid] | None) -> StepShape:
@@ -193,7 +334,14 @@ class FlopLaw:
             raise InputError("this model's cost depends on the length: pass seq_len, or lengths")
         samples = _size("batch_size", batch_size)
         grids = self._grids(image_grids, samples)
-        return StepShape(samples, None if seq_len is None else _size("a length", seq_len), grids)
+        length = None if seq_len is None else _size("a length", seq_len)
+        return StepShape(samples, length, grids, self._other_lengths())
+
+    def _other_lengths(self) -> tuple[tuple[str, int], ...]:
+        """Of other sequences, as in the example."""
+        if self.layout is None:
+            return ()
+        return tuple((name, self.layout.sizes[name]) for name in self.layout.lengths if name != "s")
 
     def _grids(self, image_grids: Sequence[Grid] | None, samples: int) -> tuple[Grid, ...]:
         if image_grids is None:
@@ -202,14 +350,16 @@ class FlopLaw:
             raise InputError("the example this law was fitted on has no image_grid_thw: leave image_grids out")
         return tuple(map(_grid, image_grids))
 
-    def _cost(self, shape: StepShape) -> PhaseFlops:
-        if self.count_shape is not None:
-            return self.count_shape(shape)
-        return PhaseFlops(*(_sum_of(terms, lambda term: TERMS[term](shape)) for terms in self._phase_terms))
-
     @cached_property
     def _phase_terms(self) -> list["_Terms"]:
-        return [_whole_numbers(self.coefficients[phase]) for phase in PHASES]
+        return [_whole_numbers(self.coefficients.get(phase, {})) for phase in PHASES]
+
+    @cached_property
+    def _dtype_terms(self) -> dict[str, list["_Terms"]]:
+        return {
+            dtype: [_whole_numbers(coefficients.get(phase, {})) for phase in PHASES]
+            for dtype, coefficients in self.dtypes.items()
+        }
 
 
 _Terms = tuple[list[tuple[str, int]], int]
@@ -227,7 +377,7 @@ def _sum_of(terms: _Terms, amount: Callable[[str], int]) -> int:
 
 
 def evaluate(coefficients: Mapping[str, Fraction], shape: StepShape) -> Fraction:
-    return sum((value * TERMS[term](shape) for term, value in coefficients.items()), Fraction(0))
+    return sum((value * term_value(term, shape) for term, value in coefficients.items()), Fraction(0))
 
 
 def _size(what: str, value: Any) -> int:

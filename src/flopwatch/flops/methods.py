@@ -7,11 +7,12 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from flopwatch.errors import InputError, MeasurementError
+from flopwatch.flops.autocast import AutocastState
 from flopwatch.flops.by_estimate import count_by_estimate
 from flopwatch.flops.by_step import count_by_step, step_obstacle
 from flopwatch.flops.by_trace import count_by_trace
 from flopwatch.flops.collectives import NeedsOtherRanksError
-from flopwatch.flops.passes import LossFn
+from flopwatch.flops.losses import LossFn
 from flopwatch.records import AttentionConvention, FlopCount
 
 MethodChoice = Literal["auto", "trace", "step", "estimate"]
@@ -25,22 +26,28 @@ def count_as_is(
     attention: AttentionConvention,
     loss_fn: LossFn | None,
     training: bool,
+    autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Count every position, padding or not."""
+    """Count every position, padding or not; under this autocast state, or the current one."""
     if callable(method):
         return _count_by_user(method, batch, attention)
     if method not in get_args(MethodChoice):
         choices = ", ".join(map(repr, get_args(MethodChoice)))
         raise InputError(f"method is one of {choices} or a function from a batch to its FLOPs, got {method!r}")
-    ways = {"trace": count_by_trace, "step": count_by_step, "estimate": count_by_estimate}
+    ways = {"trace": count_by_trace, "step": count_by_step}
+    options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "training": training}
+    if method == "estimate":
+        return count_by_estimate(model, batch, **options)
     if method != "auto":
-        return ways[method](model, batch, attention=attention, loss_fn=loss_fn, training=training)
-    return _count_by_first_that_works(model, batch, attention=attention, loss_fn=loss_fn, training=training)
+        return ways[method](model, batch, autocast=autocast, **options)
+    return _count_by_first_that_works(model, batch, autocast, **options)
 
 
-def _count_by_first_that_works(model: nn.Module, batch: Any, **options: Any) -> FlopCount:
+def _count_by_first_that_works(
+    model: nn.Module, batch: Any, autocast: AutocastState | None, **options: Any
+) -> FlopCount:
     try:
-        return count_by_trace(model, batch, **options)
+        return count_by_trace(model, batch, autocast=autocast, **options)
     except NeedsOtherRanksError as error:
         return _estimated(model, batch, str(error), options)
     except MeasurementError as error:
@@ -50,7 +57,7 @@ def _count_by_first_that_works(model: nn.Module, batch: Any, **options: Any) -> 
     if obstacle is not None:
         return _estimated(model, batch, f"{cannot_follow}, and {obstacle}", options)
     try:
-        count = count_by_step(model, batch, **options)
+        count = count_by_step(model, batch, autocast=autocast, **options)
     except NeedsOtherRanksError as error:
         return _estimated(model, batch, f"{cannot_follow}, and {error}", options)
     note = f"counted on one real step, because fake tensors could not follow the model: {trace_error}"

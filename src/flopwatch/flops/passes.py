@@ -1,39 +1,66 @@
 """One training step on a stand-in of the model: forward, loss, backward, and nothing left behind."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
-from torch.utils._pytree import tree_map
 
 from flopwatch.errors import FlopwatchError, InputError, MeasurementError, UntraceableError
+from flopwatch.flops.autocast import no_autocast
 from flopwatch.flops.counter import CountingMode
+from flopwatch.flops.losses import LossFn as LossFn
+from flopwatch.flops.losses import step_loss
 from flopwatch.flops.replica import ModuleStack, own_generator
+from flopwatch.flops.structure import map_tensors
 
-LossFn = Callable[[Any], torch.Tensor]
+CHECKPOINTING_IN_EVAL_MODE = (
+    "the model is in eval mode, where its gradient checkpointing is off, and is counted so; "
+    "call model.train() first if your training does"
+)
 
 
-def run_step(model: nn.Module, batch: Any, loss_fn: LossFn | None, mode: CountingMode, *, training: bool) -> None:
-    """Run the step under the counting mode; `training=False` runs the forward pass only."""
+def run_step(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    mode: CountingMode,
+    *,
+    training: bool,
+    autocast: AbstractContextManager[None],
+) -> None:
+    """Run the step under the counting mode; `training=False` runs the forward pass only, in eval mode.
+
+    A training step runs in the mode that the modules' own flags say: some models are trained in eval mode. Forward pass
+    and loss run under the user's autocast, the backward pass outside of it.
+    """
     args, kwargs = as_call(batch)
-    if not training:
-        with torch.no_grad(), mode:
-            model.eval()(*args, **kwargs)
-        return
-    if not model.training:
-        model.train()
-    with torch.enable_grad(), mode:
-        loss = _loss(model(*args, **kwargs), loss_fn)
-        if not loss.requires_grad:
-            raise InputError(
-                "the loss does not depend on any parameter that requires a gradient; "
-                "unfreeze one, or pass training=False to count the forward pass"
-            )
-        mode.in_backward = True
-        _backward(loss)
+    with no_autocast():
+        if not training:
+            with torch.no_grad(), autocast, mode:
+                model.eval()(*args, **kwargs)
+            return
+        _tell_of_eval_mode(model, mode)
+        with torch.enable_grad(), mode:
+            with autocast:
+                loss, told = step_loss(model(*args, **kwargs), loss_fn)
+            mode.tally.note(told)
+            if not loss.requires_grad:
+                raise InputError(
+                    "the loss does not depend on any parameter that requires a gradient; "
+                    "unfreeze one, or pass training=False to count the forward pass"
+                )
+            mode.in_backward = True
+            _backward(loss)
+
+
+def _tell_of_eval_mode(model: nn.Module, mode: CountingMode) -> None:
+    modules = list(model.modules())
+    in_training = any(module.training for module in modules)
+    if not in_training and any(getattr(module, "gradient_checkpointing", False) is True for module in modules):
+        mode.tally.note(CHECKPOINTING_IN_EVAL_MODE)
 
 
 def _backward(loss: torch.Tensor) -> None:
@@ -65,12 +92,10 @@ def failures_named(stack: ModuleStack, needs_values: tuple[type[Exception], ...]
 def copied_batch(batch: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The batch with every tensor copied; one that asks for a gradient goes on asking. Generators are copied too."""
 
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return copy(value).requires_grad_(value.requires_grad)
-        return own_generator(value)
+    def copied(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        return copy(tensor).requires_grad_(tensor.requires_grad)
 
-    return tree_map(copied, batch)
+    return map_tensors(batch, copied, own_generator)
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -82,25 +107,3 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
     return (batch,), {}
-
-
-def _loss(output: Any, loss_fn: LossFn | None) -> torch.Tensor:
-    loss = loss_fn(output) if loss_fn else _loss_of_output(output)
-    if not isinstance(loss, torch.Tensor):
-        raise InputError(f"the loss must be a tensor, got {type(loss).__name__}; let loss_fn return a scalar tensor")
-    # Any differentiable loss sends a gradient of the output's shape; which one does not change the count.
-    return loss if loss.numel() == 1 else loss.sum()
-
-
-def _loss_of_output(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor) and output[0].numel() == 1:
-        loss = output[0]  # (loss, logits), as transformers returns without return_dict
-    if loss is None:
-        raise InputError(
-            f"the model returned {type(output).__name__} without a loss; put labels into the batch, "
-            "or pass loss_fn=lambda output: ... that returns the scalar your training minimises"
-        )
-    return loss

@@ -1,4 +1,4 @@
-"""A stand-in for a live model: the same modules and code, other tensors, none of the user's hooks.
+"""A stand-in for a live model: the same modules and code, other tensors, copies of its hooks.
 
 The live model is never touched. Each module is copied shallowly, its parameters and buffers replaced by what the caller
 maps them to (fake tensors, or aliases of the real ones), so a forward pass writes into the copies only. What changes
@@ -8,7 +8,7 @@ how a model runs but not what it computes (`torch.compile`, DDP, FSDP2, tensor p
 import copy
 import functools
 import random
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType
@@ -16,26 +16,17 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flopwatch.errors import InputError, UntraceableError
+from flopwatch.flops.hooks import HOOK_TABLES, HookCopies, hooks_told
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
-_HOOK_TABLES = [
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-]
-# Hooks these libraries install are part of the model (old-style weight norm, captured hidden states); all others are
-# the user's or a wrapper's.
-_LIBRARIES_WHOSE_HOOKS_COMPUTE = ("torch.nn.utils.", "transformers.")
 # They put a `forward` of their own on instances (`from_pretrained(..., tp_plan="auto")`); the class has the whole one.
 _SPREAD_OVER_RANKS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
 
@@ -56,7 +47,17 @@ class ModuleStack:
 
     def __init__(self) -> None:
         self._paths = [""]
+        self._tasks = [-1]
+        self.left_hooks: list[str] = []
+        self.wrapped_weights: dict[str, None] = {}
         self.failed_in: str | None = None
+
+    def told(self) -> Iterator[str | None]:
+        """What a reader must know of how the stand-in differs from the model."""
+        yield hooks_told(self.left_hooks)
+        if self.wrapped_weights:
+            kinds = ", ".join(self.wrapped_weights)
+            yield f"weights of type {kinds} count as plain ones: in which type their products run is not known"
 
     @property
     def current(self) -> str:
@@ -66,9 +67,15 @@ class ModuleStack:
     def is_inside(self) -> bool:
         return len(self._paths) > 1
 
+    @property
+    def entered_in(self) -> int:
+        """The run of autograd's engine that called the module which runs now; -1 for a call outside of any."""
+        return self._tasks[-1]
+
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
         self._paths.append(path)
+        self._tasks.append(torch._C._current_graph_task_id())
         try:
             yield
         except Exception:
@@ -76,11 +83,15 @@ class ModuleStack:
             raise
         finally:
             self._paths.pop()
+            self._tasks.pop()
 
 
 def replicate(model: nn.Module, map_tensor: TensorMap, stack: ModuleStack) -> nn.Module:
     """Copy the module tree; a tensor that occurs twice (tied weights) is mapped once."""
-    return _Replicator(map_tensor, stack).module(model, "")
+    replicator = _Replicator(map_tensor, stack)
+    twin = replicator.module(model, "")
+    replicator.copy_hooks()
+    return twin
 
 
 class _Replicator:
@@ -90,6 +101,8 @@ class _Replicator:
         self._copies: dict[int, Any] = {}
         # Ids are only unique among living objects, so the originals are kept until the copy is done.
         self._originals: list[Any] = []
+        self._copied_modules: list[tuple[nn.Module, nn.Module]] = []
+        self._hooks = HookCopies(self.value, stack.left_hooks)
 
     def module(self, module: nn.Module, path: str) -> nn.Module:
         original = unwrap(module)
@@ -113,10 +126,15 @@ class _Replicator:
         # After the children, so that a module which is also kept in a plain attribute goes by its path in the tree.
         attributes = [(name, value) for name, value in original.__dict__.items() if not _is_left_out(name, value)]
         twin.__dict__.update({name: self.value(value) for name, value in attributes})
-        twin.__dict__.update(_kept_hooks(original))
+        self._copied_modules.append((original, twin))
         # nn.Module.__call__ prefers this attribute: it is how the running module is known without a hook.
         twin.__dict__["_compiled_call_impl"] = functools.partial(_call_inside, twin, self._stack, path)
         return twin
+
+    def copy_hooks(self) -> None:
+        """After the whole tree, because a hook may reach any module of it, or one outside of it."""
+        for original, twin in self._copied_modules:  # grows while it is walked
+            twin.__dict__.update(self._hooks.tables(original))
 
     def value(self, value: Any) -> Any:
         """Map tensors, modules and what holds them; share everything else with the live model."""
@@ -132,10 +150,15 @@ class _Replicator:
             return self._function(value)
         if isinstance(value, functools.partial):
             return functools.partial(self.value(value.func), *map(self.value, value.args), **self.value(value.keywords))
-        if type(value) in (list, tuple, set):
-            return type(value)(map(self.value, value))
+        if type(value) is tuple:
+            return tuple(map(self.value, value))
+        if type(value) in (list, set):
+            return self._remember(value, type(value)(map(self.value, value)))
         if type(value) in (dict, OrderedDict):
-            return type(value)((key, self.value(item)) for key, item in value.items())
+            return self._remember(value, type(value)((key, self.value(item)) for key, item in value.items()))
+        if type(value) is defaultdict:
+            items = {key: self.value(item) for key, item in value.items()}
+            return self._remember(value, defaultdict(value.default_factory, items))
         return own_generator(value)
 
     def _function(self, function: FunctionType) -> FunctionType:
@@ -163,8 +186,14 @@ class _Replicator:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
             raise InputError("the model has lazy parameters without a shape yet; run one batch through it first")
+        # A DTensor only spreads a plain tensor over ranks; any other wrapper (torchao's) decides how it is multiplied.
+        if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
+            self._stack.wrapped_weights[type(tensor).__name__] = None
         mapped = self._map_tensor(tensor)
         if isinstance(tensor, nn.Parameter):
+            if type(mapped) is FakeTensor:  # a new one: what torch makes of it, without another op
+                mapped._is_param = True
+                return mapped.requires_grad_(tensor.requires_grad)
             return nn.Parameter(mapped, requires_grad=tensor.requires_grad)
         return mapped
 
@@ -183,7 +212,7 @@ def own_generator(value: Any) -> Any:
     return value
 
 
-_STATE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *_HOOK_TABLES}
+_STATE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *HOOK_TABLES}
 
 
 def _is_left_out(name: str, value: Any) -> bool:
@@ -216,20 +245,6 @@ class _LocalBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
         return None
-
-
-def _kept_hooks(module: nn.Module) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    for table in _HOOK_TABLES:
-        hooks = getattr(module, table)
-        kept[table] = type(hooks)((key, hook) for key, hook in hooks.items() if _computes(module, key))
-    return kept
-
-
-def _computes(module: nn.Module, key: int) -> bool:
-    hook = module._forward_pre_hooks.get(key) or module._forward_hooks.get(key)
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(home).startswith(_LIBRARIES_WHOSE_HOOKS_COMPUTE)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from flopwatch.flops.formulas import OpFlops
 from flopwatch.records import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
 
-UNMASKED_PRODUCTS = "attention written out as batched products, if there is any, counts in full: its mask does not show"
+UNMASKED_PRODUCTS = "attention written out as matrix products, if there is any, counts in full: its mask does not show"
 
 UNKNOWN_TYPE = "unknown"
 
@@ -31,21 +31,24 @@ class Tally:
         cell = self._flops[op, module, flops.dtype or dtype or UNKNOWN_TYPE]
         cell[phase] += flops.needed
         cell["recompute"] += flops.extra
-        if flops.note:
-            self.note(flops.note)
+        self.note(flops.note)
 
     def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor]) -> None:
-        self._uncounted[op, module, tuple(tuple(tensor.shape) for tensor in tensors)] += 1
+        # A nested tensor has no shape.
+        self._uncounted[op, module, tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)] += 1
 
-    def note(self, text: str) -> None:
-        self._notes[text] = None
+    def note(self, text: str | None) -> None:
+        if text:
+            self._notes[text] = None
 
     def as_count(self, method: Method, attention: AttentionConvention) -> FlopCount:
         by_op = self._grouped(0)
-        if attention == "causal" and "bmm" in by_op:
-            self.note(UNMASKED_PRODUCTS)
-            # Nothing was counted by the causal convention, so the number must not carry its name.
-            attention = attention if any("attention" in op or "attn" in op for op in by_op) else "full"
+        if attention == "causal":
+            is_fused = any("attention" in op or "attn" in op for op in by_op)
+            if not is_fused or any("bmm" in op for op in by_op):
+                self.note(UNMASKED_PRODUCTS)
+            # Where nothing was counted by the causal convention, the number must not carry its name.
+            attention = "causal" if is_fused else "full"
         total = sum(by_op.values(), PhaseFlops())
         uncounted_calls = sum(self._uncounted.values())
         calls = self._counted_calls + uncounted_calls

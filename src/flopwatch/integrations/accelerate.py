@@ -68,6 +68,7 @@ class AccelerateMonitor(TrainingMonitor):
         if not self._accelerator.sync_gradients:
             # A sum is a new tensor: a CUDA graph would write the next loss over the old one.
             self._losses += [] if loss is None else [_detached(loss) + 0]
+            self.end_micro_batch()
             return
         earlier, self._losses = self._losses, []
         if earlier and loss is not None:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flopwatch.integrations.fetch_timer import FetchTimer
 from flopwatch.integrations.framework_metrics import Selection, framework_metrics
 from flopwatch.integrations.harmless import harmless
 from flopwatch.integrations.instance_method import replace_method
+from flopwatch.monitor.batches import TimedIterator
 from flopwatch.monitor.training_monitor import TrainingMonitor
 from flopwatch.optional import require
 
@@ -64,6 +66,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
         self._end()  # of a training that raised
         self._steps_to_log = 0
         self.monitor = TrainingMonitor(**self._options(args, state, kwargs["model"]))
+        self.monitor.says_what_was_not_given(False)  # what the callback does not find, it says itself
         saved = _saved_totals(state, type(self).__name__)
         if state.global_step > 0 and saved.get("step") == state.global_step:
             self.monitor.load_state_dict(saved)
@@ -77,6 +80,8 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
             return
         _move_to_front(self, trainer.callback_handler.callbacks)
         self._put_back.append(replace_method(trainer, "training_step", self._seeing))
+        if hasattr(trainer, "get_batch_samples"):
+            self._put_back.append(replace_method(trainer, "get_batch_samples", self._timing))
         # Older versions train in one piece; then an error outside training_step is tidied up at the next beginning.
         guarded = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
         self._put_back.append(replace_method(trainer, guarded, self._ending_on_error))
@@ -147,6 +152,14 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
             return training_step(model, inputs, *args, **kwargs)
 
         return training_step_seen
+
+    def _timing(self, get_batch_samples: Callable[..., Any]) -> Callable[..., Any]:
+        timer = FetchTimer(self)
+
+        def get_timed_batch_samples(epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            return get_batch_samples(TimedIterator(epoch_iterator, timer), *args, **kwargs)
+
+        return get_timed_batch_samples
 
     @harmless
     def _see(self, inputs: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from flopwatch.integrations.fetch_timer import FetchTimer
 from flopwatch.integrations.framework_metrics import Selection, framework_metrics
 from flopwatch.integrations.harmless import harmless
 from flopwatch.integrations.instance_method import replace_method
@@ -26,6 +27,10 @@ def _lightning() -> ModuleType:
     loaded = [name for name in names if name in sys.modules]
     installed = [name for name in names if find_spec(name.partition(".")[0])]
     return require((loaded or installed or names)[0], "lightning")
+
+
+_FETCH = ".train_dataloader_next"
+"""How Lightning's profiler calls the fetching of a training batch."""
 
 
 class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
@@ -70,12 +75,14 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         self._counted: nn.Module | None = None
         self._has_looked_for_model = False
         self._phases = ExitStack()
-        self._put_back: Callable[[], None] | None = None
+        self._put_back: list[Callable[[], None]] = []
         self._totals: dict[str, Any] = {}
         self._loss: Any = None
         self._learning_rate: Any = None
         self._steps_done = 0
+        self._is_fetching = False
         self.strict = bool(monitor_options.get("strict"))
+        self._fetches = FetchTimer(self)
         self.monitor: TrainingMonitor | None = None
 
     @harmless
@@ -85,9 +92,14 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
         self.monitor = TrainingMonitor(**self._options(trainer))
+        self.monitor.says_what_was_not_given(False)  # what the callback does not find, it says itself
         if self._totals.get("step") == trainer.global_step - 1:
             self.monitor.load_state_dict(self._totals)
-        self._put_back = replace_method(trainer, "save_checkpoint", self._as_checkpoint)
+        self._put_back.append(replace_method(trainer, "save_checkpoint", self._as_checkpoint))
+        # Lightning tells its profiler when it fetches a batch.
+        self._fetches = FetchTimer(self)
+        self._put_back.append(replace_method(trainer.profiler, "start", self._before_fetch))
+        self._put_back.append(replace_method(trainer.profiler, "stop", self._after_fetch))
 
     @harmless
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -112,7 +124,8 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             # Lightning has divided it by the number of micro-batches.
             self._loss = loss if self._loss is None else self._loss + loss
         if trainer.global_step == self._steps_done:
-            return  # gradients are still being accumulated
+            self.monitor.end_micro_batch()  # gradients are still being accumulated
+            return
         self._steps_done = trainer.global_step
         # Lightning's loggers count steps from 0.
         self.monitor.log_step(
@@ -151,16 +164,15 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     @harmless
     def _note_totals(self) -> None:
-        if self._put_back is not None and self.monitor is not None:
+        if self._put_back and self.monitor is not None:
             self._totals = self.monitor.state_dict()
 
     @harmless
     def _end(self) -> None:
         self._note_totals()  # a checkpoint may follow
         self._phases.close()
-        if self._put_back is not None:
-            self._put_back()
-            self._put_back = None
+        while self._put_back:
+            self._put_back.pop()()
         if self.monitor is not None:
             self.monitor.close()
         self._counted = None
@@ -178,6 +190,24 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             # One more than the Trainer's, so that it is the Trainer who closes each window.
             own["log_every"] = trainer.log_every_n_steps + 1
         return own | self._monitor_options
+
+    def _before_fetch(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        def start_seen(action_name: str, *args: Any, **kwargs: Any) -> Any:
+            started = start(action_name, *args, **kwargs)
+            if action_name.endswith(_FETCH):
+                self._is_fetching = self._fetches.begin_wait()
+            return started
+
+        return start_seen
+
+    def _after_fetch(self, stop: Callable[..., Any]) -> Callable[..., Any]:
+        def stop_seen(action_name: str, *args: Any, **kwargs: Any) -> Any:
+            if action_name.endswith(_FETCH) and self._is_fetching:
+                self._is_fetching = False
+                self._fetches.end_wait()
+            return stop(action_name, *args, **kwargs)
+
+        return stop_seen
 
     def _as_checkpoint(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def timed_save(*args: Any, **kwargs: Any) -> Any:

@@ -20,16 +20,11 @@ except ImportError:  # torch does without it
 from flopwatch.errors import InputError
 from flopwatch.flops.batches import FLAT_IMAGES, named, read_shape
 from flopwatch.flops.law import Documents
+from flopwatch.flops.padding import IGNORED_LABEL, target_lengths
+from flopwatch.flops.structure import describe
 
-IGNORED_LABEL = -100
-"""What torch's cross entropy and transformers leave out of the loss."""
 _CUMULATIVE_LENGTHS = ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
-PACKING = (*_CUMULATIVE_LENGTHS, "cu_seq_lens_k", "cu_seqlens_k", "max_length_q", "max_length_k", "position_ids")
-"""Arguments that tell packed documents apart."""
 _MOST_PLANS = 4096
-
-Signature = tuple[Any, ...]
-"""Everything about a batch's shapes that is neither its size nor its length: batches that share it share a FLOP law."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +33,13 @@ class Plan:
 
     batch_size: int
     seq_len: int | None
-    signature: Signature
     mask: str | None
     positions: str | None
     cumulative: str | None
     labels: str | None
     grids: str | None
+    target: str | None = None
+    """The labels of a sequence of its own, as a decoder has."""
     named: tuple[str, ...] = ()
     """All of them that are there."""
 
@@ -58,6 +54,7 @@ class Reading(NamedTuple):
         cumulative: Where packed documents end.
         trainable: Number of labels that count.
         grids: Frames, rows, columns of each image.
+        targets: Positions of each row of the target.
         known_documents: As the user gave their lengths.
         held: Tensors on the CPU that were not looked at yet, each with the version of its storage: an in-place change
             raises it.
@@ -69,11 +66,12 @@ class Reading(NamedTuple):
     cumulative: torch.Tensor | None = None
     trainable: torch.Tensor | int | None = None
     grids: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
     known_documents: Documents | None = None
     held: Mapping[str, tuple[torch.Tensor, int]] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        fields = (self.row_lengths, self.documents, self.cumulative, self.trainable, self.grids)
+        fields = (self.row_lengths, self.documents, self.cumulative, self.trainable, self.grids, self.targets)
         return [tensor for tensor in fields if isinstance(tensor, torch.Tensor)]
 
 
@@ -86,6 +84,7 @@ class Work(NamedTuple):
         documents: The separate documents in it; None when each row is one and fills it.
         trainable_tokens: Labels that count; None without labels.
         grids: Images; None when the batch has none.
+        target_lengths: Positions of each row of a decoder's target, up to the last label that counts.
     """
 
     plan: Plan
@@ -93,6 +92,7 @@ class Work(NamedTuple):
     documents: Documents | None = None
     trainable_tokens: int | None = None
     grids: tuple[tuple[int, int, int], ...] | None = None
+    target_lengths: tuple[int, ...] | None = None
 
     @property
     def samples(self) -> int:
@@ -113,6 +113,7 @@ class BatchReader:
     Attributes:
         masks_are_plain: False once a mask with other values than 0 and 1 was seen: some packers number the documents.
         may_hold: False once a held batch was written into: such loops reuse their tensors, and are read at once.
+        reads_targets: True once a law has a length of its own for the labels.
     """
 
     def __init__(self) -> None:
@@ -120,11 +121,17 @@ class BatchReader:
         self._uses_positions = True
         self.masks_are_plain = True
         self.may_hold = True
+        self.reads_targets = False
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
         """Look at a batch. `lengths` are those of its documents, where the batch itself does not say."""
         tensors: Mapping[str, Any] = batch if type(batch) is dict or isinstance(batch, Mapping) else named(batch)
-        key = tuple([(name, value.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)])
+        key = tuple(
+            [
+                (name, value.shape) if isinstance(value, torch.Tensor) else (name, _inner_sizes(value))
+                for name, value in tensors.items()
+            ]
+        )
         plan = self._plans.get(key)
         if plan is None:
             plan = self._new_plan(key, batch, tensors)
@@ -136,7 +143,7 @@ class BatchReader:
                 if not tensor.is_cpu or tensor.is_inference():
                     return self._measured(plan, tensors, documents)
                 held[name] = tensor, tensor._version
-            return Reading(plan, None, None, None, None, None, documents, held)
+            return Reading(plan, None, None, None, None, None, None, documents, held)
         return self._measured(plan, tensors, documents)
 
     def look_at_held(self, reading: Reading) -> Reading | None:
@@ -160,7 +167,8 @@ class BatchReader:
             return Reading(plan, documents=_documents(tensors[plan.positions], mask), trainable=trainable)
         row_lengths = None if mask is None else _row_lengths(mask, is_plain=self.masks_are_plain)
         grids = None if plan.grids is None else tensors[plan.grids].clone()
-        return Reading(plan, row_lengths, trainable=trainable, grids=grids)
+        targets = target_lengths(tensors[plan.target]) if plan.target and self.reads_targets else None
+        return Reading(plan, row_lengths, trainable=trainable, grids=grids, targets=targets)
 
     def check_values(self, batch: Any, plan: Plan) -> str | None:
         """Look at values once, when a model is counted: may block on an accelerator, so never on an ordinary step.
@@ -190,7 +198,6 @@ class BatchReader:
         plan = Plan(
             batch_size,
             seq_len,
-            _signature(key, seq_len),
             mask=_two_dimensional(tensors, "attention_mask", seq_len),
             positions=_two_dimensional(tensors, "position_ids", seq_len),
             cumulative=next(
@@ -199,7 +206,10 @@ class BatchReader:
             labels=_two_dimensional(tensors, "labels", seq_len),
             grids=next((name for name in FLAT_IMAGES.values() if isinstance(tensors.get(name), torch.Tensor)), None),
         )
-        parts = (plan.mask, plan.positions, plan.cumulative, plan.labels, plan.grids)
+        labels = tensors.get("labels")
+        if plan.mask and isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point():
+            plan = replace(plan, target="labels")
+        parts = dict.fromkeys((plan.mask, plan.positions, plan.cumulative, plan.labels, plan.grids, plan.target))
         plan = replace(plan, named=tuple(name for name in parts if name is not None))
         self._plans[key] = plan
         return plan
@@ -212,12 +222,9 @@ def _two_dimensional(tensors: Mapping[str, Any], name: str, seq_len: int | None)
     return name if value.device.type != "meta" else None
 
 
-def _signature(key: Any, seq_len: int | None) -> Signature:
-    return tuple(
-        (name, *(None if index == 0 and size == seq_len else size for index, size in enumerate(shape[1:])))
-        for name, shape in key
-        if name not in FLAT_IMAGES and name not in FLAT_IMAGES.values() and name not in PACKING
-    )
+def _inner_sizes(value: Any) -> Any:
+    """The sizes of what lies deeper: lists of images, targets in dicts."""
+    return describe(value).sizes if isinstance(value, list | tuple | Mapping) else None
 
 
 def _row_lengths(mask: torch.Tensor, *, is_plain: bool) -> torch.Tensor:
@@ -260,17 +267,19 @@ def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
     ends = next(values) if reading.cumulative is not None else None
     trainable = next(values)[0] if isinstance(reading.trainable, torch.Tensor) else reading.trainable
     flat = next(values) if reading.grids is not None else None
+    targets = tuple(next(values)) if reading.targets is not None else None
     if ends is not None:
         # Some packers fill the list up with its last entry.
         documents = Documents.of_lengths([end - start for start, end in pairwise(ends) if end > start])
     if documents == _whole_rows(reading.plan):
         documents = None
     if row_lengths is not None and all(length == reading.plan.seq_len for length in row_lengths):
-        row_lengths = None
+        is_whole = targets is None or len(set(targets)) == 1
+        row_lengths = None if is_whole else row_lengths
     if row_lengths is not None:
         documents = Documents.of_lengths(row_lengths)
     grids = None if flat is None else tuple((t, h, w) for t, h, w in zip(*[iter(flat)] * 3, strict=True))
-    return Work(reading.plan, row_lengths, documents, trainable, grids)
+    return Work(reading.plan, row_lengths, documents, trainable, grids, targets)
 
 
 def _whole_rows(plan: Plan) -> Documents:

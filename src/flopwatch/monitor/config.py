@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from flopwatch.errors import InputError
 from flopwatch.monitor.spellings import translate
@@ -64,6 +64,12 @@ class MonitorConfig(BaseModel):
         description="Ranks that work on different data; the others share theirs (tensor, context, pipeline).",
     )
     sinks: tuple[str, ...] = Field((), description="console, tensorboard, wandb, mlflow, prometheus, module:Class.")
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
     sink_options: dict[str, dict[str, Any]] = Field({}, description="Options of a sink, by its name.")
     strict: bool = Field(False, description="True raises what would otherwise be reported once.")
     eval_steps: int | None = Field(None, ge=1, description="The training's own; kept for the record.")

@@ -19,7 +19,7 @@ from flopwatch.monitor.datasets import DatasetMetrics
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.kineto import TraceCapture
 from flopwatch.monitor.late_values import keep
-from flopwatch.monitor.law_book import StepFlops
+from flopwatch.monitor.meter import effective_peak
 from flopwatch.monitor.outlets import Outlets, first_line, json_ready, open_outlets
 from flopwatch.monitor.pricing import Pricing
 from flopwatch.monitor.ranks.layout import data_parallel_size
@@ -28,12 +28,15 @@ from flopwatch.monitor.ranks.stragglers import explain_straggler
 from flopwatch.monitor.rows import RowMaker
 from flopwatch.monitor.session import Session
 from flopwatch.monitor.step_clock import StepClock
+from flopwatch.monitor.step_price import NO_CALLS, StepCalls, StepFlops
 from flopwatch.monitor.timers import HostTimer, StepTimer, timer_for
-from flopwatch.monitor.window import NotedStep, Window
+from flopwatch.monitor.window import NotedStep, SettledStep, SettledWindow, Window
 from flopwatch.run_records import Number, RunStart, Summary
 from flopwatch.sinks.protocol import Sink
 
 _MFU_ALARM = 1.05
+_STALL_SECONDS_TOLD, _OUTSIDE_SECONDS_TOLD = 0.5, 0.2
+"""Less than that, in a whole session, is the noise of a busy machine."""
 _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
 """What a rank keeps while it waits for the logging rank's plan, at the least; then it leaves."""
 DEVICE_SECONDS = 60.0
@@ -72,8 +75,9 @@ class Core:
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         self.last_step: int | None = None
+        self._outside_seconds = 0.0
         self.timer: StepTimer = HostTimer(clock)
-        self.step_clock = StepClock(self.timer, clock, self.ranks.own_time)
+        self.step_clock = self._new_step_clock()
         self.pricing = Pricing(
             config,
             clock,
@@ -82,6 +86,8 @@ class Core:
             peak_flops_per_s=peak_flops_per_s,
             apart=lambda: self.phase("count"),
             tell=self._tell,
+            without_grad=lambda: self.step_clock.other_work(),
+            is_alone=world_size == 1,
         )
         self.pricing.waits_for_laws = not is_logging
         self.rows = RowMaker(config, world_size)
@@ -100,6 +106,9 @@ class Core:
         self._user_flops: int | None = None
         self._late: deque[Window] = deque()
         self._window_began = clock()
+        self._has_looked_for_gaps = False
+        self._begun: list[SettledStep] = []
+        """Steps of the window under way that a checkpoint has settled."""
 
     def set_model(self, model: nn.Module) -> None:
         self.pricing.set_model(model)
@@ -109,13 +118,26 @@ class Core:
             spent = self.step_clock.seconds_before_first_step
             # Only a CPU's own time can be told by the processor's clock.
             self.ranks.own_time = None
-            self.step_clock = StepClock(timer, self._clock)
+            self.step_clock = self._new_step_clock()
             self.step_clock.seconds_before_first_step = spent
         self._look_at_layout()
+
+    def _new_step_clock(self) -> StepClock:
+        step_clock = StepClock(self.timer, self._clock, self.ranks.own_time)
+        step_clock.outside = self._note_outside
+        step_clock.wait_unknown = lambda: self._tell(*notices.input_wait_unknown())
+        return step_clock
+
+    def _note_outside(self, seconds: float) -> None:
+        self.rows.ledger.add_seconds("outside", seconds)
+        self._outside_seconds += seconds
+        if self._outside_seconds > _OUTSIDE_SECONDS_TOLD:
+            self._tell(*notices.time_outside_steps(seconds))
 
     def _look_at_layout(self) -> None:
         size = self._config.data_parallel_size or data_parallel_size(self.pricing.model, self._world_size)
         self.rows.data_parallel_size = size
+        self.pricing.shares_batches = size < self._world_size
 
     def note_step(
         self,
@@ -130,7 +152,7 @@ class Core:
         more: dict[str, Any],
     ) -> None:
         """The hot path: on an ordinary step nothing here reads from a device, writes or waits."""
-        segments, wait = self.step_clock.end_step()
+        segments, waits = self.step_clock.end_step()
         step = int(step)
         if not self._has_started:
             self._start_run(step)
@@ -139,6 +161,7 @@ class Core:
                 self.take(batch, lengths)
             except Exception as error:  # costs this step's tokens, not its time and loss
                 self.failed("batch", error)
+        calls = self._calls_of_step(step)
         noted = NotedStep(
             step,
             epoch,
@@ -147,26 +170,44 @@ class Core:
             keep(learning_rate) if isinstance(learning_rate, torch.Tensor) else learning_rate,
             self._readings,
             segments,
-            wait,
+            waits,
             skip_wandb,
             {name: keep(value) for name, value in more.items()} if more else more,
             self._user_flops,
+            calls,
         )
         self._noted.append(noted)
         self._readings, self._user_flops = [], None
         previous, self.last_step = self.last_step, step
-        if not self.pricing.has_looked_for_peak:
-            self.pricing.look_for_peak(loss)
-        if noted.readings and batch is not None and self.pricing.is_check_due(step):
-            self.pricing.check(batch, noted.readings[-1], self.close_window)
         if self.trace.is_on:
             self.trace.step_ended(step)
-        if len(self._noted) == 1:
+        if len(self._noted) == 1 and not self._begun:
             self._window_began = self._clock()
         if self.ranks.link is not None:
             self._look_at_ranks()
-        if self._is_window_full(step, previous):
+        is_full = self._is_window_full(step, previous)
+        if is_full or calls.count is not None:
+            self.pricing.look_at_graph(calls, loss)
+        if is_full:
             self.close_window()
+        self.step_clock.begin_gap()
+
+    def _calls_of_step(self, step: int) -> StepCalls:
+        try:
+            return self.pricing.end_step(self._readings, step, self.close_window)
+        except Exception as error:  # costs this step's FLOPs
+            self.failed("flops", error)
+            return NO_CALLS
+
+    def open_step(self, *, has_batch: bool) -> None:
+        """A step begins, or its next micro-batch."""
+        self.step_clock.start_step(has_batch=has_batch)
+        self.pricing.begin_step()
+
+    def abandon_step(self) -> None:
+        """The body of a step has raised: nothing of it counts."""
+        self.pricing.abandon_step()
+        self._readings, self._user_flops = [], None
 
     @property
     def has_batches(self) -> bool:
@@ -180,17 +221,15 @@ class Core:
             self._user_flops = (self._user_flops or 0) + self.pricing.user_flops(batch)
 
     def take_micro_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
-        """One of several; the first of a step is counted when that is due, since `log_step` will not have it."""
+        """One of several."""
+        self.step_clock.micro_batch()
         self.take(batch, lengths)
-        is_first = len(self._readings) == 1
-        if is_first and self.last_step is not None and self.pricing.is_check_due(self.last_step + 1):
-            self.pricing.check(batch, self._readings[-1], self.close_window)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         seconds: list[float] = []
         try:
-            with self.step_clock.apart() as seconds:
+            with self.step_clock.apart() as seconds, self.pricing.not_listening():
                 yield
         finally:
             self.rows.ledger.add_seconds(name, seconds[0])
@@ -207,6 +246,12 @@ class Core:
             last.loss = keep(loss) if loss is not None else last.loss
             last.grad_norm = keep(grad_norm) if grad_norm is not None else last.grad_norm
             last.learning_rate = keep(learning_rate) if learning_rate is not None else last.learning_rate
+        elif self._begun:  # a checkpoint came between the step and its values
+            told = {"loss": loss, "grad_norm": grad_norm}
+            known: dict[str, Any] = {name: float(value) for name, value in told.items() if value is not None}
+            settled = self._begun[-1]._replace(measured=self._begun[-1].measured._replace(**known))
+            rate = settled.learning_rate if learning_rate is None else float(learning_rate)
+            self._begun[-1] = settled._replace(learning_rate=rate)
 
     def _is_window_full(self, step: int, previous: int | None) -> bool:
         """By the plan of all ranks, or by this one's own rule where there is none."""
@@ -215,7 +260,7 @@ class Core:
         if self.ranks.waits_for_plan:
             return False
         is_late = self._clock() - self._window_began >= self._config.log_seconds
-        return is_late or len(self._noted) >= self._config.log_every
+        return is_late or len(self._begun) + len(self._noted) >= self._config.log_every
 
     def _look_at_ranks(self, wait_seconds: float = 0.0) -> None:
         """Has something come from the others? A look at two attributes on an ordinary step."""
@@ -230,6 +275,8 @@ class Core:
             plan = self.ranks.new_plan()
             if plan is not None:
                 self.pricing.adopt(plan.laws)
+                for step in self._noted:
+                    self.pricing.learn_kept(step.calls)
                 self._cut_at_windows(plan.window_steps)
             elif link.failure is not None or self._has_waited_enough():
                 self._leave_ranks()
@@ -257,18 +304,28 @@ class Core:
         """Send the window on its way, and make rows of those that have arrived, or do so in that time."""
         if self.ranks.waits_for_plan:
             return
+        self.pricing.share_peak(self.ranks.ranks_on_device)
         if self._noted:
             step_seconds = (self._clock() - self._window_began) / len(self._noted)
             busy = None if self.ranks.own_time is None else self.ranks.own_time.typical(step_seconds)
-            self._late.append(Window(self._noted, self.timer, self.pricing.look_at_held, busy))
+            doubt = self.pricing.look_at_model()
+            look_at = self.pricing.look_at_held
+            self._late.append(Window(self._noted, self.timer, look_at, busy, begun=self._begun, doubt=doubt))
             self._noted = []
+        elif self._begun:
+            self.rows.add(SettledWindow(self._begun))
+        self._begun = []
         while self._late and self._late[0].arrives(wait_seconds):
             self._settle(self._late.popleft())
         for steps, busy in self.rows.with_warm_up_told(now=now):
-            peak = self.pricing.peak
             self.ranks.plan(steps, self._config.log_every, self._config.log_seconds, self.pricing.offer())
-            self.ranks.tell(steps, None if peak is None else peak.flops_per_s, busy)
+            self.ranks.tell(steps, self._peak_flops_per_s(steps), busy)
         self._send_rows(now=now)
+
+    def _peak_flops_per_s(self, steps: Sequence[SettledStep]) -> float | None:
+        """Of one device, for the types the steps ran in."""
+        peak = self.pricing.peak
+        return effective_peak([step.measured for step in steps]) or (None if peak is None else peak.flops_per_s)
 
     def _send_rows(self, *, now: bool = False, give_up: bool = False) -> None:
         """Rows of the windows that are known of all ranks."""
@@ -278,6 +335,8 @@ class Core:
             noted = Window(self._noted, self.timer).seconds() + sum(late.seconds() for late in self._late)
             row = self.rows.row(window, self.pricing.peak, self._more_values(), now=now, noted_seconds=noted)
             self.outlets.send(row)
+            if row.exact is False and self._world_size == 1:  # of several ranks every row says so
+                self._tell(*notices.not_exact(row.notes), row.step)
             self._look_for_alarms(row.step)
 
     def state(self) -> dict[str, Any]:
@@ -285,6 +344,9 @@ class Core:
         self._look_at_ranks(_CHECKPOINT_SECONDS if self._may_wait_for_ranks else 0.0)
         if self.ranks.waits_for_plan:
             self._may_wait_for_ranks = False
+        if self.ranks.link is None and self.ranks.is_logging:
+            return self._state_alone()
+        # The ranks add up windows that end at the same step on all of them, so with several a checkpoint ends one.
         self.close_window(now=True, wait_seconds=DEVICE_SECONDS)
         if not self.ranks.is_logging:
             return {"version": 1, "step": self.last_step}
@@ -294,6 +356,26 @@ class Core:
         self.rows.ledger.tell_wall(self._session.unix_time())
         ledger_step = self._session.resumed_after if self.rows.last_step is None else self.rows.last_step
         ledger = self.rows.ledger.to_json()
+        return {"version": 1, "step": self.last_step, "ledger_step": ledger_step, "ledger": ledger}
+
+    def _state_alone(self) -> dict[str, Any]:
+        """The window goes on: its steps so far are settled, and in the log without being a row."""
+        while self._late and self._late[0].arrives(DEVICE_SECONDS):
+            self._settle(self._late.popleft())
+        if self._noted and not self._late:
+            window = Window(self._noted, self.timer, self.pricing.look_at_held, begun=self._begun)
+            if window.arrives(DEVICE_SECONDS):
+                self._begun, self._noted = self._settled(window).steps, []
+        so_far = self.rows.so_far(self._begun)
+        if so_far is None:
+            self.rows.ledger.tell_wall(self._session.unix_time())
+            ledger, ledger_step = self.rows.ledger.to_json(), self._session.resumed_after
+        else:
+            ledger, ledger_step = dict(so_far.ledger), so_far.step
+            if so_far.steps:
+                self.outlets.send_to_log(so_far)
+        if self._has_started:
+            self.outlets.flush_log()
         return {"version": 1, "step": self.last_step, "ledger_step": ledger_step, "ledger": ledger}
 
     def _wait_for_ranks(self) -> None:
@@ -313,7 +395,7 @@ class Core:
         if self.ranks.is_logging and "ledger" in state:
             self._session.load(state)
 
-    def close(self, *, after_error: bool = False) -> Summary:
+    def close(self, *, after_error: bool = False, ended_by: str | None = None) -> Summary:
         """Whatever fails on the way, the sinks are ended. After an error nobody is waited for but a moment."""
         device_seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else DEVICE_SECONDS
         seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else _CLOSE_RANKS_SECONDS
@@ -334,8 +416,8 @@ class Core:
         except Exception as error:
             self.failed("close", error)
         finally:
-            self.pricing.model = None
-            summary = self.outlets.close(self.last_step, values)
+            self.pricing.close()
+            summary = self.outlets.close(self.last_step, values, ended_by)
         return summary
 
     def failed(self, part: str, error: Exception) -> None:
@@ -346,16 +428,35 @@ class Core:
         self._tell("error", f"part_failed:{part}", f"{part} failed, training goes on: {first_line(error)}")
 
     def _settle(self, window: Window) -> None:
-        self.rows.add(window.settle(self._price))
+        self.rows.add(self._settled(window))
+
+    def _settled(self, window: Window) -> SettledWindow:
+        settled = window.settle(self._price, self.pricing.peak_seconds)
+        self._look_for_gaps(window)
         for name in sorted(window.changed_in_place):
             self._tell(*notices.not_readable(name))
-        if self.pricing.is_new:
+        if self.pricing.has_news:
             self.pricing.is_new = False
             self.outlets.send(self.pricing.provenance(window.steps[0].step, self.rows.devices_per_batch))
+        return settled
 
-    def _price(self, work: Work) -> StepFlops | None:
+    def set_looks_for_gaps(self, looks: bool) -> None:
+        self._has_looked_for_gaps = not looks
+
+    def _look_for_gaps(self, window: Window) -> None:
+        """Once: a training that forgot the model or the batches would wait for its MFU in vain."""
+        if self._has_looked_for_gaps or not self.ranks.is_logging:
+            return
+        self._has_looked_for_gaps = True
+        has_model = self.pricing.model is not None or self.pricing.flops_fn is not None
+        is_unreadable = "batch" in window.changed_in_place or "batch" in self.outlets.failed_parts
+        has_batch = is_unreadable or any(step.readings or step.user_flops or step.calls.kinds for step in window.steps)
+        if not (has_model and has_batch):
+            self._tell(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch))
+
+    def _price(self, calls: StepCalls, works: Sequence[Work]) -> StepFlops | None:
         try:
-            return self.pricing.flops(work)
+            return self.pricing.flops(calls, works)
         except Exception as error:  # costs this step's FLOPs
             self.failed("flops", error)
             return None
@@ -366,6 +467,8 @@ class Core:
     def _look_for_alarms(self, step: int) -> None:
         if self.rows.missing_ranks:
             self._tell(*notices.ranks_missing(self.rows.missing_ranks, self._world_size), step)
+        if self.rows.stalled_seconds > _STALL_SECONDS_TOLD:
+            self._tell(*notices.stalled(self.rows.stalled_seconds), step)
         slow = self.rows.straggler
         if slow is not None and slow.chronic:
             self._tell("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
@@ -376,7 +479,7 @@ class Core:
     def _start_run(self, first_step: int) -> None:
         self._has_started = True
         self._look_at_layout()  # the model may have been parallelised since
-        self.ranks.start(str(self._log_path))
+        self.ranks.start(str(self._log_path), self.pricing.device)
         if not self.ranks.is_logging:
             self.is_off = self.ranks.link is None
             return

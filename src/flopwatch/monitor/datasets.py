@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from flopwatch.errors import InputError
-from flopwatch.monitor.batch_reader import IGNORED_LABEL
+from flopwatch.flops.padding import IGNORED_LABEL
 from flopwatch.monitor.late_values import LateValues
 from flopwatch.run_records import Number
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flopwatch.run_log.process import identify_process
 from flopwatch.version import __version__
 
 
@@ -19,6 +20,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "process": identify_process(),
         "device": str(device),
         "threads": torch.get_num_threads(),
     }

@@ -1,57 +1,61 @@
-"""The FLOP laws of a live run: fitted when a kind of batch is first met, checked when asked, paid for sparingly."""
+"""The FLOP laws of a live run: fitted when a kind of call is first met, checked when asked, paid for sparingly."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from flopwatch.clock import Clock
-from flopwatch.errors import FlopwatchError, InputError, MeasurementError
+from flopwatch.errors import FlopwatchError
 from flopwatch.flops.fit import fit_flops_law
 from flopwatch.flops.law import FlopLaw, StepShape
+from flopwatch.flops.layout import SAMPLES
+from flopwatch.flops.losses import LossFn
 from flopwatch.flops.methods import MethodChoice, count_as_is
-from flopwatch.flops.passes import LossFn
-from flopwatch.flops.replica import unwrap
-from flopwatch.flops.sample import first_sample
-from flopwatch.models.dummy import dummy_batch
-from flopwatch.monitor.batch_reader import PACKING, Plan, Signature, Work
-from flopwatch.records import AttentionConvention, PhaseFlops
+from flopwatch.flops.sample import Grid, take_sample
+from flopwatch.flops.steering import CHANCE
+from flopwatch.monitor.batch_reader import Work
+from flopwatch.monitor.calls import CallKind
+from flopwatch.records import AttentionConvention, FlopCount, PhaseFlops
 
 _SHARE_FOR_NEW_SHAPES = 0.01
 _LEAST_ALLOWANCE_SECONDS = 10.0
 _SHARE_FOR_CHECKS = 0.0005
-_MOST_SHAPES = 4096
+_DRAWS = 8
+"""Counts of a model that chance steers: enough for a spread."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepFlops:
-    """What a step costs; a part nobody knows is None."""
+class CallPrice:
+    """What a call of the model costs, its backward pass included.
 
-    model: int
-    hardware: int | None = None
-    recompute: int | None = None
+    Attributes:
+        executed: By phase; padding and recomputation included.
+        by_dtype: The same by compute type.
+        law: What else it follows from: other images, rows of different lengths; None for a count of this shape alone.
+        shape: Where the law was evaluated.
+        reason: Why it is not exact; None when it is.
+    """
 
-    def __add__(self, other: "StepFlops") -> "StepFlops":
-        return StepFlops(
-            self.model + other.model,
-            None if self.hardware is None or other.hardware is None else self.hardware + other.hardware,
-            None if self.recompute is None or other.recompute is None else self.recompute + other.recompute,
-        )
+    executed: PhaseFlops
+    by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict)
+    law: FlopLaw | None = None
+    shape: StepShape | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LawOffer:
     """Laws on their way from the rank that counted to the others."""
 
-    laws: Mapping[Signature, FlopLaw]
+    laws: Mapping[Any, Sequence[FlopLaw]]
     packed_runs_apart: bool | None
 
 
 class LawBook:
-    """One law per kind of batch.
+    """Laws by family of calls, and the price of every kind of call.
 
     Counting takes the training's time, so it has an allowance: the first law is free, new kinds and shapes afterwards
     get as long again (at least 10 s) and 1 % of the run's time, checks 0.05 %. A step whose shape could not be counted
@@ -59,7 +63,7 @@ class LawBook:
 
     Attributes:
         count_seconds: Spent counting so far.
-        refused: Shapes that were not counted because the allowance was used up.
+        refused: Kinds of calls that were not counted because the allowance was used up.
     """
 
     def __init__(
@@ -73,9 +77,10 @@ class LawBook:
         self._clock = clock
         self._began = clock()
         self._options: dict[str, Any] = {"method": method, "attention": attention, "loss_fn": loss_fn}
-        self._laws: dict[Signature, FlopLaw] = {}
+        self._laws: dict[Any, list[FlopLaw]] = {}
+        self._prices: dict[CallKind, CallPrice] = {}
+        self._spreads: dict[Any, tuple[int, int]] = {}
         self._packed_runs_apart: bool | None = None
-        self._executed: dict[int, tuple[Plan, PhaseFlops]] = {}
         self._first_seconds = 0.0
         self._check_seconds = 0.0
         self.count_seconds = 0.0
@@ -83,123 +88,229 @@ class LawBook:
 
     @property
     def laws(self) -> list[FlopLaw]:
-        return list(self._laws.values())
+        return [law for laws in self._laws.values() for law in laws]
 
-    def knows(self, plan: Plan) -> bool:
-        law = self._laws.get(plan.signature)
-        if law is None:
-            return False
-        return law.seq_lens is None or not law.coefficients or law.covers(plan.seq_len)
+    def price(self, kind: CallKind) -> CallPrice | None:
+        """What calls of this kind cost, if that is known without counting."""
+        known = self._prices.get(kind)
+        if known is None:
+            known = self._by_known_law(kind)
+            if known is not None:
+                self._prices[kind] = known
+        return known
 
-    def learn(self, model: nn.Module, batch: Any, plan: Plan) -> None:
-        """Fit a law for this kind of batch, or widen the range of lengths it was verified on."""
+    def is_per_batch(self, kind: CallKind) -> bool:
+        """Whether each call has to be counted for itself, because values steer what it costs."""
+        return any(law.per_batch for law in self._laws.get(kind.family, ()))
+
+    def learn(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
+        """Count this call, and find the law it follows; None when the allowance is used up."""
         if not self._may_count():
             self.refused += 1
-            return
-        self._executed.clear()
+            return None
         with _Stopwatch(self._clock, self._spend):
-            example = example_batch(model, batch, plan)
-            law = self._laws.get(plan.signature)
-            self._laws[plan.signature] = self._widened(law, model, example, plan) if law else self._fit(model, example)
+            price = self._learnt(model, kind, example)
+        self._prices[kind] = price
         self._packed_runs_apart = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+        return price
+
+    def count_call(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
+        """The price of this very call, where values steer it; an estimate when the allowance is used up."""
+        if not self._may_count():
+            return self._spread_price(kind)
+        with _Stopwatch(self._clock, self._spend):
+            count = self._count(model, kind, example)
+        return self._noted_count(kind, count)
 
     def offer(self) -> LawOffer:
-        """What other ranks need to price their own batches. Shapes counted one by one stay where the model is."""
-        laws = {kind: replace(law, count_shape=None) for kind, law in self._laws.items() if law.coefficients}
-        return LawOffer(laws, self._packed_runs_apart)
+        """What other ranks need to price their own calls. Shapes counted one by one stay where the model is."""
+        laws = {
+            family: [replace(law, count_shape=None) for law in laws if law.coefficients]
+            for family, laws in self._laws.items()
+        }
+        return LawOffer({family: own for family, own in laws.items() if own}, self._packed_runs_apart)
 
     def adopt(self, offer: LawOffer) -> None:
         """Use what another rank has counted."""
-        self._laws |= offer.laws
+        self._laws |= {family: list(laws) for family, laws in offer.laws.items()}
         self._packed_runs_apart = offer.packed_runs_apart
-        self._executed.clear()
 
-    def forget(self) -> None:
-        """The model has changed: all laws are void."""
-        self._laws.clear()
-        self._executed.clear()
+    def renewed(self) -> "LawBook":
+        """The model has changed: a book without laws, with what is left of the allowance."""
+        book = LawBook(self._clock, **self._options)
+        book._began, book._first_seconds, book._check_seconds = self._began, self._first_seconds, self._check_seconds
+        book.count_seconds, book.refused = self.count_seconds, self.refused
+        return book
 
-    def check(self, model: nn.Module, batch: Any, plan: Plan, *, within_allowance: bool) -> bool | None:
-        """Count this very batch and compare; None when it was not done."""
-        law = self._laws.get(plan.signature)
-        if law is None or (within_allowance and self._check_seconds > _SHARE_FOR_CHECKS * self._elapsed()):
+    def check(self, model: nn.Module, kind: CallKind, example: Any, *, within_allowance: bool) -> bool | None:
+        """Count this very call and compare; None when it was not done."""
+        price = self.price(kind)
+        if price is None or price.reason or (within_allowance and not self._may_check()):
             return None
         before = self.count_seconds
         with _Stopwatch(self._clock, self._spend):
-            example = example_batch(model, batch, plan)
-            grids = _grids_of(example) if law.sample_grids else None
-            seq_len = plan.seq_len if law.seq_lens is not None else None
-            agrees = self._count(model, example) == law.phase_flops(plan.batch_size, seq_len, image_grids=grids)
+            count = self._count(model, kind, example)
+            grids = _grids_of(example)
+            executed = price.executed
+            if price.law is not None and price.law.sample_grids and price.shape is not None and grids:
+                executed = price.law.cost(replace(price.shape, grids=grids))
+            agrees = _phases(count) == executed
         self._check_seconds += self.count_seconds - before
         return agrees
 
-    def flops(self, work: Work) -> StepFlops | None:
-        """What this micro-batch costs; None when it is not known."""
-        law = self._laws.get(work.plan.signature)
-        if law is None:
-            return None
-        if law.coefficients:
-            is_verified = law.seq_lens is None or law.covers(work.plan.seq_len)
-            return self._by_law(law, work) if is_verified else None
-        if not all(map(law.has_counted, _shapes(law, work))) and not self._may_count():
+    def with_images(self, price: CallPrice, grids: Sequence[Grid] | None) -> CallPrice | None:
+        """The price of a call with these images, where the law knows about them."""
+        law, shape = price.law, price.shape
+        if law is None or shape is None or not law.sample_grids or not law.coefficients or grids is None:
+            return price
+        if shape.grids == tuple(grids):
+            return price
+        other = replace(shape, grids=tuple(grids))
+        return replace(price, executed=law.cost(other), by_dtype=law.cost_by_dtype(other), shape=other)
+
+    def needed(self, price: CallPrice, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
+        """What the mathematics needs of a call, what is executed, and what could not be told."""
+        executed, law, shape = price.executed, price.law, price.shape
+        if work.documents is None:
+            return executed, executed, None
+        told = "padding and pairs across packed documents count as work here: no law tells them apart"
+        if law is None or shape is None or shape.seq_len is None or not law.coefficients:
+            return executed, executed, told
+        grids = shape.grids or None
+        try:
+            if work.lengths is not None:
+                rows = _rows(law, shape, work)
+                return law.phase_flops_of_rows(rows, image_grids=grids), executed, None
+            alone = law.phase_flops_of_documents(
+                work.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others, image_grids=grids
+            )
+        except FlopwatchError:
+            return executed, executed, told
+        # Variable-length kernels do not compute pairs across documents.
+        return alone, (alone if self._packed_runs_apart else executed), None
+
+    def _by_known_law(self, kind: CallKind) -> CallPrice | None:
+        for law in self._laws.get(kind.family, ()):
+            values = None if law.layout is None or law.per_batch else law.layout.match(kind.description)
+            if values is None or not law.coefficients:
+                continue
+            shape = _shape(law, values)
+            if law.covers_shape(shape):
+                return _price_by(law, shape)
+        return None
+
+    def _learnt(self, model: nn.Module, kind: CallKind, batch: Any) -> CallPrice:
+        laws = self._laws.setdefault(kind.family, [])
+        if not laws:
+            law = fit_flops_law(model, batch, autocast=kind.autocast, training=kind.has_grad, **self._options)
+            laws.append(law)
+        elif any(law.per_batch for law in laws):
+            return self._noted_count(kind, self._count(model, kind, batch))
+        elif not self._has_widened(laws, model, kind, batch):
+            return _price_of(self._count(model, kind, batch))
+        known = self._by_known_law(kind)
+        if known is not None:
+            return known
+        count = self._count(model, kind, batch)
+        if laws[-1].per_batch:
+            return self._steered_price(model, kind, batch, count, laws[-1])
+        return _price_of(count)
+
+    def _steered_price(self, model: nn.Module, kind: CallKind, batch: Any, count: FlopCount, law: FlopLaw) -> CallPrice:
+        if CHANCE not in (*count.steered_by, *count.values_read):
+            return self._noted_count(kind, count)
+        counts = [count, *(self._count_another_draw(model, kind, batch, seed) for seed in range(1, _DRAWS))]
+        totals = [one.model_flops for one in counts]
+        mean = PhaseFlops(*(_mean([getattr(_phases(one), name) for one in counts]) for name in PhaseFlops.__slots__))
+        reason = (
+            f"a random draw steers the cost: the mean of {_DRAWS} counts between {min(totals):,} and {max(totals):,} "
+            "FLOPs, an estimate"
+        )
+        dtypes = dict.fromkeys(count.by_dtype, mean) if len(count.by_dtype) == 1 else {}
+        return CallPrice(mean, dtypes, reason=reason)
+
+    def _count_another_draw(self, model: nn.Module, kind: CallKind, batch: Any, seed: int) -> FlopCount:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self._count(model, kind, batch)
+
+    def _noted_count(self, kind: CallKind, count: FlopCount) -> CallPrice:
+        """A count that holds for its own batch, kept for the spread of such counts."""
+        total = count.forward_flops + count.backward_flops
+        low, high = self._spreads.get(kind, (total, total))
+        self._spreads[kind] = min(low, total), max(high, total)
+        steered = {*count.steered_by, *count.values_read}
+        price = _price_of(count)
+        if CHANCE in steered or count.method == "step":
+            low, high = self._spreads[kind]
+            reason = f"chance or activations steer the cost: counts between {low:,} and {high:,} FLOPs were seen"
+            price = replace(price, reason=reason)
+        self._prices[kind] = price
+        return price
+
+    def _spread_price(self, kind: CallKind) -> CallPrice | None:
+        """The last count of this kind, as an estimate."""
+        known = self._prices.get(kind)
+        if known is None:
             self.refused += 1
             return None
-        with _Stopwatch(self._clock, self._spend):
-            return self._by_law(law, work)
+        low, high = self._spreads.get(kind, (0, 0))
+        reason = (
+            f"values steer the cost, and counting has had its share: an estimate between {low:,} and {high:,} FLOPs"
+        )
+        return replace(known, reason=reason)
 
-    def _by_law(self, law: FlopLaw, work: Work) -> StepFlops:
-        executed = self._executed_flops(law, work)
-        needed = executed
-        if work.documents is not None and law.seq_lens is not None:
-            needed = _alone(law, work, executed)
-            if work.lengths is None and self._packed_runs_apart:
-                executed = needed  # variable-length kernels do not compute pairs across documents
-        return StepFlops(needed.forward + needed.backward, executed.total, executed.recompute)
-
-    def _executed_flops(self, law: FlopLaw, work: Work) -> PhaseFlops:
-        """The same for all batches of a shape, unless they have images."""
-        plan = work.plan
-        known = self._executed.get(id(plan))
-        if known is not None and known[0] is plan:
-            return known[1]
-        seq_len = plan.seq_len if law.seq_lens is not None else None
-        if law.sample_grids:
-            return law.phase_flops(plan.batch_size, seq_len, image_grids=work.grids)
-        flops = law.phase_flops(plan.batch_size, seq_len)
-        if len(self._executed) >= _MOST_SHAPES:
-            self._executed.clear()
-        self._executed[id(plan)] = plan, flops
-        return flops
-
-    def _fit(self, model: nn.Module, example: Any) -> FlopLaw:
-        return fit_flops_law(model, example, **self._options)
-
-    def _widened(self, law: FlopLaw, model: nn.Module, example: Any, plan: Plan) -> FlopLaw:
-        """Twice the length at once, so that slowly growing lengths do not cost a count each."""
-        if law.seq_lens is None or plan.seq_len is None or not law.coefficients:
-            return law
-        sample = first_sample(model, example)
-        is_longer = plan.seq_len > law.seq_lens[1]
-        for length in (2 * plan.seq_len, plan.seq_len) if is_longer else (plan.seq_len,):
-            try:
-                counted = self._count(model, sample.batch(1, length))
-            except MeasurementError:  # longer than the model's positions
+    def _has_widened(self, laws: list[FlopLaw], model: nn.Module, kind: CallKind, batch: Any) -> bool:
+        """Extend the range of a law to this call, and beyond, if the counts agree with it there."""
+        for index, law in enumerate(laws):
+            values = None if law.layout is None or not law.coefficients else law.layout.match(kind.description)
+            if values is None or law.sample_grids != _grids_of_one(batch, values):
                 continue
-            if counted != law.phase_flops(1, length, image_grids=sample.grids or None):
-                return self._fit(model, example)
-            low, high = law.seq_lens
-            return replace(law, seq_lens=(min(low, plan.seq_len), max(high, length)))
-        return law
+            wider = self._widened(law, model, kind, batch, values)
+            if wider is not None:
+                laws[index] = wider
+                return True
+        return False
 
-    def _count(self, model: nn.Module, batch: Any) -> PhaseFlops:
-        count = count_as_is(model, batch, training=True, **self._options)
-        return PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
+    def _widened(
+        self, law: FlopLaw, model: nn.Module, kind: CallKind, batch: Any, values: Mapping[str, int]
+    ) -> FlopLaw | None:
+        """Twice as much at once, so that slowly growing sizes do not cost a count each; both parities are tried."""
+        if _phases(self._count(model, kind, batch)) != _formula(law, _shape(law, values)):
+            return None
+        domain = dict(law.domain)
+        assert law.layout is not None
+        sample = take_sample(model, batch, law.layout)
+        for name, value in values.items():
+            low, high = domain.get(name, (value, value))
+            domain[name] = (min(low, value), max(high, value))
+            if value <= high or (name == SAMPLES and law.method != "trace"):
+                continue
+            others = values if name == SAMPLES else {**values, SAMPLES: 1}
+            sizes = (2 * value, 2 * value - 1, value + (value + 1) // 2)
+            if all(self._agrees(law, model, kind, sample, {**others, name: size}) for size in sizes):
+                domain[name] = (domain[name][0], 2 * value)
+        return replace(law, domain=domain, seq_lens=domain.get("s", law.seq_lens))
+
+    def _agrees(self, law: FlopLaw, model: nn.Module, kind: CallKind, sample: Any, values: Mapping[str, int]) -> bool:
+        try:
+            count = self._count(model, kind, sample.batch(values), law.method)
+        except FlopwatchError:  # longer than the model's positions
+            return False
+        return _phases(count) == _formula(law, _shape(law, values))
+
+    def _count(self, model: nn.Module, kind: CallKind, batch: Any, method: Any = None) -> FlopCount:
+        options = self._options if method is None else {**self._options, "method": method}
+        return count_as_is(model, batch, training=kind.has_grad, autocast=kind.autocast, **options)
 
     def _may_count(self) -> bool:
         if not self._laws:
             return True
         extra = self.count_seconds - self._first_seconds - self._check_seconds
         return extra <= max(self._first_seconds, _LEAST_ALLOWANCE_SECONDS) + _SHARE_FOR_NEW_SHAPES * self._elapsed()
+
+    def _may_check(self) -> bool:
+        return self._check_seconds <= _SHARE_FOR_CHECKS * self._elapsed()
 
     def _elapsed(self) -> float:
         return self._clock() - self._began
@@ -222,59 +333,54 @@ class _Stopwatch:
         self._report(self._clock() - self._start)
 
 
-def _shapes(law: FlopLaw, work: Work) -> list[StepShape]:
-    """What would have to be counted for a model without a law."""
-    plan = work.plan
-    seq_len = plan.seq_len if law.seq_lens is not None else None
-    grids = work.grids if work.grids is not None else law.sample_grids * plan.batch_size
-    alone = [StepShape(1, length, law.sample_grids) for length in work.lengths or ()]
-    return [StepShape(plan.batch_size, seq_len, grids if law.sample_grids else ()), *alone]
+def _shape(law: FlopLaw, values: Mapping[str, int]) -> StepShape:
+    samples = values.get(SAMPLES, 1)
+    others = tuple((name, values[name]) for name in sorted(values) if name not in (SAMPLES, "s"))
+    return StepShape(samples, values.get("s"), law.sample_grids * samples, others)
 
 
-def _grids_of(example: Any) -> Sequence[Any] | None:
-    grid = example.get("image_grid_thw") if isinstance(example, Mapping) else None
-    return None if grid is None else [tuple(row) for row in grid.tolist()]
+def _formula(law: FlopLaw, shape: StepShape) -> PhaseFlops:
+    """The law's answer, whether it covers the shape or not."""
+    return replace(law, domain={}).cost(shape)
 
 
-def _alone(law: FlopLaw, work: Work, executed: PhaseFlops) -> PhaseFlops:
-    """Each document computed on its own; where that cannot be told, padding counts as work."""
-    assert work.documents is not None
-    grids = work.grids if law.sample_grids else None
-    try:
-        if law.coefficients:
-            return law.phase_flops_of_documents(work.documents, image_grids=grids)
-        if work.lengths is None:
-            raise InputError("packed documents of a model without a law")
-        costs = [law.phase_flops(1, length) for length in work.lengths]
-        return sum(costs, PhaseFlops())
-    except FlopwatchError:
-        return executed
+def _price_by(law: FlopLaw, shape: StepShape) -> CallPrice:
+    reason = None if law.exact else "; ".join(law.doubts) or "the law is not exact"
+    return CallPrice(law.cost(shape), law.cost_by_dtype(shape), law, shape, reason)
 
 
-def example_batch(model: nn.Module, batch: Any, plan: Plan) -> Any:
-    """What the model itself takes of a batch: packed rows as plain ones, nothing its `forward` does not know."""
-    if isinstance(batch, Mapping):
-        tensors = {name: value for name, value in batch.items() if name not in PACKING or _is_multimodal(value)}
-        if set(tensors) <= {"attention_mask"}:
-            return dummy_batch(unwrap(model), plan.batch_size, plan.seq_len or 1)
-        parameters = _parameters(model)
-        if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            tensors = {name: value for name, value in tensors.items() if name in parameters}
-        return tensors
-    if isinstance(batch, tuple | list):
-        parameters = _parameters(model)
-        if parameters is not None and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-            batch = tuple(batch)[: len(parameters)]
-    return batch
+def _price_of(count: FlopCount) -> CallPrice:
+    reason = None
+    if count.method == "estimate":
+        reason = "the count is an estimate"
+    elif count.uncounted:
+        ops = ", ".join(sorted({op.op for op in count.uncounted}))
+        reason = f"ops without a formula are not in the count ({ops}), so it is a lower bound"
+    return CallPrice(_phases(count), count.by_dtype, reason=reason)
 
 
-def _is_multimodal(positions: Any) -> bool:
-    """Position ids of several axes belong to images; TRL packs a plain int beside its tensors."""
-    return isinstance(positions, torch.Tensor) and positions.dim() > 2
+def _phases(count: FlopCount) -> PhaseFlops:
+    return PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
 
 
-def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter] | None:
-    try:
-        return inspect.signature(unwrap(model).forward).parameters
-    except (TypeError, ValueError):
-        return None
+def _mean(values: Sequence[int]) -> int:
+    return round(sum(values) / len(values))
+
+
+def _rows(law: FlopLaw, shape: StepShape, work: Work) -> list[dict[str, int]]:
+    lengths, targets = work.lengths or (), work.target_lengths
+    rows = [{"s": length, **dict(shape.others)} for length in lengths]
+    if targets is not None and len(targets) == len(rows) and "t" in dict(shape.others):
+        for row, target in zip(rows, targets, strict=True):
+            row["t"] = target
+    return rows
+
+
+def _grids_of(batch: Any) -> tuple[Grid, ...] | None:
+    grid = batch.get("image_grid_thw") if isinstance(batch, Mapping) else None
+    return None if grid is None else tuple((int(t), int(h), int(w)) for t, h, w in grid.tolist())
+
+
+def _grids_of_one(batch: Any, values: Mapping[str, int]) -> tuple[Grid, ...]:
+    grids = _grids_of(batch) or ()
+    return grids[: len(grids) // max(1, values.get(SAMPLES, 1))]

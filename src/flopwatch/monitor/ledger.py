@@ -27,20 +27,36 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=dict)
     first_start_unix_time: float | None = None
     _not_compared: list[float] = field(default_factory=list, repr=False)
-    """Warm-up steps from before the first typical one."""
+    """Work of warm-up steps from before the first typical one."""
 
     def add_steps(self, steps: Iterable[MeasuredStep], typical_seconds: float | None = None) -> None:
-        """Count steps; beyond `typical_seconds`, a warm-up or stalled step made no progress."""
+        """Count steps; beyond `typical_seconds`, the work of a warm-up or stalled step made no progress."""
         for step in steps:
             self.steps += 1
             for name in _TOTALS:
                 amount = getattr(step, name)
                 if amount is not None:
                     self.totals[name] = self.totals.get(name, 0) + amount
-            if step.seconds is not None:
-                self._add_step_seconds(step.seconds, typical_seconds, is_warm_up=step.is_warm_up)
-            if step.input_wait_seconds is not None:
-                self.spend("input_wait", step.input_wait_seconds)
+            if step.seconds is not None and step.work_seconds is not None:
+                if step.is_watched:
+                    self._add_watched(step.seconds, step.work_seconds, typical_seconds)
+                    self._add_wait(step)
+                    continue
+                self.spend("train", step.seconds)
+                if step.is_warm_up:
+                    self.spend("warm_up", step.seconds)
+                self._look_for_loss(step.work_seconds, typical_seconds, is_warm_up=step.is_warm_up)
+            self._add_wait(step)
+
+    def _add_wait(self, step: MeasuredStep) -> None:
+        if step.input_wait_seconds is not None:
+            self.spend("input_wait", step.input_wait_seconds)
+
+    def _add_watched(self, seconds: float, work_seconds: float, typical: float | None) -> None:
+        """A step that was counted as it ran: what it took beyond the typical one is time spent counting."""
+        extra = 0.0 if typical is None else max(0.0, work_seconds - typical)
+        self.spend("train", seconds - extra)
+        self.spend("count", extra)
 
     def add_amounts(self, amounts: Mapping[str, int]) -> None:
         """Samples, tokens and FLOPs of a window, where they are not told step by step."""
@@ -48,12 +64,10 @@ class Ledger:
             if name in amounts:
                 self.totals[name] = self.totals.get(name, 0) + amounts[name]
 
-    def _add_step_seconds(self, seconds: float, typical: float | None, *, is_warm_up: bool) -> None:
-        self.spend("train", seconds)
+    def _look_for_loss(self, work_seconds: float, typical: float | None, *, is_warm_up: bool) -> None:
         if is_warm_up:
-            self.spend("warm_up", seconds)
-            self._not_compared.append(seconds)
-        elif (loss := loss_in_step(seconds, typical, is_warm_up=False)) is not None:
+            self._not_compared.append(work_seconds)
+        elif (loss := loss_in_step(work_seconds, typical, is_warm_up=False)) is not None:
             self.spend(*loss)
         if typical is not None and self._not_compared:
             for waiting in self._not_compared:

@@ -33,6 +33,10 @@ class MeasuredStep(NamedTuple):
         loss: Its loss.
         grad_norm: Its gradient norm.
         is_warm_up: Left out of every rate.
+        model_peak_seconds: How long a device needs for the model's FLOPs at its peaks for the types they ran in.
+        hardware_peak_seconds: The same for all that is executed.
+        reason: Why its FLOPs are not exact; None when they are, or are not known at all.
+        is_watched: Whether it was counted as it ran, which takes longer; such a step is warm-up too.
     """
 
     step: int
@@ -48,6 +52,15 @@ class MeasuredStep(NamedTuple):
     loss: float | None = None
     grad_norm: float | None = None
     is_warm_up: bool = False
+    model_peak_seconds: float | None = None
+    hardware_peak_seconds: float | None = None
+    reason: str | None = None
+    is_watched: bool = False
+
+    @property
+    def work_seconds(self) -> float | None:
+        """Without waiting for input, as far as that is known."""
+        return None if self.seconds is None else self.seconds - (self.input_wait_seconds or 0.0)
 
 
 def window_values(
@@ -78,7 +91,8 @@ def window_values(
         values["perf/steps_per_second"] = len(timed) / seconds
         values |= _rates(timed, device_count, world_size)
         values |= _utilisation(timed, peak_flops_per_s, device_count)
-        values["perf/input_wait_percent"] = _percent(_known_sum(timed, "input_wait_seconds"), seconds)
+        share = input_wait_share(timed)
+        values["perf/input_wait_percent"] = None if share is None else 100 * share
     values |= _shares(steps)
     return {key: value for key, value in values.items() if value is not None}
 
@@ -109,12 +123,27 @@ def _utilisation(
         flops = sum(getattr(step, name) for step in known)
         rate = flops / sum(step.seconds or 0.0 for step in known) / device_count
         values[f"perf/{name}_per_second_per_device"] = rate
-        if peak_flops_per_s is not None:
-            values[f"perf/{share}"] = rate / peak_flops_per_s
-            values[f"perf/{share}_percent"] = 100 * rate / peak_flops_per_s
-    if peak_flops_per_s is not None:
-        values["perf/peak_flops_per_second_per_device"] = peak_flops_per_s
+        peak = effective_peak(known, name) or peak_flops_per_s
+        if peak is not None:
+            values[f"perf/{share}"] = rate / peak
+            values[f"perf/{share}_percent"] = 100 * rate / peak
+    whole = effective_peak(timed) or peak_flops_per_s
+    if whole is not None:
+        values["perf/peak_flops_per_second_per_device"] = whole
     return values
+
+
+def effective_peak(steps: Sequence[MeasuredStep], name: str = "model_flops") -> float | None:
+    """FLOP/s of a device that runs each part of the steps at the peak of the type it ran in; None where unknown.
+
+    >>> effective_peak([MeasuredStep(1, model_flops=300, model_peak_seconds=1.0)])
+    300.0
+    """
+    known = [step for step in steps if getattr(step, name) is not None]
+    seconds = [getattr(step, name.replace("_flops", "_peak_seconds")) for step in known]
+    if not known or None in seconds or not sum(seconds):
+        return None
+    return float(sum(getattr(step, name) for step in known) / sum(seconds))
 
 
 def _shares(steps: Sequence[MeasuredStep]) -> dict[str, Number | None]:
@@ -128,6 +157,17 @@ def _shares(steps: Sequence[MeasuredStep]) -> dict[str, Number | None]:
         "perf/recompute_percent": _percent(again, hardware),
         "perf/counted_steps_percent": None if len(counted) in (0, len(steps)) else 100 * len(counted) / len(steps),
     }
+
+
+def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
+    """Of the time of the steps whose wait is known; None without any.
+
+    >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=9.0)])
+    0.25
+    """
+    known = [step for step in steps if step.input_wait_seconds is not None and step.seconds]
+    seconds = sum(step.seconds or 0.0 for step in known)
+    return sum(step.input_wait_seconds or 0.0 for step in known) / seconds if known else None
 
 
 def find_warm_up(seconds: Sequence[float | None]) -> int:

@@ -1,6 +1,6 @@
 """What the monitor has to say to a person: level, code, and a sentence with the value and what to do next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,20 @@ def mfu_above_peak(mfu: float, peak: Peak) -> Words:
     )
 
 
+def nothing_to_count(*, has_model: bool, has_batch: bool) -> Words:
+    """One notice, whatever of the two is missing."""
+    of_model = "model= to TrainingMonitor (or call set_model)"
+    of_batch = "batch= to step() or log_step(), or each one to micro_batch()"
+    missing = [*([] if has_model else [of_model]), *([] if has_batch else [of_batch])]
+    what = " and no ".join([*([] if has_model else ["model"]), *([] if has_batch else ["batch"])])
+    tokens = "" if has_batch else "no tokens per second, "
+    return Words(
+        "warning",
+        "no_batch" if has_model else "no_model",
+        f"no {what} was given, so there will be {tokens}no FLOPs and no MFU; pass {', and '.join(missing)}",
+    )
+
+
 def not_readable(name: str) -> Words:
     if name == "batch":
         return Words(
@@ -42,6 +56,34 @@ def not_readable(name: str) -> Words:
         f"not_readable:{name}",
         f"{name} was written into after log_step, is not a single number, or is spread over ranks, so it is "
         f"left out; pass {name}.detach().clone(), a number, or {name}.full_tensor()",
+    )
+
+
+def input_wait_unknown() -> Words:
+    return Words(
+        "info",
+        "input_wait_unknown",
+        "input wait is not known: micro-batches are fetched inside the step; write `for batch in "
+        "monitor.batches(loader)` to have it",
+    )
+
+
+def time_outside_steps(seconds: float) -> Words:
+    return Words(
+        "warning",
+        "time_outside_steps",
+        f"{seconds:.3g} s passed between two steps, far longer than usual: counted as time outside steps "
+        '(time/outside_seconds), not as input wait. Put evaluation and saving into `with monitor.phase("eval")`; if it '
+        "was the loader, write `for batch in monitor.batches(loader)`",
+    )
+
+
+def stalled(seconds: float) -> Words:
+    return Words(
+        "info",
+        "stalled",
+        f"some steps took {seconds:.3g} s longer than typical ones, which counts as stalled "
+        '(time/stall_seconds); if that was evaluation or saving, put it into `with monitor.phase("eval")`',
     )
 
 
@@ -112,4 +154,25 @@ def ranks_late(seconds: float) -> Words:
         "warning",
         "ranks_late",
         f"other ranks had not closed their monitor {seconds:.0f} s after this one: the last window lacks them",
+    )
+
+
+def not_exact(reasons: Sequence[str]) -> Words:
+    return Words("info", "not_exact", f"the FLOPs of these steps are not exact: {'; '.join(reasons)}")
+
+
+def optimizer_products(flops: int) -> Words:
+    return Words(
+        "info",
+        "optimizer_products",
+        f"the optimizer computes matrix products of its own, {flops:,} FLOPs in a step that was counted; they are "
+        "neither in the model's FLOPs nor in those executed",
+    )
+
+
+def counting() -> Words:
+    return Words(
+        "info",
+        "counting",
+        "counting the FLOPs of this model once, with fake tensors on the CPU: some seconds, in no step's time",
     )

@@ -39,6 +39,7 @@ class Outlets:
         self._has_started = False
         self._notices: Counter[str] = Counter()
         self.failed_parts: dict[str, str] = {}
+        self._ended_by: str | None = None
 
     @property
     def cpu_seconds(self) -> float:
@@ -64,6 +65,11 @@ class Outlets:
                     step=getattr(record, "step", None),
                 )
 
+    def send_to_log(self, record: Record) -> None:
+        """For the local log alone, which is the first."""
+        if self._has_started and self._threads:
+            self._threads[0].put(record)
+
     def tell(self, level: Level, code: str, message: str, *, step: int | None = None) -> None:
         """Say something once per code, to the log of the process and to every sink."""
         self._notices[code] += 1
@@ -78,8 +84,9 @@ class Outlets:
         if self._threads and not self._threads[0].flush(_FLUSH_SECONDS):
             self.tell("warning", "log_is_behind", f"the local log could not be written within {_FLUSH_SECONDS:.0f} s")
 
-    def close(self, step: int | None, values: Mapping[str, Number]) -> Summary:
+    def close(self, step: int | None, values: Mapping[str, Number], ended_by: str | None = None) -> Summary:
         """End all sinks. The local log comes first in the list and ends last: its summary tells about the others."""
+        self._ended_by = ended_by
         if not self._threads:
             return self._summary(step, values)
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -103,6 +110,7 @@ class Outlets:
             dict(self._notices),
             dict(self.failed_parts),
             {thread.name: thread.dropped_rows for thread in self._threads if thread.dropped_rows},
+            self._ended_by,
         )
 
     def _sink_failed(self, name: str, error: BaseException) -> None:

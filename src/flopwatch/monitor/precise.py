@@ -13,7 +13,7 @@ from flopwatch.flops.law import FlopLaw
 from flopwatch.mfu import calculate_mfu, peak_of
 from flopwatch.models.dummy import dummy_batch
 from flopwatch.monitor.config import ModeName
-from flopwatch.monitor.modes import fingerprint
+from flopwatch.monitor.fingerprint import fingerprint
 
 _laws: "weakref.WeakKeyDictionary[nn.Module, tuple[int, FlopLaw]]" = weakref.WeakKeyDictionary()
 

@@ -1,6 +1,7 @@
-"""What steps cost and what that is divided by: the mode, the model and the peak of a live run."""
+"""What steps cost and what that is divided by: the calls, the laws and the peaks of a live run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,26 +9,52 @@ from torch import nn
 
 from flopwatch.clock import Clock
 from flopwatch.errors import InputError
-from flopwatch.monitor.batch_reader import BatchReader, Plan, Reading, Signature, Work
+from flopwatch.flops.structure import describe
+from flopwatch.monitor import notices
+from flopwatch.monitor.batch_reader import BatchReader, Plan, Reading, Work
+from flopwatch.monitor.calls import CallKind, CallListener
+from flopwatch.monitor.certificates import Certificates
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.denominator import compute_dtype, device_of, find_peak
-from flopwatch.monitor.law_book import LawOffer, StepFlops
-from flopwatch.monitor.modes import FlopMode, NoLaw, make_mode
+from flopwatch.monitor.denominator import Peaks, device_of, weights_dtype
+from flopwatch.monitor.example_batch import MADE_UP, example_batch, is_mask_only
+from flopwatch.monitor.fingerprint import settings_of, structure_of
+from flopwatch.monitor.law_book import CallPrice, LawBook, LawOffer
+from flopwatch.monitor.loss_graph import products_in_graph
+from flopwatch.monitor.modes import FlopMode, make_mode
 from flopwatch.monitor.notices import Tell
-from flopwatch.records import Peak
+from flopwatch.monitor.step_price import NO_CALLS, StepCalls, StepFlops
+from flopwatch.monitor.watched_step import StepCount, WatchedStep, autograd_nodes, is_watched, obstacle
+from flopwatch.records import Peak, PhaseFlops
 from flopwatch.run_records import Provenance
+
+_LARGE_PARAMETERS = 50_000_000
+"""Of a model whose count takes long enough to be announced."""
+_MOST_WAITING, _MOST_DECLARED = 64, 4096
+_LOOK_ALLOWANCE_SECONDS, _SHARE_FOR_LOOKS = 1.0, 0.0005
+"""Of the run's time for looking whether the model has changed: some milliseconds for a large one."""
+_FIRST_ADAPTIVE = 6
+_MOST_WATCHES, _SHARE_WATCHED = 16, 0.002
+"""Steps that may be counted as they run: so many, and this share of all, besides those that are always."""
+
+NOT_CALLED = "no call of the model was seen in the step, so it is taken as model(batch)"
+SEVERAL_RANKS = "steps of several ranks are not counted as they run, so what they run besides the model is not seen"
+NOT_OPENED = (
+    "steps are logged but not opened, so what they run besides the model is not seen: use `with monitor.step()`"
+)
+COMPILED = "the model runs inside compiled code, where neither its calls nor what runs besides can be seen"
+CHANGED_IN_WINDOW = "the model has changed during these steps"
+CHANGED = "the model has changed (parameters, what requires a gradient, checkpointing): FLOPs counted anew"
 
 
 class Pricing:
-    """Reads batches, counts when it must, prices steps.
+    """Reads batches, listens to the model's calls, counts when it must, prices steps.
 
     Attributes:
         model: The model that is trained; let go when the run ends.
         flops_fn: The user's own, or None.
         is_new: True when the provenance has changed since it was last written.
-        peak: Of one device; None while or where it is not known.
-        has_looked_for_peak: Whether it was looked up.
-        apart: A context in which counting runs, so that its time is not the step's.
+        peaks: Of one device, by compute type.
+        shares_batches: True when several ranks work on one batch: a call here is then only a part of its work.
         waits_for_laws: True while another rank counts: nothing is counted here then.
     """
 
@@ -41,8 +68,14 @@ class Pricing:
         peak_flops_per_s: float | None,
         apart: Callable[[], Any],
         tell: Tell,
+        without_grad: Callable[[], None] = lambda: None,
+        is_alone: bool = True,
     ) -> None:
         self._config = config
+        self._is_alone = is_alone
+        self._clock = clock
+        self._began = clock()
+        self._look_seconds = 0.0
         self.flops_fn = flops_fn
         self._peak_override = peak_flops_per_s or (config.peak_tflops * 1e12 if config.peak_tflops else None)
         self._apart = apart
@@ -50,43 +83,86 @@ class Pricing:
         self.model: nn.Module | None = None
         self._reader = BatchReader()
         self._mode = self._chosen_mode(clock, loss_fn)
+        self._listener = CallListener()
+        self._listener.without_grad = without_grad
+        self._certificates = Certificates()
+        self._settings: dict[tuple[str, str], Any] = {}
+        self._harmless_settings: set[tuple[str, str]] = set()
+        self._changed_settings: set[tuple[str, str]] = set()
+        self._watched: WatchedStep | None = None
+        self._met_risks: set[str] = set()
+        self._last_flops: dict[Any, StepFlops | None] = {}
+        self._nodes_before: int | None = None
+        self._nodes_apart = 0
+        self._watches = self._futile_watches = 0
+        self._watches_next = False
+        self._why_not_watched: str | None = None
+        self._opens_steps = False
+        self._is_in_step = False
+        self._steps = 0
+        self._fingerprint: Any = None
         self._has_given_up = False
-        self._looked_at: dict[int, Plan] = {}
-        self._not_counted: dict[Signature, list[tuple[Plan, Any]]] = {}
-        """While another rank counts: of each kind of batch the shortest and the longest met."""
-        self._known: dict[int, Plan] = {}
-        """Shapes that can be priced, by identity: asking the mode on every step costs more than the rest of it."""
+        self._wants_example = False
+        self._given: list[Any] = []
+        """What was declared for a step in which a check is due."""
+        self._declared: dict[int, tuple[Plan, CallKind, str | None]] = {}
+        self._waiting: set[CallKind] = set()
         self.is_new = True
         self.waits_for_laws = False
-        self.peak: Peak | None = None
-        self.has_looked_for_peak = False
-        self.device = torch.device("cpu")
+        self.shares_batches = False
+        self.peaks = Peaks(torch.device("cpu"), self._peak_override, config.dtype)
+        self._main_type: str | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a provenance is due: what is counted anew has one when it has been counted."""
+        book = self._mode.book
+        return self.is_new and (book is None or bool(book.laws) or self._has_given_up or self.model is None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.peaks.device
+
+    def share_peak(self, ranks: int) -> None:
+        """So many ranks compute on this one's device."""
+        self.is_new = self.peaks.share(ranks) or self.is_new
+
+    @property
+    def peak(self) -> Peak | None:
+        """Of the type that most of the work runs in."""
+        if self._main_type is None:
+            return None
+        return self.peaks.of(self._main_type)
 
     def set_model(self, model: nn.Module) -> None:
-        self._known.clear()
+        """Take another model: what was counted of an earlier one is forgotten."""
+        if self.model is not None and self.model is not model:
+            self._forget()
         self.model = model
-        self.device = device_of(model)
-        self.has_looked_for_peak = False
+        self.peaks = Peaks(device_of(model), self._peak_override, self._config.dtype)
         self.is_new = True
+        self._fingerprint = None
+        self._nodes_before = autograd_nodes()
+        if self.flops_fn is None:
+            self._listener.listen_to(model)
+
+    def close(self) -> None:
+        self.end_watch()
+        self._listener.stop()
+        self.model = None
 
     def set_frequency(self, steps: int) -> None:
-        self._mode.set_frequency(steps)
+        self._mode.frequency = steps
 
     def read(self, batch: Any, lengths: Sequence[int] | None) -> Reading:
-        """Look at a batch; count, if nothing like it was met before."""
+        """Look at a batch; its values only when a shape is new."""
         reading = self._reader.read(batch, lengths)
-        if id(reading.plan) in self._known:
-            return reading
-        if self.waits_for_laws:
-            if id(reading.plan) not in self._looked_at:
-                self._looked_at[id(reading.plan)] = reading.plan
-                self._keep_for_later(batch, reading.plan)
-                self._reader.check_values(batch, reading.plan)
-                reading = self._reader.read(batch, lengths)
-        elif self._mode.knows(reading.plan):
-            self._known[id(reading.plan)] = reading.plan
-        elif self.model is not None and not self._has_given_up:
-            self._learn(batch, reading.plan)
+        declared = self._declared.get(id(reading.plan))
+        is_asked_for = self._wants_example or (declared is not None and declared[1].is_per_batch)
+        if self.model is not None:
+            self._given.append(example_batch(self.model, batch, reading.plan) if is_asked_for else None)
+        if declared is None:
+            self._declare(batch, reading.plan)
             reading = self._reader.read(batch, lengths)  # now that the values of masks and positions were looked at
         return reading
 
@@ -101,75 +177,424 @@ class Pricing:
             raise InputError(f"flops_fn must return a positive finite number of FLOPs, got {flops!r}")
         return int(flops)
 
-    def is_check_due(self, step: int) -> bool:
-        return not self.waits_for_laws and self._mode.is_check_due(step)
+    def begin_step(self) -> None:
+        """A loop that opens its steps: what was called before belongs to none. Counts this one, if it is its turn."""
+        if self._is_in_step:  # its next micro-batch
+            return
+        self._is_in_step = self._opens_steps = True
+        self._listener.begin_step()
+        self._nodes_before, self._nodes_apart = autograd_nodes(), 0
+        self._begin_watch()
 
-    def check(self, batch: Any, reading: Reading, price_what_was: Callable[[], None]) -> None:
-        """Count this batch and compare with what it was priced at.
+    def _pause_watch(self, *, on: bool) -> None:
+        if self._watched is not None:
+            self._watched.is_paused = on
+
+    def abandon_step(self) -> None:
+        """The step has raised."""
+        self._is_in_step = False
+        self.end_watch()
+        self._listener.begin_step()
+
+    @contextmanager
+    def not_listening(self) -> Iterator[None]:
+        """Calls in phases outside of steps are not the training's."""
+        was, before = self._listener.is_listening, autograd_nodes()
+        self._listener.is_listening = False
+        self._pause_watch(on=True)
+        try:
+            yield
+        finally:
+            self._listener.is_listening = was
+            self._pause_watch(on=not was)
+            if was:  # the outermost
+                self._nodes_apart += (autograd_nodes() or 0) - (before or 0)
+
+    def _begin_watch(self) -> None:
+        if self._watched is not None or self.model is None or self.waits_for_laws or self._has_given_up:
+            return
+        if self._mode.book is None or self._mode.name == "estimate" or not self._steps:
+            return
+        if not is_watched(self._steps) and not self._watches_next:
+            return
+        self._why_not_watched = self._watch_obstacle(self._mode.book)
+        if self._why_not_watched is None:
+            self._watched = WatchedStep(self._config.attention)
+            self._watches += 1
+
+    def _watch_obstacle(self, book: LawBook) -> str | None:
+        if not self._is_alone:
+            return SEVERAL_RANKS
+        risks = sorted({op for law in book.laws for op in law.mode_risks} | self._met_risks)
+        if risks:
+            return f"{', '.join(risks)} would differ in the last bits in a step that is counted as it runs"
+        return COMPILED if self._listener.is_compiled else obstacle()
+
+    def end_watch(self) -> StepCount | None:
+        """The count of the step that ends; None where it was not counted."""
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return None
+        count = watched.end()
+        self._met_risks |= set(count.risks)
+        return count
+
+    @property
+    def is_watching(self) -> bool:
+        return self._watched is not None
+
+    def end_step(self, readings: Sequence[Reading], step: int, settle_earlier: Callable[[], None]) -> StepCalls:
+        """Take the step's calls; count those that are new.
 
         Args:
-            batch: As the model takes it.
-            reading: What was read of it.
-            price_what_was: Called before the prices change.
+            readings: The batches the loop has given.
+            step: Its number.
+            settle_earlier: Called before prices change: earlier steps keep theirs.
         """
+        self._steps += 1
+        self._is_in_step = False
+        nodes = self._nodes_of_step(), self._listener.take_backwards()
+        seen, count = self._listener.take(), self.end_watch()
         model = self.model
-        if model is None or self._has_given_up:
+        if model is None or self._mode.book is None or self._has_given_up:
+            return NO_CALLS
+        kinds, examples, doubt = self._calls(seen, readings)
+        if self.waits_for_laws:
+            return self._kept(StepCalls(kinds, (None,) * len(kinds), doubt, count))
+        own_prices = tuple(self._learn(kind, example) for kind, example in zip(kinds, examples, strict=True))
+        if self._changed_settings and kinds and examples[0] is not None:
+            self._check_settings(kinds[0], examples[0], settle_earlier)
+        elif self._mode.is_check_due(step) and kinds:
+            self._check(kinds[0], examples[0], settle_earlier)
+        self._keep_example_for_check(step)
+        if count is not None and not seen and not count.phases.total:
+            # The model runs where we do not see it (another process), or not at all.
+            count, self._futile_watches = None, self._futile_watches + 1
+        calls = StepCalls(kinds, own_prices, doubt, count, self._mode.book, self._certificates, nodes)
+        if count is not None and count.optimizer:
+            self._tell(*notices.optimizer_products(count.optimizer))
+        if count is not None:
+            self._certify(calls, count, calls_are_sure=bool(seen))
+        self._watches_next = self._would_another_count_help(calls)
+        if not self._opens_steps:
+            # Never counted as they run: after the last one a mode would stay on, for whatever the program does next.
+            self._nodes_before, self._nodes_apart = autograd_nodes(), 0
+            self._why_not_watched = NOT_OPENED if self._is_alone else SEVERAL_RANKS
+        return calls
+
+    def look_at_graph(self, calls: StepCalls, loss: Any) -> None:
+        """Once per window, and in steps that are counted: is the loss made of the same products?"""
+        products = products_in_graph(loss)
+        if products is not None and calls.certificates is not None:
+            calls.certificates.look_at_graph(calls.kind, products, is_counted=calls.count is not None)
+
+    def _nodes_of_step(self) -> int | None:
+        """Operations that autograd recorded since the step began, without those of phases apart."""
+        now, before = autograd_nodes(), self._nodes_before
+        apart, self._nodes_apart = self._nodes_apart, 0
+        return None if now is None or before is None else now - before - apart
+
+    def _certify(self, calls: StepCalls, count: StepCount, *, calls_are_sure: bool) -> None:
+        prices = self._prices(calls) or []
+        is_sure = calls_are_sure and all(price.reason is None for price in prices)
+        priced = sum((price.executed for price in prices), PhaseFlops()) if prices else None
+        self._certificates.add(calls.kind, calls.pattern, priced, count, calls_are_sure=is_sure)
+
+    def _would_another_count_help(self, calls: StepCalls) -> bool:
+        """Whether the next step should be counted as it runs, because steps like this one were not, or only once."""
+        if self._steps < _FIRST_ADAPTIVE:  # the first ones are spread, so that rows in between have rates
+            return False
+        if self._watches >= _MOST_WATCHES + self._steps * _SHARE_WATCHED or self._futile_watches > 1:
+            return False
+        return self._certificates.needs_another(calls.kind, calls.pattern)
+
+    def _kept(self, calls: StepCalls) -> StepCalls:
+        """While another rank counts, only so many examples are kept."""
+        for kind in calls.kinds:
+            self._waiting.add(kind)
+            if len(self._waiting) > _MOST_WAITING:
+                kind.example = None
+        return calls
+
+    def _keep_example_for_check(self, step: int) -> None:
+        self._wants_example = self._mode.is_check_due(step + 1) or bool(self._changed_settings)
+        self._listener.keeps_next = self._wants_example
+
+    def _calls(
+        self, seen: Sequence[tuple[CallKind, Any]], readings: Sequence[Reading]
+    ) -> tuple[tuple[CallKind, ...], tuple[Any, ...], str | None]:
+        """The step's calls; where none was seen, those that its batches suggest."""
+        if seen and not self._opens_steps:
+            # Between two `log_step`s a loop may evaluate: without gradients and out of training mode.
+            seen = [call for call in seen if call[0].has_grad or call[0].is_training]
+        unseen, self._listener.unseen = self._listener.unseen, 0
+        given, self._given = self._given, []
+        if seen and not (self.shares_batches and readings):
+            doubt = f"{unseen} calls of the model have arguments that cannot be described" if unseen else None
+            return tuple(kind for kind, _ in seen), tuple(example for _, example in seen), doubt
+        declared = [self._declared[id(reading.plan)] for reading in readings if id(reading.plan) in self._declared]
+        reasons = [reason for _, _, reason in declared if reason] or [
+            COMPILED if self._listener.is_compiled else NOT_CALLED
+        ]
+        kinds = tuple(kind for _, kind, _ in declared)
+        examples = tuple(given) if len(given) == len(kinds) else (None,) * len(kinds)
+        return kinds, examples, reasons[0]
+
+    def _declare(self, batch: Any, plan: Plan) -> None:
+        """What a batch of this shape suggests that the model is called with."""
+        model = self.model
+        if len(self._declared) >= _MOST_DECLARED:
+            self._declared.clear()
+        remark = self._reader.check_values(batch, plan)
+        if remark:
+            self._tell("warning", "positions_not_understood", remark)
+        if model is None or self._mode.book is None:
             return
-        with self._apart():
-            message = self._mode.check(model, batch, reading.plan)
+        example = example_batch(model, batch, plan)
+        autocast = self._listener.compiled_autocast
+        trainable = hash(tuple(p.requires_grad for p in model.parameters()))
+        kind = CallKind(describe(example), True, model.training, autocast, trainable, example)
+        self._declared[id(plan)] = plan, kind, MADE_UP if is_mask_only(batch) else None
+
+    def _learn(self, kind: CallKind, example: Any) -> CallPrice | None:
+        """Get to know a kind of call; returns the price of this very call where every one has its own."""
+        book, model = self._mode.book, self.model
+        assert book is not None
+        assert model is not None
+        if kind.is_per_batch and example is not None:
+            with self._apart():
+                return book.count_call(model, kind, example)
+        if kind.example is None or self._has_given_up:
+            return None
+        if book.price(kind) is not None:
+            kind.example = None
+            return None
+        self.is_new = True
+        if not book.laws and sum(p.numel() for p in model.parameters()) > _LARGE_PARAMETERS:
+            self._tell(*notices.counting())
+        try:
+            with self._apart():
+                if self._fingerprint is None:
+                    self._fingerprint, self._settings = self._look(model)
+                price = book.learn(model, kind, kind.example)
+            if price is not None:
+                kind.example = None
+                kind.is_per_batch = book.is_per_batch(kind)
+                self._reader.reads_targets |= _has_target(book)
+                return price if kind.is_per_batch else None
+        except Exception as error:  # the model's own code runs in there
+            self._give_up_on(kind, error)
+            if self._config.strict:
+                raise
+        return None
+
+    def _give_up_on(self, kind: CallKind, error: Exception) -> None:
+        """A call that cannot be counted on its own: only steps that are counted as they run have FLOPs."""
+        kind.example = None
+        if kind.has_grad:
+            self._tell(
+                "warning",
+                "flops_unknown",
+                f"there will be no FLOPs and no MFU but of steps that were counted as they ran: {error}. Pass "
+                "batch= as the model takes it, loss_fn=..., or flops_fn=... with a number of your own",
+            )
+
+    def _check(self, kind: CallKind, example: Any, settle_earlier: Callable[[], None]) -> None:
+        """Count this call and compare with what it is priced at."""
+        model, book = self.model, self._mode.book
+        assert model is not None
+        assert book is not None
+        message = None
+        if self._mode.later is not None:
+            message = "FLOPs were estimated so far and are counted from here on"
+        elif example is not None:
+            with self._apart():
+                agrees = book.check(model, kind, example, within_allowance=self._mode.within_allowance)
+            if agrees is False:
+                message = "this batch does not cost what the FLOP law says: FLOPs counted anew"
         if message is None:
             return
-        price_what_was()
-        with self._apart():
-            self._known.clear()
-            self._mode.start_again(model, batch, reading.plan)
-        self.is_new = True
+        settle_earlier()
+        self._mode.start_counting()
+        self._forget()
         self._tell("info", "flops_counted_anew", message)
+        if example is not None and self._mode.book is not None:
+            kind.example = example
+            self._learn(kind, None)
 
-    def flops(self, work: Work) -> StepFlops | None:
-        """What a micro-batch costs; tells once when some are not known."""
-        flops = None if self._has_given_up else self._mode.flops(work)
-        if flops is None and self._mode.refused:
-            self._tell(
-                "info",
-                "shapes_not_counted",
-                "batches keep coming in shapes that were never counted, and counting has had its share of the time: "
-                "their steps have no FLOPs (perf/counted_steps_percent); pass flops_fn=... to have them all",
-            )
-        return flops
+    def look_at_model(self) -> str | None:
+        """Once per window: whether the model has changed since it was counted; returns why the window is in doubt."""
+        model = self.model
+        if model is None or self._fingerprint is None or self.waits_for_laws:
+            return None
+        began = self._clock()
+        if self._look_seconds > _LOOK_ALLOWANCE_SECONDS + _SHARE_FOR_LOOKS * (began - self._began):
+            return None
+        structure, settings = self._look(model)
+        self._look_seconds += self._clock() - began
+        before, self._settings = self._settings, settings
+        if structure != self._fingerprint:
+            self._fingerprint = structure
+            self._forget()
+            self._listener.look_at_parameters()
+            self._tell("info", "flops_counted_anew", CHANGED)
+            return CHANGED_IN_WINDOW
+        changed = {key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key)}
+        changed -= self._harmless_settings
+        if not changed:
+            return None
+        self._changed_settings |= changed
+        self._wants_example = self._listener.keeps_next = True
+        names = ", ".join(sorted(f"{path or type(model).__name__}.{name}" for path, name in changed)[:3])
+        return f"settings of the model changed during these steps ({names})"
 
-    def look_for_peak(self, loss: Any) -> None:
-        """Once, when the first loss is there: its graph remembers which type the matmuls ran in."""
-        self.has_looked_for_peak = True
+    def _look(self, model: nn.Module) -> tuple[Any, dict[tuple[str, str], Any]]:
+        """What makes up the model; which weights are trained is seen on every call, where calls are seen."""
+        return structure_of(model, with_trained=not self._listener.has_been_called), settings_of(model)
+
+    def _check_settings(self, kind: CallKind, example: Any, settle_earlier: Callable[[], None]) -> None:
+        """Settings have changed: if the next call costs what it cost before, they do not matter."""
+        model, book = self.model, self._mode.book
+        changed, self._changed_settings = self._changed_settings, set()
+        assert model is not None
+        assert book is not None
+        with self._apart():
+            agrees = book.check(model, kind, example, within_allowance=False) if example is not None else None
+        if agrees is not False:
+            self._harmless_settings |= changed if agrees else set()
+            return
+        settle_earlier()
+        self._forget()
+        self._tell("info", "flops_counted_anew", CHANGED)
+        kind.example = example
+        self._learn(kind, None)
+
+    def _forget(self) -> None:
+        """From here on everything is counted anew; steps that are not settled yet keep what was known."""
+        if self._mode.book is not None:
+            self._mode.book = self._mode.book.renewed()
+        self._certificates = Certificates()
+        self._listener.forget()
+        self._declared.clear()
         self.is_new = True
-        try:
-            dtype = self._config.dtype or compute_dtype(self.model, loss, self.device)
-            self.peak, why_not = find_peak(self.device, dtype, self._peak_override)
-        except InputError as error:
-            why_not = str(error)
-        if self.peak is None:
-            self._tell("warning", "peak_unknown", f"there will be no MFU. {why_not}")
+
+    def _prices(self, calls: StepCalls) -> list[CallPrice] | None:
+        book = calls.book or self._mode.book
+        if book is None or not calls.kinds:
+            return None
+        prices = [own or book.price(kind) for kind, own in zip(calls.kinds, calls.own_prices, strict=True)]
+        return None if None in prices else [price for price in prices if price is not None]
+
+    def flops(self, calls: StepCalls, works: Sequence[Work]) -> StepFlops | None:
+        """What a step costs; tells once when some are not known. Steps of a window are mostly alike."""
+        is_plain = not any(calls.own_prices) and all(work.documents is None and work.grids is None for work in works)
+        if not is_plain or calls.certificates is None:
+            return self._flops(calls, works)
+        shapes = tuple((work.plan.batch_size, work.plan.seq_len) for work in works)
+        key = calls.kind, shapes, calls.doubt, id(calls.certificates), calls.certificates.version
+        if key not in self._last_flops:
+            self._last_flops = {key: self._flops(calls, works)}
+        return self._last_flops[key]
+
+    def _flops(self, calls: StepCalls, works: Sequence[Work]) -> StepFlops | None:
+        book = calls.book or self._mode.book
+        if self._has_given_up or book is None:
+            return None
+        prices = self._prices(calls)
+        verdict = (calls.certificates or self._certificates).verdict(calls.kind, calls.pattern)
+        if prices is None and verdict.count is None:
+            if book.refused:
+                self._tell_refused()
+            return None
+        if prices is None:
+            assert verdict.count is not None
+            return _counted(verdict.count, verdict.reason)
+        priced = self._priced(calls, prices, works)
+        self._note_main_type(priced)
+        if verdict.finding == "counted" and verdict.count is not None:
+            return _counted(verdict.count, verdict.reason, priced)
+        doubt = calls.doubt or (self._why_not_watched if verdict.finding == "unseen" else None) or verdict.reason
+        return StepFlops(
+            priced.model, priced.hardware, priced.recompute, priced.model_by_dtype, priced.hardware_by_dtype,
+            priced.reason or doubt,
+        )  # fmt: skip
+
+    def _priced(self, calls: StepCalls, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:
+        """The sum over the step's calls; padding is told apart where calls and batches are the same."""
+        book = calls.book or self._mode.book
+        assert book is not None
+        aligned = len(works) == len(prices) and all(map(_is_same_shape, prices, works))
+        model = hardware = recompute = 0
+        by_dtype: dict[str, PhaseFlops] = {}
+        reasons = [price.reason for price in prices if price.reason]
+        is_typed = True
+        for index, price in enumerate(prices):
+            needed = executed = price.executed
+            if aligned:
+                price = book.with_images(price, works[index].grids) or price
+                needed, executed, told = book.needed(price, works[index])
+                reasons += [told] if told else []
+            model += needed.forward + needed.backward
+            hardware += executed.total
+            recompute += executed.recompute
+            is_typed = is_typed and bool(price.by_dtype)
+            for name, flops in price.by_dtype.items():
+                by_dtype[name] = by_dtype.get(name, PhaseFlops()) + flops
+        if not aligned and any(work.documents is not None for work in works):
+            reasons.append("padding counts as work here, because the step's calls are not its batches")
+        types = by_dtype if is_typed else {}
+        return StepFlops(
+            model, hardware, recompute, _shares(types, model), _shares(types, hardware), reasons[0] if reasons else None
+        )
+
+    def _note_main_type(self, priced: StepFlops) -> None:
+        if priced.model_by_dtype:
+            main = max(priced.model_by_dtype, key=lambda name: priced.model_by_dtype[name])
+            self.is_new = self.is_new or main != self._main_type
+            self._main_type = main
+
+    def peak_seconds(self, flops: StepFlops | None) -> tuple[float | None, float | None]:
+        """How long the device needs at its peaks for the model's FLOPs, and for those executed."""
+        if flops is None:
+            return None, None
+        assumed = weights_dtype(self.model, self.device) or "fp32" if not flops.model_by_dtype else None
+        if assumed is not None and self._main_type is None:
+            self._main_type = assumed
+            self.is_new = True
+        model = self.peaks.seconds(flops.model_by_dtype or {assumed or "fp32": flops.model})
+        hardware = None
+        if flops.hardware is not None:
+            hardware = self.peaks.seconds(flops.hardware_by_dtype or {assumed or "fp32": flops.hardware})
+        for name, why in self.peaks.why_unknown.items():
+            self._tell("warning", "peak_unknown", f"there will be no MFU: the peak for {name} is not known. {why}")
+        return model, hardware
+
+    def _tell_refused(self) -> None:
+        self._tell(
+            "info",
+            "shapes_not_counted",
+            "batches keep coming in shapes that were never counted, and counting has had its share of the time: "
+            "their steps have no FLOPs (perf/counted_steps_percent); pass flops_fn=... to have them all",
+        )
 
     def offer(self) -> LawOffer | None:
-        return None if self._has_given_up else self._mode.offer()
+        return None if self._has_given_up or self._mode.book is None else self._mode.book.offer()
 
     def adopt(self, offer: LawOffer | None) -> None:
-        """Use what the logging rank has counted; kinds of batches it has not met are counted here."""
+        """Use what the logging rank has counted; kinds of calls it has not met are counted here."""
         self.waits_for_laws = False
-        self._looked_at.clear()
-        met, self._not_counted = self._not_counted, {}
-        if offer is not None and self.model is not None:
-            self._mode.adopt(offer, self.model)
-            for plan, batch in [example for examples in met.values() for example in examples]:
-                if not self._mode.knows(plan) and not self._has_given_up:
-                    self._learn(batch, plan)
+        self._waiting.clear()
+        if offer is not None and self.model is not None and self._mode.book is not None:
+            self._fingerprint, self._settings = self._look(self.model)
+            self._mode.book.adopt(offer)
         elif offer is None:
             self._has_given_up = self.flops_fn is None
 
-    def _keep_for_later(self, batch: Any, plan: Plan) -> None:
-        examples = [*self._not_counted.get(plan.signature, ()), (plan, batch)]
-        examples.sort(key=lambda example: example[0].seq_len or 0)
-        self._not_counted[plan.signature] = examples if len(examples) < 3 else [examples[0], examples[-1]]
+    def learn_kept(self, calls: StepCalls) -> None:
+        """Count what was met while another rank's laws were waited for."""
+        for kind in calls.kinds:
+            if self._mode.book is not None and self.model is not None:
+                self._learn(kind, None)
 
     def provenance(self, step: int, device_count: int) -> Provenance:
         facts = self._mode.facts()
@@ -181,6 +606,7 @@ class Pricing:
                 f"{100 * (1 - coverage):.3g} % of the matmul-like op calls have no formula, so MFU is a lower bound: "
                 f"{'; '.join(facts['notes'])}. Add one with flopwatch.register_formula",
             )
+        peak = self.peak
         return Provenance(
             step,
             self._mode.name,
@@ -189,40 +615,55 @@ class Pricing:
             self._config.attention,
             coverage,
             facts["law"],
-            None if self.peak is None else self.peak.to_json(),
+            None if peak is None else peak.to_json(),
             device_count,
             notes=facts["notes"],
         )
 
     def _chosen_mode(self, clock: Clock, loss_fn: Callable[[Any], torch.Tensor] | None) -> FlopMode:
         if self.flops_fn is not None:
-            return NoLaw("flops_fn", "flops_fn", "as the user's function says; what is executed is not known")
+            note = "as the user's function says; what is executed is not known"
+            return FlopMode("flops_fn", None, method="flops_fn", notes=(note,))
         try:
             return make_mode(self._config, clock, loss_fn)
         except InputError as error:
             if self._config.strict:
                 raise
             self._tell("error", "flops_unknown", f"there will be no FLOPs and no MFU: {error}")
-            return NoLaw(self._config.mode, None, str(error))
+            return FlopMode(self._config.mode, None, notes=(str(error),))
 
-    def _learn(self, batch: Any, plan: Plan) -> None:
-        model = self.model
-        if model is None:
-            return
-        self.is_new = True
-        try:
-            with self._apart():
-                remark = self._reader.check_values(batch, plan)
-                self._mode.learn(model, batch, plan)
-            if remark:
-                self._tell("warning", "positions_not_understood", remark)
-        except Exception as error:  # the model's own code runs in there
-            self._has_given_up = True
-            self._tell(
-                "warning",
-                "flops_unknown",
-                f"there will be no FLOPs and no MFU: {error}. Pass batch= as the model takes it, loss_fn=..., or "
-                "flops_fn=... with a number of your own",
-            )
-            if self._config.strict:
-                raise
+
+def _has_target(book: LawBook) -> bool:
+    """Whether labels have a length of their own in one of the laws."""
+    return any(
+        law.layout is not None and "t" in law.layout.lengths and "labels" in law.layout.paths_along("t")
+        for law in book.laws
+    )
+
+
+def _is_same_shape(price: CallPrice, work: Work) -> bool:
+    shape = price.shape
+    if shape is None:
+        return work.documents is None
+    return shape.batch_size == work.plan.batch_size and shape.seq_len in (None, work.plan.seq_len)
+
+
+def _shares(by_dtype: Mapping[str, PhaseFlops], total: int) -> dict[str, int]:
+    """A total over compute types, in the proportions of what is executed."""
+    if len(by_dtype) == 1:
+        return {next(iter(by_dtype)): total}
+    executed = sum(flops.total for flops in by_dtype.values())
+    if not executed:
+        return {}
+    return {name: round(total * flops.total / executed) for name, flops in by_dtype.items()}
+
+
+def _counted(count: StepCount, reason: str | None, priced: StepFlops | None = None) -> StepFlops:
+    """The cost of a step that was counted as it ran; padding is what the priced calls say of it."""
+    total, recompute = count.phases.total, count.phases.recompute
+    padding = 0
+    if priced is not None and priced.hardware is not None and priced.recompute is not None:
+        padding = priced.hardware - priced.recompute - priced.model
+    model = total - recompute - padding
+    types = count.by_dtype
+    return StepFlops(model, total, recompute, _shares(types, model), _shares(types, total), reason)

@@ -10,6 +10,7 @@ from flopwatch.monitor.ledger import Ledger
 from flopwatch.monitor.meter import MeasuredStep
 from flopwatch.run_log import read_around, rows_from_end
 from flopwatch.run_log.lines import TornLineError, lines_from_end, parse_object
+from flopwatch.run_records import PARTIAL_ROW
 
 
 class ResumePoint(NamedTuple):
@@ -45,7 +46,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
             ledger = Ledger.from_json(row["ledger"])
             window = _steps(later)
             rest = [step for step in window if row["step"] < step.step < first_step]
-            typical = typical_seconds([s.seconds for s in window if s.seconds and not s.is_warm_up])
+            typical = typical_seconds([s.work_seconds for s in window if s.work_seconds and not s.is_warm_up])
             of_all_ranks = later.get("all_ranks") if later is not None and rest else None
             if of_all_ranks:
                 ledger.add_amounts(_share_of_window(of_all_ranks, window, rest))
@@ -154,7 +155,7 @@ def _timed_records(log: Path) -> Iterator[dict[str, Any]]:
             record = parse_object(line)
         except TornLineError:
             continue
-        if record.get("type") in ("run", "row", "summary"):
+        if record.get("type") in ("run", "row", PARTIAL_ROW, "summary"):
             yield record
 
 

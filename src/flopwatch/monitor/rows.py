@@ -3,20 +3,21 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 from flopwatch.goodput import typical_seconds
 from flopwatch.metrics import find_metric
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.ledger import Ledger
-from flopwatch.monitor.meter import MeasuredStep, find_warm_up, percentile, window_values
-from flopwatch.monitor.ranks.job_values import job_totals, job_values, straggler_values
+from flopwatch.monitor.meter import MeasuredStep, effective_peak, find_warm_up, percentile, window_values
+from flopwatch.monitor.ranks.job_values import job_totals, job_values, straggler_values, with_job_wait
 from flopwatch.monitor.ranks.rank import CompleteWindow
 from flopwatch.monitor.ranks.reports import AMOUNTS, RankReport, extend
 from flopwatch.monitor.ranks.stragglers import Straggler, StragglerHistory
 from flopwatch.monitor.window import SettledStep, SettledWindow
 from flopwatch.records import Peak
-from flopwatch.run_records import Number, Row
+from flopwatch.run_records import Number, PartialRow, Row
 
 _PERCENTILE_STEPS = 512
 _STEPS_TO_SEE_WARM_UP = 6
@@ -24,6 +25,7 @@ _TYPICAL_STEPS = 64
 """Whose median a stalled step is compared with."""
 _NANOSECONDS = 9
 """Digits that are enough, and make the log shorter."""
+_MOST_REASONS = 5
 _COLUMNS = (
     "step",
     "seconds",
@@ -34,6 +36,7 @@ _COLUMNS = (
     "trainable_tokens",
     "model_flops",
     "hardware_flops",
+    "recompute_flops",
     "loss",
 )
 
@@ -49,6 +52,7 @@ class RowMaker:
         data_parallel_size: Ranks that work on different data.
         straggler: The rank that held the others back in the newest row.
         missing_ranks: How many ranks others did not hear of in the newest row.
+        stalled_seconds: What the steps of this session have lost to stalls.
     """
 
     def __init__(self, config: MonitorConfig, world_size: int) -> None:
@@ -60,6 +64,7 @@ class RowMaker:
         self._stragglers = StragglerHistory()
         self.straggler: Straggler | None = None
         self.missing_ranks = 0
+        self.stalled_seconds = 0.0
         self._fewest_ranks = world_size
         self._warm_up_is_told = False
         self._steps_seen = 0
@@ -68,11 +73,12 @@ class RowMaker:
         self._session = MeasuredSum()
         self._unbooked_seconds = 0.0
         self._typical_seconds: float | None = None
-        self._last_seconds: deque[float] = deque(maxlen=_TYPICAL_STEPS)
+        self._last_work: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self.unix_time: Callable[[], float] = time.time
         self.ledger = Ledger()
         self.latest: dict[str, Number] = {}
         self.last_step: int | None = None
+        self._last_loss: Number | None = None
 
     def add(self, window: SettledWindow) -> None:
         self._held.append(window)
@@ -90,27 +96,31 @@ class RowMaker:
 
     def _note_seconds(self, steps: Sequence[MeasuredStep]) -> None:
         self._unbooked_seconds += sum(step.seconds or 0.0 for step in steps)
-        self._last_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
-        self._typical_seconds = typical_seconds(self._last_seconds)
+        self._last_work.extend(s.work_seconds for s in steps if s.work_seconds is not None and not s.is_warm_up)
+        self._typical_seconds = typical_seconds(self._last_work)
 
     def _book(self, steps: Sequence[MeasuredStep], report: RankReport | None, noted_seconds: float) -> None:
         """The wall time of a row does not include steps of rows that are made after it."""
         self._unbooked_seconds -= sum(step.seconds or 0.0 for step in steps)
         if report is not None:
             unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
-            steps = [step._replace(**unknown) for step in steps]
+            steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
             self.ledger.add_amounts(job_totals(report, self.data_parallel_size))
+        stalled_before = self.ledger.seconds.get("stall", 0.0)
         self.ledger.add_steps(steps, self._typical_seconds)
+        self.stalled_seconds += self.ledger.seconds.get("stall", 0.0) - stalled_before
         self.ledger.tell_wall(self.unix_time() - self._unbooked_seconds - noted_seconds)
 
     def session_values(self) -> dict[str, Number]:
-        """Totals of the run and rates of this session."""
+        """Totals of the run, rates of this session, and the last loss it logged."""
         self.ledger.tell_wall(self.unix_time())
         values = self._session.values(self.devices_per_batch)
         if self._all_ranks is not None:
             values = job_values(self._all_ranks, self.data_parallel_size)
         if self._world_size > 1:
             values["ranks/reporting"] = self._fewest_ranks
+        if self._last_loss is not None:
+            values["training/loss"] = self._last_loss
         return {**values, **self.ledger.values()}
 
     @property
@@ -121,17 +131,36 @@ class RowMaker:
     def _with_warm_up(self, windows: list[SettledWindow]) -> list[SettledWindow]:
         wanted = self._config.warm_up_steps
         steps = [step for window in windows for step in window.steps]
+        rest = iter(self._marked(steps))
+        self._steps_seen += len(steps)
+        self._warm_up_is_told = wanted == "auto" or self._steps_seen >= wanted
+        return [window._replace(steps=[next(rest) for _ in window.steps]) for window in windows]
+
+    def _marked(self, steps: Sequence[SettledStep]) -> list[SettledStep]:
+        """As far as can be told of these steps."""
+        wanted = self._config.warm_up_steps
         count = (
             find_warm_up([step.measured.seconds for step in steps]) if wanted == "auto" else wanted - self._steps_seen
         )
-        self._steps_seen += len(steps)
-        self._warm_up_is_told = wanted == "auto" or self._steps_seen >= wanted
-        marked = [
+        return [
             step._replace(measured=step.measured._replace(is_warm_up=True)) if index < count else step
             for index, step in enumerate(steps)
         ]
-        rest = iter(marked)
-        return [window._replace(steps=[next(rest) for _ in window.steps]) for window in windows]
+
+    def so_far(self, begun: Sequence[SettledStep]) -> PartialRow | None:
+        """The steps that are in no row yet, and the run's totals with them; what is kept here stays as it is."""
+        steps = [*(step for window in self._held for step in window.steps), *begun]
+        if not self._warm_up_is_told:
+            steps = self._marked(steps)
+        measured = [step.measured for step in steps]
+        ledger = deepcopy(self.ledger)
+        timed = [step.work_seconds for step in measured if step.work_seconds is not None and not step.is_warm_up]
+        ledger.add_steps(measured, typical_seconds([*self._last_work, *timed]))
+        ledger.tell_wall(self.unix_time())
+        last_step = measured[-1].step if measured else self.last_step
+        if last_step is None:
+            return None
+        return PartialRow(last_step, time.time(), {}, steps=_columns(measured), ledger=ledger.to_json())
 
     def row(
         self,
@@ -172,6 +201,10 @@ class RowMaker:
         for key, value in (("training/lr", last.learning_rate), ("training/epoch", last.epoch)):
             if value is not None:
                 values[key] = value
+        exact, _ = _exactness(measured)
+        if exact is not None:
+            values["perf/exact"] = int(exact)
+        self._last_loss = values.get("training/loss", self._last_loss)
         self.latest = values
         self.last_step = last.measured.step
         return Row(
@@ -183,6 +216,8 @@ class RowMaker:
             self.ledger.to_json(),
             ("wandb",) if all(step.skip_wandb for step in steps) else (),
             {} if report is None else job_totals(report, self.data_parallel_size),
+            *_exactness(measured),
+            _denominator(measured, peak),
         )
 
     def _of_all_ranks(self, told: RankReport | None, complete: RankReport | None) -> dict[str, Number]:
@@ -241,7 +276,7 @@ class MeasuredSum:
         return values
 
 
-_SUMMED = ("seconds", "input_wait_seconds", *AMOUNTS)
+_SUMMED = ("seconds", "input_wait_seconds", *AMOUNTS, "model_peak_seconds", "hardware_peak_seconds")
 
 
 def _means(steps: Sequence[SettledStep]) -> dict[str, Number]:
@@ -252,6 +287,23 @@ def _means(steps: Sequence[SettledStep]) -> dict[str, Number]:
         known = [step.more[name] for step in steps if name in step.more]
         means[name if "/" in name else f"training/{name}"] = sum(known) / len(known)
     return means
+
+
+def _denominator(steps: Sequence[MeasuredStep], peak: Peak | None) -> dict[str, Any] | None:
+    if peak is None:
+        return None
+    return {"dtype": peak.dtype, "flops_per_s": effective_peak(steps) or peak.flops_per_s}
+
+
+def _exactness(steps: Sequence[MeasuredStep]) -> tuple[bool | None, tuple[str, ...]]:
+    """Whether all FLOPs of these steps are exact, and why not; None where there are none."""
+    known = [step for step in steps if step.model_flops is not None]
+    if not known:
+        return None, ()
+    reasons = dict.fromkeys(step.reason for step in known if step.reason)
+    if len(known) < len(steps):
+        reasons["the FLOPs of some steps are not known"] = None
+    return not reasons, tuple(str(reason) for reason in reasons)[:_MOST_REASONS]
 
 
 def _columns(steps: Sequence[MeasuredStep]) -> dict[str, list[Any]]:

@@ -1,66 +1,170 @@
-"""Which time belongs to a step: from the end of the step before to its own end, without what happens apart from it."""
+"""Which time belongs to a step, and which part of it was spent waiting for a batch.
 
-from collections.abc import Iterator
+A step runs from the end of the step before to its own end, without phases. Between two steps, or two micro-batches,
+lies a gap. Where the fetching of batches is timed (`monitor.batches`, the callbacks of Trainer and Lightning) the wait
+is exactly that; the rest of the gap is the loop's own. Where it is not, a gap that ends with a batch being handed over
+is taken for the wait, unless it is far longer than gaps usually are: such a gap is told as time outside steps.
+
+A wait lies between two marks of the timer, as a step does. On an accelerator the second mark passes when the batch has
+come and the work queued before is done, so a wait during which the device was still busy is none.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from flopwatch.clock import Clock
 from flopwatch.monitor.ranks.own_time import OwnTime
 from flopwatch.monitor.timers import StepTimer
+from flopwatch.monitor.usual_gaps import UsualGaps
 
 Segments = tuple[tuple[Any, Any], ...]
 """Pairs of marks; their lengths add up to the step."""
+
+_APART, _WORK, _GAP, _WAIT, _OWN = range(5)
+"""What the loop is doing; `_OWN` is the monitor's own work after a step. Before the first step it is apart."""
 
 
 class StepClock:
     """Cuts the time of a run into steps and what lies between them.
 
-    Step times are in marks of the timer (events on an accelerator); phases and input wait are host time.
+    Steps and waits are in marks of the timer (events on an accelerator); phases and gaps are host time.
 
     Attributes:
         first_step_began: Host time; None until the first step is opened, and for a loop that opens none.
         seconds_before_first_step: Spent in phases by then.
+        outside: Called with the seconds of a gap that is no step's and not known to be waiting.
+        wait_unknown: Called once, when steps take micro-batches and nobody says when they arrive.
     """
 
     def __init__(self, timer: StepTimer, clock: Clock, own_time: OwnTime | None = None) -> None:
         self._own_time = own_time
-        self._was_in_step = False
+        self._was_in_step = self._worked_before_wait = False
         self._timer = timer
         self._clock = clock
+        self._thread = threading.get_ident()
+        self._usual = UsualGaps()
         self._start: Any = None
         self._segments: list[tuple[Any, Any]] = []
-        self._waiting_since: float | None = None
-        self._wait_seconds: float | None = None
+        self._gap_at = 0
+        """Of `_segments`, the first that belongs to the gap under way."""
+        self._wait_began: Any = None
+        self._state = _APART
+        self._since = 0.0
+        self._seconds = [0.0] * 5
+        """In each state, since it was last asked for."""
+        self._before_phase = self._before_wait = _APART
         self._depth = 0
+        self._fetches_are_timed = False
+        self._has_batch = self._has_seen_other_work = False
+        self._forget_step()
+        self._has_told_unknown = False
         self.first_step_began: float | None = None
         self.seconds_before_first_step = 0.0
+        self.outside: Callable[[float], None] = lambda seconds: None
+        self.wait_unknown: Callable[[], None] = lambda: None
 
-    def start_step(self) -> None:
-        """The batch is there: the wait for it ends. Opens the first step of a session."""
+    def _forget_step(self) -> None:
+        self._waits: list[tuple[Any, Any]] = []
+        self._arrivals = self._micro_batches = 0
+        self._is_unclear = False
+        """Whether a part of the step's wait may lie in a gap that was taken out, or is not known at all."""
+
+    def start_step(self, *, has_batch: bool = True) -> None:
+        """A step is opened, or its next micro-batch begins.
+
+        Args:
+            has_batch: Whether the batch is there: then the wait for it has ended. Else it is fetched in the step.
+        """
         if self._start is None:
-            self._start = self._timer.mark()
-            self.first_step_began = self._clock()
-        if self._waiting_since is not None:
-            self._wait_seconds = (self._wait_seconds or 0.0) + self._clock() - self._waiting_since
-            self._waiting_since = None
-        elif self._wait_seconds is None:
-            self._wait_seconds = 0.0
+            self._open_first()
+        if self._state == _GAP:
+            self._turn(_WORK)
+            if self._is_gap_kept() and not self._fetches_are_timed:
+                self._cut()
+                self._waits += self._segments[self._gap_at :]
+            self._has_batch = False
+        elif self._state == _APART:
+            self._go(_WORK)
+        else:
+            has_batch = False  # nobody said that the micro-batch before had ended
+        self._arrivals += has_batch
         if self._own_time is not None:
             self._own_time.batch_is_here()
 
-    def end_step(self) -> tuple[Segments | None, float | None]:
-        """The step's segments and its input wait; None for what was not seen."""
+    def micro_batch(self) -> None:
+        """The step under way has been given a batch."""
+        self._micro_batches += 1
+
+    def end_micro_batch(self) -> None:
+        """The work on a micro-batch has ended, and the loop goes for the next one."""
+        if self._own_time is not None:
+            self._own_time.leave()
+        self._end_work()
+        self.begin_gap()
+
+    def end_step(self) -> tuple[Segments | None, Segments | None]:
+        """The step's segments and those of its input wait; None for what was not seen."""
         now = self._timer.mark()
         if self._own_time is not None:
             self._own_time.step_ends()
         segments = None if self._start is None else (*self._segments, (self._start, now))
-        wait = self._wait_seconds
         self._start = now
-        if self._segments:
-            self._segments = []
-        self._wait_seconds = None
-        self._waiting_since = self._clock()
-        return segments, wait
+        self._segments = []
+        self._end_work()
+        waits = None if segments is None else self._waits_of_step()
+        self._forget_step()
+        return segments, waits
+
+    def begin_gap(self) -> None:
+        """The loop goes for its next batch: after `end_step`, once the monitor's own work is done."""
+        self._go(_GAP)
+        if self._start is not None:
+            self._cut()
+        self._gap_at = len(self._segments)
+        self._usual.gap_begins()
+
+    def _waits_of_step(self) -> Segments | None:
+        if self._fetches_are_timed:
+            return tuple(self._waits)
+        if self._micro_batches > self._arrivals and not self._has_told_unknown:
+            self._has_told_unknown = True
+            self.wait_unknown()
+        is_known = 0 < self._arrivals >= self._micro_batches and not self._is_unclear
+        return tuple(self._waits) if is_known else None
+
+    def begin_wait(self) -> bool:
+        """A batch is being fetched; False when that is not the training's own wait: in a phase, or another thread."""
+        if self._depth or self._state == _WAIT or threading.get_ident() != self._thread:
+            return False
+        self._fetches_are_timed = True
+        self._before_wait = self._state
+        self._turn(_WAIT)
+        if self._before_wait == _GAP:
+            self._is_gap_kept()
+        elif self._own_time is not None:
+            self._worked_before_wait = self._own_time.leave()
+        self._wait_began = self._timer.mark()
+        return True
+
+    def end_wait(self, *, has_batch: bool = True) -> None:
+        """The fetching has ended, with a batch or without. The step or the gap in which it began goes on."""
+        before = self._before_wait
+        self._has_batch = has_batch
+        if before == _APART:  # the first batch is waited for before the first step
+            self._go(_GAP if has_batch else _APART)
+            if has_batch:
+                self._open_first()
+        else:
+            self._go(before)
+            self._cut()
+            self._waits.append((self._wait_began, self._start))
+            self._gap_at = len(self._segments)
+        if self._own_time is not None and has_batch and before != _WORK:
+            self._own_time.batch_is_here()
+        elif self._own_time is not None and before == _WORK:
+            self._own_time.come_back(self._worked_before_wait)
 
     @contextmanager
     def apart(self) -> Iterator[list[float]]:
@@ -71,22 +175,90 @@ class StepClock:
         try:
             yield seconds
         finally:
-            now = self._clock()
             is_outermost = self._depth == 1
-            seconds.append(now - began if is_outermost else 0.0)
+            seconds.append(self._clock() - began if is_outermost else 0.0)
             if self._start is None:
                 self.seconds_before_first_step += seconds[0]
-            self._come_back(now)
+            self._come_back()
 
     def book(self) -> float:
-        """Take the time since the last step's end (or the last booking) out of the next step, and return it."""
-        now = self._clock()
-        seconds = 0.0 if self._waiting_since is None else now - self._waiting_since
-        if self._waiting_since is not None:
-            self._waiting_since = now
-            self._start = self._timer.mark()
-            self._segments.clear()
+        """Take the gap under way, or what is left of it since the last booking, out of the next step; its seconds."""
+        if self._state != _GAP:
+            return 0.0
+        self._turn(_GAP)
+        return self._take_gap_out()
+
+    def begin_own_work(self) -> tuple[int, float] | None:
+        """The monitor has something else to do in a gap; give what is returned to `end_own_work`."""
+        if self._state != _GAP or self._start is None:
+            return None
+        self._turn(_GAP)
+        self._cut()
+        return len(self._segments), self._seconds[_GAP]
+
+    def end_own_work(self, began: tuple[int, float] | None) -> None:
+        """The monitor's own work is part of the step, but neither waiting nor a reason to call the gap long."""
+        if self._state != _GAP or began is None:
+            return
+        self._turn(_GAP)
+        self._cut()
+        at, self._seconds[_GAP] = began
+        own = self._segments[at:]
+        del self._segments[at:]
+        self._segments[self._gap_at : self._gap_at] = own
+        self._gap_at += len(own)
+
+    def other_work(self) -> None:
+        """The model was called without gradients. In a gap, that is no waiting for a batch."""
+        if self._state == _GAP:
+            self._has_seen_other_work = True
+
+    def _open_first(self) -> None:
+        self._start = self._timer.mark()
+        self.first_step_began = self._clock()
+
+    def _end_work(self) -> None:
+        self._go(_OWN)
+        if self._has_batch:  # a loop that opens no steps: its step began with the batch
+            self._seconds[_WORK] += self._seconds[_GAP]
+            self._seconds[_GAP] = 0.0
+            self._has_batch = False
+
+    def _is_gap_kept(self) -> bool:
+        """Whether the gap that has just ended stays in the step, or was taken out and told."""
+        seconds = self._seconds
+        is_outside = self._usual.is_outside(seconds[_GAP], seconds[_WORK], self._has_seen_other_work)
+        if is_outside or self._has_seen_other_work:
+            self._is_unclear = True
+            self._has_seen_other_work = False
+        if is_outside:
+            self.outside(self._take_gap_out())
+        seconds[_GAP] = seconds[_WORK] = 0.0
+        return not is_outside
+
+    def _cut(self) -> None:
+        """The step goes on in a new segment."""
+        mark = self._timer.mark()
+        self._segments.append((self._start, mark))
+        self._start = mark
+
+    def _take_gap_out(self) -> float:
+        seconds, self._seconds[_GAP] = self._seconds[_GAP], 0.0
+        del self._segments[self._gap_at :]
+        self._start = self._timer.mark()
         return seconds
+
+    def _turn(self, state: int) -> None:
+        now = self._clock()
+        self._seconds[self._state] += now - self._since
+        self._state, self._since = state, now
+
+    def _go(self, state: int) -> None:
+        """As `_turn`; in a phase, once that has ended."""
+        if self._depth:
+            self._before_phase = state
+        else:
+            self._turn(state)
 
     def _leave(self) -> None:
         self._depth += 1
@@ -96,10 +268,11 @@ class StepClock:
             self._was_in_step = self._own_time.leave()
         if self._start is not None:
             self._segments.append((self._start, self._timer.mark()))
-        if self._waiting_since is not None:
-            self._wait_seconds = (self._wait_seconds or 0.0) + self._clock() - self._waiting_since
+        self._before_phase = self._state
+        self._turn(_APART)
+        self._usual.leave_gap()
 
-    def _come_back(self, now: float) -> None:
+    def _come_back(self) -> None:
         self._depth -= 1
         if self._depth:
             return
@@ -107,5 +280,5 @@ class StepClock:
             self._own_time.come_back(self._was_in_step)
         if self._start is not None:
             self._start = self._timer.mark()
-        if self._waiting_since is not None:
-            self._waiting_since = now
+        self._usual.come_back_to_gap()
+        self._turn(self._before_phase)

@@ -32,14 +32,19 @@ class Step:
         self._logged.update((name, value) for name, value in given.items() if value is not None)
 
     def micro_batch(self, batch: Any, lengths: Sequence[int] | None = None) -> None:
-        """One of the batches of this step, for gradient accumulation."""
+        """One of the batches of this step, for gradient accumulation.
+
+        When it arrived is known where it comes from `monitor.batches(loader)`; else the step's input wait is not.
+        """
         self._monitor.micro_batch(batch, lengths)
 
     def __enter__(self) -> "Step":
-        self._monitor.start_step()
+        self._monitor._open_step(has_batch=self._batch is not None)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             values = {"epoch": self._epoch, **self._logged}
             self._monitor.log_step(self.number, batch=self._batch, lengths=self._lengths, **values)
+        else:
+            self._monitor._abandon_step()

@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.monitor.batches import Batch, TimedBatches
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.core import DEVICE_SECONDS, Core
 from flopwatch.monitor.environment import rank_and_world_size
+from flopwatch.monitor.outlets import first_line
 from flopwatch.monitor.step_context import Step
 from flopwatch.run_records import Number, Summary
 from flopwatch.sinks.protocol import Sink
@@ -36,8 +38,8 @@ class TrainingMonitor:
         model: The model that is trained, wrapped or not. Without it there are rates but no FLOPs.
         mode: `smart` counts once without running the model, and prices every step by its own shape; `estimate` never
             counts; `profiler` counts every `flops_profile_freq` steps; `hybrid` falls back to `profiler`.
-        sinks: `console`, `tensorboard`, `wandb`, `mlflow`, `prometheus`, `module:Class`, or objects with the methods of
-            `flopwatch.sinks.protocol.Sink`.
+        sinks: One or several of `console`, `tensorboard`, `wandb`, `mlflow`, `prometheus`, `module:Class`, or objects
+            with the methods of `flopwatch.sinks.protocol.Sink`.
         attention: `full` counts every pair of positions, `causal` those not masked.
         loss_fn: From the model's output to the loss, where the model does not return one.
         flops_fn: From a batch to its model FLOPs; replaces counting.
@@ -72,7 +74,7 @@ class TrainingMonitor:
         *,
         model: nn.Module | None = None,
         mode: str | None = None,
-        sinks: Sequence[str | Sink] | None = None,
+        sinks: Sequence[str | Sink] | str | Sink | None = None,
         attention: str | None = None,
         loss_fn: Callable[[Any], torch.Tensor] | None = None,
         flops_fn: Callable[[Any], int] | None = None,
@@ -86,6 +88,7 @@ class TrainingMonitor:
         strict: bool | None = None,
         clock: Clock = monotonic_seconds,
     ) -> None:
+        wanted_sinks = _as_list(sinks)
         self.config, problems = read_config(
             config,
             preset,
@@ -98,7 +101,7 @@ class TrainingMonitor:
             logging_rank=logging_rank,
             data_parallel_size=data_parallel_size,
             strict=strict,
-            sinks=None if sinks is None else tuple(sink for sink in sinks if isinstance(sink, str)),
+            sinks=None if sinks is None else tuple(sink for sink in wanted_sinks if isinstance(sink, str)),
         )
         if self.config.strict:
             refuse_problems(problems)
@@ -112,7 +115,7 @@ class TrainingMonitor:
         if os.environ.get("FLOPWATCH_DISABLE", "") not in ("", "0"):
             return
         rank, world_size = rank_and_world_size()
-        objects = [sink for sink in sinks or () if not isinstance(sink, str)]
+        objects = [sink for sink in wanted_sinks if not isinstance(sink, str)]
         self._core = Core(
             self.config,
             self.output_dir,
@@ -186,7 +189,8 @@ class TrainingMonitor:
         """One optimizer step as a context: `with monitor.step(batch) as step: ... step.log(loss=loss, lr=lr)`.
 
         Args:
-            batch: What the model is given; leave it out and call `step.micro_batch(batch)` with accumulation.
+            batch: What the model is given, which has just arrived; leave it out and call `step.micro_batch(batch)` with
+                accumulation.
             step: The step's number; counted on from the last one without it.
             epoch: Where the training is.
             lengths: Lengths of the documents in the batch, where it does not tell them itself.
@@ -196,9 +200,60 @@ class TrainingMonitor:
         return Step(self, number, epoch, batch, lengths)
 
     def start_step(self) -> None:
-        """The batch is there: the wait for it ends. `step()` does this itself."""
-        if self._core is not None:
-            self._core.step_clock.start_step()
+        """The batch is there: the wait for it ends. `step(batch)` does this itself."""
+        self._open_step(has_batch=True)
+
+    def _open_step(self, *, has_batch: bool) -> None:
+        if self._core is None:
+            return
+        try:
+            self._core.open_step(has_batch=has_batch)
+        except Exception as error:
+            self._failed("start_step", error)
+
+    def _abandon_step(self) -> None:
+        self._do("step", lambda core: core.abandon_step())
+
+    def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
+        """The loader's batches, timed: `for batch in monitor.batches(loader)`. Makes input wait exact in any loop.
+
+        It does not matter whether the loop is around `step()` or inside it. Batches are still given to `step(batch)`,
+        `micro_batch` or `log_step`.
+        """
+        return loader if self._core is None else TimedBatches(loader, self)
+
+    @contextmanager
+    def input_wait(self) -> Iterator[None]:
+        """Time in which a batch is fetched: `with monitor.input_wait(): x, y = get_batch("train")`."""
+        is_timed = self.begin_wait()
+        try:
+            yield
+        finally:
+            if is_timed:
+                self.end_wait()
+
+    def begin_wait(self) -> bool:
+        """A batch is being fetched. False when that is not timed: in a phase, or in another thread."""
+        if self._core is None:
+            return False
+        try:
+            return self._core.step_clock.begin_wait()
+        except Exception as error:
+            self._failed("begin_wait", error)
+            return False
+
+    def end_wait(self, *, has_batch: bool = True) -> None:
+        """The fetching has ended, with a batch or without. After a `begin_wait` that has returned True."""
+        if self._core is None:
+            return
+        try:
+            self._core.step_clock.end_wait(has_batch=has_batch)
+        except Exception as error:
+            self._failed("end_wait", error)
+
+    def end_micro_batch(self) -> None:
+        """The work on a micro-batch has ended, and the loop goes for the next one; before the next `start_step`."""
+        self._do("end_micro_batch", lambda core: core.step_clock.end_micro_batch(), is_own_work=False)
 
     def micro_batch(self, batch: Any, lengths: Sequence[int] | None = None) -> None:
         """One of the batches of the step under way, for gradient accumulation."""
@@ -219,7 +274,7 @@ class TrainingMonitor:
 
     def spent_on(self, name: str) -> None:
         """Book the time since the last step's end (or last booking) to a phase, where only its end is seen."""
-        self._do("spent_on", lambda core: core.spent_on(name))
+        self._do("spent_on", lambda core: core.spent_on(name), is_own_work=False)
 
     def set_phase(self, name: str) -> None:
         """The training's phase, such as `warmup`, `main`, `finetune`: decides how often FLOPs are counted.
@@ -277,6 +332,10 @@ class TrainingMonitor:
         """Record the next steps with torch's profiler into `traces/` of the run's folder, for ui.perfetto.dev."""
         self._do("capture_trace", lambda core: core.trace.ask(steps))
 
+    def says_what_was_not_given(self, says: bool) -> None:
+        """Whether a notice tells of a model or batches that were never given; off where a framework gives them."""
+        self._do("says_what_was_not_given", lambda core: core.set_looks_for_gaps(says))
+
     def set_model(self, model: nn.Module) -> None:
         """The model that is trained, where it was not there when the monitor was made."""
         self._do("set_model", lambda core: core.set_model(model))
@@ -318,33 +377,51 @@ class TrainingMonitor:
 
     def close(self) -> None:
         """Write what is left, end the sinks. Waits for slow ones and for the other ranks, but not for ever."""
-        self._close(after_error=sys.exc_info()[0] is not None)
+        self._close(sys.exc_info()[1])
 
-    def _close(self, *, after_error: bool) -> None:
+    def _close(self, error: BaseException | None, *, is_of_this_run: bool = True) -> None:
         core = self._core
         if core is None:
             return
         try:
-            summary = core.close(after_error=after_error)
+            ended_by = _named(error) if is_of_this_run else None
+            summary = core.close(after_error=error is not None, ended_by=ended_by)
             self.summary = summary if core.ranks.is_logging else None
-        except Exception as error:
-            self._failed("close", error)
+        except Exception as failure:
+            self._failed("close", failure)
         self._core = None
 
     def __enter__(self) -> "TrainingMonitor":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close(after_error=kind is not None)
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
+        self._close(error)
 
-    def _do(self, part: str, action: Callable[[Core], None]) -> None:
-        """Run one part of the monitor so that it cannot harm the training."""
+    def __repr__(self) -> str:
+        return f"TrainingMonitor({str(self.output_dir)!r}: {self._words()})"
+
+    def _words(self) -> str:
+        if self._made is None:
+            return "switched off by FLOPWATCH_DISABLE"
+        if self._made.last_step is None:
+            return "no step yet" if self._core is not None else "closed before the first step"
+        values = self._made.rows.latest
+        shown = [("loss", "training/loss", ".4g"), ("MFU", "perf/mfu_percent", ".3g")]
+        parts = [f"{name} {values[key]:{form}}" for name, key, form in shown if key in values]
+        percent = " %" if "perf/mfu_percent" in values else ""
+        closed = [] if self._core is not None else ["closed"]
+        return ", ".join([f"step {self._made.last_step:,}", *parts]) + percent + "".join(f", {word}" for word in closed)
+
+    def _do(self, part: str, action: Callable[[Core], None], *, is_own_work: bool = True) -> None:
+        """Run one part of the monitor so that it cannot harm the training; its own work is no waiting for a batch."""
         core = self._core
         if core is None:
             return
         entered = self._clock()
         try:
+            began = core.step_clock.begin_own_work() if is_own_work else None
             action(core)
+            core.step_clock.end_own_work(began)
         except Exception as error:
             self._failed(part, error)
         core.own_seconds += self._clock() - entered
@@ -354,8 +431,25 @@ class TrainingMonitor:
             self._core.failed(part, error)
 
 
+def _as_list(sinks: Sequence[str | Sink] | str | Sink | None) -> Sequence[str | Sink]:
+    """One sink is a list of one: the letters of its name are none."""
+    if sinks is None:
+        return ()
+    return sinks if isinstance(sinks, Sequence) and not isinstance(sinks, str) else [sinks]
+
+
 def _close_forgotten(reference: "weakref.ref[TrainingMonitor]") -> None:
     monitor = reference()
     if monitor is not None:
-        has_failed = getattr(sys, "last_value", None) is not None  # an exception ends the process
-        monitor._close(after_error=has_failed)
+        error = getattr(sys, "last_value", None)  # an exception ends the process
+        # In a notebook or a shell it is the last one of any cell or line, and ended none of them.
+        monitor._close(error, is_of_this_run=not (hasattr(sys, "ps1") or "ipykernel" in sys.modules))
+
+
+def _named(error: BaseException | None) -> str | None:
+    """The exception in one line; None without one, and for an exit that is no failure."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return None
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{name}: {first_line(error)}" if str(error).strip() else name

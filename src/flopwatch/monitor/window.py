@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 
 from flopwatch.monitor.batch_reader import Reading, Work, as_work
 from flopwatch.monitor.late_values import Kept, LateValues
-from flopwatch.monitor.law_book import StepFlops
 from flopwatch.monitor.meter import MeasuredStep
 from flopwatch.monitor.step_clock import Segments
+from flopwatch.monitor.step_price import NO_CALLS, StepCalls, StepFlops
 from flopwatch.monitor.timers import StepTimer
 
 _LOOK_SECONDS = 0.001
+
+FlopsOf = Callable[[StepCalls, list[Work]], StepFlops | None]
+"""What a step costs, by its calls and its batches."""
+PeakSeconds = Callable[[StepFlops | None], tuple[float | None, float | None]]
+"""How long a device needs at its peaks for a step's model FLOPs, and for those executed."""
 
 
 @dataclass(slots=True)
@@ -26,10 +31,12 @@ class NotedStep:
     learning_rate: Any
     readings: list[Reading]
     segments: Segments | None
-    input_wait_seconds: float | None
+    waits: Segments | None
     skip_wandb: bool
     more: dict[str, Any]
     user_flops: int | None = None
+    calls: StepCalls = NO_CALLS
+    has_lost_batches: bool = False
 
 
 class SettledStep(NamedTuple):
@@ -64,7 +71,11 @@ class Window:
     busy_seconds_per_step: float | None = None
     scalars: LateValues = field(init=False)
     integers: LateValues = field(init=False)
+    doubt: str | None = None
+    """Why nothing in it is exact."""
     changed_in_place: set[str] = field(default_factory=set)
+    begun: list[SettledStep] = field(default_factory=list)
+    """The steps before, which a checkpoint has settled already."""
 
     def __post_init__(self) -> None:
         for step in self.steps:
@@ -72,6 +83,7 @@ class Window:
             if None in looked_at:
                 self.changed_in_place.add("batch")
             # Of a step whose batches are not all known, nothing is known.
+            step.has_lost_batches = None in looked_at
             step.readings = [] if None in looked_at else [reading for reading in looked_at if reading is not None]
         self.scalars = LateValues([kept.value for kept in self._kept()])
         self.integers = LateValues([t for step in self.steps for r in step.readings for t in r.tensors()])
@@ -93,33 +105,35 @@ class Window:
     def seconds(self) -> float:
         """Of its steps, as far as they have passed."""
         marks = [mark for step in self.steps for mark in step.segments or () if self.timer.has_passed(mark[1])]
-        return sum(self.timer.seconds(start, end) for start, end in marks)
+        settled = sum(step.measured.seconds or 0.0 for step in self.begun)
+        return settled + sum(self.timer.seconds(start, end) for start, end in marks)
 
-    def settle(self, flops_of: Callable[[Work], StepFlops | None]) -> SettledWindow:
-        """Read everything; price every micro-batch."""
+    def settle(self, flops_of: FlopsOf, peak_seconds: PeakSeconds = lambda flops: (None, None)) -> SettledWindow:
+        """Read everything; price every step."""
         scalars = iter(self.scalars.read())
         integers = iter(self.integers.read())
-        steps = [self._settled(step, scalars, integers, flops_of) for step in self.steps]
-        return SettledWindow(steps, self.busy_seconds_per_step)
+        steps = [self._settled(step, scalars, integers, flops_of, peak_seconds) for step in self.steps]
+        return SettledWindow([*self.begun, *steps], self.busy_seconds_per_step)
 
     def _settled(
         self,
         step: NotedStep,
         scalars: Iterator[list[Any]],
         integers: Iterator[list[Any]],
-        flops_of: Callable[[Work], StepFlops | None],
+        flops_of: FlopsOf,
+        peak_seconds: PeakSeconds,
     ) -> SettledStep:
         loss = self._number("loss", step.loss, scalars)
         grad_norm = self._number("grad_norm", step.grad_norm, scalars)
         learning_rate = self._number("lr", step.learning_rate, scalars)
         more = {name: self._number(name, value, scalars) for name, value in step.more.items()} if step.more else {}
         works = [as_work(reading, integers) for reading in step.readings]
-        flops = StepFlops(step.user_flops) if step.user_flops is not None else _sum([flops_of(work) for work in works])
-        segments = step.segments
+        flops = self._flops(step, works, flops_of)
+        model_peak_seconds, hardware_peak_seconds = peak_seconds(flops)
         measured = MeasuredStep(
             step.step,
-            None if segments is None else sum([self.timer.seconds(start, end) for start, end in segments]),
-            step.input_wait_seconds,
+            self._seconds_of(step.segments),
+            self._seconds_of(step.waits),
             _sum_known([work.samples for work in works]),
             _sum_known([work.tokens for work in works]),
             _sum_known([work.real_tokens for work in works]),
@@ -129,6 +143,11 @@ class Window:
             None if flops is None else flops.recompute,
             loss,
             grad_norm,
+            model_peak_seconds=model_peak_seconds,
+            hardware_peak_seconds=hardware_peak_seconds,
+            reason=None if flops is None else flops.reason or self.doubt,
+            is_warm_up=step.calls.count is not None,
+            is_watched=step.calls.count is not None,
         )
         return SettledStep(
             measured,
@@ -138,11 +157,23 @@ class Window:
             step.skip_wandb,
         )
 
+    def _flops(self, step: NotedStep, works: list[Work], flops_of: FlopsOf) -> StepFlops | None:
+        if step.user_flops is not None:
+            return StepFlops(step.user_flops, reason="as the user's flops_fn says")
+        return None if step.has_lost_batches else flops_of(step.calls, works)
+
+    def _seconds_of(self, segments: Segments | None) -> float | None:
+        return None if segments is None else sum([self.timer.seconds(start, end) for start, end in segments])
+
     def _number(self, name: str, value: Any, scalars: Iterator[list[Any]]) -> float | None:
         if value is None or isinstance(value, str):
             return None
         if not isinstance(value, Kept):
-            return float(value)
+            try:
+                return float(value)
+            except (TypeError, ValueError):  # costs this value, and nothing else
+                self.changed_in_place.add(name)
+                return None
         values = next(scalars)
         if len(values) == 1 and value.is_unchanged():
             return float(values[0])
@@ -155,15 +186,6 @@ class Window:
 
 def _scalars_of(step: NotedStep) -> list[tuple[str, Any]]:
     return [("loss", step.loss), ("grad_norm", step.grad_norm), ("lr", step.learning_rate), *step.more.items()]
-
-
-def _sum(parts: Sequence[StepFlops | None]) -> StepFlops | None:
-    total: StepFlops | None = None
-    for part in parts:
-        if part is None:
-            return None
-        total = part if total is None else total + part
-    return total
 
 
 def _sum_known(amounts: Sequence[int | None]) -> int | None:

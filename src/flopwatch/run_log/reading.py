@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flopwatch.errors import InputError
 from flopwatch.run_log.lines import TornLineError, lines_from_end, parse_object, row_step, to_record
-from flopwatch.run_records import Notice, Provenance, Record, Row, RunStart, Summary
+from flopwatch.run_records import PARTIAL_ROW, Notice, Provenance, Record, Row, RunStart, Summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,12 @@ class _RowLine(NamedTuple):
     step: int
     cut_after: float = inf
     """Its later steps were run again."""
+    is_partial: bool = False
+    """Written with a checkpoint; the next row of the session has its steps again."""
 
     def parse(self) -> dict[str, Any] | None:
         """The row; None when none of its steps counts."""
-        row = parse_object(self.line)
+        row = {**parse_object(self.line), "type": "row"}
         return row if self.is_whole else _cut(row, self.cut_after)
 
     @property
@@ -93,7 +95,7 @@ def rows_from_end(path: str | Path) -> Iterator[dict[str, Any]]:
     for found in _current_run(Path(path)):
         if isinstance(found, _RowLine) and found.is_whole:
             with suppress(TornLineError):
-                yield parse_object(found.line)
+                yield found.parse() or {}
 
 
 def _current_run(path: Path) -> Iterator[_Found]:
@@ -101,9 +103,13 @@ def _current_run(path: Path) -> Iterator[_Found]:
     last_valid_step = inf
     superseded: _RowLine | None = None  # the oldest one so far; its first steps may still count
     is_last_of_session = True
+    has_later_row = False  # of the same session
     for line in lines_from_end(path):
         found = _read_line(line, may_be_torn=is_last_of_session)
         is_last_of_session = isinstance(found, RunStart)
+        if isinstance(found, _RowLine) and found.is_partial and has_later_row:
+            continue
+        has_later_row = (has_later_row or isinstance(found, _RowLine)) and not isinstance(found, RunStart)
         if isinstance(found, _RowLine) and found.step > last_valid_step:
             superseded = found._replace(cut_after=last_valid_step)
             continue
@@ -134,8 +140,11 @@ def _read_line(line: bytes, *, may_be_torn: bool) -> _Found | None:
     if step is not None and not may_be_torn:
         return _RowLine(line, step)
     try:
-        record = to_record(parse_object(line))
-    except TornLineError:
+        content = parse_object(line)
+        if content.get("type") == PARTIAL_ROW:
+            return _RowLine(line, int(content["step"]), is_partial=True)
+        record = to_record(content)
+    except (TornLineError, KeyError):
         return _Torn()
     return _RowLine(line, record.step) if isinstance(record, Row) else record
 

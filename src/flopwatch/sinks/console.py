@@ -151,9 +151,14 @@ def _notice(notice: Notice) -> Text:
 
 def _end(summary: Summary) -> Group:
     where = "before the first row" if summary.step is None else f"at step {summary.step:,}"
+    ended = f"ended {where}" if summary.ended_by is None else f"was ended {where} by {_cause(summary.ended_by)}"
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(style="bold")
     for label, text in console_text.summary_lines(summary):
         table.add_row(label, Text(text, style="red" if label.endswith(("failed", "lost")) else ""))
-    return Group(Text(f"\nThe run ended {where}.", style="bold"), table)
+    return Group(Text(f"\nThe run {ended}.", style="bold"), table)
+
+
+def _cause(ended_by: str) -> str:
+    return "Ctrl-C" if ended_by == "KeyboardInterrupt" else ended_by.rstrip(".")

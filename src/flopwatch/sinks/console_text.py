@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 
 from flopwatch.run_records import Number, Provenance, Row, RunStart, Summary
 
+LONG_WAIT_PERCENT = 10.0
+"""From here on the wait for input is worth a word on every line."""
+
 
 def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
     """A row as label, figure and unit of each part, the most wanted first.
@@ -19,6 +22,8 @@ def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
     for label, key in (("MFU", "perf/mfu_percent"), ("HFU", "perf/hfu_percent")):
         if key in values:
             parts.append((label, f"{percent(values[key]):>5}", ""))
+    if values.get("perf/input_wait_percent", 0) > LONG_WAIT_PERCENT:
+        parts.append(("input wait", percent(values["perf/input_wait_percent"]), ""))
     if "perf/tokens_per_second" in values:
         parts.append(("", f"{scaled(values['perf/tokens_per_second']):>5}", " tok/s"))
     if "perf/step_time" in values:
@@ -65,6 +70,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ("loss", _of(values, "training/loss", _loss)),
         ("MFU", _of(values, "perf/mfu_percent", percent)),
         ("HFU", _of(values, "perf/hfu_percent", percent)),
+        ("input wait", _long_wait(values)),
         ("tokens", _of(values, "total/tokens", scaled)),
         ("tokens/s", _of(values, "perf/tokens_per_second", scaled)),
         ("model FLOPs", _of(values, "total/model_flops", scaled_flops)),
@@ -73,6 +79,11 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         *((f"{part} failed", why) for part, why in summary.failed_parts.items()),
     ]
     return [(label, text) for label, text in lines if text is not None]
+
+
+def _long_wait(values: Mapping[str, Number]) -> str | None:
+    wait = values.get("perf/input_wait_percent", 0)
+    return f"{percent(wait)} of the time in steps" if wait > LONG_WAIT_PERCENT else None
 
 
 def _of(values: Mapping[str, Number], key: str, shown: Callable[[float], str]) -> str | None:

@@ -18,11 +18,15 @@ class TensorBoardSink:
     TensorBoard is told to forget the steps that run again after a resume, and all of them after a fresh start in the
     same folder. It keeps numbers as 32-bit floats, so totals are rounded in the 8th digit; the JSON log has them exact.
 
+    The file lies in a folder `flopwatch` of its own, which TensorBoard shows as a run of that name. In a folder that
+    the training writes to as well, "forget" would take the training's points too, and TensorBoard, which reads a
+    folder file by file and never goes back, would miss what is written to one file while it reads the other.
+
     Not by TensorBoard's own EventFileWriter: it writes in yet another thread, whose errors surface late and whose CPU
     time nobody would count.
 
     Args:
-        log_dir: Where the event file goes; `tensorboard --logdir` takes it or a folder above it.
+        log_dir: Gets the folder `flopwatch`; `tensorboard --logdir` takes it or a folder above it.
         flush_seconds: The file lags behind by so much at most; TensorBoard looks every 30 seconds by default.
     """
 
@@ -30,7 +34,7 @@ class TensorBoardSink:
 
     def __init__(self, log_dir: Path | str, flush_seconds: float = 30.0, clock: Clock = monotonic_seconds) -> None:
         self.gather_seconds = 0.8 * flush_seconds  # less, so that a burst of rows is flushed once, at its end
-        self._log_dir = Path(log_dir)
+        self._log_dir = Path(log_dir) / "flopwatch"
         self._flush_seconds = flush_seconds
         self._clock = clock
         self._flushed_at = clock()

@@ -1,4 +1,4 @@
-"""Weights & Biases: into the run that is active, or one of our own."""
+"""Weights & Biases: into a run of our own, beside the one that is active."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -9,31 +9,42 @@ from typing import Any
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.metrics import STEP_KEY
 from flopwatch.optional import require
-from flopwatch.run_records import Notice, Provenance, Record, Row, RunStart
+from flopwatch.run_records import Notice, Provenance, Record, Row, RunStart, Summary
+
+_SUFFIX = "-flopwatch"
 
 
 class WandbSink:
     """Logs one history row per logging window, with `global_step` as the x-axis of every key it logs.
 
-    A run is looked for, or started, at the first row: by then the training has called `wandb.init` if it ever will.
-    A run of our own is no `wandb.run`, captures no output and leaves a later `wandb.init` of yours alone; W&B's
-    environment variables (`WANDB_MODE`, `WANDB_PROJECT`, `WANDB_DIR`, ...) hold for it. A run of yours is not finished.
+    W&B has one step counter per run. A row of ours would advance it, and W&B drops every later row of the training
+    that has a smaller step; a row that W&B still holds open (`commit=False`, or `step=` without a next one) would be
+    closed or mixed with ours. No option of `run.log` avoids both, so our rows go into a run of our own. Beside a run
+    of yours it has its project, group, mode and folder, the id `<your id>-flopwatch` and the name `<yours>
+    (flopwatch)`; your run gets the totals at the end as `summary["flopwatch"]` and nothing else.
 
-    Steps are never passed as W&B's own step, so rows of yours and ours cannot push each other out of order.
+    The run is started at the first row: by then the training has called `wandb.init` if it ever will. It is no
+    `wandb.run`, captures no output and leaves a later `wandb.init` of yours alone. W&B's environment variables
+    (`WANDB_MODE`, `WANDB_PROJECT`, `WANDB_DIR`, ...) hold for it, except that `WANDB_RUN_ID` is left to your own run.
 
     Args:
-        output_dir: Where W&B puts its files, unless `WANDB_DIR` says otherwise.
+        output_dir: Where W&B puts its files, unless `WANDB_DIR` or a run of yours says otherwise.
         project: As for `wandb.init`, like everything in `init`.
+        into_active_run: True logs into the run that is active, for a training that logs nothing to it itself.
     """
 
     name = "wandb"
     gather_seconds = 15.0
 
-    def __init__(self, output_dir: Path | str, project: str | None = None, **init: Any) -> None:
+    def __init__(
+        self, output_dir: Path | str, project: str | None = None, *, into_active_run: bool = False, **init: Any
+    ) -> None:
         self._output_dir = Path(output_dir)
-        self._init = {"project": project, **init}
+        self._init = init if project is None else {"project": project, **init}
+        self._into_active_run = into_active_run
         self._run: Any = None
         self._is_ours = False
+        self._users_run: Any = None
         self._connection_lost = False
         self._before_first_row: list[Record] = []
         self._defined: set[str] = set()
@@ -81,7 +92,8 @@ class WandbSink:
 
     def _open(self) -> None:
         wandb = require("wandb", "wandb")
-        self._is_ours = wandb.run is None
+        self._is_ours = wandb.run is None or not self._into_active_run
+        self._users_run = wandb.run if self._is_ours else None
         self._run = self._start(wandb) if self._is_ours else wandb.run
         self._run.define_metric(STEP_KEY)
         for record in self._before_first_row:
@@ -89,18 +101,34 @@ class WandbSink:
         self._before_first_row.clear()
 
     def _start(self, wandb: Any) -> Any:
+        options = {"reinit": "create_new", **self._place(), **self._init}
         settings = self._init.get("settings")
         if settings is None or isinstance(settings, Mapping):
-            settings = {"console": "off", **(settings or {})}
-        options = {"reinit": "create_new", **self._init, "settings": settings}
-        if "dir" not in options and not os.environ.get("WANDB_DIR"):
-            self._output_dir.mkdir(parents=True, exist_ok=True)
-            options["dir"] = str(self._output_dir)
+            options["settings"] = {**self._settings(), **(settings or {})}
+        _refuse_an_id_of_others(wandb)
         _refuse_to_prompt(wandb, options.get("mode"))
         run = wandb.init(**options)
         # Off the list, or a later wandb.init of the training is handed this run, whatever project it names.
         wandb.setup().remove_active_run(run)
         return run
+
+    def _settings(self) -> dict[str, Any]:
+        if self._users_run is None:
+            return {"console": "off"}
+        # The user's run already records the machine.
+        return {"console": "off", "x_disable_stats": True, "base_url": self._users_run.settings.base_url}
+
+    def _place(self) -> dict[str, Any]:
+        """Beside the training's own run, or where nobody else is."""
+        if self._users_run is not None:
+            return _beside(self._users_run)
+        place: dict[str, Any] = {}
+        if os.environ.get("WANDB_RUN_ID"):  # a later wandb.init of the training takes it
+            place |= {"id": os.environ["WANDB_RUN_ID"] + _SUFFIX, "resume": "allow"}
+        if "dir" not in self._init and not os.environ.get("WANDB_DIR"):
+            self._output_dir.mkdir(parents=True, exist_ok=True)
+            place["dir"] = str(self._output_dir)
+        return place
 
     def _take(self, record: Record) -> None:
         if isinstance(record, Row):
@@ -115,11 +143,37 @@ class WandbSink:
             else:
                 self._summary = record.to_json()
             self._run.summary["flopwatch"] = {**self._summary, "messages": self._messages}
+            self._tell_users_run(record)
+
+    def _tell_users_run(self, record: Record) -> None:
+        """Its summary is not part of its rows. It may be finished by now, and then it stays as it is."""
+        if self._users_run is not None and isinstance(record, Summary):
+            with suppress(Exception):
+                self._users_run.summary["flopwatch"] = {**self._summary, "run": self._run.id}
 
     def _define(self, row: Row) -> None:
         for key in row.values.keys() - self._defined:
             self._run.define_metric(key, step_metric=STEP_KEY)
             self._defined.add(key)
+
+
+def _beside(run: Any) -> dict[str, Any]:
+    """What `wandb.init` needs for a run that lies where this one does. A resume of this one resumes ours too."""
+    mode = "disabled" if run.disabled else "offline" if run.offline else "online"
+    names = {"name": f"{run.name} (flopwatch)" if run.name else None, "job_type": "flopwatch"}
+    place = {"project": run.project, "entity": run.entity or None, "group": run.group or None}
+    return {**place, **names, "id": run.id + _SUFFIX, "resume": "allow", "mode": mode, "dir": run.settings.root_dir}
+
+
+def _refuse_an_id_of_others(wandb: Any) -> None:
+    """There W&B ignores the id it is given: our run would get the one of the training's own."""
+    settings = wandb.setup().settings
+    if settings.sweep_id or settings.launch:
+        raise InputError(
+            f"in a {'sweep' if settings.sweep_id else 'launch'} W&B gives every run of a process the same id, so our "
+            "rows cannot have a run of their own; add them to yours with wandb.log({..., **monitor.latest}), or, if "
+            "you log nothing to W&B yourself, configure sink_options: {wandb: {into_active_run: true}}"
+        )
 
 
 def _refuse_to_prompt(wandb: Any, mode: str | None) -> None:

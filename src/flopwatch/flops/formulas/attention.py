@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
+from flopwatch.records import AttentionConvention
 
 MASK_NOT_READABLE = "the attention mask is computed from activations and could not be read: counted as full attention"
 
@@ -41,7 +42,7 @@ _POSITIONS_FIRST = [
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class AttentionSizes:
     """What the products run over: (pairs of positions) x heads, summed over the batch, and the two widths."""
 
     pairs: int
@@ -50,33 +51,33 @@ class _Sizes:
     note: str | None = None
 
 
-@formula(*_HEADS_FIRST, "aten::_cudnn_attention_forward")
+@formula(*_HEADS_FIRST, "aten::_cudnn_attention_forward", "torchao::qscaled_dot_product")
 def _heads_first_forward(call: OpCall) -> OpFlops:
-    return _forward(_heads_first_sizes(call))
+    return forward_flops(_heads_first_sizes(call))
 
 
 @formula(*(name + "_backward" for name in _HEADS_FIRST))
 def _heads_first_backward(call: OpCall) -> OpFlops:
-    return _backward(_heads_first_sizes(call), call.needs_grad)
+    return backward_flops(_heads_first_sizes(call), call.needs_grad)
 
 
 @formula(
     *_POSITIONS_FIRST, *(name + "_forward" for name in _POSITIONS_FIRST), *(name + "_fwd" for name in _POSITIONS_FIRST)
 )
 def _positions_first_forward(call: OpCall) -> OpFlops:
-    return _forward(_positions_first_sizes(call))
+    return forward_flops(_positions_first_sizes(call))
 
 
 @formula(*(name + "_backward" for name in _POSITIONS_FIRST), *(name + "_bwd" for name in _POSITIONS_FIRST))
 def _positions_first_backward(call: OpCall) -> OpFlops:
-    return _backward(_positions_first_sizes(call), call.needs_grad)
+    return backward_flops(_positions_first_sizes(call), call.needs_grad)
 
 
-def _forward(sizes: _Sizes) -> OpFlops:
+def forward_flops(sizes: AttentionSizes) -> OpFlops:
     return OpFlops(2 * sizes.pairs * (sizes.query_width + sizes.value_width), note=sizes.note)
 
 
-def _backward(sizes: _Sizes, needs_grad: tuple[bool, ...]) -> OpFlops:
+def backward_flops(sizes: AttentionSizes, needs_grad: tuple[bool, ...]) -> OpFlops:
     query, key, value = needs_grad[:3] if len(needs_grad) >= 3 else (True, True, True)
     widths = (query + key) * sizes.query_width + (value + (query or key)) * sizes.value_width
     executed = 3 * sizes.query_width + 2 * sizes.value_width
@@ -134,52 +135,50 @@ def _stand_in(tensor: Any) -> torch.Tensor:
     return row.expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
 
-def unfused_forward(call: AttentionCall) -> OpFlops:
-    return _forward(_unmasked_sizes(call.query, call.key, call.value, call.mask, is_causal=call.is_causal))
+def unfused_forward(call: AttentionCall, attention: AttentionConvention) -> OpFlops:
+    return forward_flops(_unfused_sizes(call, attention))
 
 
-def unfused_backward(call: AttentionCall, needs_grad: tuple[bool, ...]) -> OpFlops:
+def unfused_backward(call: AttentionCall, attention: AttentionConvention, needs_grad: tuple[bool, ...]) -> OpFlops:
     """Products run one by one: the scores are still there, and what nobody needs is not computed."""
-    sizes = _unmasked_sizes(call.query, call.key, call.value, call.mask, is_causal=call.is_causal)
-    return OpFlops(_backward(sizes, needs_grad).needed, note=sizes.note)
+    sizes = _unfused_sizes(call, attention)
+    return OpFlops(backward_flops(sizes, needs_grad).needed, note=sizes.note)
 
 
-def attention_forward_flops(query: Any, key: Any, value: Any) -> OpFlops:
-    """Full attention over tensors laid out (batch, heads, positions, width)."""
-    return _forward(_full_sizes(query, key, value))
+def _unfused_sizes(call: AttentionCall, attention: AttentionConvention) -> AttentionSizes:
+    if attention == "full":
+        return full_sizes(call.query, call.key, call.value)
+    return _unmasked_sizes(call.query, call.key, call.value, call.mask, is_causal=call.is_causal)
 
 
-def attention_backward_flops(query: Any, key: Any, value: Any) -> OpFlops:
-    return _backward(_full_sizes(query, key, value), ())
-
-
-def _full_sizes(query: Any, key: Any, value: Any) -> _Sizes:
+def full_sizes(query: Any, key: Any, value: Any) -> AttentionSizes:
+    """All pairs, of tensors laid out (batch, heads, positions, width)."""
     batch, heads, queries, width = query.shape
-    return _Sizes(batch * heads * queries * key.shape[-2], width, value.shape[-1])
+    return AttentionSizes(batch * heads * queries * key.shape[-2], width, value.shape[-1])
 
 
-def _heads_first_sizes(call: OpCall) -> _Sizes:
+def _heads_first_sizes(call: OpCall) -> AttentionSizes:
     query, key, value = _operands(call)
     if call.attention == "full":
-        return _full_sizes(query, key, value)
+        return full_sizes(query, key, value)
     mask = next((call.arguments[name] for name in ("attn_mask", "attn_bias") if _given(call, name)), None)
     return _unmasked_sizes(query, key, value, mask, is_causal=bool(call.arguments.get("is_causal")))
 
 
-def _unmasked_sizes(query: Any, key: Any, value: Any, mask: torch.Tensor | None, *, is_causal: bool) -> _Sizes:
-    full = _full_sizes(query, key, value)
+def _unmasked_sizes(query: Any, key: Any, value: Any, mask: torch.Tensor | None, *, is_causal: bool) -> AttentionSizes:
+    full = full_sizes(query, key, value)
     if mask is not None:
         pairs = _unmasked_pairs(mask, full.pairs)
         note = MASK_NOT_READABLE if pairs is None else None
-        return _Sizes(full.pairs if pairs is None else pairs, full.query_width, full.value_width, note)
+        return AttentionSizes(full.pairs if pairs is None else pairs, full.query_width, full.value_width, note)
     if not is_causal:
         return full
     batch, heads, queries, _ = query.shape
     pairs = batch * heads * causal_pairs(queries, key.shape[-2], last_aligned=False)
-    return _Sizes(pairs, full.query_width, full.value_width)
+    return AttentionSizes(pairs, full.query_width, full.value_width)
 
 
-def _positions_first_sizes(call: OpCall) -> _Sizes:
+def _positions_first_sizes(call: OpCall) -> AttentionSizes:
     query, key, value = _operands(call)
     query_lengths = _lengths(call, query, ("cum_seq_q", "cu_seqlens_q", "cu_seq_q"))
     key_lengths = _lengths(call, key, ("cum_seq_k", "cu_seqlens_k", "cu_seq_k")) or query_lengths
@@ -191,7 +190,7 @@ def _positions_first_sizes(call: OpCall) -> _Sizes:
         causal_pairs(queries, keys, last_aligned=True) if causal else queries * keys
         for queries, keys in zip(query_lengths, key_lengths, strict=True)
     )
-    return _Sizes(query.shape[-2] * pairs, query.shape[-1], value.shape[-1])
+    return AttentionSizes(query.shape[-2] * pairs, query.shape[-1], value.shape[-1])
 
 
 def causal_pairs(queries: int, keys: int, *, last_aligned: bool) -> int:

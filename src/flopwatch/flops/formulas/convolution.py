@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from flopwatch.flops.formulas.registry import OpCall, formula
+from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
 
 
 @formula("aten::convolution", "aten::_convolution", "aten::convolution_overrideable", "aten::cudnn_convolution")
@@ -28,6 +28,36 @@ def _convolution_backward(call: OpCall) -> int:
         transposed=arguments["transposed"],
     )
     return once * (int(grad_input) + int(grad_weight))
+
+
+@formula("aten::conv_tbc")
+def _conv_tbc(call: OpCall) -> int:
+    """Time first: one product per tap of the kernel, over the steps where it does not meet padding alone."""
+    length, batch, _ = call.arguments["self"].shape
+    taps, channels_in, channels_out = call.arguments["weight"].shape
+    pad, out_length = call.arguments["pad"], call.out.shape[0]
+    steps = (min(length + pad - tap, out_length) - max(0, pad - tap) for tap in range(taps))
+    return sum(2 * max(0, count) * batch * channels_in * channels_out for count in steps)
+
+
+@formula("torchvision::deform_conv2d")
+def _deformable(call: OpCall) -> int:
+    """Sampling at shifted places makes the columns; then it is an ordinary convolution (arXiv 1703.06211)."""
+    return convolution_flops(
+        call.arguments["input"].shape, call.arguments["weight"].shape, call.out.shape, transposed=False
+    )
+
+
+@formula("torchvision::_deform_conv2d_backward")
+def _deformable_backward(call: OpCall) -> OpFlops:
+    """Two products: the columns' gradient, which input, offsets and mask share, and the weight's. Both always run."""
+    arguments = call.arguments
+    once = convolution_flops(
+        arguments["input"].shape, arguments["weight"].shape, arguments["grad"].shape, transposed=False
+    )
+    data, weight, offset, mask = call.needs_grad[:4] if len(call.needs_grad) >= 4 else (True,) * 4
+    needed = int(data or offset or mask) + int(weight)
+    return OpFlops(once * needed, once * (2 - needed))
 
 
 def convolution_flops(

@@ -32,6 +32,19 @@ def _bmm(call: OpCall) -> int:
     return matmul_flops(batch * rows, contracted, call.arguments["mat2"].shape[2])
 
 
+@formula("aten::_foreach_mm")
+def _foreach_mm(call: OpCall) -> int:
+    pairs = zip(call.arguments["self"], call.arguments["mat2"], strict=True)
+    return sum(matmul_flops(left.shape[0], left.shape[1], right.shape[1]) for left, right in pairs)
+
+
+@formula("aten::linear_backward", "aten::mkldnn_linear_backward")
+def _linear_backward(call: OpCall) -> int:
+    data, weight = call.arguments["self"], call.arguments["weight"]
+    grad_input, grad_weight, _ = call.arguments["output_mask"]
+    return matmul_flops(prod(data.shape[:-1]), data.shape[-1], weight.shape[0]) * (int(grad_input) + int(grad_weight))
+
+
 @formula("aten::baddbmm", "aten::addbmm")
 def _baddbmm(call: OpCall) -> int:
     batch, rows, contracted = call.arguments["batch1"].shape

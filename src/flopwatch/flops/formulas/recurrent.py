@@ -14,17 +14,19 @@ def _mkldnn_rnn(call: OpCall) -> int:
 
 @formula("aten::mkldnn_rnn_layer_backward")
 def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
-    """The kernel computes every gradient; the input's and the first state's are needed only where they are asked for.
+    """The kernel computes every gradient; needed are those asked for, and the state's, through which all others go.
 
     The state's first gradient leads to the state a sequence began with: one product less where nobody needs that.
     """
     data, into_gates, from_state = (call.arguments[name] for name in ("input", "weight1", "weight2"))
     tokens, samples = prod(data.shape[:-1]), call.arguments["hx_"].shape[-2]
-    input_needs, state_needs = (call.needs_grad[0], call.needs_grad[5]) if len(call.needs_grad) > 5 else (True, True)
-    once = _rnn_flops(data.shape, [into_gates, from_state])
-    spared = 2 * samples * prod(from_state.shape) * (not state_needs)
-    spared += 2 * tokens * prod(into_gates.shape) * (not input_needs)
-    return OpFlops(2 * once - spared, spared)
+    asked = call.needs_grad if len(call.needs_grad) > 5 else (True,) * 6
+    into_gates_flops, from_state_flops = 2 * tokens * prod(into_gates.shape), 2 * tokens * prod(from_state.shape)
+    spared = into_gates_flops * (not asked[0])
+    spared += into_gates_flops * (not asked[1])
+    spared += from_state_flops * (not asked[2])
+    spared += 2 * samples * prod(from_state.shape) * (not asked[5])
+    return OpFlops(2 * (into_gates_flops + from_state_flops) - spared, spared)
 
 
 @formula("aten::_cudnn_rnn", "aten::miopen_rnn")

@@ -110,12 +110,12 @@ def find_formula(func: torch._ops.OpOverload[Any, Any]) -> Formula | None:
 
 
 def bind(func: torch._ops.OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's arguments by the names in the op's schema."""
+    """The call's arguments by the names in the op's schema, and in its order."""
     schema = func._schema.arguments
     bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     bound.update(zip((argument.name for argument in schema), args, strict=False))
     bound.update(kwargs)
-    return bound
+    return {argument.name: bound[argument.name] for argument in schema if argument.name in bound}
 
 
 def unbind(call: OpCall) -> tuple[list[Any], dict[str, Any]]:

@@ -4,6 +4,9 @@ Model FLOPs and tokens belong to the model and the global batch, not to the shar
 together (tensor, context, pipeline parallel) each tell of it, and it is counted once.
 """
 
+from collections.abc import Sequence
+
+from flopwatch.monitor.meter import MeasuredStep
 from flopwatch.monitor.ranks.reports import AMOUNTS, RATED, Amount, RankReport
 from flopwatch.monitor.ranks.stragglers import Straggler
 from flopwatch.run_records import Number
@@ -54,6 +57,19 @@ def job_values(report: RankReport, data_parallel_size: int) -> dict[str, Number]
     if report.counted_steps and counted_steps < report.told_steps:
         values["perf/counted_steps_percent"] = 100 * counted_steps / report.told_steps
     return values | _shares(totals)
+
+
+def with_job_wait(steps: Sequence[MeasuredStep], report: RankReport) -> list[MeasuredStep]:
+    """One rank's steps, with the mean of all ranks as their wait for input: what the run's total is made of.
+
+    The ranks tell of the steps that count for rates; of the others this rank's own wait is all there is.
+    """
+    if report.input_wait.ranks != report.ranks or not report.timed_steps:
+        return list(steps)
+    wait = report.input_wait.total / 1e9 / report.timed_steps
+    return [
+        step if step.seconds is None or step.is_warm_up else step._replace(input_wait_seconds=wait) for step in steps
+    ]
 
 
 def _rates(report: RankReport, data_parallel_size: int) -> dict[str, Number]:

@@ -19,6 +19,7 @@ from flopwatch.monitor.ranks import group as ranks_group
 from flopwatch.monitor.ranks.alignment import aligned
 from flopwatch.monitor.ranks.parking import park
 from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, extend
+from flopwatch.monitor.ranks.shared_devices import DeviceCensus
 from flopwatch.monitor.ranks.tree import children, parent
 
 _PLAN_TAG, _REPORT_TAG, _END_TAG = 1, 2, 3
@@ -53,10 +54,14 @@ class RankLink:
         plan: From the logging rank; None until it has come.
         failure: Why the link has ended; None while it works.
         cpu_seconds: Of its thread.
+        ranks_on_device: How many ranks compute on this one's device; None until it is known.
     """
 
-    def __init__(self, name: str, rank: int, world_size: int, logging_rank: int) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, logging_rank: int, device: str = "") -> None:
         self._name = name
+        self._device = device
+        self._world_size = world_size
+        self._census: DeviceCensus | None = None
         self._rank = rank
         self._parent = parent(rank, logging_rank, world_size)
         self._children = children(rank, logging_rank, world_size)
@@ -71,6 +76,7 @@ class RankLink:
         self.plan: RunPlan | None = None
         self.failure: str | None = None
         self.cpu_seconds = 0.0
+        self.ranks_on_device: int | None = None
         self._thread = threading.Thread(target=self._run, name="flopwatch-ranks", daemon=True)
         self._thread.start()
         _links.add(self)
@@ -139,6 +145,7 @@ class RankLink:
     def _run(self) -> None:
         try:
             store = ranks_group.open_store(self._name)
+            self._census = DeviceCensus(store, self._device, self._world_size)
             group = self._group = ranks_group.open_group(store)
             self._pass_plan_on(store, group)
             own = self._own_reports()
@@ -161,11 +168,11 @@ class RankLink:
 
     def _pass_plan_on(self, store: Any, group: Any) -> None:
         if self._parent is None:
-            with self._changed:
-                self._changed.wait_for(lambda: self.plan is not None or self._is_finished)
+            self._wait_for_own_plan()
             message = pickle.dumps(self.plan)
         else:
             message = self._receive_plan(self._parent, store, group)
+        self._look_at_devices(is_final=True)
         store.set(_has_plan(self._rank), "")
         missing, ends = set(self._children), time.monotonic() + _CHILD_SECONDS
         for pause in ranks_group.pauses():
@@ -181,12 +188,25 @@ class RankLink:
                 self.plan = pickle.loads(message)  # from a rank of the same training
                 self._changed.notify_all()
 
+    def _wait_for_own_plan(self) -> None:
+        for pause in ranks_group.pauses():
+            with self._changed:
+                seconds = None if self.ranks_on_device is not None else pause
+                if self._changed.wait_for(lambda: self.plan is not None or self._is_finished, seconds):
+                    return
+            self._look_at_devices()
+
+    def _look_at_devices(self, *, is_final: bool = False) -> None:
+        if self._census is not None and self.ranks_on_device is None:
+            self.ranks_on_device = self._census.ranks(is_final=is_final)
+
     def _receive_plan(self, teller: int, store: Any, group: Any) -> bytes:
         for pause in ranks_group.pauses():
             if ranks_group.is_set(store, _has_plan(teller)):
                 break
             if self._is_given_up.wait(pause):
                 raise FlopwatchError(f"nothing has come from rank {teller}")
+            self._look_at_devices()
         store.set(_listens(self._rank), "")
         size = int.from_bytes(self._receive(group, teller, _LENGTH_BYTES, _PLAN_TAG), "little")
         return self._receive(group, teller, size, _PLAN_TAG)

@@ -5,13 +5,17 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+
 from flopwatch.monitor import notices
+from flopwatch.monitor.meter import input_wait_share
 from flopwatch.monitor.notices import Tell
 from flopwatch.monitor.ranks import group
 from flopwatch.monitor.ranks.hold_ups import HoldUps
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
 from flopwatch.monitor.ranks.own_time import OwnTime, profile_of
 from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
+from flopwatch.monitor.ranks.shared_devices import device_identity, ranks_by_launcher
 from flopwatch.monitor.window import SettledStep
 
 _monitors_of: Counter[str] = Counter()
@@ -47,19 +51,30 @@ class Rank:
         self.own_time = OwnTime() if world_size > 1 else None
         self._hold_ups: HoldUps | None = None
         self.window_steps: int | None = None
+        self._device_type = "cpu"
         self._incomplete: deque[list[SettledStep]] = deque()
 
-    def start(self, log: str) -> None:
+    def start(self, log: str, device: torch.device) -> None:
         """Look for the other ranks of the run with this log; nobody waits for them."""
+        self._device_type = device.type
         _monitors_of[log] += 1
         if self.world_size == 1:
             return
         if not group.is_possible():
             self._tell(*notices.ranks_unknown(self.rank, self.world_size))
             return
-        self.link = RankLink(f"{log}/{_monitors_of[log]}", self.rank, self.world_size, self._logging_rank)
+        name, identity = f"{log}/{_monitors_of[log]}", device_identity(device)
+        self.link = RankLink(name, self.rank, self.world_size, self._logging_rank, identity)
         if self.own_time is not None:
             self._hold_ups = HoldUps(self.own_time)
+
+    @property
+    def ranks_on_device(self) -> int:
+        """How many ranks compute on this one's device: as they have told each other, else as the launcher says."""
+        if self.world_size == 1:
+            return 1
+        told = None if self.link is None else self.link.ranks_on_device
+        return ranks_by_launcher(self._device_type) if told is None else told
 
     @property
     def is_complete(self) -> bool:
@@ -96,10 +111,11 @@ class Rank:
         measured = [step.measured for step in steps]
         if busy_seconds_per_step is None or any(step.is_warm_up or step.seconds is None for step in measured):
             return None
-        waits = [step.input_wait_seconds for step in measured if step.input_wait_seconds is not None]
+        waiting = input_wait_share(measured)
         held = None if self._hold_ups is None else self._hold_ups.share()
         seconds = sum(step.seconds or 0.0 for step in measured)
-        return profile_of(len(measured), seconds, sum(waits) if waits else None, busy_seconds_per_step, held)
+        waited = None if waiting is None else waiting * seconds
+        return profile_of(len(measured), seconds, waited, busy_seconds_per_step, held)
 
     def tell(
         self, steps: list[SettledStep], peak_flops_per_s: float | None, busy_seconds_per_step: float | None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flopwatch.monitor.meter import MeasuredStep
+from flopwatch.monitor.meter import MeasuredStep, input_wait_share
 
 AMOUNTS = (
     "samples",
@@ -190,7 +190,7 @@ def report_of(
     """
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
     seconds = sum([step.seconds or 0.0 for step in timed])
-    waits = [step.input_wait_seconds for step in timed if step.input_wait_seconds is not None]
+    waiting = input_wait_share(timed)  # of steps whose wait is not known, the share of the others is assumed
     # Of steps without FLOPs the time does not count either; a rank that is given no batch at all lends its device.
     counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
     counted_seconds = sum(counted) if counted else seconds
@@ -201,7 +201,7 @@ def report_of(
         timed=tuple(_amount(timed, name) for name in AMOUNTS),
         timed_steps=len(timed),
         seconds=seconds,
-        input_wait=Amount(round(sum(waits) * 1e9), 1) if waits else Amount(),
+        input_wait=Amount() if waiting is None else Amount(round(waiting * seconds * 1e9), 1),
         known_seconds=tuple(_seconds_with(timed, name) for name in RATED),
         told_steps=sum(step.samples is not None or step.model_flops is not None for step in steps),
         counted_steps=sum(step.model_flops is not None for step in steps),
@@ -212,7 +212,7 @@ def report_of(
         own_squares=0.0 if profile is None else profile.own**2,
         slowest=None if profile is None else (rank, profile),
         fastest=None if profile is None else Extreme(rank, profile.own),
-        longest_wait=Extreme(rank, sum(waits) / seconds) if waits and seconds > 0 else None,
+        longest_wait=None if waiting is None else Extreme(rank, waiting),
     )
 
 

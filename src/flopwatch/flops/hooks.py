@@ -1,0 +1,210 @@
+"""Hooks of the live model on its stand-in: they are part of what runs, but must not reach the user's own objects.
+
+A hook is run on the stand-in where all that it can reach can be copied: the function is made anew with its closure,
+defaults and globals mapped to modules, tensors and containers of the stand-in. A hook that holds anything else (a
+logger, a file, an object of the user's) is left behind, and the count says so. Hooks of wrappers that only move data or
+watch are left behind without a word.
+"""
+
+import builtins
+import dis
+import functools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+Value = Callable[[Any], Any]
+
+FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+OTHER_TABLES = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
+HOOK_TABLES = (*FORWARD_TABLES, *OTHER_TABLES, *BACKWARD_TABLES)
+
+# Hooks these libraries install are part of the model and touch nothing else (old-style weight norm, captured hidden
+# states): they run as they are.
+_COMPUTE = ("torch.nn.utils.", "transformers.")
+# These spread a model over ranks, move it between devices, time it or count it: nothing of the mathematics.
+_WATCH_OR_MOVE = (
+    "accelerate.",
+    "composer.",
+    "deepspeed.",
+    "flopwatch.",
+    "lightning.",
+    "lightning_fabric.",
+    "pytorch_lightning.",
+    "ray.",
+    "torch._",
+    "torch.ao.",
+    "torch.distributed.",
+    "torch.fx.",
+    "torch.nn.parallel.",
+    "torch.profiler.",
+    "torch.utils.",
+    "wandb.",
+)
+_PER_SAMPLE_GRADIENTS = "opacus."
+# Modules whose functions leave nothing behind.
+_PURE_MODULES = ("torch", "math", "numpy", "functools", "itertools", "operator", "collections", "einops", "typing")
+_LEAVE_TRACES = {"print", "open", "input", "exec", "eval", "globals", "setattr", "delattr", "breakpoint", "__import__"}
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, range, slice)
+
+
+class HookLeavesTracesError(Exception):
+    """The hook reaches something that has no copy."""
+
+
+class HookCopies:
+    """Copies the hooks of one model.
+
+    Args:
+        value: Maps what a hook reaches to the stand-in's.
+        left_behind: Gets the name of each hook that is not run.
+    """
+
+    def __init__(self, value: Value, left_behind: list[str]) -> None:
+        self._value = value
+        self._left_behind = left_behind
+        self._functions: dict[int, Any] = {}
+
+    def tables(self, module: nn.Module) -> dict[str, Any]:
+        """The stand-in's hook tables."""
+        kept: dict[str, Any] = {}
+        for table in FORWARD_TABLES:
+            hooks = getattr(module, table)
+            copies = ((key, self._copy(hook)) for key, hook in hooks.items())
+            kept[table] = OrderedDict((key, hook) for key, hook in copies if hook is not None)
+        runs = {key for table in FORWARD_TABLES for key in kept[table]}
+        for table in OTHER_TABLES:
+            entries = getattr(module, table)
+            kept[table] = OrderedDict((key, value) for key, value in entries.items() if key in runs)
+        for table in BACKWARD_TABLES:
+            kept[table] = OrderedDict()
+            self._left_behind += (_name(hook) for hook in getattr(module, table).values() if not _is_quiet(hook))
+        return kept
+
+    def _copy(self, hook: Any) -> Any:
+        if _home(hook).startswith(_COMPUTE):
+            return hook
+        if _is_quiet(hook):
+            return None
+        if _home(hook).startswith(_PER_SAMPLE_GRADIENTS):
+            self._left_behind.append(_name(hook))
+            return None
+        try:
+            return functools.partial(_run_or_tell, self._mapped(hook), _name(hook), self._left_behind)
+        except HookLeavesTracesError:
+            self._left_behind.append(_name(hook))
+            return None
+
+    def _mapped(self, value: Any) -> Any:
+        """The stand-in's version of something a hook reaches."""
+        if isinstance(value, FunctionType):
+            return value if _is_library(value.__module__) else self._function(value)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            return MethodType(self._mapped(value.__func__), self._value(value.__self__))
+        if isinstance(value, functools.partial):
+            arguments = map(self._mapped, value.args)
+            named = {name: self._mapped(item) for name, item in value.keywords.items()}
+            return functools.partial(self._mapped(value.func), *arguments, **named)
+        if isinstance(value, torch.Tensor | nn.Module):
+            return self._value(value)
+        if type(value) in (list, tuple, set, dict, OrderedDict, defaultdict):
+            for item in _contents(value):
+                self._mapped(item)
+            return self._value(value)
+        if isinstance(value, ModuleType) and _is_library(value.__name__):
+            return value
+        if isinstance(value, (type, BuiltinFunctionType, *_PLAIN)):
+            return value
+        raise HookLeavesTracesError(type(value).__name__)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        if id(function) in self._functions:
+            return self._functions[id(function)]  # type: ignore[no-any-return]
+        used = {name: function.__globals__[name] for name in _globals_used(function)}
+        names = {"__builtins__": builtins, "__name__": function.__module__}
+        cells = [CellType() for _ in function.__closure__ or ()]
+        twin = FunctionType(function.__code__, names, function.__name__, None, tuple(cells))
+        self._functions[id(function)] = twin  # before its contents: a function may hold itself
+        names.update({name: self._mapped(value) for name, value in used.items()})
+        for cell, original in zip(cells, function.__closure__ or (), strict=True):
+            cell.cell_contents = self._mapped(_content(original))
+        twin.__defaults__ = None if function.__defaults__ is None else tuple(map(self._mapped, function.__defaults__))
+        named = function.__kwdefaults__
+        twin.__kwdefaults__ = None if named is None else {name: self._mapped(item) for name, item in named.items()}
+        return twin
+
+
+def hooks_told(left_behind: list[str]) -> str | None:
+    """What a reader must know of the hooks that were not run."""
+    if not left_behind:
+        return None
+    names = ", ".join(dict.fromkeys(left_behind))
+    text = f"{len(left_behind)} hooks of the model were left out, and what they compute is not counted: {names}"
+    if any(name.startswith(_PER_SAMPLE_GRADIENTS) for name in left_behind):
+        text += " (per-sample gradients, which are executed, are missing from hardware_flops)"
+    return text
+
+
+def _run_or_tell(hook: Any, name: str, left_behind: list[str], *args: Any, **kwargs: Any) -> Any:
+    """A hook that needs real values (to log a number) fails on fake ones; the model goes on without it."""
+    try:
+        return hook(*args, **kwargs)
+    except Exception:
+        left_behind.append(name)
+        return None
+
+
+def _is_quiet(hook: Any) -> bool:
+    return _home(hook).startswith(_WATCH_OR_MOVE)
+
+
+def _home(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__) + "."
+
+
+def _name(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return _home(hook) + getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _PURE_MODULES
+
+
+def _contents(container: Any) -> Iterator[Any]:
+    yield from container.values() if isinstance(container, dict) else container
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError as error:
+        raise HookLeavesTracesError("a name that is not bound yet") from error
+
+
+def _globals_used(function: FunctionType) -> set[str]:
+    """The global names a function reads, those of functions inside it too."""
+    names: set[str] = set()
+    for instruction in _instructions(function.__code__):
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"):
+            raise HookLeavesTracesError(str(instruction.argval))
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.add(str(instruction.argval))
+    if any(name in _LEAVE_TRACES for name in names):
+        raise HookLeavesTracesError("a function that writes elsewhere")
+    return {name for name in names if name in function.__globals__}
+
+
+def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)

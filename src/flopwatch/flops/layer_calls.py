@@ -1,0 +1,195 @@
+"""What a call of a layer gets, gives and does besides, as far as another layer must be the same to stand for it."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+Key = tuple[Any, ...]
+"""Equal for calls that, in equal layers, cost the same."""
+_Facts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
+
+
+def in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
+    """None when the inputs hold something that a layer could write to, or whose meaning is not known."""
+    if _outputs_are_captured():
+        return None
+    places: dict[int, int] = {}
+    parts: list[Any] = []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, FakeTensor):
+            same = places.setdefault(id(leaf), place)
+            parts.append((same, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
+        elif isinstance(leaf, torch.Tensor):
+            parts.append((id(leaf), leaf._version))
+        elif isinstance(leaf, _PLAIN):
+            parts.append((type(leaf), leaf))
+        elif isinstance(leaf, FunctionType) or _is_only_looked_up(leaf):
+            parts.append(id(leaf))
+        else:
+            return None
+    return structure, tuple(parts), _settings()
+
+
+def _outputs_are_captured() -> bool:
+    """Transformers keeps outputs of inner modules aside when asked for them; those only exist if the modules run."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    return bool(capturing and capturing._active_collector.get())
+
+
+def _is_only_looked_up(value: Any) -> bool:
+    """A layer writes its own keys and values into a cache, which nobody reads in training, and reads a block mask."""
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is not None and isinstance(value, caches.Cache):
+        return True
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    return flex is not None and isinstance(value, flex.BlockMask)
+
+
+def _settings() -> tuple[Any, ...]:
+    autocast = tuple(
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    )
+    saves_elsewhere = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    kernels = (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )
+    return torch.is_grad_enabled(), autocast, saves_elsewhere, kernels
+
+
+@dataclass
+class Answer:
+    """The outputs of a layer: which are new tensors, which are its inputs, what the rest is; and how gradients flow."""
+
+    structure: TreeSpec
+    tensors: dict[int, _Facts] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
+    others: dict[int, Any] = field(default_factory=dict)
+    reach: dict[int, frozenset[int]] = field(default_factory=dict)
+    """From a differentiable output to the inputs that its gradient reaches."""
+
+    @classmethod
+    def of(cls, output: Any, leaves: list[Any], first_node: int) -> "Answer | None":
+        """None when outputs hold something that cannot be made again."""
+        results, structure = tree_flatten(output)
+        answer = cls(structure)
+        places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves))) if not isinstance(leaf, _PLAIN)}
+        edges = _edges(leaves)
+        for number, result in enumerate(results):
+            if id(result) in places:
+                answer.inputs[number] = places[id(result)]
+            elif isinstance(result, _PLAIN):
+                answer.others[number] = result
+            elif isinstance(result, FakeTensor) and not (result.requires_grad and result.grad_fn is None):
+                answer.tensors[number] = (tuple(result.shape), result.stride(), result.dtype)
+                if result.grad_fn is not None:
+                    answer.reach[number] = _reached(result.grad_fn, edges, first_node)
+            else:
+                return None
+            if isinstance(result, torch.Tensor):
+                places.setdefault(id(result), -1)  # a second time would be neither new nor an input
+        return None if -1 in answer.inputs.values() else answer
+
+    def is_differentiable(self, number: int) -> bool:
+        return number in self.reach
+
+    @property
+    def reached(self) -> list[int]:
+        """The inputs that some gradient reaches."""
+        return sorted(frozenset().union(*self.reach.values()))
+
+    def filled(self, made: dict[int, torch.Tensor], leaves: list[Any]) -> list[Any]:
+        """The leaves of an output, with these tensors as the new ones."""
+        results = {**made, **self.others, **{number: leaves[place] for number, place in self.inputs.items()}}
+        return [results[number] for number in range(len(results))]
+
+
+def _edges(leaves: list[Any]) -> dict[tuple[Any, int], int]:
+    edges: dict[tuple[Any, int], int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            edge = get_gradient_edge(leaf)
+            edges.setdefault((edge.node, edge.output_nr), place)
+    return edges
+
+
+def _reached(grad_fn: Any, edges: dict[tuple[Any, int], int], first_node: int) -> frozenset[int]:
+    """Walk the autograd graph from an output back to where the layer began."""
+    reached: set[int] = set()
+    seen = {grad_fn}
+    waiting = [grad_fn]
+    while waiting:
+        for edge in waiting.pop().next_functions:
+            node = edge[0]
+            if edge in edges:
+                reached.add(edges[edge])
+            elif node is not None and node not in seen and first_node <= node._sequence_nr():
+                seen.add(node)
+                waiting.append(node)
+    return frozenset(reached)
+
+
+@contextmanager
+def side_effects_watched(
+    modules: list[nn.Module], arguments: Any, leaves: list[Any], structure: TreeSpec, found: list[str]
+) -> Iterator[None]:
+    """Add to `found` what happens inside besides computing an output."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    for module in modules:
+        tensors += [tensor for tensor in module._parameters.values() if tensor is not None]
+        if not isinstance(module, _BatchNorm):  # its statistics change no shape
+            tensors += [tensor for tensor in module._buffers.values() if tensor is not None]
+    versions = [tensor._version for tensor in tensors]
+    held = [*modules, *_objects_held(modules)]
+    attributes = [_attributes(holder) for holder in held]
+    torch_random, python_random = torch.get_rng_state(), random.getstate()
+    yield
+    if versions != [tensor._version for tensor in tensors]:
+        found.append("it writes into a tensor it was given or owns")
+    if any(before != _attributes(holder) for before, holder in zip(attributes, held, strict=True)):
+        found.append("it writes to its own attributes or to those of an object it holds")
+    if not torch.equal(torch_random, torch.get_rng_state()) or python_random != random.getstate():
+        found.append("it draws random numbers")
+    leaves_after, structure_after = tree_flatten(arguments)
+    if structure_after != structure or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
+        found.append("it changes a list or dict it was given")
+
+
+def _objects_held(modules: list[nn.Module]) -> list[Any]:
+    """Objects with attributes of their own, such as a config or a state that layers share."""
+    objects = {id(value): value for module in modules for value in module.__dict__.values()}
+    return [
+        value
+        for value in objects.values()
+        if hasattr(value, "__dict__") and not isinstance(value, nn.Module | torch.Tensor | FunctionType | type)
+    ]
+
+
+def _attributes(holder: Any) -> list[Any]:
+    """The identity of everything a module or an object holds, one level deep."""
+    identities: list[Any] = []
+    for name, value in vars(holder).items():
+        identities.append((name, id(value)))
+        if isinstance(value, dict):
+            identities.append([(key, id(item)) for key, item in value.items()])
+        elif isinstance(value, list | tuple | set):
+            identities.append([id(item) for item in value])
+    return identities

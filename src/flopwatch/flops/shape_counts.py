@@ -1,0 +1,171 @@
+"""Counts per shape, made on demand from one sample: what a FLOP law is fitted on, and what stands in for one."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from flopwatch.errors import InputError
+from flopwatch.flops.batches import BatchShape
+from flopwatch.flops.collectives import ONE_RANKS_SHARE
+from flopwatch.flops.law import FlopLaw, StepShape
+from flopwatch.flops.layout import Layout
+from flopwatch.flops.methods import count_as_is
+from flopwatch.flops.sample import Grid, Sample, grids_of, repeated
+from flopwatch.records import FlopCount, Method, PhaseFlops
+
+CACHED_SHAPES = 256
+_LEAST_TRUSTED_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    phases: PhaseFlops
+    by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict)
+
+
+class ShapeCounts:
+    """Counts shapes of one sample; those not asked for the longest are dropped.
+
+    Attributes:
+        sample: What shapes are made of.
+        notes: What the counts said.
+        doubts: Why no law made of these counts can be exact.
+    """
+
+    def __init__(self, model: nn.Module, sample: Sample, options: dict[str, Any]) -> None:
+        self._model = weakref.ref(model)
+        self.sample = sample
+        self._options = options
+        self._known: OrderedDict[StepShape, _Cost] = OrderedDict()
+        self._example: tuple[BatchShape, tuple[Grid, ...]] | None = None
+        self._example_cost: _Cost | None = None
+        self.notes: dict[str, None] = {}
+        self.doubts: dict[str, None] = {}
+        self._methods: dict[Method, None] = {}
+        self._coverage: float | None = None
+        self._mode_risks: set[str] = set()
+
+    def __call__(self, shape: StepShape) -> PhaseFlops:
+        return self._cost(shape).phases
+
+    def by_dtype(self, shape: StepShape) -> Mapping[str, PhaseFlops]:
+        return self._cost(shape).by_dtype
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self._known
+
+    def add_example(self, batch: Any, shape: BatchShape) -> FlopCount:
+        """Count the user's own batch, unaltered. All other shapes are counted in the same way, or not at all."""
+        count = self.count(batch)
+        self._options = {**self._options, "method": count.method}
+        self._example = shape, grids_of(batch)
+        self._example_cost = _cost_of(count)
+        return count
+
+    def example_shape(self, layout: Layout) -> StepShape:
+        """The shape of the example in a layout; its cost is that of the unaltered batch."""
+        assert self._example is not None
+        assert self._example_cost is not None
+        size, grids = self._example
+        others = tuple((name, layout.sizes[name]) for name in layout.lengths if name != "s")
+        shape = StepShape(size.batch_size, layout.sizes.get("s"), grids, others)
+        self._known[shape] = self._example_cost
+        return shape
+
+    def law(
+        self,
+        coefficients: dict[str, dict[str, Any]],
+        dtypes: dict[str, dict[str, dict[str, Any]]],
+        domain: dict[str, tuple[int, int]],
+        note: str = "",
+    ) -> FlopLaw:
+        """What these counts amount to; without coefficients, they themselves are the law."""
+        layout = self.sample.layout
+        whole = self.example_shape(layout)
+        lengths = domain.get("s")
+        if lengths is None and "s" in layout.sizes:
+            known = [shape.seq_len for shape in self._known if shape.seq_len is not None]
+            lengths = (min(known), max(known))
+        if not dtypes and self._example_cost is not None and not coefficients:
+            dtypes = {name: {} for name in self.by_dtype(whole)}
+        return FlopLaw(
+            exact=bool(coefficients) and not self.doubts,
+            seq_lens=lengths,
+            attention=self._options["attention"],
+            coefficients=coefficients,
+            sample_grids=self.sample.grids,
+            notes=tuple(filter(None, (*self.doubts, note, *self._other_lengths(layout), *self.notes))),
+            method=next((method for method in _LEAST_TRUSTED_FIRST if method in self._methods), "trace"),
+            coverage=self._coverage,
+            count_shape=self,
+            layout=layout,
+            domain=domain,
+            doubts=tuple(self.doubts),
+            dtypes=dtypes,
+            mode_risks=tuple(sorted(self._mode_risks)),
+        )
+
+    def count(self, batch: Any) -> FlopCount:
+        """Count a batch as it is, and note what it says."""
+        model = self._model()
+        if model is None:
+            raise InputError("the model this law was fitted on is gone, so a new shape cannot be counted")
+        count = count_as_is(model, batch, **self._options)
+        self.notes.update(dict.fromkeys(count.notes))
+        self._methods[count.method] = None
+        self._mode_risks |= set(count.mode_risks)
+        if count.coverage is not None:
+            self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
+        if count.method == "estimate":
+            self.doubts["the counts are estimates"] = None
+        if ONE_RANKS_SHARE in count.notes:
+            self.doubts[ONE_RANKS_SHARE] = None
+        if count.uncounted:
+            ops = ", ".join(sorted({op.op for op in count.uncounted}))
+            self.doubts[f"ops without a formula are not in the counts ({ops})"] = None
+        return count
+
+    def _cost(self, shape: StepShape) -> _Cost:
+        if shape not in self._known:
+            self._known[shape] = _cost_of(self.count(self._batch(shape)))
+            if len(self._known) > CACHED_SHAPES:
+                self._known.popitem(last=False)
+        self._known.move_to_end(shape)
+        return self._known[shape]
+
+    def _batch(self, shape: StepShape) -> Any:
+        sample = self.sample
+        own_grids = sample.grids
+        if not shape.grids or shape.grids == own_grids * shape.batch_size:
+            return sample.batch(shape.values)
+        one = sample.with_grids(_grids_of_one_sample(shape), shape.seq_len or 0)
+        return repeated(one, shape.batch_size)
+
+    @staticmethod
+    def _other_lengths(layout: Layout) -> list[str]:
+        """A decoder's own length is not what `seq_len` means."""
+        return [
+            f"{path!r} has a length of its own, {layout.sizes[name]} in the example, whatever seq_len is"
+            for name in layout.lengths
+            if name != "s"
+            for path in layout.paths_along(name)
+        ]
+
+
+def _cost_of(count: FlopCount) -> _Cost:
+    return _Cost(PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops), count.by_dtype)
+
+
+def _grids_of_one_sample(shape: StepShape) -> tuple[Grid, ...]:
+    per_sample, left = divmod(len(shape.grids), shape.batch_size)
+    grids = shape.grids[:per_sample]
+    if left or grids * shape.batch_size != shape.grids:
+        raise InputError(
+            "this law is counted shape by shape, and can only count batches in which all samples have the same images; "
+            f"got {len(shape.grids)} images for {shape.batch_size} samples"
+        )
+    return grids

@@ -1,0 +1,229 @@
+"""What steers a model's work besides shapes: values of the batch, and chance.
+
+During a count every real tensor carries the names of what it was computed from: arguments of the batch, random draws,
+weights. Where such a tensor becomes a Python number, a Python decision or a size (`item`, `nonzero`, a mask used as an
+index), the names are written down. A count steered by chance holds for one draw; a count with sizes that depend on
+values holds for one batch.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from flopwatch.flops.formulas import find_formula
+from flopwatch.flops.structure import tensors_of
+from flopwatch.records import FlopCount
+
+Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+CHANCE = "a random draw"
+WEIGHTS = "activations"
+ONE_DRAW = "a random draw steers what the model computes: this is the count of one draw, and another may differ"
+_ORIGIN = "_flopwatch_origin"
+_SIZED = "_flopwatch_sized_by"
+_LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "peft", "accelerate", "trl", "opacus", "lightning")
+_NOTHING: frozenset[str] = frozenset()
+_UNIFORM = "_flopwatch_is_uniform"
+_aten = torch.ops.aten
+_UNIFORM_DRAWS = {_aten.rand, _aten.rand_like, _aten.uniform, _aten.uniform_}
+_COMPARISONS = {_aten.lt, _aten.le, _aten.gt, _aten.ge}
+_SIZES_BY_VALUE = {"aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::repeat_interleave"}
+"""Ops whose result has a size that depends on values, and that torch does not tag as such."""
+_PYTHON_READS = {
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+}
+"""They hand the values to Python without passing torch's dispatcher."""
+
+
+class Steering:
+    """Notes what decides sizes and control flow while a model is counted.
+
+    Attributes:
+        sizes: What sizes of products depend on, or what the model's own code has read and may decide with: arguments
+            of the batch, `CHANCE`, `WEIGHTS`.
+        reads: What libraries have read, or what sizes depend on that no product has: checks, positions, reports.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: set[str] = set()
+        self.reads: set[str] = set()
+
+    def _note_read(self, origin: frozenset[str]) -> None:
+        if origin:
+            (self.reads if _is_library_reading() else self.sizes).update(origin)
+
+    def name_batch(self, batch: Any) -> None:
+        """The real tensors of a batch are called by the argument they belong to."""
+        for path, tensor in tensors_of(batch).items():
+            if not isinstance(tensor, FakeTensor):
+                _set_origin(tensor, frozenset({path.partition(".")[0]}))
+
+    def name_weights(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            _set_origin(tensor, frozenset({WEIGHTS}))
+
+    def _follow_sizes(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Sizes that depend on values, on their way to a product."""
+        if func._overloadpacket is _aten.index:
+            masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+            origin = _origins(masks) | _sized([i for i in args[1] if i is not None])
+            if origin:
+                self.reads |= origin
+                _set_sized(out, origin)
+                return
+        origin = _sized(args)
+        if not origin:
+            return
+        if find_formula(func) is not None:
+            self.sizes |= origin
+        plain = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor) and not _sized(value)]
+        for leaf in out if isinstance(out, list | tuple) else (out,):
+            # A result that is as large as an ordinary operand has an ordinary size.
+            if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) not in plain:
+                _set_sized(leaf, origin)
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Look at one op that has run."""
+        origin = _origins(args) | _origins(kwargs)
+        tags = func.tags
+        self._follow_sizes(func, args, out)
+        if torch.Tag.nondeterministic_seeded in tags:
+            origin = origin | {CHANCE}
+        if not origin:
+            return
+        if _is_certain(func, args):
+            origin = origin - {CHANCE}
+        if torch.Tag.data_dependent_output in tags or func._schema.name == "aten::_local_scalar_dense":
+            self._note_read(origin)
+        elif func._overloadpacket is _aten.index:
+            pass  # its size depends on values only where a mask is the index, which was looked at
+        elif torch.Tag.dynamic_output_shape in tags or func._schema.name in _SIZES_BY_VALUE:
+            _set_sized(out, origin)
+            self.reads |= origin
+        for leaf in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
+                _set_origin(leaf, origin)
+                if func._overloadpacket in _UNIFORM_DRAWS:
+                    setattr(leaf, _UNIFORM, True)
+
+
+def _is_library_reading() -> bool:
+    """Whether a library's code asks for the value; its checks have been looked at, a model's own code has not."""
+    frame = sys._getframe(3)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("torch", "flopwatch"):
+            return package in _LIBRARIES
+        frame = frame.f_back  # type: ignore[assignment]
+    return True
+
+
+def _set_sized(out: Any, origin: frozenset[str]) -> None:
+    """Note on a tensor, real or fake, that its size depends on these."""
+    for leaf in out if isinstance(out, list | tuple) else (out,):
+        if isinstance(leaf, torch.Tensor):
+            setattr(leaf, _SIZED, getattr(leaf, _SIZED, _NOTHING) | origin)
+
+
+def _is_certain(func: Any, args: tuple[Any, ...]) -> bool:
+    """A draw between 0 and 1 that is compared with 0 or 1 decides nothing: layer drop that is off."""
+    if func._overloadpacket not in _COMPARISONS or not getattr(args[0], _UNIFORM, False):
+        return False
+    bound = args[1]
+    if isinstance(bound, torch.Tensor):
+        if bound.numel() != 1 or isinstance(bound, FakeTensor):
+            return False
+        bound = float(bound)
+    return bool(bound <= 0 or bound >= 1)
+
+
+def following(execute: Execute, steering: Steering) -> Execute:
+    """Run ops as `execute` does, and let `steering` look at each."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = execute(func, args, kwargs)
+        if not isinstance(func, HigherOrderOperator):
+            steering.follow(func, args, kwargs, out)
+        return out
+
+    return run
+
+
+class PythonReads(TorchFunctionMode):
+    """Sees values that leave for Python without an op."""
+
+    def __init__(self, steering: Steering) -> None:
+        self._steering = steering
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _PYTHON_READS:
+            self._steering._note_read(_origins(args))
+        return func(*args, **(kwargs or {}))
+
+
+def steered(count: FlopCount, steering: Steering, risky_ops: Iterable[str]) -> FlopCount:
+    """The count with what steered it, and a note where it holds for this draw only."""
+    by_chance = CHANCE in steering.sizes | steering.reads
+    notes = (*count.notes, ONE_DRAW) if by_chance else count.notes
+    return replace(
+        count,
+        notes=notes,
+        steered_by=tuple(sorted(steering.sizes)),
+        values_read=tuple(sorted(steering.reads)),
+        mode_risks=tuple(sorted(risky_ops)),
+    )
+
+
+@contextmanager
+def python_draws(steering: Steering) -> Iterator[None]:
+    """Notice draws from Python's and numpy's own generators, of which a decision is the usual end."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), _numpy_state(numpy)
+    try:
+        yield
+    finally:
+        if (random.getstate(), _numpy_state(numpy)) != before:
+            steering.sizes.add(CHANCE)
+
+
+def _numpy_state(numpy: Any) -> Any:
+    if numpy is None:
+        return None
+    name, keys, *rest = numpy.random.get_state()
+    return name, keys.tobytes(), tuple(rest)
+
+
+def _origins(values: Any) -> frozenset[str]:
+    return _gathered(values, _ORIGIN)
+
+
+def _sized(values: Any) -> frozenset[str]:
+    return _gathered(values, _SIZED)
+
+
+def _gathered(values: Any, name: str) -> frozenset[str]:
+    if isinstance(values, torch.Tensor):
+        return getattr(values, name, _NOTHING)
+    if isinstance(values, list | tuple):
+        found = _NOTHING
+        for value in values:
+            if isinstance(value, torch.Tensor | list | tuple):
+                found = found | _gathered(value, name)
+        return found
+    if isinstance(values, dict):
+        return _gathered(list(values.values()), name)
+    return _NOTHING
+
+
+def _set_origin(tensor: torch.Tensor, origin: frozenset[str]) -> None:
+    setattr(tensor, _ORIGIN, getattr(tensor, _ORIGIN, _NOTHING) | origin)

@@ -1,0 +1,253 @@
+"""Sees how the model is called: a public hook on the root module notes every call's shapes, and nothing of its values.
+
+What a step costs follows from its calls, not from the batch that a loop hands to the monitor: a loop may call the model
+twice, without gradients, or with a part of the batch.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from flopwatch.errors import InputError
+from flopwatch.flops.autocast import AutocastState, current_autocast
+from flopwatch.flops.replica import unwrap
+from flopwatch.flops.structure import Description, describe
+
+PACKING = (
+    "cu_seq_lens_q",
+    "cu_seqlens",
+    "cu_seqlens_q",
+    "cu_seq_lens_k",
+    "cu_seqlens_k",
+    "max_length_q",
+    "max_length_k",
+    "position_ids",
+)
+"""Arguments that tell packed documents apart; their documents are a variable of the law, so they are not in a key."""
+_MOST_KINDS = 4096
+_MOST_PARAMETERS = 4096
+
+
+@dataclass(eq=False, slots=True)
+class CallKind:
+    """All calls of the model that are alike, but for the values of their tensors.
+
+    Attributes:
+        description: Everything the model was given.
+        has_grad: Whether autograd records the call.
+        is_training: The model's own flag.
+        autocast: The autocast state around the call; None where it was not seen.
+        trainable: Which parameters require a gradient, as a hash.
+        example: The arguments of the first such call, until it was counted.
+        is_per_batch: True when every call has to be counted for itself; its arguments are kept until the step ends.
+    """
+
+    description: Description
+    has_grad: bool
+    is_training: bool
+    autocast: AutocastState | None
+    trainable: int
+    example: Any = field(default=None, repr=False)
+    is_per_batch: bool = False
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """What must be the same for one law to hold."""
+        return self.description.structure, self.has_grad, self.is_training, self.autocast, self.trainable
+
+
+class CallListener:
+    """Notes the calls of one module; `take` hands them over at the end of a step.
+
+    Attributes:
+        is_listening: False during evaluation and other phases, and while flopwatch itself runs the model.
+        compiled_autocast: The autocast state in which the model was compiled; None while it was not.
+        is_compiled: True once the model ran inside a compiled function, where hooks do not run.
+        without_grad: Called when the model runs without gradients: work that is no waiting for input.
+        unseen: Calls that were not noted, because their arguments are objects of somebody's own (a cache).
+    """
+
+    def __init__(self) -> None:
+        self.is_listening = True
+        self.without_grad: Callable[[], None] = lambda: None
+        self.compiled_autocast: AutocastState | None = None
+        self.is_compiled = False
+        self.unseen = 0
+        self.has_been_called = False
+        self.keeps_next = False
+        """True keeps the arguments of the next call, for a check."""
+        self._calls: list[tuple[CallKind, Any]] = []
+        self._kinds: dict[Any, CallKind] = {}
+        self._handle: RemovableHandle | None = None
+        self._gradient_handle: RemovableHandle | None = None
+        self._backwards = 0
+        self._model: weakref.ref[nn.Module] | None = None
+        self._parameters: list[nn.Parameter] = []
+
+    def listen_to(self, model: nn.Module) -> None:
+        self.stop()
+        self._model = weakref.ref(model)
+        self._kinds.clear()
+        self.look_at_parameters()
+        if model._compiled_call_impl is not None and type(model).__module__.startswith("torch.nn"):
+            # Compiled in place, a container of torch's own would be compiled in another way with a hook.
+            self.is_compiled = True
+            return
+        self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
+        self._listen_to_gradients()
+
+    def _listen_to_gradients(self) -> None:
+        """One parameter tells how often a backward pass reaches the model."""
+        parameter = next((p for p in self._parameters if p.requires_grad and p.is_leaf), None)
+        if parameter is not None and type(parameter) is nn.Parameter:
+            self._gradient_handle = parameter.register_post_accumulate_grad_hook(self._note_backward)
+
+    def _note_backward(self, _: torch.Tensor) -> None:
+        self._backwards += self.is_listening
+
+    def take_backwards(self) -> int:
+        """How often gradients have reached the model since the last time."""
+        backwards, self._backwards = self._backwards, 0
+        return backwards
+
+    def look_at_parameters(self) -> None:
+        """The list is kept, because collecting it takes longer than all the rest of a call."""
+        model = self._model() if self._model is not None else None
+        self._parameters = list(model.parameters())[:_MOST_PARAMETERS] if model is not None else []
+
+    def stop(self) -> None:
+        for handle in (self._handle, self._gradient_handle):
+            if handle is not None:
+                handle.remove()
+        self._handle = self._gradient_handle = None
+        self._calls = []
+
+    def forget(self) -> None:
+        """The model has changed: what was known of its calls holds no more."""
+        self._kinds.clear()
+
+    def begin_step(self) -> None:
+        """What was called before belongs to no step."""
+        self._backwards = 0
+        if self._calls:
+            self._calls = []
+
+    def take(self) -> list[tuple[CallKind, Any]]:
+        """The calls since the step began, with their arguments where these are asked for."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self.is_listening or self._model is None or module is not self._model():
+            return
+        self.has_been_called = True
+        has_grad = torch.is_grad_enabled()
+        if not has_grad:
+            self.without_grad()
+        key: list[Any] = [has_grad, module.training, hash(tuple([p.requires_grad for p in self._parameters]))]
+        for name, value in kwargs.items():
+            if name not in PACKING:
+                key += name, _quick(value)
+        for value in args:
+            key.append(_quick(value))
+        key.append(_autocast_key())
+        quick = tuple(key)
+        try:
+            kind = self._kinds.get(quick)
+        except TypeError:  # something in it cannot be hashed
+            self.unseen += 1
+            return
+        if kind is None:
+            kind = self._new_kind(quick, module, args, kwargs)
+        if kind.is_per_batch or self.keeps_next:
+            self.keeps_next = False
+            self._calls.append((kind, as_batch(module, args, kwargs)))
+        else:
+            self._calls.append((kind, None))
+
+    def _new_kind(self, key: Any, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKind:
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        example = as_batch(module, args, kwargs)
+        kind = CallKind(describe(example), key[0], key[1], current_autocast(), key[2], example)
+        self._kinds[key] = kind
+        return kind
+
+
+def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments of a call as a batch; positional ones beside named ones go by their names."""
+    plain = {name: value for name, value in kwargs.items() if name not in PACKING or _has_axes(value)}
+    if not args:
+        return plain
+    if not plain:
+        return args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else args
+    signature = inspect.signature(unwrap(module).forward)
+    bound = dict(signature.bind(*args, **plain).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD and name in bound:
+            bound |= bound.pop(name)
+        elif parameter.kind is parameter.VAR_POSITIONAL and name in bound:
+            raise InputError("the call has positional arguments without a name beside named ones")
+    return bound
+
+
+def _has_axes(positions: Any) -> bool:
+    """Position ids of several axes belong to images."""
+    return isinstance(positions, torch.Tensor) and positions.dim() > 2
+
+
+def _quick(value: Any) -> Any:
+    """A key that is cheap for tensors and plain values; everything else is described."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value), value
+    return describe(value)
+
+
+def _autocast_key() -> Any:
+    """One question on an ordinary call; which device and type only where autocast is on."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return None
+    return current_autocast()
+
+
+class _Hook:
+    """What is registered with the module. A copy of the model (an average of its weights) copies no monitor along."""
+
+    def __init__(self, listener: CallListener | None) -> None:
+        self._listener = listener
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            _note_compilation(self)
+            return
+        listener = self._listener
+        if listener is not None:
+            try:
+                listener.note(module, args, kwargs)
+            except Exception:
+                self._listener = None  # the training goes on; the step is told as not seen
+                listener.unseen += 1
+
+    def __deepcopy__(self, memo: Any) -> "_Hook":
+        return _Hook(None)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _Hook, (None,)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_compilation(hook: _Hook) -> int:
+    """Run by the compiler while it reads the hook: leaves nothing in the compiled function."""
+    listener = hook._listener
+    if listener is not None:
+        listener.is_compiled = True
+        listener.compiled_autocast = current_autocast()
+    return 0

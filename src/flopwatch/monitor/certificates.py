@@ -1,0 +1,146 @@
+"""Whether prices explain what steps really ran: a few steps are counted as they run, and held against their price.
+
+Pure arithmetic. A pattern is the calls of a step without their sizes: where every counted step of a pattern cost what
+its calls cost by law, nothing ran besides, and the laws hold for the pattern's other sizes too. Where steps ran more, a
+step kind (a pattern with its sizes) has the cost that was counted, once two counts agree.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from flopwatch.monitor.watched_step import StepCount
+from flopwatch.records import PhaseFlops
+
+Finding = Literal["agrees", "counted", "differs", "unseen"]
+_MOST_KINDS = 512
+_ENOUGH_COUNTS = 2
+_ENOUGH_AGREEING = 3
+"""Steps of a pattern that must have cost what their calls cost before others are taken to do so too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of a step.
+
+    Attributes:
+        finding: `agrees`: steps like it ran what their calls cost. `counted`: this kind of step was counted as it ran.
+            `differs`: steps like it ran more or less than their calls cost. `unseen`: none was counted.
+        count: Of this kind of step, where it was counted and differs from its price.
+        reason: Why its FLOPs are not exact; None when they are.
+    """
+
+    finding: Finding
+    count: StepCount | None = None
+    reason: str | None = None
+
+
+@dataclass
+class _Counted:
+    priced: int | None
+    counts: list[StepCount] = field(default_factory=list)
+
+
+class Certificates:
+    """What the counted steps of a run have shown."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, _Counted] = {}
+        self._patterns: dict[Hashable, list[float | None]] = {}
+        self.version = 0
+        """Raised whenever a verdict may change."""
+        self._graphs: dict[Hashable, int] = {}
+        self._other_graphs: set[Hashable] = set()
+
+    def look_at_graph(self, kind: Hashable, products: int, *, is_counted: bool) -> None:
+        """Hold the products in the graph of a step's loss against those of a step of this kind that was counted."""
+        if is_counted and len(self._graphs) < _MOST_KINDS:
+            self._graphs[kind] = products
+        elif self._graphs.get(kind, products) != products:
+            self._other_graphs.add(kind)
+            self.version += 1
+
+    def add(
+        self,
+        kind: Hashable,
+        pattern: Hashable,
+        priced: PhaseFlops | None,
+        count: StepCount,
+        *,
+        calls_are_sure: bool = True,
+    ) -> None:
+        """A step was counted as it ran.
+
+        Args:
+            kind: Of step.
+            pattern: The same without sizes.
+            priced: What its calls cost by law; None when that is not known.
+            count: What ran.
+            calls_are_sure: Whether the calls were seen, and their price is exact: then they must be in the count.
+        """
+        if calls_are_sure and priced is not None and count.phases.forward < priced.forward and count.failure is None:
+            count = replace(count, failure="a part of the step ran where it was not seen, such as another thread")
+        self.version += 1
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        total = None if priced is None else priced.total
+        self._kinds.setdefault(kind, _Counted(total)).counts.append(count)
+        is_whole = not count.uncounted and count.failure is None
+        ratio = count.phases.total / total if total and is_whole else None
+        self._patterns.setdefault(pattern, []).append(ratio)
+
+    def needs_another(self, kind: Hashable, pattern: Hashable) -> bool:
+        """Whether one more count of such a step would settle what it costs."""
+        known = self._kinds.get(kind)
+        if known is not None and _differs(known):
+            return len(known.counts) < _ENOUGH_COUNTS
+        return len(self._patterns.get(pattern, ())) < _ENOUGH_AGREEING
+
+    def verdict(self, kind: Hashable, pattern: Hashable) -> Verdict:
+        known = self._kinds.get(kind)
+        if kind in self._other_graphs:
+            reason = "the loss comes from other products than in the step of this kind that was counted"
+            return Verdict("differs", reason=reason)
+        if known is not None and _differs(known):
+            return _of_counts(known)
+        ratios = self._patterns.get(pattern)
+        if not ratios:
+            return Verdict("unseen", reason="no step of this kind was counted as it ran")
+        if all(ratio == 1 for ratio in ratios):
+            if len(ratios) >= _ENOUGH_AGREEING:
+                return Verdict("agrees")
+            return Verdict("agrees", reason=f"only {len(ratios)} steps like it were counted as they ran so far")
+        told = [ratio for ratio in ratios if ratio is not None]
+        spread = f"{min(told):.3g} to {max(told):.3g} times" if told else "not all of"
+        return Verdict(
+            "differs", reason=f"steps like it that were counted as they ran had {spread} the FLOPs of the model's calls"
+        )
+
+    def forget(self) -> None:
+        self._kinds.clear()
+        self._patterns.clear()
+
+
+def _differs(known: _Counted) -> bool:
+    return any(
+        count.phases.total != known.priced or count.uncounted or count.failure is not None for count in known.counts
+    )
+
+
+def _of_counts(known: _Counted) -> Verdict:
+    last = known.counts[-1]
+    if last.failure is not None:
+        return Verdict("counted", last, f"the count of a step as it ran failed: {last.failure}")
+    if last.uncounted:
+        ops = ", ".join(last.uncounted)
+        return Verdict("counted", last, f"the step runs ops without a formula ({ops}), so its FLOPs are a lower bound")
+    totals = [count.phases.total for count in known.counts]
+    if len(set(totals)) > 1:
+        return Verdict(
+            "counted",
+            last,
+            f"steps of this kind cost between {min(totals):,} and {max(totals):,} FLOPs: this is an estimate",
+        )
+    if len(totals) < _ENOUGH_COUNTS:
+        return Verdict("counted", last, "the step runs more than the model's calls, and was counted only once so far")
+    return Verdict("counted", last)

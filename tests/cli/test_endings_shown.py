@@ -1,0 +1,110 @@
+"""How a run ended is told by its log: by itself, by an exception, by Ctrl-C, or by a kill that left no word."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flopwatch.run_log import read_log
+
+pytestmark = pytest.mark.slow
+
+TRAINING = """
+import sys, time, torch
+from flopwatch import TrainingMonitor
+model = torch.nn.Linear(8, 8)
+def train(monitor):
+    for number in range(25):
+        with monitor.step(torch.randn(4, 8)) as step:
+            step.log(loss=2.5)
+    BODY
+HOW
+"""
+HOWS = {
+    "as a context": (
+        "with TrainingMonitor(sys.argv[1], model=model, log_every=10, sinks=['console']) as monitor:\n"
+        "    train(monitor)"
+    ),
+    "closed in finally": (
+        "monitor = TrainingMonitor(sys.argv[1], model=model, log_every=10)\n"
+        "try:\n    train(monitor)\nfinally:\n    monitor.close()"
+    ),
+    "never closed": "monitor = TrainingMonitor(sys.argv[1], model=model, log_every=10)\ntrain(monitor)",
+}
+
+
+def start(folder, body, how="as a context"):
+    code = TRAINING.replace("BODY", body).replace("HOW", HOWS[how])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def wait_for_rows(folder):
+    end = time.monotonic() + 60
+    while not (Path(folder) / "waiting").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+WAIT = "open(sys.argv[1] + '/waiting', 'w').close(); time.sleep(60)"
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_an_exception_is_named_and_the_loss_it_knows_stays(flopwatch, tmp_path, how):
+    process = start(tmp_path, "monitor.log_step(25); raise RuntimeError('the disk is\\nfull')", how)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    log = read_log(tmp_path / "training_log.jsonl")
+    assert log.summary.ended_by == "RuntimeError: the disk is"
+    assert log.summary.values["training/loss"] == 2.5
+    _, shown, _ = flopwatch("watch", str(tmp_path))
+    assert "failed: RuntimeError" in shown.splitlines()[0]
+    assert "RuntimeError: the disk is" in shown.partition("\n")[2]
+    assert "2.500" in shown
+    if how == "as a context":
+        assert "The run was ended at step 25 by RuntimeError: the disk is" in out
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_ctrl_c_is_named(flopwatch, tmp_path, how):
+    process = start(tmp_path, WAIT, how)
+    wait_for_rows(tmp_path)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    assert read_log(tmp_path / "training_log.jsonl").summary.ended_by == "KeyboardInterrupt"
+    _, shown, _ = flopwatch("watch", str(tmp_path))
+    assert "stopped by Ctrl-C" in shown.splitlines()[0]
+    assert " left" not in shown
+
+
+@pytest.mark.parametrize("body", ["pass", "sys.exit(0)"])
+def test_a_run_that_ends_by_itself_is_ended(flopwatch, tmp_path, body):
+    start(tmp_path, body).communicate(timeout=120)
+    assert read_log(tmp_path / "training_log.jsonl").summary.ended_by is None
+    _, shown, _ = flopwatch("watch", str(tmp_path))
+    assert "ended" in shown.splitlines()[0]
+
+
+def test_a_run_that_was_killed_is_called_dead_at_once_and_has_no_time_left(flopwatch, tmp_path):
+    process = start(tmp_path, WAIT)
+    wait_for_rows(tmp_path)
+    time.sleep(6)  # the log is flushed every 5 seconds
+    _, shown, _ = flopwatch("watch", str(tmp_path))
+    assert "running" in shown.splitlines()[0]
+    process.kill()
+    _, shown, _ = flopwatch("watch", str(tmp_path))
+    assert "died" in shown.splitlines()[0], "killed, and not yet waited for by its parent"
+    process.communicate(timeout=60)
+    _, shown, _ = flopwatch("watch", str(tmp_path))
+    assert "died" in shown.splitlines()[0]
+    assert " left" not in shown

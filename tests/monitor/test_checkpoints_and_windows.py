@@ -1,0 +1,120 @@
+"""A checkpoint holds the totals up to its step and leaves the logging windows as they are."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flopwatch import TrainingMonitor
+from flopwatch.run_log import read_log, rows_from_end
+from flopwatch.testing import FakeClock, RecordingSink
+from small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
+
+TOKENS = 2 * 8
+
+
+def log_steps(monitor, first, last, checkpoints=()):
+    states = {}
+    for number in range(first, last):
+        monitor.log_step(number, loss=float(number), batch=text_batch(2, 8))
+        if number in checkpoints:
+            states[number] = json.loads(json.dumps(monitor.state_dict()))
+    return states
+
+
+def rows_of(sink):
+    return [record for record in sink.records if record.type == "row"]
+
+
+def logged_steps(folder):
+    return [step for row in read_log(folder / "training_log.jsonl").rows for step in row.steps["step"]]
+
+
+@pytest.mark.parametrize("checkpoints", [(), (3,), (24, 32, 35), (9, 19), range(50)], ids=str)
+def test_rows_land_where_they_would_without_checkpoints(tmp_path, checkpoints):
+    sink = RecordingSink()
+    with TrainingMonitor(tmp_path, model=TinyText(), sinks=[sink], log_every=10, strict=True) as monitor:
+        states = log_steps(monitor, 0, 50, checkpoints)
+    assert [row.step for row in rows_of(sink)] == [9, 19, 29, 39, 49]
+    assert [row.values["training/loss"] for row in rows_of(sink)] == [4.5, 14.5, 24.5, 34.5, 44.5]
+    assert logged_steps(tmp_path) == list(range(50))
+    assert [row["step"] for row in rows_from_end(tmp_path / "training_log.jsonl")] == [49, 39, 29, 19, 9]
+    for step, state in states.items():
+        assert (state["step"], state["ledger_step"], state["ledger"]["steps"]) == (step, step, step + 1)
+        assert state["ledger"]["totals"]["tokens"] == TOKENS * (step + 1)
+        assert state["ledger"]["totals"]["model_flops"] == TINY_FLOPS_PER_TOKEN * TOKENS * (step + 1)
+    assert monitor.summary.values["total/tokens"] == TOKENS * 50
+
+
+def test_a_run_killed_after_a_checkpoint_has_every_step_up_to_it_in_its_log(tmp_path):
+    code = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from flopwatch import TrainingMonitor
+from monitor.test_checkpoints_and_windows import log_steps
+from small_models import TinyText
+monitor = TrainingMonitor(sys.argv[1], model=TinyText(), log_every=10)
+log_steps(monitor, 0, 28, checkpoints=(22, 24))
+os._exit(9)
+"""
+    tests = str(__file__).rpartition("/monitor/")[0]
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), tests], check=False, env=dict(os.environ))
+    assert logged_steps(tmp_path) == list(range(25))
+    newest = next(rows_from_end(tmp_path / "training_log.jsonl"))
+    assert (newest["step"], newest["ledger"]["steps"]) == (24, 25)
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("killed_at", [25, 28, 30, 47])
+def test_a_resume_from_a_checkpoint_inside_a_window_counts_every_step_once(tmp_path, killed_at, with_state):
+    """Killed is: no close. The log is flushed by the checkpoint, later rows may or may not have made it."""
+    first = TrainingMonitor(tmp_path, model=TinyText(), log_every=10)
+    state = log_steps(first, 0, killed_at, checkpoints=(24,))[24]
+    first._core.outlets.flush_log()
+    second = TrainingMonitor(tmp_path, model=TinyText(), log_every=10)
+    if with_state:
+        second.load_state_dict(state)
+    log_steps(second, 25, 60)
+    second.close()
+    first._core = None
+    assert second.summary.values["total/steps"] == 60
+    assert second.summary.values["total/tokens"] == TOKENS * 60
+    assert logged_steps(tmp_path) == list(range(60))
+    log = read_log(tmp_path / "training_log.jsonl")
+    losses = [loss for row in log.rows for loss in row.steps["loss"]]
+    assert losses == [float(number) for number in range(60)]
+
+
+def test_a_checkpoint_in_the_first_steps_does_not_decide_what_warm_up_is(tmp_path):
+    """Of two steps nobody can tell; the row of all ten can."""
+    warm_up = []
+    for checkpoints in ((), (0, 1, 2)):
+        sink, clock = RecordingSink(), FakeClock()
+        options = {"config": {"log_seconds": 1e9}, "log_every": 10, "clock": clock}
+        with TrainingMonitor(tmp_path / str(len(checkpoints)), sinks=[sink], **options) as monitor:
+            for number in range(10):
+                clock.advance(9.0 if number in (1, 2) else 0.5)
+                monitor.log_step(number)
+                if number in checkpoints:
+                    monitor.state_dict()
+        warm_up.append(rows_of(sink)[0].steps["warm_up"])
+    assert warm_up[0] == warm_up[1]
+    assert sum(warm_up[0]) == 3
+
+
+def test_a_loss_that_is_told_after_the_checkpoint_is_in_the_row(tmp_path):
+    """As by frameworks that save first and log then."""
+    sink = RecordingSink()
+    with TrainingMonitor(tmp_path, model=TinyText(), sinks=[sink], log_every=10) as monitor:
+        monitor.log_step(0, batch=text_batch(2, 8))
+        monitor.log_step(1, batch=text_batch(2, 8))
+        monitor.state_dict()
+        monitor.log_now(loss=torch.tensor(1.5), grad_norm=0.25, learning_rate=0.1)
+    (row,) = rows_of(sink)
+    assert row.step == 1
+    assert (row.values["training/loss"], row.values["training/grad_norm"]) == (1.5, 0.25)
+    assert row.values["training/lr"] == 0.1

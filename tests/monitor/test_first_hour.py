@@ -1,0 +1,120 @@
+"""What a new user does in the first hour, and what the monitor answers."""
+
+from collections import UserDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from flopwatch import TrainingMonitor
+from flopwatch.errors import InputError
+from flopwatch.flops.batches import read_shape
+from flopwatch.testing import RecordingSink
+from small_models import TinyText, text_batch
+
+
+def notices_of(sink):
+    return {record.code: record.message for record in sink.records if record.type == "notice"}
+
+
+def rows_of(sink):
+    return [record for record in sink.records if record.type == "row"]
+
+
+def train(folder, *, with_batch=True, steps=20, **options):
+    sink = RecordingSink()
+    with TrainingMonitor(folder, sinks=[sink], log_every=10, peak_flops_per_s=1e12, **options) as monitor:
+        for number in range(steps):
+            monitor.log_step(number, loss=1.0, grad_norm=0.5, batch=text_batch(2, 8) if with_batch else None)
+    return sink
+
+
+def test_one_sink_may_be_given_without_a_list(tmp_path, capsys):
+    with TrainingMonitor(tmp_path, sinks="console") as monitor:
+        monitor.log_step(0, loss=1.0)
+    assert monitor.summary.failed_parts == {}
+    assert "The run ended at step 0." in capsys.readouterr().out
+    sink = RecordingSink()
+    with TrainingMonitor(tmp_path / "object", sinks=sink) as monitor:
+        monitor.log_step(0, loss=1.0)
+    assert sink.records
+    monitor = TrainingMonitor(tmp_path / "config", config={"sinks": "console"}, strict=True)
+    assert monitor.config.sinks == ("console",)
+    monitor.close()
+
+
+def test_without_a_model_one_notice_says_what_is_missing_and_what_to_pass(tmp_path):
+    found = notices_of(train(tmp_path))
+    assert set(found) == {"no_model"}
+    assert "no FLOPs" in found["no_model"]
+    assert "MFU" in found["no_model"]
+    assert "model=" in found["no_model"]
+
+
+def test_without_a_batch_one_notice_says_what_is_missing_and_what_to_pass(tmp_path):
+    found = notices_of(train(tmp_path, model=TinyText(), with_batch=False))
+    assert set(found) == {"no_batch"}
+    assert "MFU" in found["no_batch"]
+    assert "batch=" in found["no_batch"]
+
+
+def test_without_either_one_notice_names_both(tmp_path):
+    found = notices_of(train(tmp_path, with_batch=False))
+    assert set(found) == {"no_model"}
+    assert "model=" in found["no_model"]
+    assert "batch=" in found["no_model"]
+
+
+@pytest.mark.parametrize("options", [{"model": TinyText()}, {"flops_fn": lambda batch: 1000}])
+def test_where_nothing_is_missing_nothing_is_said(tmp_path, options):
+    assert not {"no_model", "no_batch"} & set(notices_of(train(tmp_path, **options)))
+
+
+def test_a_gradient_norm_is_in_every_row(tmp_path):
+    rows = rows_of(train(tmp_path, steps=100, model=TinyText()))
+    assert len(rows) == 10
+    assert {row.values["training/grad_norm"] for row in rows} == {0.5}
+
+
+def test_a_monitor_says_what_it_is(tmp_path):
+    monitor = TrainingMonitor(tmp_path / "run", model=TinyText(), log_every=5)
+    assert repr(monitor) == f"TrainingMonitor({str(tmp_path / 'run')!r}: no step yet)"
+    for number in range(20):
+        monitor.log_step(number, loss=2.5, batch=text_batch(2, 8))
+    assert repr(monitor).startswith(f"TrainingMonitor({str(tmp_path / 'run')!r}: step 19, loss 2.5, MFU ")
+    monitor.close()
+    assert "closed" in repr(monitor)
+
+
+def test_a_monitor_that_is_switched_off_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLOPWATCH_DISABLE", "1")
+    assert repr(TrainingMonitor(tmp_path)).endswith("switched off by FLOPWATCH_DISABLE)")
+
+
+@dataclass
+class Sample:
+    ids: torch.Tensor
+
+
+class Plain:
+    def __init__(self, ids):
+        self.ids = ids
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"sample": Sample(torch.zeros(4, 9, dtype=torch.long))},
+        {"encoded": UserDict(ids=torch.zeros(4, 9, dtype=torch.long))},
+        {"mine": Plain(torch.zeros(4, 9, dtype=torch.long))},
+        {"list": [Sample(torch.zeros(4, 9, dtype=torch.long))], "name": "x"},
+    ],
+    ids=["dataclass", "mapping", "object", "list"],
+)
+def test_tensors_deep_inside_a_dict_are_found(batch):
+    assert read_shape(batch).batch_size == 4
+
+
+def test_a_dict_without_a_tensor_is_answered_with_its_keys():
+    with pytest.raises(InputError, match=r"holds no tensor: it has the keys 'text' \(list\), 'idx' \(int\)"):
+        read_shape({"text": ["a"], "idx": 3})
