@@ -21,7 +21,7 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.xfail(
-    reason="wrong and exact: TRL's fused head computes its product again in a custom autograd function, and that counts "
+    reason="wrong and exact: TRL's fused head computes its product again in an autograd function, and that counts "
     "as needed; model FLOPs are about 3 % too high, executed FLOPs are right"
 )
 def test_trl_sft_trainer(tmp_path: Path) -> None:

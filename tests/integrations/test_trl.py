@@ -16,7 +16,7 @@ pytestmark = [
 
 
 @pytest.mark.xfail(
-    reason="wrong and exact: TRL's fused head computes its product again in a custom autograd function, and that counts "
+    reason="wrong and exact: TRL's fused head computes its product again in an autograd function, and that counts "
     "as needed; model FLOPs are about 3 % too high, executed FLOPs are right"
 )
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_documents_without_padding_cost_what_each_costs_alone(tmp_path, layout):
 
 
 @pytest.mark.xfail(
-    reason="wrong and exact: TRL's fused head computes its product again in a custom autograd function, and that counts "
+    reason="wrong and exact: TRL's fused head computes its product again in an autograd function, and that counts "
     "as needed; model FLOPs are about 3 % too high, executed FLOPs are right"
 )
 def test_lora_counts_no_weight_gradient_of_frozen_weights(tmp_path):
