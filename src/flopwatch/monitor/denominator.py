@@ -10,6 +10,8 @@ from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
 from flopwatch.monitor.ranks.shared_devices import shared_peak
 from flopwatch.records import Peak
 
+_USUAL_TYPES = ("fp32", "tf32", "bf16", "fp16")
+
 
 def device_of(model: nn.Module | None) -> torch.device:
     """Where the model's weights are; without a model, the current accelerator or the CPU."""
@@ -40,7 +42,14 @@ class Peaks:
         self.why_unknown: dict[str, str] = {}
         self._override = override_flops_per_s
         self._dtype = dtype
+        self._whole: dict[str, tuple[Peak | None, str]] = {}
+        """The device's answers, before ranks share them."""
         self._known: dict[str, Peak | None] = {}
+
+    def look_ahead(self) -> None:
+        """Ask the device now: a rank learns only in mid-run what its products run in, and must not read files then."""
+        for name in (self._dtype,) if self._dtype else _USUAL_TYPES:
+            self._ask(name)
 
     def share(self, ranks: int) -> bool:
         """So many ranks share the device; True when that is new."""
@@ -70,15 +79,20 @@ class Peaks:
         return total
 
     def _looked_up(self, name: str) -> Peak | None:
-        try:
-            peak = peak_flops(self.device, name, override_flops_per_s=self._override)
-            why = "" if peak is not None else explain_unknown(self.device, name)
-        except InputError as error:
-            peak, why = None, str(error)
+        peak, why = self._ask(name)
         if peak is None:
             self.why_unknown[name] = why
             return None
         return shared_peak(peak, self.ranks)
+
+    def _ask(self, name: str) -> tuple[Peak | None, str]:
+        if name not in self._whole:
+            try:
+                peak = peak_flops(self.device, name, override_flops_per_s=self._override)
+                self._whole[name] = peak, "" if peak is not None else explain_unknown(self.device, name)
+            except InputError as error:
+                self._whole[name] = None, str(error)
+        return self._whole[name]
 
     def _with_tf32(self, compute_type: str) -> str:
         """fp32 products run as tf32 where torch's switches allow it."""

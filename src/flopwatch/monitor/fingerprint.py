@@ -30,6 +30,8 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     seen: dict[int, Any] = {}
     found: dict[tuple[str, str], Any] = {}
     for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            continue  # its own flags change from step to step, and steer communication only
         for name, value in module.__dict__.items():
             if type(value) in _PLAIN:
                 found[path, name] = value

@@ -140,6 +140,7 @@ class Pricing:
             self._forget()
         self.model = model
         self.peaks = Peaks(device_of(model), self._peak_override, self._config.dtype)
+        self.peaks.look_ahead()
         self.is_new = True
         self._fingerprint = None
         self._nodes_before = autograd_nodes()
