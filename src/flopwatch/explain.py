@@ -5,7 +5,8 @@ warm-up, FLOPs known.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import isclose
 from typing import Any
 
 from flopwatch.explain_law import LawSum, add_up, apply_law
@@ -63,6 +64,8 @@ class Explanation:
         real_tokens: Positions that are not padding.
         trainable_tokens: Positions whose label is not -100.
         provenance: Where the numbers come from.
+        exact: Whether the window's FLOPs are exact; None for a log that does not tell.
+        notes: Why they are not.
         mfu: The division of the model FLOPs.
         hfu: The division of the hardware FLOPs.
         unknown: What is not known, and why.
@@ -100,6 +103,8 @@ class Explanation:
     torn_lines: int
     world_size: int = 1
     all_ranks_mfu: float | None = None
+    exact: bool | None = None
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -141,7 +146,7 @@ def _explained(
 ) -> Explanation:
     numbers = row.steps.get("step") or [row.step]
     step = row.step if is_window else steps[0]["step"]
-    provenance = provenance_at(log, step)
+    provenance = _with_peak_of(row, provenance_at(log, step))
     sums = {name: _sum(steps, name) for name in _SUMMED}
     world_size = max((start.world_size for start in log.starts), default=1)
     # With several ranks the logged shares are theirs together, and the steps are one rank's own.
@@ -168,7 +173,21 @@ def _explained(
         torn_lines=log.torn_lines,
         world_size=world_size,
         all_ranks_mfu=row.values.get("perf/mfu") if world_size > 1 else None,
+        exact=row.exact,
+        notes=tuple(row.notes),
     )
+
+
+def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
+    """The row's own denominator, which follows the types that its steps ran in; old logs have one for the run."""
+    if provenance is None or row.exact is None:
+        return provenance
+    if row.peak is None or provenance.peak is None:
+        return replace(provenance, peak=None)
+    if isclose(row.peak["flops_per_s"], provenance.peak["flops_per_s"], rel_tol=1e-9):
+        return provenance
+    source = f"the mean over the compute types of these steps, by their FLOPs; {provenance.peak['source']}"
+    return replace(provenance, peak={**provenance.peak, **row.peak, "source": source})
 
 
 def _session_of(step: int, log: RunLog) -> int:

@@ -60,7 +60,7 @@ class Provenance:
         step: The first step it holds for.
         mode: `estimate`, `profiler`, `smart` or `hybrid`.
         method: How FLOPs are found: `trace`, `step`, `estimate`, `flops_fn`; None while they are not known.
-        exact: True when every step's FLOPs are known to the FLOP.
+        exact: True when the count of `model(batch)` is exact. Whether the steps ran nothing else, each row says.
         attention: `full` or `causal`.
         coverage: Share of the matmul-like op calls that had a formula; None where no op was seen.
         law: FLOPs per term and phase as decimal fractions in text, such as {"forward": {"positions": "7168"}};
@@ -196,6 +196,8 @@ class Summary:
         dropped_rows: Rows that a full queue swallowed, by sink.
         ended_by: The exception that ended it, such as `RuntimeError: ...` or `KeyboardInterrupt` (Ctrl-C); None for a
             session that ended by itself.
+        exact: Whether every row of the session was exact (see `Row.exact`); None when no row had FLOPs.
+        notes: Why not, as the rows said it.
     """
 
     step: int | None
@@ -205,6 +207,8 @@ class Summary:
     failed_parts: Mapping[str, str] = field(default_factory=dict)
     dropped_rows: Mapping[str, int] = field(default_factory=dict)
     ended_by: str | None = None
+    exact: bool | None = None
+    notes: tuple[str, ...] = ()
 
     type: Literal["summary"] = "summary"
 

@@ -185,7 +185,9 @@ def _counting(explanation: Explanation) -> Iterator[str]:
         yield "unknown: the log does not say how"
         return
     method = _METHODS.get(provenance.method or "", "not found yet")
-    yield f"mode {provenance.mode}; {method}; {'exact' if provenance.exact else 'not exact'}"
+    exact = provenance.exact if explanation.exact is None else explanation.exact
+    yield f"mode {provenance.mode}; {method}; {'exact' if exact else 'not exact'}"
+    yield from (f"Not exact: {note}." for note in explanation.notes)
     yield {
         "full": "attention full: every pair of positions counts, masked or not",
         "causal": "attention causal: only pairs that are not masked count",

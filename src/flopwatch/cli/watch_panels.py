@@ -198,7 +198,14 @@ def flops_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
     if not shares:
         return [line((f"{'FLOPs':<{_LABEL_WIDTH}}", "dim"), ("not known", "dim italic"))]
     rate = run.value("perf/hardware_flops_per_second_per_device")
-    return _bar("FLOPs", shares, _FLOPS_PARTS, "" if rate is None else flop_rate(rate), width, in_colour)
+    bar = _bar("FLOPs", shares, _FLOPS_PARTS, "" if rate is None else flop_rate(rate), width, in_colour)
+    notes = run.row.notes if run.row is not None else ()
+    room = width - _LABEL_WIDTH
+    return bar + [line(" " * _LABEL_WIDTH, (_cut(f"not exact: {note}", room), "yellow")) for note in notes[:1]]
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: room - 1]}…"
 
 
 def _bar(

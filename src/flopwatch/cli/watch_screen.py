@@ -115,7 +115,8 @@ def _counting(run: WatchedRun) -> list[str]:
     if provenance.method is None:
         return [f"{provenance.mode}, FLOPs unknown"]
     is_lower_bound = provenance.coverage is not None and provenance.coverage < 1
-    how_sure = "a lower bound" if is_lower_bound else "exact" if provenance.exact else "not exact"
+    exact = provenance.exact if run.row is None or run.row.exact is None else run.row.exact
+    how_sure = "a lower bound" if is_lower_bound else "exact" if exact else "not exact"
     return [f"{provenance.mode}, {how_sure}", f"attention {provenance.attention}"]
 
 

@@ -417,7 +417,8 @@ class Core:
             self.failed("close", error)
         finally:
             self.pricing.close()
-            summary = self.outlets.close(self.last_step, values, ended_by)
+            told = Summary(self.last_step, 0.0, values, ended_by=ended_by, exact=self.rows.exact, notes=self.rows.notes)
+            summary = self.outlets.close(told)
         return summary
 
     def failed(self, part: str, error: Exception) -> None:

@@ -5,12 +5,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.run_records import Level, Notice, Number, Record, RunStart, Summary
+from flopwatch.run_records import Level, Notice, Record, RunStart, Summary
 from flopwatch.sinks.build import build_sinks
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
@@ -39,7 +40,6 @@ class Outlets:
         self._has_started = False
         self._notices: Counter[str] = Counter()
         self.failed_parts: dict[str, str] = {}
-        self._ended_by: str | None = None
 
     @property
     def cpu_seconds(self) -> float:
@@ -84,33 +84,30 @@ class Outlets:
         if self._threads and not self._threads[0].flush(_FLUSH_SECONDS):
             self.tell("warning", "log_is_behind", f"the local log could not be written within {_FLUSH_SECONDS:.0f} s")
 
-    def close(self, step: int | None, values: Mapping[str, Number], ended_by: str | None = None) -> Summary:
+    def close(self, of_session: Summary) -> Summary:
         """End all sinks. The local log comes first in the list and ends last: its summary tells about the others."""
-        self._ended_by = ended_by
         if not self._threads:
-            return self._summary(step, values)
+            return self._with_failures(of_session)
         deadline = time.monotonic() + CLOSE_SECONDS
         first, *others = self._threads
         for thread in others:
-            thread.put(self._summary(step, values))
+            thread.put(self._with_failures(of_session))
         for thread in others:
             if not thread.close(max(0.1, deadline - time.monotonic())) and thread.failed is None:
                 self.failed_parts[thread.name] = "did not end in time; what it still held is lost"
-        summary = self._summary(step, values)
+        summary = self._with_failures(of_session)
         first.put(summary)
         if not first.close(max(1.0, deadline - time.monotonic())):
             sys.stderr.write("flopwatch: the local log could not be written to its end\n")
         return summary
 
-    def _summary(self, step: int | None, values: Mapping[str, Number]) -> Summary:
-        return Summary(
-            step,
-            time.time(),
-            dict(values),
-            dict(self._notices),
-            dict(self.failed_parts),
-            {thread.name: thread.dropped_rows for thread in self._threads if thread.dropped_rows},
-            self._ended_by,
+    def _with_failures(self, summary: Summary) -> Summary:
+        return replace(
+            summary,
+            unix_time=time.time(),
+            notices=dict(self._notices),
+            failed_parts=dict(self.failed_parts),
+            dropped_rows={thread.name: thread.dropped_rows for thread in self._threads if thread.dropped_rows},
         )
 
     def _sink_failed(self, name: str, error: BaseException) -> None:

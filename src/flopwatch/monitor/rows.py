@@ -71,6 +71,8 @@ class RowMaker:
         self._next_detailed = 0
         self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
         self._session = MeasuredSum()
+        self.exact: bool | None = None
+        self.notes: tuple[str, ...] = ()
         self._unbooked_seconds = 0.0
         self._typical_seconds: float | None = None
         self._last_work: deque[float] = deque(maxlen=_TYPICAL_STEPS)
@@ -121,6 +123,8 @@ class RowMaker:
             values["ranks/reporting"] = self._fewest_ranks
         if self._last_loss is not None:
             values["training/loss"] = self._last_loss
+        if self.exact is not None:
+            values["perf/exact"] = int(self.exact)
         return {**values, **self.ledger.values()}
 
     @property
@@ -201,9 +205,11 @@ class RowMaker:
         for key, value in (("training/lr", last.learning_rate), ("training/epoch", last.epoch)):
             if value is not None:
                 values[key] = value
-        exact, _ = _exactness(measured)
+        exact, notes = _exactness(measured)
         if exact is not None:
             values["perf/exact"] = int(exact)
+            self.exact = exact and self.exact is not False
+            self.notes = tuple(dict.fromkeys([*self.notes, *notes]))[:_MOST_REASONS]
         self._last_loss = values.get("training/loss", self._last_loss)
         self.latest = values
         self.last_step = last.measured.step
@@ -216,7 +222,8 @@ class RowMaker:
             self.ledger.to_json(),
             ("wandb",) if all(step.skip_wandb for step in steps) else (),
             {} if report is None else job_totals(report, self.data_parallel_size),
-            *_exactness(measured),
+            exact,
+            notes,
             _denominator(measured, peak),
         )
 

@@ -64,6 +64,15 @@ def _world_size(log: RunLog) -> int | None:
     return log.starts[-1].world_size if log.starts else None
 
 
+def _exact(log: RunLog) -> bool | None:
+    """What the last row says of its FLOPs; of a log without such rows, what was said of the count."""
+    told = [row.exact for row in log.rows if row.exact is not None]
+    if told:
+        return told[-1]
+    count: bool | None = _provenance("exact")(log)
+    return count
+
+
 def _law(log: RunLog) -> str | None:
     """Its terms in one line, so that two can be told apart on a screen; None where shapes are counted one by one."""
     phases = _provenance("law")(log) or {}
@@ -82,7 +91,7 @@ _FACTS: tuple[tuple[str, Callable[[RunLog], Any], str], ...] = (
     ("attention", _provenance("attention"), _FLOPS),
     ("mode", _provenance("mode"), _FLOPS),
     ("method", _provenance("method"), _FLOPS),
-    ("exact", _provenance("exact"), _FLOPS),
+    ("exact", _exact, _FLOPS),
     ("coverage", _provenance("coverage"), _FLOPS),
     ("host", _environment("host"), _SPEED),
     ("threads", _environment("threads"), _SPEED),

@@ -10,7 +10,7 @@ LONG_WAIT_PERCENT = 10.0
 
 
 def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
-    """A row as label, figure and unit of each part, the most wanted first.
+    """A row as label, figure and unit of each part, the most wanted first. `~` stands before a share that is not exact.
 
     >>> row_parts(Row(20, 0.0, {"training/loss": 2.5, "perf/step_time": 0.213}))
     [('step', '20', ''), ('loss', ' 2.5000', ''), ('', '213', ' ms/step')]
@@ -21,7 +21,8 @@ def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
         parts.append(("loss", f"{_loss(values['training/loss']):>7}", ""))
     for label, key in (("MFU", "perf/mfu_percent"), ("HFU", "perf/hfu_percent")):
         if key in values:
-            parts.append((label, f"{percent(values[key]):>5}", ""))
+            about = "~" if row.exact is False else ""
+            parts.append((label, f"{about + percent(values[key]):>5}", ""))
     if values.get("perf/input_wait_percent", 0) > LONG_WAIT_PERCENT:
         parts.append(("input wait", percent(values["perf/input_wait_percent"]), ""))
     if "perf/tokens_per_second" in values:
@@ -45,13 +46,13 @@ def provenance_line(origin: Provenance) -> str:
     """Where the numbers come from, in one line.
 
     >>> provenance_line(Provenance(1, "smart", "trace", True, "full"))
-    'FLOPs by trace, exact, attention full; no peak known, so no MFU'
+    'FLOPs of model(batch) by trace, exact, attention full; no peak known, so no MFU'
     """
     if origin.method is None:
         flops = "FLOPs not known yet"
     else:
         exact = "exact" if origin.exact else "not exact"
-        flops = f"FLOPs by {origin.method}, {exact}, attention {origin.attention}"
+        flops = f"FLOPs of model(batch) by {origin.method}, {exact}, attention {origin.attention}"
     if origin.coverage is not None and origin.coverage < 1:
         flops += f", {origin.coverage:.1%} of the ops counted"
     if origin.peak is None:
@@ -64,12 +65,14 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """Label and text of each line of the table at the end."""
     values = summary.values
     steps = f"{values['total/steps']:,}" if "total/steps" in values else None
+    about = "~" if summary.exact is False else ""
     lines = [
         ("steps", steps),
         ("time in steps", _of(values, "time/train_seconds", duration)),
         ("loss", _of(values, "training/loss", _loss)),
-        ("MFU", _of(values, "perf/mfu_percent", percent)),
-        ("HFU", _of(values, "perf/hfu_percent", percent)),
+        ("MFU", _of(values, "perf/mfu_percent", lambda value: about + percent(value))),
+        ("HFU", _of(values, "perf/hfu_percent", lambda value: about + percent(value))),
+        ("not exact", "; ".join(summary.notes) or None),
         ("input wait", _long_wait(values)),
         ("tokens", _of(values, "total/tokens", scaled)),
         ("tokens/s", _of(values, "perf/tokens_per_second", scaled)),

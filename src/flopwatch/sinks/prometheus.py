@@ -135,7 +135,6 @@ def _labels(origin: Provenance) -> dict[str, str]:
     facts = {
         "mode": origin.mode,
         "method": origin.method,
-        "exact": str(origin.exact).lower(),
         "attention": origin.attention,
         "coverage": origin.coverage,
         "device": peak.get("device"),
