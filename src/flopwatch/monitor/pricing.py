@@ -22,8 +22,16 @@ from flopwatch.monitor.law_book import CallPrice, LawBook, LawOffer
 from flopwatch.monitor.loss_graph import products_in_graph
 from flopwatch.monitor.modes import FlopMode, make_mode
 from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.ranks.layout import is_sharded
 from flopwatch.monitor.step_price import NO_CALLS, StepCalls, StepFlops
-from flopwatch.monitor.watched_step import StepCount, WatchedStep, autograd_nodes, is_watched, obstacle
+from flopwatch.monitor.watched_step import (
+    StepCount,
+    WatchedStep,
+    autograd_nodes,
+    is_watched,
+    is_watched_by_ranks,
+    obstacle,
+)
 from flopwatch.records import Peak, PhaseFlops
 from flopwatch.run_records import Provenance
 
@@ -37,7 +45,9 @@ _MOST_WATCHES, _SHARE_WATCHED = 16, 0.002
 """Steps that may be counted as they run: so many, and this share of all, besides those that are always."""
 
 NOT_CALLED = "no call of the model was seen in the step, so it is taken as model(batch)"
-SEVERAL_RANKS = "steps of several ranks are not counted as they run, so what they run besides the model is not seen"
+SHARED_WORK = (
+    "steps of a model that several ranks share are not counted as they run, so what they run besides it is not seen"
+)
 NOT_OPENED = (
     "steps are logged but not opened, so what they run besides the model is not seen: use `with monitor.step()`"
 )
@@ -216,16 +226,21 @@ class Pricing:
             return
         if self._mode.book is None or self._mode.name == "estimate" or not self._steps:
             return
-        if not is_watched(self._steps) and not self._watches_next:
+        if not self._is_turn_to_watch():
             return
         self._why_not_watched = self._watch_obstacle(self._mode.book)
         if self._why_not_watched is None:
             self._watched = WatchedStep(self._config.attention)
             self._watches += 1
 
-    def _watch_obstacle(self, book: LawBook) -> str | None:
+    def _is_turn_to_watch(self) -> bool:
         if not self._is_alone:
-            return SEVERAL_RANKS
+            return is_watched_by_ranks(self._steps)
+        return is_watched(self._steps) or self._watches_next
+
+    def _watch_obstacle(self, book: LawBook) -> str | None:
+        if not self._is_alone and (self.shares_batches or is_sharded(self.model)):
+            return SHARED_WORK
         risks = sorted({op for law in book.laws for op in law.mode_risks} | self._met_risks)
         if risks:
             return f"{', '.join(risks)} would differ in the last bits in a step that is counted as it runs"
@@ -280,7 +295,7 @@ class Pricing:
         if not self._opens_steps:
             # Never counted as they run: after the last one a mode would stay on, for whatever the program does next.
             self._nodes_before, self._nodes_apart = autograd_nodes(), 0
-            self._why_not_watched = NOT_OPENED if self._is_alone else SEVERAL_RANKS
+            self._why_not_watched = NOT_OPENED
         return calls
 
     def look_at_graph(self, calls: StepCalls, loss: Any) -> None:

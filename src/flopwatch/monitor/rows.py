@@ -206,6 +206,9 @@ class RowMaker:
             if value is not None:
                 values[key] = value
         exact, notes = _exactness(measured)
+        if self._world_size > 1 and exact:
+            notes = _doubts_of_ranks(window.report, self._world_size)
+            exact = not notes
         if exact is not None:
             values["perf/exact"] = int(exact)
             self.exact = exact and self.exact is not False
@@ -300,6 +303,15 @@ def _denominator(steps: Sequence[MeasuredStep], peak: Peak | None) -> dict[str, 
     if peak is None:
         return None
     return {"dtype": peak.dtype, "flops_per_s": effective_peak(steps) or peak.flops_per_s}
+
+
+def _doubts_of_ranks(report: RankReport | None, world_size: int) -> tuple[str, ...]:
+    """What the other ranks leave to be desired of a row's exactness."""
+    if report is None or report.ranks < world_size:
+        return (f"{0 if report is None else report.ranks} of {world_size} ranks have told of these steps",)
+    if report.exact_ranks < world_size:
+        return (f"the FLOPs are exact on {report.exact_ranks} of {world_size} ranks",)
+    return ()
 
 
 def _exactness(steps: Sequence[MeasuredStep]) -> tuple[bool | None, tuple[str, ...]]:

@@ -27,6 +27,7 @@ from flopwatch.records import AttentionConvention, PhaseFlops
 
 _FIRST = frozenset((1, 3, 5, 8, 10, 12, 15, 18, 22, 28, 31, 34, 36, 39, 45, 47))
 _LAST_FIRST = max(_FIRST)
+_RANKS_BEGIN = (32, 256)
 _WHOLE = frozenset(
     (
         *("bilinear", "corrcoef", "cov", "einsum", "gru", "gru_cell", "inner", "istft", "linalg_multi_dot", "lstm"),
@@ -70,6 +71,18 @@ def is_watched(index: int) -> bool:
     """
     drawn = index * _KNUTH % 2**32
     return index in _FIRST or (index > _LAST_FIRST and drawn < (2**25 if index < 1_000 else 2**21))
+
+
+def is_watched_by_ranks(index: int) -> bool:
+    """The same for a training of several ranks: the same steps on all of them, as they wait for each other.
+
+    They begin when all ranks have the laws of the first one. A rank that got them late counts with the others, later.
+
+    >>> [index for index in range(60) if is_watched_by_ranks(index)][:6]
+    [33, 35, 37, 40, 42, 44]
+    """
+    late = max(_RANKS_BEGIN)
+    return any(index - begin in _FIRST for begin in _RANKS_BEGIN) or (index > late + _LAST_FIRST and is_watched(index))
 
 
 def autograd_nodes() -> int | None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 
@@ -21,6 +21,15 @@ def data_parallel_size(model: nn.Module | None, world_size: int) -> int:
         return sharded
     mesh_size: int = parameter.device_mesh.size()
     return max(1, world_size // mesh_size)
+
+
+def is_sharded(model: nn.Module | None) -> bool:
+    """Whether a rank holds only parts of the parameters: FSDP of either kind, tensor parallelism."""
+    if model is None:
+        return False
+    return any(isinstance(p, DTensor | FlatParameter) for p in model.parameters()) or any(
+        isinstance(module, FullyShardedDataParallel) for module in model.modules()
+    )
 
 
 def _fsdp_size(module: nn.Module) -> int | None:

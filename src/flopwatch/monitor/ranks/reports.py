@@ -84,6 +84,7 @@ class RankReport:
         slowest: The rank that needs the longest for its own part, with its profile.
         fastest: The rank that needs the shortest.
         longest_wait: The longest share of a rank's step time spent waiting for batches.
+        exact_ranks: Ranks of which every step's FLOPs are exact.
     """
 
     first_step: int
@@ -106,6 +107,7 @@ class RankReport:
     slowest: tuple[int, Profile] | None = None
     fastest: Extreme | None = None
     longest_wait: Extreme | None = None
+    exact_ranks: int = 0
 
     def total(self, name: str) -> Amount:
         return self.totals[AMOUNTS.index(name)]
@@ -116,7 +118,7 @@ class RankReport:
     def pack(self) -> bytes:
         """At most `REPORT_BYTES`, always of the same length."""
         slowest, profile = self.slowest or (_NOBODY, _NO_TIME)
-        steps = self.timed_steps, self.told_steps, self.counted_steps
+        steps = self.timed_steps, self.told_steps, self.counted_steps, self.exact_ranks
         head = _HEAD.pack(self.first_step, self.last_step, self.ranks, self.is_last, *steps)
         amounts = b"".join(_pack_amount(amount) for amount in (*self.totals, *self.timed, self.input_wait))
         capacity = float("nan") if self.capacity_flops is None else self.capacity_flops
@@ -132,7 +134,7 @@ class RankReport:
 
     @classmethod
     def unpack(cls, packed: bytes) -> "RankReport":
-        first, last, ranks, is_last, timed_steps, told_steps, counted_steps = _HEAD.unpack_from(packed)
+        first, last, ranks, is_last, timed_steps, told_steps, counted_steps, exact_ranks = _HEAD.unpack_from(packed)
         at = _HEAD.size
         amounts = [_unpack_amount(packed, at + index * _AMOUNT_BYTES) for index in range(2 * len(AMOUNTS) + 1)]
         at += len(amounts) * _AMOUNT_BYTES
@@ -160,10 +162,11 @@ class RankReport:
             None if slowest == _NOBODY else (slowest, Profile(*slow_profile)),
             None if fastest == _NOBODY else Extreme(fastest, fast),
             None if waiting == _NOBODY else Extreme(waiting, wait),
+            exact_ranks,
         )
 
 
-_HEAD = struct.Struct("<qqi?3q")
+_HEAD = struct.Struct("<qqi?3qi")
 _TIMES = struct.Struct("<4d3di3dd")
 _EXTREMES = struct.Struct("<i3didid")
 _AMOUNT_BYTES = _INT_BYTES + 4
@@ -213,6 +216,7 @@ def report_of(
         slowest=None if profile is None else (rank, profile),
         fastest=None if profile is None else Extreme(rank, profile.own),
         longest_wait=None if waiting is None else Extreme(rank, waiting),
+        exact_ranks=int(all(step.model_flops is not None and step.reason is None for step in steps)),
     )
 
 
@@ -257,6 +261,7 @@ def _merge_two(a: RankReport, b: RankReport) -> RankReport:
         max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].own, default=None),
         min([e for e in (a.fastest, b.fastest) if e is not None], key=lambda e: e.value, default=None),
         max([e for e in (a.longest_wait, b.longest_wait) if e is not None], key=lambda e: e.value, default=None),
+        a.exact_ranks + b.exact_ranks,
     )
 
 
@@ -276,6 +281,7 @@ def extend(earlier: RankReport, later: RankReport) -> RankReport:
         slowest=later.slowest,
         fastest=later.fastest,
         longest_wait=later.longest_wait,
+        exact_ranks=min(earlier.exact_ranks, later.exact_ranks),
     )
 
 
