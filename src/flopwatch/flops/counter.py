@@ -215,7 +215,7 @@ class CountingMode(TorchDispatchMode):
         if task == -1:
             return "forward"
         if self.in_backward:
-            runs_again = torch.is_grad_enabled() or self._stack.is_inside
+            runs_again = torch.is_grad_enabled() or self._stack.is_inside or _is_recomputing()
         else:
             runs_again = self._stack.entered_in == task or _is_recomputing()
         return "recompute" if runs_again else "backward"

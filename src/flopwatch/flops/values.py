@@ -55,9 +55,7 @@ class Values:
         """The value of a tensor; `in_backward` tells when it is met, which matters the first time."""
         content = self._content(tensor, in_backward)
         # The stride of a dimension with one element means nothing.
-        strides = tuple(
-            0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         offset = int(tensor.storage_offset()) + content.shift
         return Value(content.number, offset, tuple(tensor.shape), strides, tensor.dtype)
 
@@ -86,7 +84,9 @@ class Values:
         is_from_forward = all(self._content(tensor, in_backward).is_from_forward for tensor in tensors)
         results = list(written(func, args, kwargs))
         given = {storage_address(tensor) for tensor in tensors}
-        results += [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and storage_address(leaf) not in given]
+        results += [
+            leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and storage_address(leaf) not in given
+        ]
         for index, tensor in enumerate(results):
             self._set(tensor, self._number((key, index), in_backward), 0, is_from_forward)
 
