@@ -1,8 +1,8 @@
 """Finds products that a custom autograd function computes again: memory-saving losses, checkpoints written by hand.
 
-Such a function keeps its inputs and multiplies them once more in its backward pass. Autograd knows nothing of it, so the
-product itself gives it away: the same op on the same values (`values.py`) as in the function's forward pass. A gradient
-is another product: it has another factor, or contracts another dimension.
+Such a function keeps its inputs and multiplies them once more in its backward pass. Autograd knows nothing of it, so
+the product itself gives it away: the same op on the same values (`values.py`) as in the function's forward pass. A
+gradient is another product: it has another factor, or contracts another dimension.
 """
 
 import sys
@@ -19,8 +19,12 @@ from flopwatch.flops.formulas import bind
 from flopwatch.flops.values import Values
 
 MAY_RUN_AGAIN = (
-    "a custom autograd function multiplies in its backward pass what may be the factors of its forward pass, but not in "
-    "the same tensors; this counts as recomputation"
+    "a custom autograd function multiplies in its backward pass what may be the factors of its forward pass, but not "
+    "in the same tensors; this counts as recomputation"
+)
+CANNOT_TELL = (
+    "saved-tensor hooks give a custom autograd function other tensors than were saved, so that whether it computes its "
+    "products again cannot be told; they count as needed"
 )
 NOT_FOLLOWED = "whether a custom autograd function computes its products again could not be followed"
 
@@ -74,6 +78,7 @@ class CustomFunctions:
         self._forward: dict[Hashable, None] = {}
         self._partners: dict[Hashable, bool] = {}
         """Of a factor in a forward pass, with the size of the other: whether saved tensors were packed there."""
+        self._packed_sizes: set[Hashable] = set()
         self._running: Hashable = None
         self._done_in_call: set[Hashable] = set()
         self._last_depth = 0
@@ -115,6 +120,8 @@ class CustomFunctions:
         if call.is_backward and self._may_be_known(factors) and not self._is_recomputing():
             self.doubt = MAY_RUN_AGAIN
             return True
+        if call.is_backward and self._is_all_unpacked(factors) and not self._is_recomputing():
+            self.doubt = CANNOT_TELL
         if call.is_inside_forward:
             self._forward[key] = None
             self._done_in_call.add(key)
@@ -123,8 +130,16 @@ class CustomFunctions:
 
     def _keep_partners(self, factors: list[_Factor]) -> None:
         packs = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if packs:
+            self._packed_sizes.add(_sizes(factors))
         for key in _partner_keys(factors):
             self._partners[key] = packs or self._partners.get(key, False)
+
+    def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
+        """A product like one of the forward pass, of which no factor is known again."""
+        return _sizes(factors) in self._packed_sizes and all(
+            self._values.is_unknown(factor.tensor) for factor in factors
+        )
 
     def _may_be_known(self, factors: list[_Factor]) -> bool:
         """One factor and its role are the forward pass's, and the other was rebuilt or has come back unpacked."""
@@ -216,6 +231,10 @@ def _matrix(tensor: torch.Tensor, contracted: int, values: Values, call: _Call) 
     layout = tuple((size, stride) for size, stride in zip(sizes[:-2], strides[:-2], strict=True) if size != 1)
     layout = (*layout, *zip(sizes[-2:], strides[-2:], strict=True))
     return _Factor("matrix", (value.content, value.offset, value.dtype, layout), tuple(sizes), tensor)
+
+
+def _sizes(factors: list[_Factor]) -> Hashable:
+    return frozenset((factor.role, factor.size) for factor in factors)
 
 
 def _partner_keys(factors: list[_Factor]) -> list[Hashable]:

@@ -11,7 +11,7 @@ from torch import nn
 from flopwatch.errors import InputError
 from flopwatch.flops.batches import BatchShape
 from flopwatch.flops.collectives import ONE_RANKS_SHARE
-from flopwatch.flops.custom_functions import MAY_RUN_AGAIN, NOT_FOLLOWED
+from flopwatch.flops.custom_functions import CANNOT_TELL, MAY_RUN_AGAIN, NOT_FOLLOWED
 from flopwatch.flops.law import FlopLaw, StepShape
 from flopwatch.flops.layout import Layout
 from flopwatch.flops.methods import count_as_is
@@ -123,7 +123,7 @@ class ShapeCounts:
             self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
         if count.method == "estimate":
             self.doubts["the counts are estimates"] = None
-        for doubt in (ONE_RANKS_SHARE, MAY_RUN_AGAIN, NOT_FOLLOWED):
+        for doubt in (ONE_RANKS_SHARE, MAY_RUN_AGAIN, CANNOT_TELL, NOT_FOLLOWED):
             if doubt in count.notes:
                 self.doubts[doubt] = None
         if count.uncounted:
