@@ -8,7 +8,7 @@ gradient is another product: it has another factor, or contracts another dimensi
 import sys
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
@@ -39,7 +39,7 @@ _FACTORS = {
     "aten::mv": ("self", "vec"),
 }
 """Matrix products by their two factors; what is added to the product does not matter."""
-_APPLY = torch.autograd.Function.apply.__func__.__code__
+_APPLY = cast("Any", torch.autograd.Function.apply).__func__.__code__
 _ENGINE = _engine_run_backward.__code__
 
 
@@ -158,7 +158,7 @@ class CustomFunctions:
             node = torch._C._current_autograd_node()
             if isinstance(node, BackwardCFunction):
                 is_inside_forward = not torch.is_grad_enabled() and _outermost_apply()[0] is not None
-                return _Call(True, (task, node._sequence_nr()), is_inside_forward)  # type: ignore[attr-defined]
+                return _Call(True, (task, node._sequence_nr()), is_inside_forward)
         # Torch switches grad mode off for a custom function's forward pass.
         if torch.is_grad_enabled():
             return None
