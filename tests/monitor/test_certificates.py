@@ -58,6 +58,14 @@ def test_ops_without_a_formula_are_named_as_a_lower_bound():
     assert "svd" in certificates.verdict("kind", "pattern").reason
 
 
+def test_a_count_that_could_not_tell_recomputation_apart_says_so():
+    certificates = Certificates()
+    for _ in range(2):
+        certificates.add("kind", "pattern", PRICED, counted(MORE, doubt="may run again"))
+
+    assert certificates.verdict("kind", "pattern").reason == "may run again"
+
+
 def test_calls_that_were_seen_and_are_not_in_the_count_ran_elsewhere():
     certificates = Certificates()
     for _ in range(3):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwatch.flops.collectives import ONE_RANKS_SHARE, is_collective, refuse_real_collective
 from flopwatch.flops.compute_type import compute_type, type_of_product
+from flopwatch.flops.custom_functions import CustomFunctions
 from flopwatch.flops.custom_ops import python_body
 from flopwatch.flops.elsewhere import THREADS, THREADS_NOTE, TRITON_KERNEL
 from flopwatch.flops.event_log import EventLog
@@ -78,6 +79,8 @@ class CountingMode(TorchDispatchMode):
         self._execute = execute
         self._module_of_node: dict[int, str] = {}
         self._unwritten = Unwritten()
+        self._functions = CustomFunctions(lambda: self._phase() == "recompute")
+        self._runs_again = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -106,9 +109,20 @@ class CountingMode(TorchDispatchMode):
         out = self._execute(func, args, kwargs)
         if self._unwritten.is_read_by(func, args, kwargs, out):
             self._add_unseen_kernel()
+        self._look_for_repetition(func, args, kwargs, out, formula)
         if formula is not None or not costs_nothing(func):
             self._count(OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad()), formula)
+        self._runs_again = False
         return out
+
+    def _look_for_repetition(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, formula: Formula | None
+    ) -> None:
+        """Whether an op that ran is a product that a custom autograd function computes again."""
+        told = self._functions.doubt
+        self._runs_again = self._functions.runs_again(func, args, kwargs, out, is_product=formula is not None)
+        if self._functions.doubt != told:
+            self.tally.note(self._functions.doubt)
 
     def _takes_apart(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
         """Whether an op is run as the ops it is made of.
@@ -169,7 +183,7 @@ class CountingMode(TorchDispatchMode):
         """Put one op's FLOPs down to the phase and the module that run now."""
         phase = self._phase()
         module = self._module(phase)
-        if phase == "recompute":
+        if phase == "recompute" or self._runs_again:
             flops = replace(flops, needed=0, extra=flops.needed + flops.extra)
         self.tally.add(_short(name), module, phase, flops, dtype)
 
@@ -201,7 +215,7 @@ class CountingMode(TorchDispatchMode):
         if task == -1:
             return "forward"
         if self.in_backward:
-            runs_again = torch.is_grad_enabled() or self._stack.is_inside
+            runs_again = torch.is_grad_enabled() or self._stack.is_inside or _is_recomputing()
         else:
             runs_again = self._stack.entered_in == task or _is_recomputing()
         return "recompute" if runs_again else "backward"

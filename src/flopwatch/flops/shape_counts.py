@@ -11,6 +11,7 @@ from torch import nn
 from flopwatch.errors import InputError
 from flopwatch.flops.batches import BatchShape
 from flopwatch.flops.collectives import ONE_RANKS_SHARE
+from flopwatch.flops.custom_functions import CANNOT_TELL, MAY_RUN_AGAIN, NOT_FOLLOWED
 from flopwatch.flops.law import FlopLaw, StepShape
 from flopwatch.flops.layout import Layout
 from flopwatch.flops.methods import count_as_is
@@ -122,8 +123,9 @@ class ShapeCounts:
             self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
         if count.method == "estimate":
             self.doubts["the counts are estimates"] = None
-        if ONE_RANKS_SHARE in count.notes:
-            self.doubts[ONE_RANKS_SHARE] = None
+        for doubt in (ONE_RANKS_SHARE, MAY_RUN_AGAIN, CANNOT_TELL, NOT_FOLLOWED):
+            if doubt in count.notes:
+                self.doubts[doubt] = None
         if count.uncounted:
             ops = ", ".join(sorted({op.op for op in count.uncounted}))
             self.doubts[f"ops without a formula are not in the counts ({ops})"] = None

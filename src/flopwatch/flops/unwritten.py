@@ -12,6 +12,8 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from flopwatch.flops.values import storage_address, written
+
 UNSEEN_KERNEL = "kernel past the dispatcher"
 UNSEEN_KERNEL_NOTE = (
     "an uninitialised tensor is read: a kernel that does not go through torch's dispatcher (Triton, a CUDA extension) "
@@ -64,12 +66,12 @@ class Unwritten:
             if self._known(args[0]):
                 self._made(out)
             return False
-        written = list(_written(func, args, kwargs))
+        written = list(_written_into(func, args, kwargs))
         read = self._values_read(func, args, kwargs, written)
         for tensor in written:
-            self._storages.pop(_address(tensor), None)
+            self._storages.pop(storage_address(tensor), None)
         for tensor in read:
-            self._storages.pop(_address(tensor), None)  # told once
+            self._storages.pop(storage_address(tensor), None)  # told once
         return bool(read)
 
     def _values_read(
@@ -84,27 +86,16 @@ class Unwritten:
         ]
 
     def _made(self, tensor: Any) -> None:
-        if isinstance(tensor, torch.Tensor) and tensor.numel() and _address(tensor):
-            self._storages[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and storage_address(tensor):
+            self._storages[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def _known(self, tensor: torch.Tensor) -> bool:
-        return _address(tensor) in self._storages
+        return storage_address(tensor) in self._storages
 
 
-def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def _written_into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors an op writes into; of ops outside of torch all it is given: nobody holds their schemas to it."""
     if func.namespace != "aten":
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         return
-    if not func._schema.is_mutable:
-        return
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return 0
-    return int(tensor.untyped_storage()._cdata)
+    yield from written(func, args, kwargs)

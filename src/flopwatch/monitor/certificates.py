@@ -143,4 +143,4 @@ def _of_counts(known: _Counted) -> Verdict:
         )
     if len(totals) < _ENOUGH_COUNTS:
         return Verdict("counted", last, "the step runs more than the model's calls, and was counted only once so far")
-    return Verdict("counted", last)
+    return Verdict("counted", last, last.doubt)

@@ -50,6 +50,7 @@ class StepCount:
         failure: Why the count is not complete.
         optimizer: FLOPs of products that the optimizer itself computes; not in the others.
         risks: Ops met that may differ in the last bits while a mode is on.
+        doubt: What could not be told apart: model FLOPs may be others.
     """
 
     phases: PhaseFlops
@@ -58,6 +59,7 @@ class StepCount:
     failure: str | None = None
     optimizer: int = 0
     risks: tuple[str, ...] = ()
+    doubt: str | None = None
 
 
 def is_watched(index: int) -> bool:
@@ -141,8 +143,9 @@ class WatchedStep:
         count = self._mode.tally.as_count("step", "full")
         phases = PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
         uncounted = tuple(sorted({op.op for op in count.uncounted}))
+        mode = self._mode
         return StepCount(
-            phases, count.by_dtype, uncounted, failure, self._mode.optimizer_flops, tuple(self._mode.risky_ops)
+            phases, count.by_dtype, uncounted, failure, mode.optimizer_flops, tuple(mode.risky_ops), mode.doubt
         )
 
     def _leave(self) -> str | None:
@@ -189,6 +192,10 @@ class _PassingMode(CountingMode):
         self._closures: list[bool] = []
         """Of each optimizer step under way, whether it was given a closure."""
 
+    @property
+    def doubt(self) -> str | None:
+        return self._functions.doubt
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -222,9 +229,11 @@ class _PassingMode(CountingMode):
         if func._schema.name in RISKY:
             self.risky_ops.add(func._schema.name)
         formula = find_formula(func)
+        self._look_for_repetition(func, args, kwargs, out, formula)
         if formula is not None or not costs_nothing(func):
             call = OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad())
             self._count(call, formula)
+        self._runs_again = False
 
     def _meet_whole(self, func: OpOverload) -> None:
         """Under inference mode ops arrive that are made of others, and are left whole: their parts are not known."""
