@@ -229,8 +229,8 @@ def _is_recomputing() -> bool:
     return bool(hooks) and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
-def _as_flops(answer: OpFlops | int) -> OpFlops:
-    return answer if isinstance(answer, OpFlops) else OpFlops(answer)
+def _as_flops(answer: OpFlops | int | None) -> OpFlops | None:
+    return OpFlops(answer) if isinstance(answer, int) else answer
 
 
 def _with_complex(flops: OpFlops, values: list[Any]) -> OpFlops:
