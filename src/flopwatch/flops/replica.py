@@ -102,7 +102,7 @@ class _Replicator:
         # Ids are only unique among living objects, so the originals are kept until the copy is done.
         self._originals: list[Any] = []
         self._copied_modules: list[tuple[nn.Module, nn.Module]] = []
-        self._hooks = HookCopies(self.value, stack.left_hooks)
+        self._hooks = HookCopies(self.value, stack.left_hooks, stack.inside)
 
     def module(self, module: nn.Module, path: str) -> nn.Module:
         original = unwrap(module)
