@@ -178,7 +178,7 @@ class CountingMode(TorchDispatchMode):
         self.tally.note(UNSEEN_KERNEL_NOTE)
 
     def add_threads(self) -> None:
-        """The model has started a thread, which nobody here can see into."""
+        """The model has started a thread that nobody here can see into, or not to its end."""
         self.tally.add_uncounted(THREADS, "", ())
         self.tally.note(THREADS_NOTE)
 
