@@ -287,6 +287,49 @@ def stochastic_depth(audit: Audit) -> list[nn.Module]:
     return _dropping(audit, by_sample=True)
 
 
+class DrawnSize(nn.Module):
+    """Works on a part of the features whose size is drawn, mostly a small one: as many operations, other products."""
+
+    def __init__(self, *, drops: bool) -> None:
+        super().__init__()
+        self.body, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drops = drops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.drops and torch.rand(()) < 0.5:
+            x = self.body(x).tanh()
+        rows = 2 if torch.rand(()) < 0.7 else len(x)
+        return self.layer(x[:rows]).sum() + x.sum() + 0 * self.body.weight.sum()
+
+
+def _drawn_size(audit: Audit, *, drops: bool) -> list[nn.Module]:
+    model = DrawnSize(drops=drops)
+    optimizer = sgd(model)
+    audit.watch(model)
+    torch.manual_seed(_EQUAL_AT_FIRST)
+    for _ in range(STEPS):
+        x = torch.randn(5, WIDTH)
+        with audit.step(x):
+            model(x).square().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model]
+
+
+_EQUAL_AT_FIRST = 10
+"""The first steps that are counted draw the same size, the steps between them another."""
+
+
+def drawn_size(audit: Audit) -> list[nn.Module]:
+    """The size of a product is drawn: nothing but the product itself shows it."""
+    return _drawn_size(audit, drops=False)
+
+
+def drawn_size_and_layer_drop(audit: Audit) -> list[nn.Module]:
+    """A layer is left out by chance, which shows, and a size is drawn, which does not."""
+    return _drawn_size(audit, drops=True)
+
+
 class Experts(nn.Module):
     """A mixture of experts whose every expert takes the tokens that chose it."""
 

@@ -68,6 +68,8 @@ LOOPS = [
     Loop(changing.several_tasks, exact_from=10),
     Loop(changing.layer_drop, exact_from=None, told=CHANCE),
     Loop(changing.stochastic_depth),
+    Loop(changing.drawn_size, exact_from=None, told=f"{CHANCE}|{ESTIMATE}"),
+    Loop(changing.drawn_size_and_layer_drop, exact_from=None, told=f"{CHANCE}|{ESTIMATE}|{NOT_YET}"),
     Loop(changing.mixture_of_experts, exact_from=None, told=CHANCE),
     Loop(changing.early_exit, exact_from=None, told=CHANCE),
     Loop(changing.frozen_on_even_steps, exact_from=8),
