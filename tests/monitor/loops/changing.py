@@ -246,6 +246,47 @@ def several_tasks(audit: Audit) -> list[nn.Module]:
     return [model]
 
 
+class Repeating(nn.Module):
+    """Runs its layer as often as the batch says, and another where a context is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None, times: int = 1) -> torch.Tensor:
+        for _ in range(times):
+            x = self.layer(x)
+        return x if context is None else x + self.other(x * context).sum()
+
+
+def number_in_the_batch(audit: Audit) -> list[nn.Module]:
+    """A number in the batch says how often a layer runs."""
+    model = Repeating()
+    optimizer = sgd(model)
+    audit.watch(model)
+    for number in range(STEPS):
+        batch = {"x": torch.randn(4, WIDTH), "times": 1 + number % 3}
+        with audit.step(batch):
+            model(**batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model]
+
+
+def target_that_could_be_an_argument(audit: Audit) -> list[nn.Module]:
+    """`for x, y in loader` with a model that could take `y`, and is not given it."""
+    model = Repeating()
+    optimizer = sgd(model)
+    audit.watch(model)
+    for _ in range(STEPS):
+        x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+        with audit.step((x, y)):
+            functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model]
+
+
 class Dropping(nn.Module):
     """Layers are left out at random."""
 

@@ -66,6 +66,8 @@ LOOPS = [
     Loop(changing.mixture_of_shapes, exact_from=10, is_slow=True),
     Loop(changing.dynamic_padding, is_slow=True),
     Loop(changing.several_tasks, exact_from=10),
+    Loop(changing.number_in_the_batch, exact_from=10),
+    Loop(changing.target_that_could_be_an_argument),
     Loop(changing.layer_drop, exact_from=None, told=CHANCE),
     Loop(changing.stochastic_depth),
     Loop(changing.drawn_size, exact_from=None, told=f"{CHANCE}|{ESTIMATE}"),

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flopwatch.errors import UntraceableError
 from flopwatch.flops.formulas.registry import OpCall, formula
 
-# The largest 1-norms for which torch takes Taylor polynomials of degree 1, 2, 4, 8, 12 and 18, which need 0 to 5 products
+# The largest 1-norms for which torch takes Taylor polynomials of degree 1, 2, 4, 8, 12 and 18, of 0 to 5 products
 # (Bader, Blanes, Casas: Computing the matrix exponential with an optimized Taylor polynomial approximation, Mathematics
 # 7(12), 2019; thresholds as in torch's LinearAlgebra.cpp).
 _LARGEST_NORMS = {
