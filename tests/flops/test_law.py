@@ -288,7 +288,8 @@ def test_a_model_that_halves_its_sequence_is_right_at_lengths_of_the_other_parit
             x = self.embedding(input_ids).mT
             return self.layer(nn.functional.pad(x, (0, x.shape[-1] % 2)))
 
-    law = flopwatch.fit_flops_law(Halves(), {"input_ids": torch.ones(2, seq_len, dtype=torch.long)})
+    model = Halves()
+    law = flopwatch.fit_flops_law(model, {"input_ids": torch.ones(2, seq_len, dtype=torch.long)})
 
     for length in (seq_len - 1, seq_len):
         assert law.model_flops(2, length) == 3 * 2 * 2 * ((length + 1) // 2) * 8 * 8 * 2

@@ -102,7 +102,7 @@ class HookCopies:
         owner = getattr(bound, "__self__", None)
         if f"{type(owner).__module__}.{type(owner).__qualname__}" != _GRAD_SAMPLE_MODULE:
             return None
-        twin = MethodType(bound.__func__, self._value(owner))
+        twin: Any = MethodType(bound.__func__, self._value(owner))
         if isinstance(hook, functools.partial):
             twin = functools.partial(twin, *hook.args, **hook.keywords)
         return functools.partial(_run_per_sample, self._extra, twin, _name(hook), self._left_behind)
