@@ -98,7 +98,7 @@ class HookCopies:
 
     def _per_sample(self, hook: Any) -> Any:
         """Opacus's hooks that make the gradient of every sample; those of its other ways need passes of their own."""
-        bound = hook.func if isinstance(hook, functools.partial) else hook
+        bound: Any = hook.func if isinstance(hook, functools.partial) else hook
         owner = getattr(bound, "__self__", None)
         if f"{type(owner).__module__}.{type(owner).__qualname__}" != _GRAD_SAMPLE_MODULE:
             return None

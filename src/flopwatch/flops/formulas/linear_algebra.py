@@ -86,8 +86,8 @@ def _inverse(call: OpCall) -> int:
 @formula("aten::linalg_cholesky_ex")
 def _cholesky(call: OpCall) -> int:
     """n³/3 + n²/2 + n/6, its n square roots included (LAPACK Working Note 41, xPOTRF)."""
-    *batch, order, _ = call.arguments["self"].shape
-    return int(prod(batch)) * (2 * order**3 + 3 * order**2 + order) // 6
+    *batch, order, _ = (int(size) for size in call.arguments["self"].shape)
+    return prod(batch) * (order * (order + 1) * (2 * order + 1) // 6)
 
 
 @formula("aten::cholesky_solve")
@@ -105,13 +105,14 @@ def _matrix_exponential(call: OpCall) -> int | None:
     largest = _LARGEST_NORMS.get(matrix.dtype)
     if largest is None or matrix.device.type != "cpu":
         return None  # other devices may choose in another way
-    order = matrix.shape[-1]
+    order = int(matrix.shape[-1])
     if order == 1:
         return 0
     norms = torch.linalg.matrix_norm(matrix.detach(), 1).reshape(-1).tolist()
     if not all(map(isfinite, norms)):
         return None
-    return sum(_products(norm, largest, is_alone=len(norms) == 1) for norm in norms) * 2 * order**3
+    products = sum(_products(norm, largest, is_alone=len(norms) == 1) for norm in norms)
+    return products * 2 * order * order * order
 
 
 def _products(norm: float, largest: tuple[float, ...], *, is_alone: bool) -> int:
