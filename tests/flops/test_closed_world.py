@@ -108,7 +108,7 @@ def forward_count(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Ten
 
 @pytest.mark.parametrize(
     "function",
-    [torch.linalg.inv, torch.linalg.matrix_exp, torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.cholesky],
+    [torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.pinv],
 )
 def test_linear_algebra_without_an_exact_count_is_named(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     count = forward_count(function, torch.eye(8))

@@ -210,7 +210,7 @@ def test_every_architecture_is_in_one_of_the_groups() -> None:
 
 
 def test_a_law_of_counts_with_holes_is_not_exact() -> None:
-    class Exponential(nn.Module):
+    class SingularValues(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embedding = nn.Embedding(9, 8)
@@ -218,9 +218,78 @@ def test_a_law_of_counts_with_holes_is_not_exact() -> None:
 
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             x = self.layer(self.embedding(input_ids))
-            return torch.linalg.matrix_exp(x.mT @ x).sum() + x.sum()
+            return torch.linalg.svdvals(x.mT @ x).sum() + x.sum()
 
-    law = flopwatch.fit_flops_law(Exponential(), {"input_ids": torch.ones(2, 30, dtype=torch.long)})
+    law = flopwatch.fit_flops_law(SingularValues(), {"input_ids": torch.ones(2, 30, dtype=torch.long)})
 
     assert not law.exact
     assert "without a formula" in law.notes[0]
+
+
+class Detector(nn.Module):
+    """Takes lists of images and of dicts, as torchvision's detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        pairs = zip(images, targets, strict=True)
+        return torch.stack([self.layer(image[None]).sum() + target["boxes"].sum() for image, target in pairs]).sum()
+
+
+def test_tensors_in_lists_and_dicts_have_a_size() -> None:
+    def batch(images: int) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
+        return [torch.randn(3, 8, 8)] * images, [{"boxes": torch.zeros(1, 4)}] * images
+
+    law = flopwatch.fit_flops_law(Detector(), batch(4))
+
+    one_image = 2 * 4 * 6 * 6 * 27 * 2  # forward, and the gradient of the weights
+    assert law.exact
+    assert law.model_flops(batch_size=16) == 16 * one_image
+
+
+def test_a_kernel_wider_than_the_shortest_probe_is_no_reason_to_give_up() -> None:
+    class TextCnn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layer = nn.Embedding(64, 16), nn.Conv1d(16, 8, 5)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.embedding(input_ids).mT).amax(-1)
+
+    model, ids = TextCnn(), torch.randint(0, 64, (4, 20))
+
+    assert flopwatch.fit_flops_law(model, {"input_ids": ids}).model_flops(4) == 4 * 16 * 2 * 8 * 16 * 5 * 3
+
+
+def test_a_fixed_number_of_categories_is_no_reason_to_give_up() -> None:
+    class Categories(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables, self.top = nn.ModuleList(nn.Embedding(10, 8) for _ in range(6)), nn.Linear(48, 1)
+
+        def forward(self, fields: torch.Tensor) -> torch.Tensor:
+            return self.top(torch.cat([table(fields[:, index]) for index, table in enumerate(self.tables)], 1))
+
+    fields = torch.randint(0, 10, (4, 6))
+
+    assert flopwatch.fit_flops_law(Categories(), fields).model_flops(4) == 4 * 2 * 48 * 3
+
+
+@pytest.mark.parametrize("seq_len", [33, 34])
+def test_a_model_that_halves_its_sequence_is_right_at_lengths_of_the_other_parity(seq_len: int) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layer = nn.Embedding(9, 8), nn.Conv1d(8, 8, 2, stride=2)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(input_ids).mT
+            return self.layer(nn.functional.pad(x, (0, x.shape[-1] % 2)))
+
+    model = Halves()
+    law = flopwatch.fit_flops_law(model, {"input_ids": torch.ones(2, seq_len, dtype=torch.long)})
+
+    for length in (seq_len - 1, seq_len):
+        assert law.model_flops(2, length) == 3 * 2 * 2 * ((length + 1) // 2) * 8 * 8 * 2

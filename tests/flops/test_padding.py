@@ -67,3 +67,27 @@ def _padded(batch: Batch, lengths: list[int], *, left: bool) -> dict[str, Any]:
         padding = slice(0, mask.shape[1] - length) if left else slice(length, None)
         mask[row, padding] = 0
     return batch
+
+
+def test_what_a_step_pays_once_is_paid_once() -> None:
+    class RelativePositions(torch.nn.Module):
+        """Projects a table of positions once per step, as DeBERTa does, and compares all samples, as CLIP does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layer = torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8, bias=False)
+            self.table, self.project = torch.nn.Parameter(torch.randn(40, 8)), torch.nn.Linear(8, 8, bias=False)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            x = self.layer(self.embedding(input_ids)) * attention_mask[..., None]
+            pooled = x.sum(1)
+            return (pooled @ pooled.T).sum() + self.project(self.table).sum()
+
+    ids = torch.ones(3, 6, dtype=torch.long)
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 6])
+
+    count = flopwatch.count_flops(RelativePositions(), {"input_ids": ids, "attention_mask": mask})
+
+    positions, table, pairs = 3 * 2 * 8 * 8, 40 * 3 * 2 * 8 * 8, 3 * 3 * 3 * 2 * 8
+    assert count.forward_flops + count.backward_flops == 18 * positions + table + pairs
+    assert count.model_flops == 16 * positions + table + pairs

@@ -102,3 +102,54 @@ def test_a_shape_outside_of_the_domain_is_counted_first() -> None:
     assert law.exact_for(4, 16)
     assert law.model_flops(1, 16) == 16 * once * 3
     assert law.model_flops(1, 200) == 200 * once * 6
+
+
+class EmbedsEachIdOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(64, 16), nn.Linear(16, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        distinct, places = ids.unique(return_inverse=True)
+        out: torch.Tensor = self.layer(self.embedding(distinct))[places]
+        return out
+
+
+def test_a_cost_that_depends_on_distinct_ids_is_right_for_the_example_and_no_law() -> None:
+    law = flopwatch.fit_flops_law(EmbedsEachIdOnce(), IDS)
+
+    assert law.model_flops(*IDS.shape) == len(IDS.unique()) * 2 * 16 * 16 * 3
+    assert not law.exact
+
+
+class StopsWhenSure(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+            if x.mean() > 0.3:
+                break
+        return x
+
+
+class DrawsItsSize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x[: int(torch.randint(1, 4, ()))])
+        return out
+
+
+def test_early_exits_and_drawn_sizes_make_no_law() -> None:
+    by_activations = flopwatch.fit_flops_law(StopsWhenSure(), torch.randn(4, 8))
+    by_chance = flopwatch.fit_flops_law(DrawsItsSize(), torch.randn(4, 8))
+
+    assert not by_activations.exact
+    assert not by_chance.exact
+    assert "activations" in by_activations.notes[0]
+    assert "random draw" in by_chance.notes[0]

@@ -4,12 +4,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 import flopwatch
 
@@ -97,14 +99,58 @@ class Threads(nn.Module):
         return out
 
 
-def test_threads_that_a_model_starts_are_told() -> None:
-    before = threading.getprofile()
+def test_what_runs_in_threads_that_a_model_starts_is_counted() -> None:
+    before, model = threading.getprofile(), Threads()
 
-    count = flopwatch.count_flops(Threads(), X)
+    count = flopwatch.count_flops(model, X)
 
+    with FlopCounterMode(display=False) as truth:
+        torch.stack([layer(X) for layer in model.layers]).sum().backward()
+    assert (count.forward_flops + count.backward_flops, count.coverage) == (truth.get_total_flops(), 1.0)
+    assert {path: flops.forward for path, flops in count.by_module.items() if path} == {
+        f"layers.{index}": 2 * X.numel() * 16 for index in range(4)
+    }
+    assert threading.getprofile() is before
+
+
+class KeptThread(nn.Module):
+    """Starts one thread when it is first called, and goes on using it."""
+
+    pools: ClassVar[list[ThreadPoolExecutor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.pools:
+            self.pools.append(ThreadPoolExecutor(1))
+        out: torch.Tensor = self.pools[0].submit(self.layer, x).result()
+        return out
+
+
+def test_a_thread_that_outlives_the_count_is_told_and_left_as_it_was() -> None:
+    count = flopwatch.count_flops(KeptThread(), X, method="step")
+
+    (pool,) = KeptThread.pools
+    modes, profile = pool.submit(lambda: (_get_current_dispatch_mode_stack(), sys.getprofile())).result()
+    functions = pool.submit(lambda: torch._C._len_torch_function_stack()).result()
+    pool.shutdown()
+    KeptThread.pools.clear()
     assert "threads" in {op.op for op in count.uncounted}
     assert any("threads" in note for note in count.notes)
-    assert threading.getprofile() is before
+    assert (modes, profile, functions) == ([], None, 0)
+
+
+def test_an_error_in_a_thread_reaches_the_caller() -> None:
+    class Fails(Threads):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                out: torch.Tensor = pool.submit(self.layers[0], x[:, :3]).result()
+            return out
+
+    with pytest.raises(flopwatch.MeasurementError):
+        flopwatch.count_flops(Fails(), X, method="step")
 
 
 class LaunchHooks(list[Any]):

@@ -84,3 +84,32 @@ def test_a_loss_from_other_products_is_told():
     certificates.look_at_graph("kind", 2, is_counted=False)
 
     assert "other products" in certificates.verdict("kind", "pattern").reason
+
+
+def test_layers_left_out_by_chance_show_in_the_number_of_operations():
+    certificates = Certificates()
+    certificates.add(("calls", 10), "pattern", PRICED, counted(MORE))
+    alone = certificates.nodes_tell_costs(("calls", 10))
+    certificates.add(("calls", 7), "another", PRICED, counted(PRICED))
+    certificates.add(("other calls", 10), "pattern", PRICED, counted(PhaseFlops(1, 2)))
+
+    assert not alone  # no draw has shown there yet
+    assert certificates.nodes_tell_costs(("calls", 7))
+
+
+def test_a_size_that_is_drawn_does_not_show_in_the_number_of_operations():
+    certificates = Certificates()
+    certificates.add(("calls", 10), "pattern", PRICED, counted(MORE))
+    certificates.add(("calls", 7), "another", PRICED, counted(PRICED))
+    certificates.add(("calls", 10), "pattern", PRICED, counted(PRICED))
+
+    assert not certificates.nodes_tell_costs(("calls", 10))
+    assert not certificates.nodes_tell_costs(("calls", 7))
+
+
+def test_another_number_of_operations_at_the_same_cost_tells_nothing():
+    certificates = Certificates()
+    certificates.add(("calls", 10), "pattern", PRICED, counted(MORE))
+    certificates.add(("calls", 11), "another", PRICED, counted(MORE))
+
+    assert not certificates.nodes_tell_costs(("calls", 10))

@@ -1,5 +1,6 @@
 """The FLOPs a run adds up, against an op-by-op count of the same steps: each document run alone, eagerly, by torch."""
 
+import json
 import random
 
 import pytest
@@ -231,3 +232,15 @@ def test_the_users_own_function_is_asked_for_every_batch(tmp_path):
 
     assert values["total/model_flops"] == 2 * (16 + 24)
     assert "total/hardware_flops" not in values
+
+
+@pytest.mark.slow
+def test_a_batch_that_was_made_up_is_told(tmp_path):
+    monitor = flopwatch.TrainingMonitor(tmp_path, model=BY_NAME["t5"].build())
+    monitor.log_step(0, 0, 1.0, 1.0, 0.1, torch.ones(2, 12, dtype=torch.long))
+    monitor.close()
+
+    (log,) = tmp_path.rglob("*.jsonl")
+    rows = [row for row in map(json.loads, log.read_text().splitlines()) if row["type"] == "row"]
+    assert [row["exact"] for row in rows] == [False]
+    assert "made up" in rows[0]["notes"][0]

@@ -13,7 +13,8 @@ from torch import nn
 from flopwatch.errors import InputError
 from flopwatch.flops.autocast import AutocastState, current_autocast, device_type_of, under_autocast
 from flopwatch.flops.counter import CountingMode
-from flopwatch.flops.elsewhere import threads_noticed, triton_launches_noticed
+from flopwatch.flops.elsewhere import threads_followed, triton_launches_noticed
+from flopwatch.flops.event_log import EventLog
 from flopwatch.flops.losses import LossFn
 from flopwatch.flops.passes import copied_batch, failures_named, run_step
 from flopwatch.flops.replica import ModuleStack, replicate
@@ -41,16 +42,25 @@ def count_by_step(
     state = current_autocast() if autocast is None else autocast
     under = under_autocast(state, device_type_of(model, state), stand_in=False)
     stack, keeper, steering = ModuleStack(), _GradientKeeper(), Steering()
-    mode = CountingMode(stack, attention, following(keeper.execute, steering))
+    execute = following(keeper.execute, steering)
+    mode, in_threads = CountingMode(stack, attention, execute), list[EventLog]()
+
+    def modes_of_thread() -> tuple[Any, ...]:
+        in_threads.append(EventLog())
+        own = CountingMode(stack, attention, execute, in_threads[-1])
+        return (PythonReads(steering), own) if training else (own,)
+
     with undisturbed(parameter.device for parameter in model.parameters()), keeper:
         replica = replicate(model, _alias, stack)
         own_batch = copied_batch(batch, lambda tensor: tensor.detach().clone())
         steering.name_weights((*replica.parameters(), *replica.buffers()))
         steering.name_batch(own_batch)
-        noticed = threads_noticed(mode.add_threads), triton_launches_noticed(mode.add_triton_kernel)
+        noticed = threads_followed(modes_of_thread, mode.add_threads), triton_launches_noticed(mode.add_triton_kernel)
         reads = PythonReads(steering) if training else nullcontext()
         with failures_named(stack), python_draws(steering), reads, noticed[0], noticed[1]:
             run_step(replica, own_batch, loss_fn, mode, training=training, autocast=under)
+    for log in in_threads:
+        log.tell(mode.tally)
     for told in stack.told():
         mode.tally.note(told)
     return steered(mode.tally.as_count("step", attention), steering, mode.risky_ops)

@@ -192,7 +192,7 @@ class CountingMode(TorchDispatchMode):
         self.tally.note(UNSEEN_KERNEL_NOTE)
 
     def add_threads(self) -> None:
-        """The model has started a thread, which nobody here can see into."""
+        """The model has started a thread that nobody here can see into, or not to its end."""
         self.tally.add_uncounted(THREADS, "", ())
         self.tally.note(THREADS_NOTE)
 
@@ -243,8 +243,8 @@ def _is_recomputing() -> bool:
     return bool(hooks) and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
-def _as_flops(answer: OpFlops | int) -> OpFlops:
-    return answer if isinstance(answer, OpFlops) else OpFlops(answer)
+def _as_flops(answer: OpFlops | int | None) -> OpFlops | None:
+    return OpFlops(answer) if isinstance(answer, int) else answer
 
 
 def _with_complex(flops: OpFlops, values: list[Any]) -> OpFlops:

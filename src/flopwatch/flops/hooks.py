@@ -11,6 +11,7 @@ import dis
 import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 Value = Callable[[Any], Any]
+Extra = Callable[[str], AbstractContextManager[None]]
 
 FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 OTHER_TABLES = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -47,6 +49,7 @@ _WATCH_OR_MOVE = (
     "wandb.",
 )
 _PER_SAMPLE_GRADIENTS = "opacus."
+_GRAD_SAMPLE_MODULE = "opacus.grad_sample.grad_sample_module.GradSampleModule"
 # Modules whose functions leave nothing behind.
 _PURE_MODULES = ("torch", "math", "numpy", "functools", "itertools", "operator", "collections", "einops", "typing")
 _LEAVE_TRACES = {"print", "open", "input", "exec", "eval", "globals", "setattr", "delattr", "breakpoint", "__import__"}
@@ -63,11 +66,13 @@ class HookCopies:
     Args:
         value: Maps what a hook reaches to the stand-in's.
         left_behind: Gets the name of each hook that is not run.
+        extra: What runs inside of it is executed, but not needed by the mathematics.
     """
 
-    def __init__(self, value: Value, left_behind: list[str]) -> None:
+    def __init__(self, value: Value, left_behind: list[str], extra: Extra) -> None:
         self._value = value
         self._left_behind = left_behind
+        self._extra = extra
         self._functions: dict[int, Any] = {}
 
     def tables(self, module: nn.Module) -> dict[str, Any]:
@@ -83,8 +88,24 @@ class HookCopies:
             kept[table] = OrderedDict((key, value) for key, value in entries.items() if key in runs)
         for table in BACKWARD_TABLES:
             kept[table] = OrderedDict()
-            self._left_behind += (_name(hook) for hook in getattr(module, table).values() if not _is_quiet(hook))
+            for key, hook in getattr(module, table).items():
+                copy = self._per_sample(hook)
+                if copy is not None:  # on the output's gradient: torch's own way warns where no input needs one
+                    kept["_forward_hooks"][key] = functools.partial(_when_gradient_comes, copy)
+                elif not _is_quiet(hook):
+                    self._left_behind.append(_name(hook))
         return kept
+
+    def _per_sample(self, hook: Any) -> Any:
+        """Opacus's hooks that make the gradient of every sample; those of its other ways need passes of their own."""
+        bound: Any = hook.func if isinstance(hook, functools.partial) else hook
+        owner = getattr(bound, "__self__", None)
+        if f"{type(owner).__module__}.{type(owner).__qualname__}" != _GRAD_SAMPLE_MODULE:
+            return None
+        twin: Any = MethodType(bound.__func__, self._value(owner))
+        if isinstance(hook, functools.partial):
+            twin = functools.partial(twin, *hook.args, **hook.keywords)
+        return functools.partial(_run_per_sample, self._extra, twin, _name(hook), self._left_behind)
 
     def _copy(self, hook: Any) -> Any:
         if _home(hook).startswith(_COMPUTE):
@@ -92,8 +113,9 @@ class HookCopies:
         if _is_quiet(hook):
             return None
         if _home(hook).startswith(_PER_SAMPLE_GRADIENTS):
-            self._left_behind.append(_name(hook))
-            return None
+            copy = self._per_sample(hook)
+            self._left_behind += [] if copy else [_name(hook)]
+            return copy
         try:
             return functools.partial(_run_or_tell, self._mapped(hook), _name(hook), self._left_behind)
         except HookLeavesTracesError:
@@ -157,6 +179,22 @@ def _run_or_tell(hook: Any, name: str, left_behind: list[str], *args: Any, **kwa
     except Exception:
         left_behind.append(name)
         return None
+
+
+def _run_per_sample(extra: Extra, hook: Any, name: str, left_behind: list[str], module: nn.Module, *args: Any) -> None:
+    """Opacus keeps two attributes on every parameter, which those of the stand-in do not have yet."""
+    for parameter in module.parameters():
+        if not hasattr(parameter, "_forward_counter"):
+            parameter._forward_counter, parameter.grad_sample = 0, None  # type: ignore[attr-defined]
+    with extra(name):
+        _run_or_tell(hook, name, left_behind, module, *args)
+
+
+def _when_gradient_comes(hook: Any, module: nn.Module, args: Any, out: Any) -> None:
+    """Run a backward hook once the gradient of the module's first output is known."""
+    first = out[0] if isinstance(out, list | tuple) else out
+    if isinstance(first, torch.Tensor) and first.requires_grad:
+        first.register_hook(lambda gradient: hook(module, None, (gradient,)))
 
 
 def _is_quiet(hook: Any) -> bool:

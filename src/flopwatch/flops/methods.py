@@ -12,6 +12,7 @@ from flopwatch.flops.by_estimate import count_by_estimate
 from flopwatch.flops.by_step import count_by_step, step_obstacle
 from flopwatch.flops.by_trace import count_by_trace
 from flopwatch.flops.collectives import NeedsOtherRanksError
+from flopwatch.flops.elsewhere import THREADS
 from flopwatch.flops.losses import LossFn
 from flopwatch.records import AttentionConvention, FlopCount
 
@@ -47,7 +48,10 @@ def _count_by_first_that_works(
     model: nn.Module, batch: Any, autocast: AutocastState | None, **options: Any
 ) -> FlopCount:
     try:
-        return count_by_trace(model, batch, autocast=autocast, **options)
+        traced = count_by_trace(model, batch, autocast=autocast, **options)
+        if THREADS not in {op.op for op in traced.uncounted} or step_obstacle(model) is not None:
+            return traced
+        trace_error = MeasurementError("it starts threads, in which fake tensors are not seen")
     except NeedsOtherRanksError as error:
         return _estimated(model, batch, str(error), options)
     except MeasurementError as error:

@@ -8,6 +8,7 @@ how a model runs but not what it computes (`torch.compile`, DDP, FSDP2, tensor p
 import copy
 import functools
 import random
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,12 +43,19 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
+class _Now(threading.local):
+    """The modules that run in this thread, and the run of autograd's engine that called each."""
+
+    def __init__(self) -> None:
+        self.paths = [""]
+        self.tasks = [-1]
+
+
 class ModuleStack:
     """The path of the module that runs now; `""` is the model itself."""
 
     def __init__(self) -> None:
-        self._paths = [""]
-        self._tasks = [-1]
+        self._now = _Now()
         self.left_hooks: list[str] = []
         self.wrapped_weights: dict[str, None] = {}
         self.failed_in: str | None = None
@@ -61,29 +69,29 @@ class ModuleStack:
 
     @property
     def current(self) -> str:
-        return self._paths[-1]
+        return self._now.paths[-1]
 
     @property
     def is_inside(self) -> bool:
-        return len(self._paths) > 1
+        return len(self._now.paths) > 1
 
     @property
     def entered_in(self) -> int:
         """The run of autograd's engine that called the module which runs now; -1 for a call outside of any."""
-        return self._tasks[-1]
+        return self._now.tasks[-1]
 
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        self._paths.append(path)
-        self._tasks.append(torch._C._current_graph_task_id())
+        self._now.paths.append(path)
+        self._now.tasks.append(torch._C._current_graph_task_id())
         try:
             yield
         except Exception:
             self.failed_in = self.failed_in or path  # the innermost one is left first
             raise
         finally:
-            self._paths.pop()
-            self._tasks.pop()
+            self._now.paths.pop()
+            self._now.tasks.pop()
 
 
 def replicate(model: nn.Module, map_tensor: TensorMap, stack: ModuleStack) -> nn.Module:
@@ -102,7 +110,7 @@ class _Replicator:
         # Ids are only unique among living objects, so the originals are kept until the copy is done.
         self._originals: list[Any] = []
         self._copied_modules: list[tuple[nn.Module, nn.Module]] = []
-        self._hooks = HookCopies(self.value, stack.left_hooks)
+        self._hooks = HookCopies(self.value, stack.left_hooks, stack.inside)
 
     def module(self, module: nn.Module, path: str) -> nn.Module:
         original = unwrap(module)

@@ -37,6 +37,8 @@ _UNIFORM_DRAWS = {_aten.rand, _aten.rand_like, _aten.uniform, _aten.uniform_}
 _COMPARISONS = {_aten.lt, _aten.le, _aten.gt, _aten.ge}
 _SIZES_BY_VALUE = {"aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::repeat_interleave"}
 """Ops whose result has a size that depends on values, and that torch does not tag as such."""
+_PRODUCTS_BY_VALUE = {"aten::linalg_matrix_exp"}
+"""Ops that run more or fewer products by the values they are given."""
 _PYTHON_READS = {
     torch.Tensor.tolist,
     torch.Tensor.numpy,
@@ -103,6 +105,8 @@ class Steering:
             return
         if _is_certain(func, args):
             origin = origin - {CHANCE}
+        if func._schema.name in _PRODUCTS_BY_VALUE:
+            self.sizes |= origin
         if torch.Tag.data_dependent_output in tags or func._schema.name == "aten::_local_scalar_dense":
             self._note_read(origin)
         elif func._overloadpacket is _aten.index:

@@ -18,6 +18,7 @@ from flopwatch.flops.sample import Grid, take_sample
 from flopwatch.flops.steering import CHANCE
 from flopwatch.monitor.batch_reader import Work
 from flopwatch.monitor.calls import CallKind
+from flopwatch.monitor.watched_step import autograd_nodes
 from flopwatch.records import AttentionConvention, FlopCount, PhaseFlops
 
 _SHARE_FOR_NEW_SHAPES = 0.01
@@ -37,6 +38,7 @@ class CallPrice:
         law: What else it follows from: other images, rows of different lengths; None for a count of this shape alone.
         shape: Where the law was evaluated.
         reason: Why it is not exact; None when it is.
+        is_steered: True when chance or activations steer it: another call of the same kind may cost something else.
     """
 
     executed: PhaseFlops
@@ -44,6 +46,7 @@ class CallPrice:
     law: FlopLaw | None = None
     shape: StepShape | None = None
     reason: str | None = None
+    is_steered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class LawBook:
         self._laws: dict[Any, list[FlopLaw]] = {}
         self._prices: dict[CallKind, CallPrice] = {}
         self._spreads: dict[Any, tuple[int, int]] = {}
+        self._costs_by_nodes: dict[tuple[CallKind, int], int] = {}
+        self._hidden: set[CallKind] = set()
         self._packed_runs_apart: bool | None = None
         self._first_seconds = 0.0
         self._check_seconds = 0.0
@@ -227,7 +232,7 @@ class LawBook:
             "FLOPs, an estimate"
         )
         dtypes = dict.fromkeys(count.by_dtype, mean) if len(count.by_dtype) == 1 else {}
-        return CallPrice(mean, dtypes, reason=reason)
+        return CallPrice(mean, dtypes, reason=reason, is_steered=True)
 
     def _count_another_draw(self, model: nn.Module, kind: CallKind, batch: Any, seed: int) -> FlopCount:
         with torch.random.fork_rng(devices=[]):
@@ -244,7 +249,7 @@ class LawBook:
         if CHANCE in steered or count.method == "step":
             low, high = self._spreads[kind]
             reason = f"chance or activations steer the cost: counts between {low:,} and {high:,} FLOPs were seen"
-            price = replace(price, reason=reason)
+            price = replace(price, reason=reason, is_steered=True)
         self._prices[kind] = price
         return price
 
@@ -301,7 +306,20 @@ class LawBook:
 
     def _count(self, model: nn.Module, kind: CallKind, batch: Any, method: Any = None) -> FlopCount:
         options = self._options if method is None else {**self._options, "method": method}
-        return count_as_is(model, batch, training=kind.has_grad, autocast=kind.autocast, **options)
+        before = autograd_nodes() or 0
+        count = count_as_is(model, batch, training=kind.has_grad, autocast=kind.autocast, **options)
+        self._note_nodes(kind, (autograd_nodes() or 0) - before, count)
+        return count
+
+    def _note_nodes(self, kind: CallKind, nodes: int, count: FlopCount) -> None:
+        if self.is_per_batch(kind):
+            known = self._costs_by_nodes.setdefault((kind, nodes), count.hardware_flops)
+            if known != count.hardware_flops:
+                self._hidden.add(kind)
+
+    def hides_cost(self, kind: CallKind) -> bool:
+        """Whether calls of this kind were counted with the same number of autograd's operations at two costs."""
+        return kind in self._hidden
 
     def _may_count(self) -> bool:
         if not self._laws:

@@ -528,12 +528,22 @@ class Pricing:
         priced = self._priced(calls, prices, works)
         self._note_main_type(priced)
         if verdict.finding == "counted" and verdict.count is not None:
-            return _counted(verdict.count, verdict.reason, priced)
+            return _counted(verdict.count, verdict.reason or self._steered(calls, prices), priced)
         doubt = calls.doubt or (self._why_not_watched if verdict.finding == "unseen" else None) or verdict.reason
         return StepFlops(
             priced.model, priced.hardware, priced.recompute, priced.model_by_dtype, priced.hardware_by_dtype,
             priced.reason or doubt,
         )  # fmt: skip
+
+    def _steered(self, calls: StepCalls, prices: Sequence[CallPrice]) -> str | None:
+        """Why steps of this kind may cost something else than those that were counted."""
+        if not any(price.is_steered for price in prices):
+            return None
+        certificates, book = calls.certificates or self._certificates, calls.book or self._mode.book
+        is_hidden = book is None or any(map(book.hides_cost, calls.kinds))
+        if not is_hidden and certificates.nodes_tell_costs(calls.kind):
+            return None
+        return next(price.reason for price in prices if price.is_steered)
 
     def _priced(self, calls: StepCalls, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:
         """The sum over the step's calls; padding is told apart where calls and batches are the same."""

@@ -32,7 +32,7 @@ class StepCalls:
     nodes: tuple[int | None, int] = (None, 0)
 
     @property
-    def kind(self) -> tuple[object, ...]:
+    def kind(self) -> tuple[tuple[CallKind, ...], tuple[int | None, int]]:
         """Steps of the same kind run the same, as far as is seen."""
         return self.kinds, self.nodes
 

@@ -246,6 +246,47 @@ def several_tasks(audit: Audit) -> list[nn.Module]:
     return [model]
 
 
+class Repeating(nn.Module):
+    """Runs its layer as often as the batch says, and another where a context is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None, times: int = 1) -> torch.Tensor:
+        for _ in range(times):
+            x = self.layer(x)
+        return x if context is None else x + self.other(x * context).sum()
+
+
+def number_in_the_batch(audit: Audit) -> list[nn.Module]:
+    """A number in the batch says how often a layer runs."""
+    model = Repeating()
+    optimizer = sgd(model)
+    audit.watch(model)
+    for number in range(STEPS):
+        batch = {"x": torch.randn(4, WIDTH), "times": 1 + number % 3}
+        with audit.step(batch):
+            model(**batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model]
+
+
+def target_that_could_be_an_argument(audit: Audit) -> list[nn.Module]:
+    """`for x, y in loader` with a model that could take `y`, and is not given it."""
+    model = Repeating()
+    optimizer = sgd(model)
+    audit.watch(model)
+    for _ in range(STEPS):
+        x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+        with audit.step((x, y)):
+            functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model]
+
+
 class Dropping(nn.Module):
     """Layers are left out at random."""
 
@@ -285,6 +326,49 @@ def layer_drop(audit: Audit) -> list[nn.Module]:
 def stochastic_depth(audit: Audit) -> list[nn.Module]:
     """Stochastic depth by sample, as timm does it: everything is computed, some is thrown away."""
     return _dropping(audit, by_sample=True)
+
+
+class DrawnSize(nn.Module):
+    """Works on a part of the features whose size is drawn, mostly a small one: as many operations, other products."""
+
+    def __init__(self, *, drops: bool) -> None:
+        super().__init__()
+        self.body, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drops = drops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.drops and torch.rand(()) < 0.5:
+            x = self.body(x).tanh()
+        rows = 2 if torch.rand(()) < 0.7 else len(x)
+        return self.layer(x[:rows]).sum() + x.sum() + 0 * self.body.weight.sum()
+
+
+def _drawn_size(audit: Audit, *, drops: bool) -> list[nn.Module]:
+    model = DrawnSize(drops=drops)
+    optimizer = sgd(model)
+    audit.watch(model)
+    torch.manual_seed(_EQUAL_AT_FIRST)
+    for _ in range(STEPS):
+        x = torch.randn(5, WIDTH)
+        with audit.step(x):
+            model(x).square().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model]
+
+
+_EQUAL_AT_FIRST = 10
+"""The first steps that are counted draw the same size, the steps between them another."""
+
+
+def drawn_size(audit: Audit) -> list[nn.Module]:
+    """The size of a product is drawn: nothing but the product itself shows it."""
+    return _drawn_size(audit, drops=False)
+
+
+def drawn_size_and_layer_drop(audit: Audit) -> list[nn.Module]:
+    """A layer is left out by chance, which shows, and a size is drawn, which does not."""
+    return _drawn_size(audit, drops=True)
 
 
 class Experts(nn.Module):

@@ -43,7 +43,8 @@ class OpFlops:
     dtype: str | None = None
 
 
-Formula = Callable[[OpCall], OpFlops | int]
+Formula = Callable[[OpCall], OpFlops | int | None]
+"""None where this very call has no count, though others of its op have."""
 
 _formulas: dict[str, Formula] = {}
 
