@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 from flopwatch.errors import UntraceableError
 from flopwatch.flops.formulas import bind
+from flopwatch.flops.quick_fakes import quick_answer
 
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
@@ -81,7 +82,9 @@ class Faker:
         """The short way for most ops: to the fake mode at once, where the tensors would send the op after a detour."""
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
-        answer = self._answer(func, args, kwargs)
+        answer: Any = quick_answer(self._mode, func, args, kwargs)
+        if answer is None:
+            answer = self._answer(func, args, kwargs)
         if answer is None:
             answer = self._mode.dispatch(func, (FakeTensor,), args, kwargs)
         return func(*args, **kwargs) if answer is NotImplemented else answer
