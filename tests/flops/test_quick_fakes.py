@@ -25,6 +25,9 @@ ONE_OP = [
     (aten.expand.default, (COLUMN, [3, 5, 4])),
     (aten.mm.default, (SQUARE, WIDE)),
     (aten.mm.default, (SQUARE.t(), WIDE)),
+    *((aten.addmm.default, (bias, SQUARE, WIDE)) for bias in (torch.randn(7), torch.randn(5, 7), torch.randn(5, 1))),
+    (aten.addmm.default, (torch.randn(5), SQUARE, SQUARE.t())),
+    (aten.bmm.default, (PLAIN, TURNED.transpose(1, 2))),
     (aten.permute.default, (PLAIN, [2, 0, 1])),
     (aten.select.int, (PLAIN, 1, -1)),
     (aten.slice.Tensor, (PLAIN, 2, 1, 5, 2)),
@@ -53,6 +56,35 @@ def test_an_op_gives_a_fake_what_it_gives_a_real_tensor(op, args):
     assert fake.device.type == "cpu"
 
 
+@pytest.mark.parametrize("tensor", [PLAIN, HALF])
+@pytest.mark.parametrize("mask", [[True, True, True], [False, True, False]])
+def test_layer_norm_and_its_statistics(tensor, mask):
+    weight = ROW.to(tensor.dtype)
+    real = aten.native_layer_norm.default(tensor, [6], weight, weight, 1e-5)
+    fake = run_on_fakes(aten.native_layer_norm.default, (tensor, [6], weight, weight, 1e-5))
+    assert [laid_out(each) for each in fake] == [laid_out(each) for each in real]
+    args = (tensor, tensor, [6], *real[1:], weight, weight, mask)
+    real = aten.native_layer_norm_backward.default(*args)
+    fake = run_on_fakes(aten.native_layer_norm_backward.default, args)
+    assert [each is None for each in fake] == [not wanted for wanted in mask]
+    assert [laid_out(one) for one in fake if one is not None] == [laid_out(one) for one in real if one is not None]
+
+
+@pytest.mark.parametrize("weight", [None, ROW.abs()])
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_the_loss_of_class_scores_with_real_targets(reduction, weight):
+    scores, target = PLAIN[0], torch.tensor([1, 2, -100, 4, 5])
+    faker = Faker()
+    fake_scores, fake_weight = like(faker, scores), None if weight is None else like(faker, weight)
+    real = aten.nll_loss_forward.default(scores, target, weight, reduction, -100)
+    fake = faker.execute(aten.nll_loss_forward.default, (fake_scores, target, fake_weight, reduction, -100), {})
+    assert [laid_out(each) for each in fake] == [laid_out(each) for each in real]
+    backward = aten.nll_loss_backward.default
+    wanted = backward(real[0], scores, target, weight, reduction, -100, real[1])
+    got = faker.execute(backward, (fake[0], fake_scores, target, fake_weight, reduction, -100, fake[1]), {})
+    assert laid_out(got) == laid_out(wanted)
+
+
 @pytest.mark.parametrize("options", [{"dtype": torch.float16}, {"device": torch.device("cpu")}, {"non_blocking": True},
                                      {"memory_format": torch.contiguous_format, "dtype": torch.int64}])  # fmt: skip
 def test_a_copy_of_another_type_or_layout(options):
@@ -71,6 +103,8 @@ def test_a_view_shares_its_storage(op):
 
 def test_sizes_that_do_not_fit_raise():
     for op, args in ((aten.mm.default, (WIDE, WIDE)), (aten.view.default, (PLAIN, [7])),
+                     (aten.addmm.default, (ROW, SQUARE, WIDE)), (aten.addmm.default, (ROW, WIDE, WIDE)),
+                     (aten.native_layer_norm.default, (PLAIN, [5], ROW[:5], ROW[:5], 1e-5)),
                      (aten.view.default, (TURNED, [60])), (aten.add.Tensor, (PLAIN, SQUARE))):  # fmt: skip
         with pytest.raises(RuntimeError):
             run_on_fakes(op, args)
@@ -98,6 +132,10 @@ def test_elementwise_ops_keep_type_and_shape(op):
     real = op(*args)
     fake = run_on_fakes(op, args)
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def laid_out(tensor):
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def run_on_fakes(op, args, options=None):

@@ -6,6 +6,7 @@ the fake mode would have given it. Elementwise ops have slow shape functions, bu
 (other types, strides, broadcasts, a known value) is left to the fake mode.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ SHAPED_BY_TORCH = {
     _aten._to_copy.default,
     _aten._unsafe_view.default,
     _aten.alias.default,
+    _aten.bmm.default,
     _aten.clone.default,
     _aten.detach.default,
     _aten.expand.default,
@@ -59,7 +61,7 @@ _KEEP_THE_TYPE = {"alpha", "approximate"}
 _COPY_OPTIONS = {"dtype", "device", "memory_format", "non_blocking"}
 
 
-def quick_answer(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FakeTensor | None:
+def quick_answer(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an op whose tensors are all fakes of this mode; None where the mode itself has to be asked."""
     if func in SHAPED_BY_TORCH and kwargs.keys() <= _COPY_OPTIONS:
         # There is one device only, and to name it would make a real tensor.
@@ -67,7 +69,8 @@ def quick_answer(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs:
         return _shaped_by_torch(mode, func, args, kept)
     if func in ELEMENTWISE and kwargs.keys() <= _KEEP_THE_TYPE:
         return _elementwise(mode, args)
-    return None
+    rule = _RULES.get(func)
+    return None if rule is None or kwargs else rule(mode, *args)
 
 
 def _shaped_by_torch(
@@ -93,9 +96,86 @@ def _elementwise(mode: FakeTensorMode, args: tuple[Any, ...]) -> FakeTensor | No
             return None
     if not dtype.is_floating_point:
         return None
+    return _empty(mode, largest.shape, dtype)
+
+
+def _addmm(mode: FakeTensorMode, bias: Any, one: Any, other: Any) -> FakeTensor | None:
+    shape = torch.Size([one.shape[0], other.shape[-1]])
+    fits = one.dim() == other.dim() == 2 and one.shape[1] == other.shape[0] and _broadcasts(bias.shape, shape)
+    return _empty(mode, shape, one.dtype) if fits and _are_of_one_type(bias, one, other) else None
+
+
+def _layer_norm(
+    mode: FakeTensorMode, tensor: Any, shape: list[int], weight: Any, bias: Any, _: float
+) -> tuple[FakeTensor, ...] | None:
+    if not _may_be_normed(tensor, shape, weight, bias):
+        return None
+    per_row = torch.Size([*tensor.shape[: tensor.dim() - len(shape)], *[1] * len(shape)])
+    return tuple(_empty(mode, each, tensor.dtype) for each in (tensor.shape, per_row, per_row))
+
+
+def _layer_norm_backward(
+    mode: FakeTensorMode,
+    gradient: Any,
+    tensor: Any,
+    shape: list[int],
+    _: Any,
+    __: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+) -> tuple[FakeTensor | None, ...] | None:
+    if not _may_be_normed(tensor, shape, weight, bias) or gradient.shape != tensor.shape:
+        return None
+    wanted = zip(mask, (tensor, weight, bias), strict=True)
+    return tuple(_empty(mode, each.shape, each.dtype) if is_wanted else None for is_wanted, each in wanted)
+
+
+def _may_be_normed(tensor: Any, shape: list[int], weight: Any, bias: Any) -> bool:
+    """With fp32 throughout: kernels for other types choose the type of the statistics."""
+    if weight is None or bias is None or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+        return False
+    fits = tuple(tensor.shape[-len(shape) :]) == tuple(weight.shape) == tuple(bias.shape) == tuple(shape)
+    return fits and _are_of_one_type(tensor, weight, bias)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    _aten.addmm.default: _addmm,
+    _aten.native_layer_norm.default: _layer_norm,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+}
+
+
+def quick_loss(mode: FakeTensorMode, func: Any, args: tuple[Any, ...]) -> Any:
+    """The same for the loss of class scores, whose targets are real; torch's own way takes it apart."""
+    if func is _aten.nll_loss_forward.default:
+        scores, target, weight, reduction, _ = args
+        if weight is None and _are_rows_of_scores(scores, target):
+            losses = target.shape if reduction == 0 else torch.Size()
+            return _empty(mode, losses, scores.dtype), _empty(mode, torch.Size(), scores.dtype)
+    if func is _aten.nll_loss_backward.default:
+        _, scores, target, weight, *_ = args
+        if weight is None and _are_rows_of_scores(scores, target):
+            return _empty(mode, scores.shape, scores.dtype)
+    return None
+
+
+def _are_rows_of_scores(scores: Any, target: Any) -> bool:
+    is_known = type(scores) is FakeTensor and _is_plain(scores) and scores.dtype.is_floating_point
+    return is_known and scores.dim() == 2 and scores.is_contiguous() and target.shape == scores.shape[:1]
+
+
+def _empty(mode: FakeTensorMode, shape: torch.Size, dtype: torch.dtype) -> FakeTensor:
     with in_kernel_invocation_manager(mode):
-        out = torch.empty(largest.shape, dtype=dtype, device="meta")
+        out = torch.empty(shape, dtype=dtype, device="meta")
     return FakeTensor(mode, out, _CPU)
+
+
+def _are_of_one_type(*tensors: Any) -> bool:
+    dtype = tensors[0].dtype
+    return dtype.is_floating_point and all(
+        type(tensor) is FakeTensor and tensor.dtype == dtype and _is_plain(tensor) for tensor in tensors
+    )
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
