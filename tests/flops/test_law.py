@@ -77,7 +77,8 @@ def test_a_model_without_a_sequence_has_a_law_of_its_batch_size(name: str) -> No
 @pytest.mark.slow
 def test_images_of_other_sizes_follow_the_law() -> None:
     architecture, draw = BY_NAME["qwen2_vl"], random.Random(1)
-    law = flopwatch.fit_flops_law(architecture.build(), architecture.batch(2, 32))
+    model = architecture.build()  # kept: a length outside of the law's range is counted
+    law = flopwatch.fit_flops_law(model, architecture.batch(2, 32))
     eager = architecture.build(eager=True)
 
     assert law.exact

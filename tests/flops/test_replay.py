@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from architectures import BY_NAME, causal_batch, text_sizes
-from flopwatch.flops import repeated, replay
+from flopwatch.flops import by_trace, repeated, replay
 from flopwatch.flops.by_trace import count_by_trace
 from flopwatch.flops.event_log import EventLog
+from flopwatch.flops.fit import fit_flops_law
 from flopwatch.flops.replay import ReplayMemory
 from flopwatch.flops.tally import Tally
 
@@ -231,7 +232,7 @@ def test_layers_whose_shared_config_has_an_entry_each_are_told_apart():
 
 def test_without_the_guards_a_layer_that_goes_by_its_number_would_be_wrong(monkeypatch):
     """The guards are what keeps the count right: without them the same model is counted wrong."""
-    monkeypatch.setattr(repeated, "_watch_indices", lambda kind, positions: None)
+    monkeypatch.setattr(repeated, "_watch_indices", lambda kind: None)
     first, _, in_full, _ = counts(Stack(InList), INPUT)
     assert first.model_flops < in_full.model_flops
 
@@ -501,3 +502,53 @@ def test_replay_is_refused_once_per_model(monkeypatch):
     monkeypatch.setattr(replay.Replay, "_prove", lambda *_: (_ for _ in ()).throw(replay.ReplayRefusedError("no")))
     _, _, _, memory = counts(llama(), BATCH)
     assert memory.is_refused
+
+
+def test_a_law_looks_for_equal_layers_once_and_never_traces_in_full(monkeypatch):
+    """One of its probes fails in the loss (labels shorter than the ids), which takes no trace in full to believe."""
+    searches = []
+    search = replay.equal_layers
+    monkeypatch.setattr(replay, "equal_layers", lambda replica: searches.append(replica) or search(replica))
+    in_full = count_by_trace(llama(), BATCH, attention="full", loss_fn=None, training=True, replay=False)
+    monkeypatch.setattr(by_trace._Trace, "_in_full", lambda self: pytest.fail("traced in full"))
+    law = fit_flops_law(llama(), BATCH)
+    assert law.exact
+    assert law.model_flops(*BATCH["input_ids"].shape) == in_full.model_flops
+    assert len(searches) == 1
+
+
+def test_an_error_in_unproven_layers_is_asked_of_a_full_trace(monkeypatch):
+    def run(stack, x):
+        for layer in stack.layers:
+            x = layer(x)
+        return x @ x
+
+    asked = []
+    monkeypatch.setattr(by_trace._Trace, "_in_full", lambda self: asked.append(self))
+    model = Stack(Layer, run=run)
+    with by_trace.unchanged(model):
+        count_by_trace(model, INPUT, attention="full", loss_fn=None, training=True)
+    assert asked
+
+
+def test_layers_that_were_changed_all_the_same_are_looked_for_anew():
+    """The first layer gets another matrix while nobody should change the model."""
+    model, options = llama(), {"attention": "full", "loss_fn": None, "training": True}
+    with by_trace.unchanged(model):
+        before = count_by_trace(model, BATCH, **options)
+        model.model.layers[0].mlp.act_fn = nn.Sequential(nn.Linear(*[model.config.intermediate_size] * 2))
+        after = count_by_trace(model, BATCH, **options)
+    assert after == count_by_trace(model, BATCH, **options, replay=False)
+    assert after != before
+
+
+def test_an_entry_per_layer_that_was_changed_all_the_same_is_noticed():
+    """Of a layer in the middle, which does not run a second time."""
+    config = SimpleNamespace(types=[False] * LAYERS)
+    model, options = Stack(functools.partial(LooksUp, config=config)), {"attention": "full", "loss_fn": None}
+    with by_trace.unchanged(model):
+        before = count_by_trace(model, INPUT, training=True, **options)
+        config.types[LAYERS // 2] = True
+        after = count_by_trace(model, INPUT, training=True, **options)
+    assert after == count_by_trace(model, INPUT, training=True, **options, replay=False)
+    assert after != before

@@ -1,7 +1,7 @@
 """Count by following the model's own code with fake tensors: no weights, no device time, the live model untouched."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +26,13 @@ from flopwatch.records import AttentionConvention, FlopCount
 WITHOUT_AUTOCAST = "the model could not be followed under autocast, so the types of its products are not known"
 
 _memories: "WeakKeyDictionary[nn.Module, ReplayMemory]" = WeakKeyDictionary()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Within, nobody changes the model, and what one trace finds out of its layers need not be found out again."""
+    with _memories.setdefault(model, ReplayMemory()).unchanged():
+        yield
 
 
 def count_by_trace(
@@ -105,8 +112,8 @@ class _Trace:
             self._run(faker, stack, mode, steering, replay.attach)
             return steered(_told(replay.tally(), stack).as_count("trace", self.attention), steering, mode.risky_ops)
         except Exception as error:
-            if replay.is_attached and not replay.replayed:
-                raise  # every layer ran, so the model itself is the reason
+            if replay.failed_like_the_model(error, in_backward=mode.in_backward):
+                raise
             self.memory.is_refused = isinstance(error, ReplayRefusedError)
             return self._in_full()
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwatch.flops.collectives import ONE_RANKS_SHARE, is_collective, refuse_real_collective
@@ -44,6 +45,9 @@ QUESTIONS = {
     "sym_storage_offset",
     "sym_stride",
 }
+
+
+_DEVICE = torch.ops.prim.device.default
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,6 +89,8 @@ class CountingMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # what the tensor itself would say; autograd asks twice per op
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)

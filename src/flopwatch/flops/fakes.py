@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 from flopwatch.errors import UntraceableError
 from flopwatch.flops.formulas import bind
+from flopwatch.flops.quick_fakes import quick_answer, quick_loss
 
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
@@ -81,7 +82,9 @@ class Faker:
         """The short way for most ops: to the fake mode at once, where the tensors would send the op after a detour."""
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
-        answer = self._answer(func, args, kwargs)
+        answer: Any = quick_answer(self._mode, func, args, kwargs)
+        if answer is None:
+            answer = self._answer(func, args, kwargs)
         if answer is None:
             answer = self._mode.dispatch(func, (FakeTensor,), args, kwargs)
         return func(*args, **kwargs) if answer is NotImplemented else answer
@@ -113,7 +116,7 @@ class Faker:
         if packet is _aten._ctc_loss_backward:
             log_probs = bind(func, args, kwargs)["log_probs"]
             return self._empty(log_probs.shape, log_probs.dtype)
-        return None
+        return None if kwargs else quick_loss(self._mode, func, args)
 
     def _grouped_mm(self, arguments: dict[str, Any]) -> torch.Tensor:
         """Torch's own shape function accepts bf16 only."""

@@ -16,6 +16,7 @@ from flopwatch.errors import FlopwatchError, MeasurementError
 from flopwatch.flops.alterations import altered_batches
 from flopwatch.flops.autocast import AutocastState
 from flopwatch.flops.batches import read_shape
+from flopwatch.flops.by_trace import unchanged
 from flopwatch.flops.law import IMAGE_TERMS, PHASES, FlopLaw, StepShape, evaluate, term_name
 from flopwatch.flops.layout import SAMPLES, Layout, suggest_layouts
 from flopwatch.flops.losses import LossFn
@@ -74,9 +75,10 @@ def fit_flops_law(
     layouts = suggest_layouts(batch)
     options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "method": method, "training": training}
     counts = ShapeCounts(model, take_sample(model, batch, layouts[-1]), options | {"autocast": autocast})
-    own = counts.add_example(batch, read_shape(batch))
-    law = _first_that_holds(model, batch, counts, layouts, own)
-    return _doubted_where_steered(model, batch, counts, law, own)
+    with unchanged(model):
+        own = counts.add_example(batch, read_shape(batch))
+        law = _first_that_holds(model, batch, counts, layouts, own)
+        return _doubted_where_steered(model, batch, counts, law, own)
 
 
 def _first_that_holds(

@@ -8,6 +8,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any
@@ -36,11 +37,20 @@ _Facts = dict[_Position, Any]
 
 
 class Kind:
-    """Layers that are equal by structure."""
+    """Layers that are equal by structure.
 
-    def __init__(self, paths: list[str], modules: list[nn.Module]) -> None:
+    Attributes:
+        index_positions: Where the layers have their own numbers.
+        evidence: What the first and the last of them are made of.
+    """
+
+    def __init__(
+        self, paths: Iterable[str], modules: list[nn.Module], index_positions: set[_Position], evidence: Any
+    ) -> None:
         self.paths = tuple(paths)
         self.modules = modules
+        self.index_positions = index_positions
+        self.evidence = evidence
         self.obstacle = ""
         """Why none of them can stand for another, found while they ran."""
 
@@ -48,6 +58,36 @@ class Kind:
 def equal_layers(replica: nn.Module) -> list[Kind]:
     """The kinds of which a container holds enough, outermost containers first; their insides are not searched."""
     return [kind for path, container in _containers(replica, "", set()) for kind in _kinds(path, container)]
+
+
+@dataclass(frozen=True)
+class KnownKind:
+    """A kind without its modules, to be found again in another stand-in of the same model."""
+
+    paths: tuple[str, ...]
+    index_positions: set[_Position]
+    evidence: Any
+
+    @classmethod
+    def of(cls, kind: Kind) -> "KnownKind":
+        return cls(kind.paths, kind.index_positions, kind.evidence)
+
+
+def found_again(replica: nn.Module, known: Iterable[KnownKind]) -> list[Kind] | None:
+    """These kinds in another stand-in of a model that nobody has changed; None where it looks changed all the same."""
+    kinds = []
+    for each in known:
+        modules = [replica.get_submodule(path) for path in each.paths]
+        if _evidence(modules, _EntriesPerLayer(len(modules))) != each.evidence:
+            return None
+        kinds.append(Kind(each.paths, modules, each.index_positions, each.evidence))
+    for kind in kinds:
+        _watch_indices(kind)
+    return kinds
+
+
+def _evidence(modules: list[nn.Module], entries: "_EntriesPerLayer") -> Any:
+    return [(_Description(module).facts, entries.all_near(module)) for module in (modules[0], modules[-1])]
 
 
 def _containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -84,9 +124,12 @@ def _kinds(path: str, container: nn.Module) -> list[Kind]:
     kinds = []
     for (rest, _), numbers in members.items():
         if len(numbers) >= FEWEST_EQUAL and not any(value == "hook" for _, value in rest):
-            kind = Kind([f"{path}.{names[number]}".lstrip(".") for number in numbers], [modules[n] for n in numbers])
-            _watch_indices(kind, index_positions)
-            kinds.append(kind)
+            paths = [f"{path}.{names[number]}".lstrip(".") for number in numbers]
+            own_modules = [modules[number] for number in numbers]
+            evidence = _evidence(own_modules, _EntriesPerLayer(len(own_modules)))
+            kinds.append(Kind(paths, own_modules, index_positions, evidence))
+    for kind in kinds:
+        _watch_indices(kind)
     return kinds
 
 
@@ -187,17 +230,21 @@ class _EntriesPerLayer:
 
     def of(self, layer: nn.Module, indices: set[int]) -> tuple[str, ...]:
         """What they say of the layer with these numbers."""
+        return tuple(repr([_entry(entries, index) for index in sorted(indices)]) for entries in self._near(layer))
+
+    def all_near(self, layer: nn.Module) -> str:
+        """What they say of all layers."""
+        return repr(list(self._near(layer)))
+
+    def _near(self, layer: nn.Module) -> Iterator[Any]:
         holders = {
             id(value): value
             for module in layer.modules()
             for value in module.__dict__.values()
             if type(value) not in _PLAIN_TYPES and not isinstance(value, nn.Module | torch.Tensor)
         }
-        return tuple(
-            repr([_entry(entries, index) for index in sorted(indices)])
-            for holder in holders.values()
-            for entries in self._lists_in(holder)
-        )
+        for holder in holders.values():
+            yield from self._lists_in(holder)
 
     def _lists_in(self, holder: Any) -> list[Any]:
         if id(holder) not in self._known:
@@ -219,15 +266,18 @@ def _entry(entries: Any, index: int) -> Any:
     return entries[index] if 0 <= index < len(entries) else None
 
 
-def _watch_indices(kind: Kind, positions: set[_Position]) -> None:
+def _watch_indices(kind: Kind) -> None:
     def used() -> None:
         kind.obstacle = "its code calculates with the layer's number"
 
     for layer in kind.modules:
-        modules = dict(layer.named_modules())
-        for path, _, name in positions:
-            if path in modules and name in modules[path].__dict__:
-                modules[path].__dict__[name] = _watched(modules[path].__dict__[name], used)
+        for path, _, name in kind.index_positions:
+            try:
+                settings = layer.get_submodule(path).__dict__
+            except AttributeError:  # a layer of another kind has a module there
+                continue
+            if name in settings:
+                settings[name] = _watched(settings[name], used)
 
 
 class WatchedIndex(int):

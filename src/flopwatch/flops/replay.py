@@ -7,7 +7,8 @@ does besides mapping its inputs to its outputs (writing to a buffer or an attrib
 tensors out on other ways, calculating with its own number) shows in the layers that run, and then all of them run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from flopwatch.errors import MeasurementError
 from flopwatch.flops.event_log import Event, EventLog
 from flopwatch.flops.fakes import Faker
 from flopwatch.flops.layer_calls import Answer, Key, call_key, in_backward, side_effects_watched
-from flopwatch.flops.repeated import Kind, equal_layers, has_hooks
+from flopwatch.flops.repeated import Kind, KnownKind, equal_layers, found_again, has_hooks
 from flopwatch.flops.tally import Tally
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -37,6 +38,32 @@ class ReplayMemory:
         self.proven: set[tuple[str, ...]] = set()
         """The paths of the layers of each kind that has been seen to be equal."""
         self.is_refused = False
+        self.proven_unchanged: set[tuple[str, ...]] = set()
+        """Of those, the ones proven since `unchanged` was entered."""
+        self._is_unchanged = False
+        self._known: list[KnownKind] | None = None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within, nobody changes the model between two traces, so its equal layers are looked for once."""
+        self._is_unchanged = True
+        try:
+            yield
+        finally:
+            self._is_unchanged, self._known = False, None
+            self.proven_unchanged = set()
+
+    def equal_layers(self, replica: nn.Module) -> list[Kind]:
+        kinds = None if self._known is None else found_again(replica, self._known)
+        if kinds is None:
+            kinds = equal_layers(replica)
+            self._known = [KnownKind.of(kind) for kind in kinds] if self._is_unchanged else None
+        return kinds
+
+    def prove(self, kinds: set[tuple[str, ...]]) -> None:
+        self.proven |= kinds
+        if self._is_unchanged:
+            self.proven_unchanged |= kinds
 
 
 class _Layer:
@@ -91,7 +118,7 @@ class Replay:
 
     def attach(self, replica: nn.Module) -> None:
         """Take over the calls of all repeated layers."""
-        self._kinds = equal_layers(replica)
+        self._kinds = self._memory.equal_layers(replica)
         for kind in self._kinds:
             must_run = self._samples(kind)
             for number, (path, module) in enumerate(zip(kind.paths, kind.modules, strict=True)):
@@ -220,11 +247,12 @@ class Replay:
         """Notice a tensor that left a layer on another way than as its output."""
 
         def watched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            out = execute(func, args, kwargs)
-            if self._kinds and not in_backward():
+            is_forward = self._kinds and not in_backward()
+            if is_forward:
                 self._look_at_inputs(args)
-                if self._running is not None:
-                    self._mark(out)
+            out = execute(func, args, kwargs)
+            if is_forward and self._running is not None:
+                self._mark(out)
             return out
 
         return watched
@@ -260,8 +288,26 @@ class Replay:
         """Everything counted. Raise ReplayRefusedError where the layers that ran do not agree."""
         for call in self.replayed:
             self._prove(call)
-        self._memory.proven |= {call.layer.kind.paths for call in self.replayed}
+        self._memory.prove({call.layer.kind.paths for call in self.replayed})
         return self.log.tally()
+
+    def failed_like_the_model(self, error: Exception, *, in_backward: bool) -> bool:
+        """Whether a trace in full would have raised this error too.
+
+        It would where every layer ran. In the forward pass it would also where an earlier trace of the unchanged model
+        has proven the very layers that were replayed, and those that ran now agree.
+        """
+        if not self.is_attached or not self.replayed:
+            return self.is_attached
+        is_other_error = not isinstance(error, ReplayRefusedError) and not in_backward
+        return is_other_error and all(self._is_sure(call) for call in self.replayed)
+
+    def _is_sure(self, call: _Call) -> bool:
+        kind = call.layer.kind
+        assert call.key is not None
+        ran = self._ran[id(kind), call.key]
+        is_proven = kind.paths in self._memory.proven_unchanged and not kind.obstacle
+        return is_proven and len(ran) > 1 and all(_agree(ran[0], other) for other in ran)
 
     def _prove(self, call: _Call) -> None:
         kind = call.layer.kind
