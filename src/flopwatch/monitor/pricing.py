@@ -19,11 +19,20 @@ from flopwatch.monitor.denominator import Peaks, device_of, weights_dtype
 from flopwatch.monitor.example_batch import MADE_UP, example_batch, is_mask_only
 from flopwatch.monitor.fingerprint import settings_of, structure_of
 from flopwatch.monitor.law_book import CallPrice, LawBook, LawOffer
-from flopwatch.monitor.loss_graph import products_in_graph
+from flopwatch.monitor.loss_graph import products_in_graph, products_outside
 from flopwatch.monitor.modes import FlopMode, make_mode
 from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.outside_calls import OutsideCalls, OutsideWork
 from flopwatch.monitor.step_price import NO_CALLS, StepCalls, StepFlops
-from flopwatch.monitor.watched_step import StepCount, WatchedStep, autograd_nodes, is_watched, obstacle
+from flopwatch.monitor.watched_step import (
+    StepCount,
+    WatchedStep,
+    autograd_nodes,
+    has_compiled,
+    is_watched,
+    may_compile,
+    obstacle,
+)
 from flopwatch.records import Peak, PhaseFlops
 from flopwatch.run_records import Provenance
 
@@ -92,6 +101,7 @@ class Pricing:
         self._watched: WatchedStep | None = None
         self._met_risks: set[str] = set()
         self._last_flops: dict[Any, StepFlops | None] = {}
+        self._outside = OutsideCalls()
         self._nodes_before: int | None = None
         self._nodes_apart = 0
         self._watches = self._futile_watches = 0
@@ -147,6 +157,7 @@ class Pricing:
             self._listener.listen_to(model)
 
     def close(self) -> None:
+        self._outside.end()
         self.end_watch()
         self._listener.stop()
         self.model = None
@@ -185,6 +196,14 @@ class Pricing:
         self._listener.begin_step()
         self._nodes_before, self._nodes_apart = autograd_nodes(), 0
         self._begin_watch()
+        self._begin_outside()
+
+    def _begin_outside(self) -> None:
+        """Not where code is compiled, on the first step mostly: a hook for all modules would be compiled with it."""
+        if self.model is None or self._mode.book is None or not self._is_alone or self._listener.is_compiled:
+            return
+        if not (has_compiled() if self._steps else may_compile()):
+            self._outside.begin(self.model)
 
     def _pause_watch(self, *, on: bool) -> None:
         if self._watched is not None:
@@ -193,6 +212,7 @@ class Pricing:
     def abandon_step(self) -> None:
         """The step has raised."""
         self._is_in_step = False
+        self._outside.end()
         self.end_watch()
         self._listener.begin_step()
 
@@ -200,12 +220,12 @@ class Pricing:
     def not_listening(self) -> Iterator[None]:
         """Calls in phases outside of steps are not the training's."""
         was, before = self._listener.is_listening, autograd_nodes()
-        self._listener.is_listening = False
+        self._listener.is_listening = self._outside.is_listening = False
         self._pause_watch(on=True)
         try:
             yield
         finally:
-            self._listener.is_listening = was
+            self._listener.is_listening = self._outside.is_listening = was
             self._pause_watch(on=not was)
             if was:  # the outermost
                 self._nodes_apart += (autograd_nodes() or 0) - (before or 0)
@@ -243,17 +263,21 @@ class Pricing:
     def is_watching(self) -> bool:
         return self._watched is not None
 
-    def end_step(self, readings: Sequence[Reading], step: int, settle_earlier: Callable[[], None]) -> StepCalls:
+    def end_step(
+        self, readings: Sequence[Reading], step: int, settle_earlier: Callable[[], None], loss: Any = None
+    ) -> StepCalls:
         """Take the step's calls; count those that are new.
 
         Args:
             readings: The batches the loop has given.
             step: Its number.
             settle_earlier: Called before prices change: earlier steps keep theirs.
+            loss: Of the step, with its graph.
         """
         self._steps += 1
         self._is_in_step = False
         nodes = self._nodes_of_step(), self._listener.take_backwards()
+        outside = self._outside_work(loss)
         seen, count = self._listener.take(), self.end_watch()
         model = self.model
         if model is None or self._mode.book is None or self._has_given_up:
@@ -270,7 +294,7 @@ class Pricing:
         if count is not None and not seen and not count.phases.total:
             # The model runs where we do not see it (another process), or not at all.
             count, self._futile_watches = None, self._futile_watches + 1
-        calls = StepCalls(kinds, own_prices, doubt, count, self._mode.book, self._certificates, nodes)
+        calls = StepCalls(kinds, own_prices, doubt, count, self._mode.book, self._certificates, nodes, outside)
         if count is not None and count.optimizer:
             self._tell(*notices.optimizer_products(count.optimizer))
         if count is not None:
@@ -281,6 +305,14 @@ class Pricing:
             self._nodes_before, self._nodes_apart = autograd_nodes(), 0
             self._why_not_watched = NOT_OPENED if self._is_alone else SEVERAL_RANKS
         return calls
+
+    def _outside_work(self, loss: Any) -> OutsideWork:
+        """What the step ran outside the model, as far as is seen."""
+        outside = self._outside.end()
+        is_walked = self._steps == 1 or self._watched is not None or self._certificates.runs_more
+        if outside.sized is not None and is_walked:
+            outside.add_products(products_outside(loss, self._outside.intervals))
+        return outside
 
     def look_at_graph(self, calls: StepCalls, loss: Any) -> None:
         """Once per window, and in steps that are counted: is the loss made of the same products?"""
