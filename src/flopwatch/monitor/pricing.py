@@ -42,7 +42,7 @@ _MOST_WAITING, _MOST_DECLARED = 64, 4096
 _LOOK_ALLOWANCE_SECONDS, _SHARE_FOR_LOOKS = 1.0, 0.0005
 """Of the run's time for looking whether the model has changed: some milliseconds for a large one."""
 _FIRST_ADAPTIVE = 6
-_MOST_WATCHES, _SHARE_WATCHED = 16, 0.002
+_MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
 """Steps that may be counted as they run: so many, and this share of all, besides those that are always."""
 
 NOT_CALLED = "no call of the model was seen in the step, so it is taken as model(batch)"
@@ -106,6 +106,12 @@ class Pricing:
         self._nodes_apart = 0
         self._watches = self._futile_watches = 0
         self._watches_next = False
+        self._last_met: dict[Any, int] = {}
+        """Of kinds of steps that should be counted once more, when the last one was met."""
+        self._counted_at: dict[Any, int] = {}
+        """The last step of a pattern that was counted as it ran."""
+        self._due: set[int] = set()
+        """Steps on which such a kind is expected again."""
         self._why_not_watched: str | None = None
         self._opens_steps = False
         self._is_in_step = False
@@ -235,8 +241,9 @@ class Pricing:
             return
         if self._mode.book is None or self._mode.name == "estimate" or not self._steps:
             return
-        if not is_watched(self._steps) and not self._watches_next:
+        if not is_watched(self._steps) and not self._watches_next and self._steps not in self._due:
             return
+        self._due.discard(self._steps)
         self._why_not_watched = self._watch_obstacle(self._mode.book)
         if self._why_not_watched is None:
             self._watched = WatchedStep(self._config.attention)
@@ -298,7 +305,7 @@ class Pricing:
         if count is not None and count.optimizer:
             self._tell(*notices.optimizer_products(count.optimizer))
         if count is not None:
-            self._certify(calls, count, calls_are_sure=bool(seen))
+            self._certify(calls, count, step, calls_are_sure=bool(seen))
         self._watches_next = self._would_another_count_help(calls)
         if not self._opens_steps:
             # Never counted as they run: after the last one a mode would stay on, for whatever the program does next.
@@ -326,11 +333,16 @@ class Pricing:
         apart, self._nodes_apart = self._nodes_apart, 0
         return None if now is None or before is None else now - before - apart
 
-    def _certify(self, calls: StepCalls, count: StepCount, *, calls_are_sure: bool) -> None:
+    def _certify(self, calls: StepCalls, count: StepCount, step: int, *, calls_are_sure: bool) -> None:
         prices = self._prices(calls) or []
         is_sure = calls_are_sure and all(price.reason is None for price in prices)
         priced = sum((price.executed for price in prices), PhaseFlops()) if prices else None
+        was_exact = self._certificates.verdict(calls.kind, calls.pattern).reason is None
         self._certificates.add(calls.kind, calls.pattern, priced, count, calls_are_sure=is_sure)
+        if was_exact and self._certificates.verdict(calls.kind, calls.pattern).reason is not None:
+            self._tell(*notices.rows_in_doubt(self._counted_at.get(calls.pattern)))
+        if len(self._counted_at) < _MOST_DECLARED:
+            self._counted_at[calls.pattern] = step
 
     def _would_another_count_help(self, calls: StepCalls) -> bool:
         """Whether the next step should be counted as it runs, because steps like this one were not, or only once."""
@@ -338,7 +350,16 @@ class Pricing:
             return False
         if self._watches >= _MOST_WATCHES + self._steps * _SHARE_WATCHED or self._futile_watches > 1:
             return False
-        return self._certificates.needs_another(calls.kind, calls.pattern)
+        kind = calls.kind
+        if not self._certificates.needs_another(kind, calls.pattern):
+            return False
+        if len(self._last_met) >= _MOST_WAITING:
+            self._last_met, self._due = {}, set()
+        gap = self._steps - self._last_met.get(kind, self._steps)
+        self._last_met[kind] = self._steps
+        if gap > 1:  # what is done every fiftieth step is not met on the next one
+            self._due.add(self._steps - 1 + gap)
+        return gap <= 1
 
     def _kept(self, calls: StepCalls) -> StepCalls:
         """While another rank counts, only so many examples are kept."""

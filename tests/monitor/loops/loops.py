@@ -8,6 +8,7 @@ from monitor.loops import (
     multimodal,
     now_and_then,
     optimizers,
+    outside,
     several_models,
     supervised,
 )
@@ -125,5 +126,17 @@ LOOPS = [
     Loop(now_and_then.second_backward_now_and_then, exact_from=8),
     Loop(now_and_then.trained_prompt, exact_from=8),
     Loop(now_and_then.detached_now_and_then, exact_from=8),
+    Loop(outside.teacher_every_tenth_step, exact_from=None, told=NOT_YET),
+    Loop(outside.teacher_every_fiftieth_step, exact_from=None, told=NOT_YET),
+    Loop(outside.teacher_in_the_second_half, exact_from=None, told=NOT_YET),
+    Loop(outside.teacher_once, exact_from=None, told=NOT_YET),
+    Loop(outside.average_by_functional_call, exact_from=None, told=NOT_YET),
+    Loop(outside.reward_by_a_method, exact_from=None, told=NOT_YET),
+    Loop(outside.frozen_teacher_with_gradients_on, exact_from=None, told=NOT_YET),
+    Loop(outside.teacher_that_widens_inside, exact_from=None, told=NOT_YET),
+    Loop(outside.growing_queue, exact_from=None, told=NOT_YET),
+    Loop(outside.products_of_hand_over_masked_positions, exact_from=None, told=NOT_YET),
+    Loop(outside.divergence_on_generated_text, exact_from=None, told=NOT_YET),
+    Loop(outside.teacher_after_a_failed_call, exact_from=None, told=NOT_YET),
 ]
 BY_NAME = {loop.name: loop for loop in LOOPS}
