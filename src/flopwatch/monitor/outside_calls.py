@@ -6,7 +6,7 @@ taken off while the watched model runs, so that its own submodules are called as
 """
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,47 +45,62 @@ class OutsideCalls:
     Attributes:
         is_listening: False in phases that are not the training's.
         has_met_compiled_code: True once a compiler has read the hook: it is never put on again then.
-        intervals: Of autograd's sequence numbers, which the model's own calls took in the step.
+        has_intervals: Whether `intervals` are wanted: of autograd's sequence numbers, those that the model's own calls took.
     """
 
     def __init__(self) -> None:
         self.is_listening = True
         self.has_met_compiled_code = False
+        self.has_intervals = True
         self.intervals: list[tuple[int, int]] = []
         self._began = 0
         self._model: nn.Module | None = None
-        self._handle: RemovableHandle | None = None
-        self._until_return: RemovableHandle | None = None
+        self._hook = _Hook(self)
+        self._calls = self._returns = _Place({}, 0)
+        self._is_on = False
         self._notes: list[tuple[Any, ...]] = []
         self._thread = 0
-        self._hook = _Hook(self)
 
-    def begin(self, model: nn.Module) -> None:
-        self._notes, self.intervals = [], []
-        if self.has_met_compiled_code:
-            return
-        self._model, self._thread = model, threading.get_ident()
-        self._handle = register_module_forward_pre_hook(self._hook)
+    def listen_beside(self, model: nn.Module) -> None:
+        self.stop()
+        self._model = model
+        self._calls = _place_of(register_module_forward_pre_hook(self._hook))
+        self._returns = _place_of(model.register_forward_hook(self._come_back))
+
+    def stop(self) -> None:
+        self.end()
+        self._model, self._calls, self._returns = None, _Place({}, 0), _Place({}, 0)
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._model is not None and not self.has_met_compiled_code:
+            self._thread, self._is_on = threading.get_ident(), True
+            table, key = self._calls
+            table[key] = self._hook
 
     def end(self) -> OutsideWork:
-        """Take the hook off; what was noted since `begin`."""
-        is_whole = self._handle is not None  # else the model's own call has not returned: it has raised
-        for handle in (self._handle, self._until_return):
-            if handle is not None:
-                handle.remove()
-        self._handle = self._until_return = self._model = None
-        notes, self._notes = self._notes, []
+        """The step ends; what was noted in it."""
+        is_whole, self._is_on = self._is_on, False  # off, where a call of the model has raised instead of returning
+        for table, key in (self._calls, self._returns):
+            table.pop(key, None)
+        notes = self._notes
         if not is_whole or self.has_met_compiled_code:
+            self._notes, self.intervals = [], []
             return OutsideWork()
         if not notes:
             return OutsideWork(0, 0)
+        self._notes = []
         return OutsideWork(hash(tuple(notes)), hash(tuple([note[0] for note in notes])))
+
+    def take_intervals(self) -> list[tuple[int, int]]:
+        intervals, self.intervals = self.intervals, []
+        return intervals
 
     def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if threading.get_ident() != self._thread:
             return
         if module is self._model:
-            self._step_aside(module)
+            self._step_aside()
         elif self.is_listening and len(self._notes) < _MOST_NOTED and torch._C._current_graph_task_id() == -1:
             # In a backward pass modules run only once more what they ran before.
             weight = module._parameters.get("weight")
@@ -93,20 +108,37 @@ class OutsideCalls:
             kind = module.__class__, torch.is_grad_enabled()
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
 
-    def _step_aside(self, model: nn.Module) -> None:
+    def _step_aside(self) -> None:
         """Until the model returns. Where it raises instead, the step ends without having been seen."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
+        self._is_on = False
+        table, key = self._calls
+        table.pop(key, None)
+        table, key = self._returns
+        table[key] = self._come_back
+        if self.has_intervals:
             self._began = autograd_nodes() or 0
-            self._until_return = model.register_forward_hook(self._come_back)
 
     def _come_back(self, *_: Any) -> None:
-        if self._until_return is not None:
-            self._until_return.remove()
-            self._until_return = None
+        table, key = self._returns
+        table.pop(key, None)
+        table, key = self._calls
+        table[key] = self._hook
+        self._is_on = True
+        if self.has_intervals:
             self.intervals.append((self._began, autograd_nodes() or 0))
-            self._handle = register_module_forward_pre_hook(self._hook)
+
+
+class _Place(NamedTuple):
+    """Where a hook is kept. It is put there and taken away on every step; registering it takes ten times as long."""
+
+    table: Any
+    key: int
+
+
+def _place_of(handle: RemovableHandle) -> _Place:
+    place = _Place(handle.hooks_dict_ref(), handle.id)
+    handle.remove()
+    return place
 
 
 class _Hook:

@@ -22,7 +22,7 @@ from flopwatch.monitor.law_book import CallPrice, LawBook, LawOffer
 from flopwatch.monitor.loss_graph import products_in_graph, products_outside
 from flopwatch.monitor.modes import FlopMode, make_mode
 from flopwatch.monitor.notices import Tell
-from flopwatch.monitor.outside_calls import OutsideCalls, OutsideWork
+from flopwatch.monitor.outside_calls import OutsideCalls
 from flopwatch.monitor.step_price import NO_CALLS, StepCalls, StepFlops
 from flopwatch.monitor.watched_step import (
     StepCount,
@@ -161,9 +161,11 @@ class Pricing:
         self._nodes_before = autograd_nodes()
         if self.flops_fn is None:
             self._listener.listen_to(model)
+            if self._is_alone and self._mode.book is not None:
+                self._outside.listen_beside(model)
 
     def close(self) -> None:
-        self._outside.end()
+        self._outside.stop()
         self.end_watch()
         self._listener.stop()
         self.model = None
@@ -202,14 +204,8 @@ class Pricing:
         self._listener.begin_step()
         self._nodes_before, self._nodes_apart = autograd_nodes(), 0
         self._begin_watch()
-        self._begin_outside()
-
-    def _begin_outside(self) -> None:
-        """Not where code is compiled, on the first step mostly: a hook for all modules would be compiled with it."""
-        if self.model is None or self._mode.book is None or not self._is_alone or self._listener.is_compiled:
-            return
-        if not (has_compiled() if self._steps else may_compile()):
-            self._outside.begin(self.model)
+        if not self._listener.is_compiled and not (has_compiled() if self._steps else may_compile()):
+            self._outside.begin()  # a hook for all modules would be compiled with them, on the first step mostly
 
     def _pause_watch(self, *, on: bool) -> None:
         if self._watched is not None:
@@ -247,6 +243,7 @@ class Pricing:
         self._why_not_watched = self._watch_obstacle(self._mode.book)
         if self._why_not_watched is None:
             self._watched = WatchedStep(self._config.attention)
+            self._outside.has_intervals = True
             self._watches += 1
 
     def _watch_obstacle(self, book: LawBook) -> str | None:
@@ -284,7 +281,9 @@ class Pricing:
         self._steps += 1
         self._is_in_step = False
         nodes = self._nodes_of_step(), self._listener.take_backwards()
-        outside = self._outside_work(loss)
+        outside = self._outside.end()
+        if self._outside.intervals:
+            outside.add_products(products_outside(loss, self._outside.take_intervals()))
         seen, count = self._listener.take(), self.end_watch()
         model = self.model
         if model is None or self._mode.book is None or self._has_given_up:
@@ -306,20 +305,14 @@ class Pricing:
             self._tell(*notices.optimizer_products(count.optimizer))
         if count is not None:
             self._certify(calls, count, step, calls_are_sure=bool(seen))
+            # Products between the model and its loss that no counted step had would be new nodes of autograd.
+            self._outside.has_intervals = self._certificates.runs_more
         self._watches_next = self._would_another_count_help(calls)
         if not self._opens_steps:
             # Never counted as they run: after the last one a mode would stay on, for whatever the program does next.
             self._nodes_before, self._nodes_apart = autograd_nodes(), 0
             self._why_not_watched = NOT_OPENED if self._is_alone else SEVERAL_RANKS
         return calls
-
-    def _outside_work(self, loss: Any) -> OutsideWork:
-        """What the step ran outside the model, as far as is seen."""
-        outside = self._outside.end()
-        is_walked = self._steps == 1 or self._watched is not None or self._certificates.runs_more
-        if outside.sized is not None and is_walked:
-            outside.add_products(products_outside(loss, self._outside.intervals))
-        return outside
 
     def look_at_graph(self, calls: StepCalls, loss: Any) -> None:
         """Once per window, and in steps that are counted: is the loss made of the same products?"""
