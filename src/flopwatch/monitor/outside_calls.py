@@ -45,7 +45,8 @@ class OutsideCalls:
     Attributes:
         is_listening: False in phases that are not the training's.
         has_met_compiled_code: True once a compiler has read the hook: it is never put on again then.
-        has_intervals: Whether `intervals` are wanted: of autograd's sequence numbers, those that the model's own calls took.
+        has_intervals: Whether `intervals` are wanted.
+        intervals: Of autograd's sequence numbers, those that the model's own calls took in the step.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,6 @@ from flopwatch.monitor.watched_step import (
     StepCount,
     WatchedStep,
     autograd_nodes,
-    has_compiled,
     is_watched,
     may_compile,
     obstacle,
@@ -204,8 +203,8 @@ class Pricing:
         self._listener.begin_step()
         self._nodes_before, self._nodes_apart = autograd_nodes(), 0
         self._begin_watch()
-        if not self._listener.is_compiled and not (has_compiled() if self._steps else may_compile()):
-            self._outside.begin()  # a hook for all modules would be compiled with them, on the first step mostly
+        if not self._listener.is_compiled and not may_compile():  # else the hook would be compiled with the modules
+            self._outside.begin()
 
     def _pause_watch(self, *, on: bool) -> None:
         if self._watched is not None:

@@ -1,4 +1,4 @@
-"""Loops that run more outside the watched model on some steps than on others, in ways that no counter of autograd shows."""
+"""Loops that run more outside the watched model on some steps than on others, which autograd does not count."""
 
 import copy
 from collections.abc import Container
