@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import threading
 
 import pytest
@@ -151,6 +152,22 @@ def test_the_walk_from_the_loss_ends_at_the_model(outside, model):
 
     assert products_outside(loss, outside.take_intervals()) == 0
     assert products_outside(loss, [(-2, -1)]) != 0  # the model's own products, where its nodes are not known
+
+
+def test_a_count_that_contradicts_rows_that_were_called_exact_is_told_with_the_steps_between(tmp_path):
+    model, bank = nn.Linear(4, 2), torch.randn(2, 50)
+    with flopwatch.TrainingMonitor(tmp_path, model=model, log_every=2) as monitor:
+        for number in range(18):
+            with monitor.step(torch.randn(3, 4)):
+                found = model(torch.randn(3, 4))
+                if number >= 13:  # between steps 12 and 15, which are counted as they run
+                    found.detach() @ bank
+                found.square().mean()
+    records = [json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines()]
+    (doubt,) = [record for record in records if record.get("code") == "rows_in_doubt"]
+
+    assert "step 15 was counted" in doubt["message"]
+    assert "rows after step 12" in doubt["message"]
 
 
 def train(folder, function, *, joins_at, is_wrapped_late=False):

@@ -332,7 +332,7 @@ class Pricing:
         was_exact = self._certificates.verdict(calls.kind, calls.pattern).reason is None
         self._certificates.add(calls.kind, calls.pattern, priced, count, calls_are_sure=is_sure)
         if was_exact and self._certificates.verdict(calls.kind, calls.pattern).reason is not None:
-            self._tell(*notices.rows_in_doubt(self._counted_at.get(calls.pattern)))
+            self._tell(*notices.rows_in_doubt(step, self._counted_at.get(calls.pattern)))
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
 

@@ -138,5 +138,13 @@ LOOPS = [
     Loop(outside.products_of_hand_over_masked_positions, exact_from=None, told=NOT_YET),
     Loop(outside.divergence_on_generated_text, exact_from=None, told=NOT_YET),
     Loop(outside.teacher_after_a_failed_call, exact_from=12),
+    Loop(
+        outside.products_of_hand_without_gradients,
+        hole="products outside of any module and without gradients are seen on counted steps only",
+    ),
+    Loop(
+        outside.growing_queue_without_a_loss,
+        hole="sizes of products outside of any module are seen on counted steps only where the loss is not logged",
+    ),
 ]
 BY_NAME = {loop.name: loop for loop in LOOPS}

@@ -228,3 +228,37 @@ def teacher_after_a_failed_call(audit: Audit) -> list[nn.Module]:
             optimizer.step()
             optimizer.zero_grad()
     return [model]
+
+
+def products_of_hand_without_gradients(audit: Audit) -> list[nn.Module]:
+    """A product outside of any module and without gradients joins between two steps that are counted."""
+    model, bank = mlp(WIDTH, 12, 6), torch.randn(6, 30)
+    optimizer = sgd(model)
+    audit.watch(model)
+    for number in range(STEPS + 12):
+        x = torch.randn(4, WIDTH)
+        with audit.step(x) as step:
+            found = model(x)
+            weights = torch.ones(4, 1)
+            if number >= 13:
+                weights = (found.detach() @ bank).softmax(-1).amax(-1, keepdim=True)
+            loss = (weights * found.square()).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step.log(loss=loss)
+    return [model]
+
+
+def growing_queue_without_a_loss(audit: Audit) -> list[nn.Module]:
+    """The product with a queue outside of any module grows between steps that are counted; no loss is logged."""
+    model = mlp(WIDTH, 12, 6)
+    optimizer = sgd(model)
+    audit.watch(model)
+    for number in range(STEPS + 12):
+        x, queue = torch.randn(4, WIDTH), torch.randn(8 if number < 13 else 12, 6)
+        with audit.step(x):
+            functional.cross_entropy(model(x) @ queue.T, torch.arange(4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model]
