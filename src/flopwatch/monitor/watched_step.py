@@ -96,7 +96,7 @@ def may_compile() -> bool:
 def obstacle() -> str | None:
     """Why a step cannot be counted as it runs, here and now."""
     if may_compile():
-        return "compiled code runs in this process, and counting a step as it runs would end its compilation"
+        return "compiled code runs in this process or will, and counting a step as it runs would end its compilation"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return None
