@@ -47,6 +47,8 @@ class Certificates:
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Counted] = {}
         self._patterns: dict[Hashable, list[float | None]] = {}
+        self.runs_more = False
+        """True once a counted step has cost something else than its calls."""
         self.version = 0
         """Raised whenever a verdict may change."""
         self._graphs: dict[Hashable, int] = {}
@@ -88,6 +90,7 @@ class Certificates:
         is_whole = not count.uncounted and count.failure is None
         ratio = count.phases.total / total if total and is_whole else None
         self._patterns.setdefault(pattern, []).append(ratio)
+        self.runs_more = self.runs_more or ratio != 1
 
     def needs_another(self, kind: Hashable, pattern: Hashable) -> bool:
         """Whether one more count of such a step would settle what it costs."""

@@ -161,7 +161,7 @@ class Core:
                 self.take(batch, lengths)
             except Exception as error:  # costs this step's tokens, not its time and loss
                 self.failed("batch", error)
-        calls = self._calls_of_step(step)
+        calls = self._calls_of_step(step, loss)
         noted = NotedStep(
             step,
             epoch,
@@ -192,9 +192,9 @@ class Core:
             self.close_window()
         self.step_clock.begin_gap()
 
-    def _calls_of_step(self, step: int) -> StepCalls:
+    def _calls_of_step(self, step: int, loss: Any) -> StepCalls:
         try:
-            return self.pricing.end_step(self._readings, step, self.close_window)
+            return self.pricing.end_step(self._readings, step, self.close_window, loss)
         except Exception as error:  # costs this step's FLOPs
             self.failed("flops", error)
             return NO_CALLS

@@ -161,6 +161,16 @@ def not_exact(reasons: Sequence[str]) -> Words:
     return Words("info", "not_exact", f"the FLOPs of these steps are not exact: {'; '.join(reasons)}")
 
 
+def rows_in_doubt(step: int, counted_at: int | None) -> Words:
+    since = "earlier rows" if counted_at is None else f"rows after step {counted_at}, when one was last counted,"
+    return Words(
+        "warning",
+        f"rows_in_doubt:{counted_at}",
+        f"step {step} was counted as it ran and did not cost what steps like it had cost: {since} may be wrong "
+        "although they say exact",
+    )
+
+
 def optimizer_products(flops: int) -> Words:
     return Words(
         "info",

@@ -19,9 +19,10 @@ from flopwatch.monitor.denominator import Peaks, device_of, weights_dtype
 from flopwatch.monitor.example_batch import MADE_UP, example_batch, is_mask_only
 from flopwatch.monitor.fingerprint import settings_of, structure_of
 from flopwatch.monitor.law_book import CallPrice, LawBook, LawOffer
-from flopwatch.monitor.loss_graph import products_in_graph
+from flopwatch.monitor.loss_graph import products_in_graph, products_outside
 from flopwatch.monitor.modes import FlopMode, make_mode
 from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.outside_calls import OutsideCalls
 from flopwatch.monitor.ranks.layout import is_sharded
 from flopwatch.monitor.step_price import NO_CALLS, StepCalls, StepFlops
 from flopwatch.monitor.watched_step import (
@@ -30,6 +31,7 @@ from flopwatch.monitor.watched_step import (
     autograd_nodes,
     is_watched,
     is_watched_by_ranks,
+    may_compile,
     obstacle,
 )
 from flopwatch.records import Peak, PhaseFlops
@@ -41,7 +43,7 @@ _MOST_WAITING, _MOST_DECLARED = 64, 4096
 _LOOK_ALLOWANCE_SECONDS, _SHARE_FOR_LOOKS = 1.0, 0.0005
 """Of the run's time for looking whether the model has changed: some milliseconds for a large one."""
 _FIRST_ADAPTIVE = 6
-_MOST_WATCHES, _SHARE_WATCHED = 16, 0.002
+_MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
 """Steps that may be counted as they run: so many, and this share of all, besides those that are always."""
 
 NOT_CALLED = "no call of the model was seen in the step, so it is taken as model(batch)"
@@ -102,10 +104,17 @@ class Pricing:
         self._watched: WatchedStep | None = None
         self._met_risks: set[str] = set()
         self._last_flops: dict[Any, StepFlops | None] = {}
+        self._outside = OutsideCalls()
         self._nodes_before: int | None = None
         self._nodes_apart = 0
         self._watches = self._futile_watches = 0
         self._watches_next = False
+        self._last_met: dict[Any, int] = {}
+        """Of kinds of steps that should be counted once more, when the last one was met."""
+        self._counted_at: dict[Any, int] = {}
+        """The last step of a pattern that was counted as it ran."""
+        self._due: set[int] = set()
+        """Steps on which such a kind is expected again."""
         self._why_not_watched: str | None = None
         self._opens_steps = False
         self._is_in_step = False
@@ -156,8 +165,11 @@ class Pricing:
         self._nodes_before = autograd_nodes()
         if self.flops_fn is None:
             self._listener.listen_to(model)
+            if self._is_alone and self._mode.book is not None:
+                self._outside.listen_beside(model)
 
     def close(self) -> None:
+        self._outside.stop()
         self.end_watch()
         self._listener.stop()
         self.model = None
@@ -196,6 +208,8 @@ class Pricing:
         self._listener.begin_step()
         self._nodes_before, self._nodes_apart = autograd_nodes(), 0
         self._begin_watch()
+        if not self._listener.is_compiled and not may_compile():  # else the hook would be compiled with the modules
+            self._outside.begin()
 
     def _pause_watch(self, *, on: bool) -> None:
         if self._watched is not None:
@@ -204,6 +218,7 @@ class Pricing:
     def abandon_step(self) -> None:
         """The step has raised."""
         self._is_in_step = False
+        self._outside.end()
         self.end_watch()
         self._listener.begin_step()
 
@@ -211,12 +226,12 @@ class Pricing:
     def not_listening(self) -> Iterator[None]:
         """Calls in phases outside of steps are not the training's."""
         was, before = self._listener.is_listening, autograd_nodes()
-        self._listener.is_listening = False
+        self._listener.is_listening = self._outside.is_listening = False
         self._pause_watch(on=True)
         try:
             yield
         finally:
-            self._listener.is_listening = was
+            self._listener.is_listening = self._outside.is_listening = was
             self._pause_watch(on=not was)
             if was:  # the outermost
                 self._nodes_apart += (autograd_nodes() or 0) - (before or 0)
@@ -228,15 +243,17 @@ class Pricing:
             return
         if not self._is_turn_to_watch():
             return
+        self._due.discard(self._steps)
         self._why_not_watched = self._watch_obstacle(self._mode.book)
         if self._why_not_watched is None:
             self._watched = WatchedStep(self._config.attention)
+            self._outside.has_intervals = True
             self._watches += 1
 
     def _is_turn_to_watch(self) -> bool:
         if not self._is_alone:
             return is_watched_by_ranks(self._steps)
-        return is_watched(self._steps) or self._watches_next
+        return is_watched(self._steps) or self._watches_next or self._steps in self._due
 
     def _watch_obstacle(self, book: LawBook) -> str | None:
         if not self._is_alone and (self.shares_batches or is_sharded(self.model)):
@@ -259,17 +276,23 @@ class Pricing:
     def is_watching(self) -> bool:
         return self._watched is not None
 
-    def end_step(self, readings: Sequence[Reading], step: int, settle_earlier: Callable[[], None]) -> StepCalls:
+    def end_step(
+        self, readings: Sequence[Reading], step: int, settle_earlier: Callable[[], None], loss: Any = None
+    ) -> StepCalls:
         """Take the step's calls; count those that are new.
 
         Args:
             readings: The batches the loop has given.
             step: Its number.
             settle_earlier: Called before prices change: earlier steps keep theirs.
+            loss: Of the step, with its graph.
         """
         self._steps += 1
         self._is_in_step = False
         nodes = self._nodes_of_step(), self._listener.take_backwards()
+        outside = self._outside.end()
+        if self._outside.intervals:
+            outside.add_products(products_outside(loss, self._outside.take_intervals()))
         seen, count = self._listener.take(), self.end_watch()
         model = self.model
         if model is None or self._mode.book is None or self._has_given_up:
@@ -286,11 +309,13 @@ class Pricing:
         if count is not None and not seen and not count.phases.total:
             # The model runs where we do not see it (another process), or not at all.
             count, self._futile_watches = None, self._futile_watches + 1
-        calls = StepCalls(kinds, own_prices, doubt, count, self._mode.book, self._certificates, nodes)
+        calls = StepCalls(kinds, own_prices, doubt, count, self._mode.book, self._certificates, nodes, outside)
         if count is not None and count.optimizer:
             self._tell(*notices.optimizer_products(count.optimizer))
         if count is not None:
-            self._certify(calls, count, calls_are_sure=bool(seen))
+            self._certify(calls, count, step, calls_are_sure=bool(seen))
+            # Products between the model and its loss that no counted step had would be new nodes of autograd.
+            self._outside.has_intervals = self._certificates.runs_more
         self._watches_next = self._would_another_count_help(calls)
         if not self._opens_steps:
             # Never counted as they run: after the last one a mode would stay on, for whatever the program does next.
@@ -310,11 +335,16 @@ class Pricing:
         apart, self._nodes_apart = self._nodes_apart, 0
         return None if now is None or before is None else now - before - apart
 
-    def _certify(self, calls: StepCalls, count: StepCount, *, calls_are_sure: bool) -> None:
+    def _certify(self, calls: StepCalls, count: StepCount, step: int, *, calls_are_sure: bool) -> None:
         prices = self._prices(calls) or []
         is_sure = calls_are_sure and all(price.reason is None for price in prices)
         priced = sum((price.executed for price in prices), PhaseFlops()) if prices else None
+        was_exact = self._certificates.verdict(calls.kind, calls.pattern).reason is None
         self._certificates.add(calls.kind, calls.pattern, priced, count, calls_are_sure=is_sure)
+        if was_exact and self._certificates.verdict(calls.kind, calls.pattern).reason is not None:
+            self._tell(*notices.rows_in_doubt(step, self._counted_at.get(calls.pattern)))
+        if len(self._counted_at) < _MOST_DECLARED:
+            self._counted_at[calls.pattern] = step
 
     def _would_another_count_help(self, calls: StepCalls) -> bool:
         """Whether the next step should be counted as it runs, because steps like this one were not, or only once."""
@@ -322,7 +352,16 @@ class Pricing:
             return False
         if self._watches >= _MOST_WATCHES + self._steps * _SHARE_WATCHED or self._futile_watches > 1:
             return False
-        return self._certificates.needs_another(calls.kind, calls.pattern)
+        kind = calls.kind
+        if not self._certificates.needs_another(kind, calls.pattern):
+            return False
+        if len(self._last_met) >= _MOST_WAITING:
+            self._last_met, self._due = {}, set()
+        gap = self._steps - self._last_met.get(kind, self._steps)
+        self._last_met[kind] = self._steps
+        if gap > 1:  # what is done every fiftieth step is not met on the next one
+            self._due.add(self._steps - 1 + gap)
+        return gap <= 1
 
     def _kept(self, calls: StepCalls) -> StepCalls:
         """While another rank counts, only so many examples are kept."""

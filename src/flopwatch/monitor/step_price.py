@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from flopwatch.monitor.calls import CallKind
 from flopwatch.monitor.certificates import Certificates
 from flopwatch.monitor.law_book import CallPrice, LawBook
+from flopwatch.monitor.outside_calls import OutsideWork
 from flopwatch.monitor.watched_step import StepCount
 
 
@@ -21,6 +22,7 @@ class StepCalls:
         book: The laws that held then.
         certificates: What counted steps had shown of them.
         nodes: Operations that autograd recorded in the step, and how often gradients reached the model.
+        outside: Which other modules it called.
     """
 
     kinds: tuple[CallKind, ...] = ()
@@ -30,16 +32,17 @@ class StepCalls:
     book: LawBook | None = None
     certificates: Certificates | None = None
     nodes: tuple[int | None, int] = (None, 0)
+    outside: OutsideWork = field(default_factory=OutsideWork)
 
     @property
     def kind(self) -> tuple[tuple[CallKind, ...], tuple[int | None, int]]:
         """Steps of the same kind run the same, as far as is seen."""
-        return self.kinds, self.nodes
+        return self.kinds, self.nodes, self.outside.sized
 
     @property
     def pattern(self) -> tuple[object, ...]:
-        """The same without the sizes of the calls."""
-        return tuple(kind.family for kind in self.kinds), self.nodes
+        """The same without sizes."""
+        return tuple(kind.family for kind in self.kinds), self.nodes, self.outside.unsized
 
 
 NO_CALLS = StepCalls()

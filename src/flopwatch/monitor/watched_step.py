@@ -96,11 +96,22 @@ def autograd_nodes() -> int | None:
     return None if count is None else int(count())
 
 
+def may_compile() -> bool:
+    """Whether torch has compiled anything in this process, or was asked to: then it does so at the first call.
+
+    What `torch.compile` was asked for is in a private table of torch, checked with 2.13.
+    """
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    if any(backend is not None for backend in backends.values()):  # `torch.compiler.disable` leaves a None
+        return True
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"].get("ok", 0))
+
+
 def obstacle() -> str | None:
     """Why a step cannot be counted as it runs, here and now."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is not None and dynamo.counters["frames"].get("ok", 0):
-        return "compiled code runs in this process, and counting a step as it runs would end its compilation"
+    if may_compile():
+        return "compiled code runs in this process or will, and counting a step as it runs would end its compilation"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return None
