@@ -201,13 +201,12 @@ class TrainingMonitor:
 
     def start_step(self) -> None:
         """The batch is there: the wait for it ends. `step(batch)` does this itself."""
-        self._open_step(has_batch=True)
-
-    def _open_step(self, *, has_batch: bool) -> None:
-        if self._core is None:
+        core = self._core
+        if core is None:
             return
         try:
-            self._core.open_step(has_batch=has_batch)
+            core.step_clock.start_step()
+            core.pricing.begin_step()
         except Exception as error:
             self._failed("start_step", error)
 

@@ -10,8 +10,8 @@ _REMEMBERED = 32
 _FEWEST = 4
 """Gaps to have seen before one of them can be unusual."""
 _FACTOR = 5.0
-_SHORTEST_SECONDS = 0.05
-"""A busy machine alone makes gaps of some tens of milliseconds."""
+SHORT_GAP_SECONDS = 0.05
+"""A gap that is no longer is never unusual: a busy machine alone makes gaps of some tens of milliseconds."""
 _IDLE_SHARE = 0.2
 
 
@@ -40,8 +40,16 @@ class UsualGaps:
         self._gaps_begun = 0
         self._has_workers = False
 
-    def gap_begins(self) -> None:
-        """Asks the processor's clock only where workers could matter: that is a call of the system on every step."""
+    def gap_begins(self, short: tuple[float, float] | None = None) -> None:
+        """Asks the processor's clock only where workers could matter: that is a call of the system on every step.
+
+        Args:
+            short: A gap before that was too short to be unusual, and what the loop worked before it.
+        """
+        if short is not None:
+            self._gaps.append(short[0])
+            if short[1]:
+                self._works.append(short[1])
         if self._gaps_begun % _REMEMBERED == 0:
             self._has_workers = self._has_worker_processes()
         self._gaps_begun += 1
@@ -65,7 +73,7 @@ class UsualGaps:
             work_seconds: What the loop worked before it; 0 when it has not since the last gap.
             has_seen_other_work: Whether the model was called in it.
         """
-        is_outside = gap_seconds > _SHORTEST_SECONDS and self._is_long(gap_seconds)
+        is_outside = gap_seconds > SHORT_GAP_SECONDS and self._is_long(gap_seconds)
         if is_outside and not has_seen_other_work:
             is_outside = not self._waited_for_workers(gap_seconds)
         self._gaps.append(gap_seconds)
