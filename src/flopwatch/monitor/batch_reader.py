@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 try:
     import numpy as np
@@ -130,7 +131,7 @@ class BatchReader:
         tensors: Mapping[str, Any] = batch if type(batch) is dict or isinstance(batch, Mapping) else named(batch)
         key: list[Any] = []
         for name, value in tensors.items():
-            key += name, value.shape if isinstance(value, torch.Tensor) else _inner_sizes(value)
+            key += name, value.shape if isinstance(value, Tensor) else _inner_sizes(value)
         if key == self._last_key:
             plan = self._last_plan
         else:

@@ -8,6 +8,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ PACKING = (
 """Arguments that tell packed documents apart; their documents are a variable of the law, so they are not in a key."""
 _is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 """One question instead of one for each type of device; private, checked with 2.13, and without it all are asked."""
+_tensor_facts = attrgetter("shape", "dtype", "requires_grad")
 _MOST_KINDS = 4096
 _MOST_PARAMETERS = 4096
 
@@ -93,7 +95,7 @@ class CallListener:
         self._last_key: Any = None
         self._last_call: tuple[CallKind, None] | None = None
         self._trained: list[bool] = []
-        self._trained_hash = 0
+        self._trained_hash = hash(())
         self._handle: RemovableHandle | None = None
         self._gradient_handle: RemovableHandle | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -155,7 +157,7 @@ class CallListener:
         key: list[Any] = [has_grad, module.training, self._trained_hash, autocast]
         for value in args:
             if type(value) is Tensor:
-                key += value.shape, value.dtype, value.requires_grad
+                key.append(_tensor_facts(value))
             else:
                 key.append(_quick(value))
         for name, value in kwargs.items():
@@ -217,8 +219,8 @@ def _has_axes(positions: Any) -> bool:
 
 def _quick(value: Any) -> Any:
     """A key that is cheap for tensors and plain values; everything else is described."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.requires_grad
+    if isinstance(value, Tensor):
+        return _tensor_facts(value)
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
     return describe(value)

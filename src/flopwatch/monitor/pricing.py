@@ -110,6 +110,8 @@ class Pricing:
         self._given: list[Any] = []
         """What was declared for a step in which a check is due."""
         self._declared: dict[int, tuple[Plan, CallKind, str | None]] = {}
+        self._undeclared: dict[int, Plan] = {}
+        """Plans whose values were looked at while there was nothing to count."""
         self._waiting: set[CallKind] = set()
         self.is_new = True
         self.waits_for_laws = False
@@ -147,6 +149,7 @@ class Pricing:
         self.is_new = True
         self._fingerprint = None
         self._known_steps.clear()
+        self._undeclared.clear()
         self._nodes_before = autograd_nodes()
         if self.flops_fn is None:
             self._listener.listen_to(model)
@@ -170,7 +173,7 @@ class Pricing:
         is_asked_for = self._wants_example or (declared is not None and declared[1].is_per_batch)
         if self.model is not None:
             self._given.append(example_batch(self.model, batch, reading.plan) if is_asked_for else None)
-        if declared is None:
+        if declared is None and id(reading.plan) not in self._undeclared:
             self._declare(batch, reading.plan)
             reading = self._reader.read(batch, lengths)  # now that the values of masks and positions were looked at
         return reading
@@ -299,6 +302,7 @@ class Pricing:
         """The calls of a step that is not one of those known; see `end_step`."""
         count, model = self.end_watch(), self.model
         if model is None or self._mode.book is None or self._has_given_up:
+            self._given = []
             return NO_CALLS
         kinds, examples, doubt = self._calls(seen, readings)
         if self.waits_for_laws:
@@ -397,13 +401,16 @@ class Pricing:
     def _declare(self, batch: Any, plan: Plan) -> None:
         """What a batch of this shape suggests that the model is called with."""
         model = self.model
-        if len(self._declared) >= _MOST_DECLARED:
+        if len(self._declared) + len(self._undeclared) >= _MOST_DECLARED:
             self._declared.clear()
+            self._undeclared.clear()
         remark = self._reader.check_values(batch, plan)
         if remark:
             self._tell("warning", "positions_not_understood", remark)
         if model is None or self._mode.book is None:
+            self._undeclared[id(plan)] = plan
             return
+        self._undeclared.clear()
         example = example_batch(model, batch, plan)
         autocast = self._listener.compiled_autocast
         trainable = hash(tuple(p.requires_grad for p in model.parameters()))

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flopwatch.monitor.training_monitor import TrainingMonitor
 
+_NOTHING_MORE: dict[str, Any] = {}
+
 
 class Step:
     """An optimizer step under way. It is logged when the context ends, unless the body raised.
@@ -63,16 +65,24 @@ class Step:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            if self._more:
-                self._monitor.log_step(self.number, batch=self._batch, lengths=self._lengths, **self._values())
-            else:  # a dict of arguments would be made, taken apart and checked
-                self._monitor.log_step(
-                    self.number, self._epoch, self._loss, self._grad_norm, self._lr,
-                    batch=self._batch, lengths=self._lengths,
+        monitor = self._monitor
+        core = monitor._core
+        if kind is not None:
+            monitor._abandon_step()
+        elif self._more or self._batch is None or core is None or not monitor._logs_steps_itself:
+            monitor.log_step(self.number, batch=self._batch, lengths=self._lengths, **self._values())
+        else:  # what `log_step` does, without taking its arguments apart a second time
+            entered = monitor._clock()
+            try:
+                core.note_step(
+                    self.number, self._epoch, self._loss, self._grad_norm, self._lr, False,
+                    self._batch, self._lengths, _NOTHING_MORE,
                 )  # fmt: skip
-        else:
-            self._monitor._abandon_step()
+                if core.is_off:
+                    monitor._core = None
+            except Exception as error:
+                monitor._failed("log_step", error)
+            core.own_seconds += monitor._clock() - entered
 
     def _values(self) -> dict[str, Any]:
         """As `log_step` takes them."""

@@ -109,6 +109,8 @@ class TrainingMonitor:
         self.log_path = self.output_dir / log_file
         self.summary: Summary | None = None
         self._clock = clock
+        self._logs_steps_itself = type(self).log_step is TrainingMonitor.log_step
+        """False where a subclass has a `log_step` of its own, which then hears of every step."""
         self._core: Core | None = None
         """None when switched off or closed, so that every call is cheap then."""
         self._made: Core | None = None
