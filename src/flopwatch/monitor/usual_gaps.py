@@ -41,6 +41,9 @@ class UsualGaps:
         self._cpu_seconds = cpu_seconds
         self._has_worker_processes = has_worker_processes
         self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
+        self._gaps_seen = self._sorted_at = 0
+        self._sorted: list[float] = []
+        """The gaps, in order, as they were when `_gaps_seen` was `_sorted_at`."""
         self._works: deque[float] = deque(maxlen=_REMEMBERED)
         self._cpu_at_gap = self._cpu_at_phase = 0.0
         self._gaps_begun = 0
@@ -54,6 +57,7 @@ class UsualGaps:
         """
         if short is not None:
             self._gaps.append(short[0])
+            self._gaps_seen += 1
             if short[1]:
                 self._works.append(short[1])
         if self._gaps_begun % _REMEMBERED == 0:
@@ -83,6 +87,7 @@ class UsualGaps:
         if is_outside and not has_seen_other_work:
             is_outside = not self._waited_for_workers(gap_seconds)
         self._gaps.append(gap_seconds)
+        self._gaps_seen += 1
         if work_seconds:
             self._works.append(work_seconds)
         return is_outside
@@ -90,6 +95,12 @@ class UsualGaps:
     def _is_long(self, gap_seconds: float) -> bool:
         if len(self._gaps) < _FEWEST or not self._works:
             return False
+        # A new gap (and the oldest gone) moves the median by at most one place of the sorted list, so this is a bound
+        # from below; it spares ordinary steps the sorting, 16 µs after a training step.
+        place = (len(self._sorted) - 1) // 2 - (self._gaps_seen - self._sorted_at)
+        if place >= 0 and gap_seconds <= _FACTOR * self._sorted[place]:
+            return False
+        self._sorted, self._sorted_at = sorted(self._gaps), self._gaps_seen
         usual = _middle(self._gaps)
         return gap_seconds > _FACTOR * usual and gap_seconds > usual + _middle(self._works)
 
