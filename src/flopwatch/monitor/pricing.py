@@ -279,7 +279,7 @@ class Pricing:
         apart, self._nodes_apart = self._nodes_apart, 0
         nodes = None if now is None or before is None else now - before - apart, backwards
         if self._watched is None and not self._wants_example and not listener.unseen:
-            known = self._known_steps.get((nodes, *seen))
+            known = self._known_steps.get((nodes, *[kind for kind, _ in seen]))
             frequency = self._mode.frequency
             # A check is due with this step or the next one: then the arguments of calls are wanted.
             is_check_near = frequency > 0 and (step + 1) % frequency <= 1
@@ -329,7 +329,7 @@ class Pricing:
         if self._needs_no_second_look(calls, seen):
             if len(self._known_steps) >= _MOST_KNOWN_STEPS:
                 self._known_steps.clear()
-            self._known_steps[(nodes, *seen)] = calls
+            self._known_steps[(nodes, *[kind for kind, _ in seen])] = calls
         return calls
 
     def _needs_no_second_look(self, calls: StepCalls, seen: Sequence[tuple[CallKind, Any]]) -> bool:
