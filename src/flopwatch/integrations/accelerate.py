@@ -85,7 +85,7 @@ class _MicroStep(Step):
             return
         if self._batch is not None:
             self._monitor.micro_batch(self._batch, self._lengths)
-        self._monitor._end_micro_batch(self.number, {"epoch": self._epoch, **self._logged})
+        self._monitor._end_micro_batch(self.number, self._values())
 
 
 def _detached(loss: Any) -> Any:

@@ -8,10 +8,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from flopwatch.errors import InputError
@@ -30,6 +32,9 @@ PACKING = (
     "position_ids",
 )
 """Arguments that tell packed documents apart; their documents are a variable of the law, so they are not in a key."""
+_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+"""One question instead of one for each type of device; private, checked with 2.13, and without it all are asked."""
+_tensor_facts = attrgetter("shape", "dtype", "requires_grad")
 _MOST_KINDS = 4096
 _MOST_PARAMETERS = 4096
 
@@ -82,18 +87,24 @@ class CallListener:
         self.has_been_called = False
         self.keeps_next = False
         """True keeps the arguments of the next call, for a check."""
-        self._calls: list[tuple[CallKind, Any]] = []
-        self._kinds: dict[Any, CallKind] = {}
+        self.calls: list[tuple[CallKind, Any]] = []
+        """Since the step began, with their arguments where these are asked for."""
+        self.backwards = 0
+        """How often gradients have reached the model since the step began."""
+        self._kinds: dict[Any, tuple[CallKind, None]] = {}
+        self._last_key: Any = None
+        self._last_call: tuple[CallKind, None] | None = None
+        self._trained: list[bool] = []
+        self._trained_hash = hash(())
         self._handle: RemovableHandle | None = None
         self._gradient_handle: RemovableHandle | None = None
-        self._backwards = 0
         self._model: weakref.ref[nn.Module] | None = None
         self._parameters: list[nn.Parameter] = []
 
     def listen_to(self, model: nn.Module) -> None:
         self.stop()
         self._model = weakref.ref(model)
-        self._kinds.clear()
+        self.forget()
         self.look_at_parameters()
         if model._compiled_call_impl is not None and type(model).__module__.startswith("torch.nn"):
             # Compiled in place, a container of torch's own would be compiled in another way with a hook.
@@ -109,12 +120,7 @@ class CallListener:
             self._gradient_handle = parameter.register_post_accumulate_grad_hook(self._note_backward)
 
     def _note_backward(self, _: torch.Tensor) -> None:
-        self._backwards += self.is_listening
-
-    def take_backwards(self) -> int:
-        """How often gradients have reached the model since the last time."""
-        backwards, self._backwards = self._backwards, 0
-        return backwards
+        self.backwards += self.is_listening
 
     def look_at_parameters(self) -> None:
         """The list is kept, because collecting it takes longer than all the rest of a call."""
@@ -126,58 +132,67 @@ class CallListener:
             if handle is not None:
                 handle.remove()
         self._handle = self._gradient_handle = None
-        self._calls = []
+        self.begin_step()
 
     def forget(self) -> None:
         """The model has changed: what was known of its calls holds no more."""
         self._kinds.clear()
+        self._last_key = self._last_call = None
 
     def begin_step(self) -> None:
         """What was called before belongs to no step."""
-        self._backwards = 0
-        if self._calls:
-            self._calls = []
-
-    def take(self) -> list[tuple[CallKind, Any]]:
-        """The calls since the step began, with their arguments where these are asked for."""
-        calls, self._calls = self._calls, []
-        return calls
+        self.calls, self.backwards = [], 0
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self.is_listening or self._model is None or module is not self._model():
             return
         self.has_been_called = True
-        has_grad = torch.is_grad_enabled()
+        has_grad = is_grad_enabled()
         if not has_grad:
             self.without_grad()
-        key: list[Any] = [has_grad, module.training, hash(tuple([p.requires_grad for p in self._parameters]))]
+        trained = [p.requires_grad for p in self._parameters]
+        if trained != self._trained:
+            self._trained, self._trained_hash = trained, hash(tuple(trained))
+        autocast = current_autocast() if _is_any_autocast_enabled() else None
+        key: list[Any] = [has_grad, module.training, self._trained_hash, autocast]
+        for value in args:
+            if type(value) is Tensor:
+                key.append(_tensor_facts(value))
+            else:
+                key.append(_quick(value))
         for name, value in kwargs.items():
             if name not in PACKING:
                 key += name, _quick(value)
-        for value in args:
-            key.append(_quick(value))
-        key.append(_autocast_key())
-        quick = tuple(key)
-        try:
-            kind = self._kinds.get(quick)
-        except TypeError:  # something in it cannot be hashed
-            self.unseen += 1
-            return
-        if kind is None:
-            kind = self._new_kind(quick, module, args, kwargs)
+        call = self._last_call
+        if call is None or key != self._last_key:
+            call = self._looked_up(key, module, args, kwargs)
+            if call is None:
+                self.unseen += 1
+                return
+            self._last_key, self._last_call = key, call
+        kind = call[0]
         if kind.is_per_batch or self.keeps_next:
             self.keeps_next = False
-            self._calls.append((kind, as_batch(module, args, kwargs)))
+            self.calls.append((kind, as_batch(module, args, kwargs)))
         else:
-            self._calls.append((kind, None))
+            self.calls.append(call)
 
-    def _new_kind(self, key: Any, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKind:
-        if len(self._kinds) >= _MOST_KINDS:
-            self._kinds.clear()
-        example = as_batch(module, args, kwargs)
-        kind = CallKind(describe(example), key[0], key[1], current_autocast(), key[2], example)
-        self._kinds[key] = kind
-        return kind
+    def _looked_up(
+        self, key: list[Any], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[CallKind, None] | None:
+        """The call of this key, made when it is new; None where something in the key cannot be hashed."""
+        quick = tuple(key)
+        try:
+            call = self._kinds.get(quick)
+        except TypeError:
+            return None
+        if call is None:
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            example = as_batch(module, args, kwargs)
+            call = CallKind(describe(example), key[0], key[1], current_autocast(), key[2], example), None
+            self._kinds[quick] = call
+        return call
 
 
 def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -204,18 +219,11 @@ def _has_axes(positions: Any) -> bool:
 
 def _quick(value: Any) -> Any:
     """A key that is cheap for tensors and plain values; everything else is described."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.requires_grad
+    if isinstance(value, Tensor):
+        return _tensor_facts(value)
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
     return describe(value)
-
-
-def _autocast_key() -> Any:
-    """One question on an ordinary call; which device and type only where autocast is on."""
-    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
-        return None
-    return current_autocast()
 
 
 class _Hook:
@@ -225,7 +233,7 @@ class _Hook:
         self._listener = listener
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             _note_compilation(self)
             return
         listener = self._listener

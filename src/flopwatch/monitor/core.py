@@ -67,6 +67,7 @@ class Core:
         peak_flops_per_s: float | None,
     ) -> None:
         self._config = config
+        self._log_every, self._log_seconds = config.log_every, config.log_seconds
         self._output_dir = output_dir
         self._log_path = log_path
         self._clock = clock
@@ -158,16 +159,22 @@ class Core:
             self._start_run(step)
         if batch is not None:
             try:
-                self.take(batch, lengths)
+                self._readings.append(self.pricing.read(batch, lengths))
+                if self.pricing.flops_fn is not None:
+                    self._user_flops = (self._user_flops or 0) + self.pricing.user_flops(batch)
             except Exception as error:  # costs this step's tokens, not its time and loss
                 self.failed("batch", error)
-        calls = self._calls_of_step(step, loss)
+        try:
+            calls = self.pricing.end_step(self._readings, step, self.close_window, loss)
+        except Exception as error:  # costs this step's FLOPs
+            self.failed("flops", error)
+            calls = NO_CALLS
         noted = NotedStep(
             step,
             epoch,
-            keep(loss) if isinstance(loss, torch.Tensor) else loss,
-            keep(grad_norm) if isinstance(grad_norm, torch.Tensor) else grad_norm,
-            keep(learning_rate) if isinstance(learning_rate, torch.Tensor) else learning_rate,
+            None if loss is None else keep(loss),
+            None if grad_norm is None else keep(grad_norm),
+            learning_rate if type(learning_rate) is float else keep(learning_rate),
             self._readings,
             segments,
             waits,
@@ -185,24 +192,16 @@ class Core:
             self._window_began = self._clock()
         if self.ranks.link is not None:
             self._look_at_ranks()
-        is_full = self._is_window_full(step, previous)
+        if self._world_size == 1:
+            is_late = self._clock() - self._window_began >= self._log_seconds
+            is_full = is_late or len(self._begun) + len(self._noted) >= self._log_every
+        else:
+            is_full = self._is_window_full(step, previous)
         if is_full or calls.count is not None:
             self.pricing.look_at_graph(calls, loss)
         if is_full:
             self.close_window()
         self.step_clock.begin_gap()
-
-    def _calls_of_step(self, step: int, loss: Any) -> StepCalls:
-        try:
-            return self.pricing.end_step(self._readings, step, self.close_window, loss)
-        except Exception as error:  # costs this step's FLOPs
-            self.failed("flops", error)
-            return NO_CALLS
-
-    def open_step(self, *, has_batch: bool) -> None:
-        """A step begins, or its next micro-batch."""
-        self.step_clock.start_step(has_batch=has_batch)
-        self.pricing.begin_step()
 
     def abandon_step(self) -> None:
         """The body of a step has raised: nothing of it counts."""
@@ -259,8 +258,8 @@ class Core:
             return ends_window(step, previous, self.ranks.window_steps)
         if self.ranks.waits_for_plan:
             return False
-        is_late = self._clock() - self._window_began >= self._config.log_seconds
-        return is_late or len(self._begun) + len(self._noted) >= self._config.log_every
+        is_late = self._clock() - self._window_began >= self._log_seconds
+        return is_late or len(self._begun) + len(self._noted) >= self._log_every
 
     def _look_at_ranks(self, wait_seconds: float = 0.0) -> None:
         """Has something come from the others? A look at two attributes on an ordinary step."""

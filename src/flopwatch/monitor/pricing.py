@@ -22,7 +22,7 @@ from flopwatch.monitor.law_book import CallPrice, LawBook, LawOffer
 from flopwatch.monitor.loss_graph import products_in_graph, products_outside
 from flopwatch.monitor.modes import FlopMode, make_mode
 from flopwatch.monitor.notices import Tell
-from flopwatch.monitor.outside_calls import OutsideCalls
+from flopwatch.monitor.outside_calls import OutsideCalls, OutsideWork
 from flopwatch.monitor.ranks.layout import is_sharded
 from flopwatch.monitor.step_price import NO_CALLS, StepCalls, StepFlops
 from flopwatch.monitor.watched_step import (
@@ -32,6 +32,7 @@ from flopwatch.monitor.watched_step import (
     is_watched,
     is_watched_by_ranks,
     may_compile,
+    next_watched,
     obstacle,
 )
 from flopwatch.records import Peak, PhaseFlops
@@ -39,7 +40,7 @@ from flopwatch.run_records import Provenance
 
 _LARGE_PARAMETERS = 50_000_000
 """Of a model whose count takes long enough to be announced."""
-_MOST_WAITING, _MOST_DECLARED = 64, 4096
+_MOST_WAITING, _MOST_DECLARED, _MOST_KNOWN_STEPS = 64, 4096, 512
 _LOOK_ALLOWANCE_SECONDS, _SHARE_FOR_LOOKS = 1.0, 0.0005
 """Of the run's time for looking whether the model has changed: some milliseconds for a large one."""
 _FIRST_ADAPTIVE = 6
@@ -115,6 +116,10 @@ class Pricing:
         """The last step of a pattern that was counted as it ran."""
         self._due: set[int] = set()
         """Steps on which such a kind is expected again."""
+        self._no_watch_before = 0
+        """Of `_steps`: none before that one is to be counted, but for `_watches_next`."""
+        self._known_steps: dict[Any, StepCalls] = {}
+        """Steps that need no second look, by their calls and what autograd has recorded."""
         self._why_not_watched: str | None = None
         self._opens_steps = False
         self._is_in_step = False
@@ -125,6 +130,8 @@ class Pricing:
         self._given: list[Any] = []
         """What was declared for a step in which a check is due."""
         self._declared: dict[int, tuple[Plan, CallKind, str | None]] = {}
+        self._undeclared: dict[int, Plan] = {}
+        """Plans whose values were looked at while there was nothing to count."""
         self._waiting: set[CallKind] = set()
         self.is_new = True
         self.waits_for_laws = False
@@ -162,6 +169,8 @@ class Pricing:
         self.peaks.look_ahead()
         self.is_new = True
         self._fingerprint = None
+        self._known_steps.clear()
+        self._undeclared.clear()
         self._nodes_before = autograd_nodes()
         if self.flops_fn is None:
             self._listener.listen_to(model)
@@ -176,15 +185,19 @@ class Pricing:
 
     def set_frequency(self, steps: int) -> None:
         self._mode.frequency = steps
+        self._known_steps.clear()
 
     def read(self, batch: Any, lengths: Sequence[int] | None) -> Reading:
         """Look at a batch; its values only when a shape is new."""
         reading = self._reader.read(batch, lengths)
         declared = self._declared.get(id(reading.plan))
+        if declared is not None and not self._wants_example and not declared[1].is_per_batch:
+            self._given.append(None)
+            return reading
         is_asked_for = self._wants_example or (declared is not None and declared[1].is_per_batch)
         if self.model is not None:
             self._given.append(example_batch(self.model, batch, reading.plan) if is_asked_for else None)
-        if declared is None:
+        if declared is None and id(reading.plan) not in self._undeclared:
             self._declare(batch, reading.plan)
             reading = self._reader.read(batch, lengths)  # now that the values of masks and positions were looked at
         return reading
@@ -204,10 +217,16 @@ class Pricing:
         """A loop that opens its steps: what was called before belongs to none. Counts this one, if it is its turn."""
         if self._is_in_step:  # its next micro-batch
             return
-        self._is_in_step = self._opens_steps = True
-        self._listener.begin_step()
+        self._is_in_step = True
+        if not self._opens_steps:
+            self._opens_steps = True
+            self._known_steps.clear()
+        listener = self._listener
+        if listener.calls or listener.backwards:
+            listener.begin_step()
         self._nodes_before, self._nodes_apart = autograd_nodes(), 0
-        self._begin_watch()
+        if self._watches_next or self._steps >= self._no_watch_before:
+            self._begin_watch()
         if not self._listener.is_compiled and not may_compile():  # else the hook would be compiled with the modules
             self._outside.begin()
 
@@ -242,6 +261,10 @@ class Pricing:
         if self._mode.book is None or self._mode.name == "estimate" or not self._steps:
             return
         if not self._is_turn_to_watch():
+            is_turn = is_watched if self._is_alone else is_watched_by_ranks
+            self._no_watch_before = min(
+                [next_watched(self._steps, is_turn), *(due for due in self._due if due > self._steps)]
+            )
             return
         self._due.discard(self._steps)
         self._why_not_watched = self._watch_obstacle(self._mode.book)
@@ -289,13 +312,41 @@ class Pricing:
         """
         self._steps += 1
         self._is_in_step = False
-        nodes = self._nodes_of_step(), self._listener.take_backwards()
+        listener = self._listener
+        seen, listener.calls = listener.calls, []
+        backwards, listener.backwards = listener.backwards, 0
+        now, before = autograd_nodes(), self._nodes_before
+        apart, self._nodes_apart = self._nodes_apart, 0
         outside = self._outside.end()
         if self._outside.intervals:
             outside.add_products(products_outside(loss, self._outside.take_intervals()))
-        seen, count = self._listener.take(), self.end_watch()
-        model = self.model
+        nodes = None if now is None or before is None else now - before - apart, backwards
+        if self._watched is None and not self._wants_example and not listener.unseen:
+            known = self._known_steps.get((nodes, outside.sized, *[kind for kind, _ in seen]))
+            frequency = self._mode.frequency
+            # A check is due with this step or the next one: then the arguments of calls are wanted.
+            is_check_near = frequency > 0 and (step + 1) % frequency <= 1
+            if known is not None and not is_check_near:
+                self._given = []
+                self._watches_next = False
+                if not self._opens_steps:
+                    self._nodes_before = now
+                return known
+        return self._looked_at(seen, nodes, outside, readings, step, settle_earlier)
+
+    def _looked_at(
+        self,
+        seen: Sequence[tuple[CallKind, Any]],
+        nodes: tuple[int | None, int],
+        outside: OutsideWork,
+        readings: Sequence[Reading],
+        step: int,
+        settle_earlier: Callable[[], None],
+    ) -> StepCalls:
+        """The calls of a step that is not one of those known; see `end_step`."""
+        count, model = self.end_watch(), self.model
         if model is None or self._mode.book is None or self._has_given_up:
+            self._given = []
             return NO_CALLS
         kinds, examples, doubt = self._calls(seen, readings)
         if self.waits_for_laws:
@@ -321,7 +372,24 @@ class Pricing:
             # Never counted as they run: after the last one a mode would stay on, for whatever the program does next.
             self._nodes_before, self._nodes_apart = autograd_nodes(), 0
             self._why_not_watched = NOT_OPENED
+        if self._needs_no_second_look(calls, seen):
+            if len(self._known_steps) >= _MOST_KNOWN_STEPS:
+                self._known_steps.clear()
+            self._known_steps[(nodes, outside.sized, *[kind for kind, _ in seen])] = calls
         return calls
+
+    def _needs_no_second_look(self, calls: StepCalls, seen: Sequence[tuple[CallKind, Any]]) -> bool:
+        """Whether a later step with these very calls would change nothing here, and be told by the same `StepCalls`.
+
+        It would not be counted, nor ask for another count; its calls are priced or cannot be, and none for itself.
+        """
+        if calls.count is not None or calls.doubt is not None or self.shares_batches or self._changed_settings:
+            return False
+        if not seen or any(
+            example is not None or kind.example is not None or kind.is_per_batch for kind, example in seen
+        ):
+            return False
+        return not self._opens_steps or not self._certificates.needs_another(calls.kind, calls.pattern)
 
     def look_at_graph(self, calls: StepCalls, loss: Any) -> None:
         """Once per window, and in steps that are counted: is the loss made of the same products?"""
@@ -329,13 +397,8 @@ class Pricing:
         if products is not None and calls.certificates is not None:
             calls.certificates.look_at_graph(calls.kind, products, is_counted=calls.count is not None)
 
-    def _nodes_of_step(self) -> int | None:
-        """Operations that autograd recorded since the step began, without those of phases apart."""
-        now, before = autograd_nodes(), self._nodes_before
-        apart, self._nodes_apart = self._nodes_apart, 0
-        return None if now is None or before is None else now - before - apart
-
     def _certify(self, calls: StepCalls, count: StepCount, step: int, *, calls_are_sure: bool) -> None:
+        self._known_steps.clear()
         prices = self._prices(calls) or []
         is_sure = calls_are_sure and all(price.reason is None for price in prices)
         priced = sum((price.executed for price in prices), PhaseFlops()) if prices else None
@@ -350,6 +413,8 @@ class Pricing:
         """Whether the next step should be counted as it runs, because steps like this one were not, or only once."""
         if self._steps < _FIRST_ADAPTIVE:  # the first ones are spread, so that rows in between have rates
             return False
+        if not self._is_alone:  # all ranks count the same steps
+            return False
         if self._watches >= _MOST_WATCHES + self._steps * _SHARE_WATCHED or self._futile_watches > 1:
             return False
         kind = calls.kind
@@ -361,6 +426,7 @@ class Pricing:
         self._last_met[kind] = self._steps
         if gap > 1:  # what is done every fiftieth step is not met on the next one
             self._due.add(self._steps - 1 + gap)
+            self._no_watch_before = min(self._no_watch_before, self._steps - 1 + gap)
         return gap <= 1
 
     def _kept(self, calls: StepCalls) -> StepCalls:
@@ -398,13 +464,16 @@ class Pricing:
     def _declare(self, batch: Any, plan: Plan) -> None:
         """What a batch of this shape suggests that the model is called with."""
         model = self.model
-        if len(self._declared) >= _MOST_DECLARED:
+        if len(self._declared) + len(self._undeclared) >= _MOST_DECLARED:
             self._declared.clear()
+            self._undeclared.clear()
         remark = self._reader.check_values(batch, plan)
         if remark:
             self._tell("warning", "positions_not_understood", remark)
         if model is None or self._mode.book is None:
+            self._undeclared[id(plan)] = plan
             return
+        self._undeclared.clear()
         example = example_batch(model, batch, plan)
         autocast = self._listener.compiled_autocast
         trainable = hash(tuple(p.requires_grad for p in model.parameters()))
@@ -499,6 +568,7 @@ class Pricing:
         if not changed:
             return None
         self._changed_settings |= changed
+        self._known_steps.clear()
         self._wants_example = self._listener.keeps_next = True
         names = ", ".join(sorted(f"{path or type(model).__name__}.{name}" for path, name in changed)[:3])
         return f"settings of the model changed during these steps ({names})"
@@ -531,6 +601,7 @@ class Pricing:
         self._certificates = Certificates()
         self._listener.forget()
         self._declared.clear()
+        self._known_steps.clear()
         self.is_new = True
 
     def _prices(self, calls: StepCalls) -> list[CallPrice] | None:
@@ -649,6 +720,7 @@ class Pricing:
         """Use what the logging rank has counted; kinds of calls it has not met are counted here."""
         self.waits_for_laws = False
         self._waiting.clear()
+        self._known_steps.clear()
         if offer is not None and self.model is not None and self._mode.book is not None:
             self._fingerprint, self._settings = self._look(self.model)
             self._mode.book.adopt(offer)

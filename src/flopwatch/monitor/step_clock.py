@@ -17,7 +17,7 @@ from typing import Any
 from flopwatch.clock import Clock
 from flopwatch.monitor.ranks.own_time import OwnTime
 from flopwatch.monitor.timers import StepTimer
-from flopwatch.monitor.usual_gaps import UsualGaps
+from flopwatch.monitor.usual_gaps import SHORT_GAP_SECONDS, UsualGaps
 
 Segments = tuple[tuple[Any, Any], ...]
 """Pairs of marks; their lengths add up to the step."""
@@ -31,6 +31,9 @@ class StepClock:
 
     Steps and waits are in marks of the timer (events on an accelerator); phases and gaps are host time.
 
+    `start_step`, `end_step` and `begin_gap` run on every step and hold the code of `_turn` and `_cut` themselves: after
+    a training step each Python function that is called costs about a microsecond to find again in memory.
+
     Attributes:
         first_step_began: Host time; None until the first step is opened, and for a loop that opens none.
         seconds_before_first_step: Spent in phases by then.
@@ -43,8 +46,12 @@ class StepClock:
         self._was_in_step = self._worked_before_wait = False
         self._timer = timer
         self._clock = clock
+        self._marks_by_clock = timer.mark is clock
+        """Whether a mark is the host's time, so that one reading serves as both."""
         self._thread = threading.get_ident()
         self._usual = UsualGaps()
+        self._short_gap: tuple[float, float] | None = None
+        """Before the step under way, and the work before it: remembered when the next gap begins, to do less here."""
         self._start: Any = None
         self._segments: list[tuple[Any, Any]] = []
         self._gap_at = 0
@@ -71,7 +78,7 @@ class StepClock:
         self._is_unclear = False
         """Whether a part of the step's wait may lie in a gap that was taken out, or is not known at all."""
 
-    def start_step(self, *, has_batch: bool = True) -> None:
+    def start_step(self, has_batch: bool = True) -> None:
         """A step is opened, or its next micro-batch begins.
 
         Args:
@@ -80,10 +87,23 @@ class StepClock:
         if self._start is None:
             self._open_first()
         if self._state == _GAP:
-            self._turn(_WORK)
-            if self._is_gap_kept() and not self._fetches_are_timed:
-                self._cut()
+            now = self._clock()
+            seconds = self._seconds
+            seconds[_GAP] += now - self._since
+            self._state, self._since = _WORK, now
+            if seconds[_GAP] <= SHORT_GAP_SECONDS and not self._has_seen_other_work:
+                self._short_gap = seconds[_GAP], seconds[_WORK]
+                seconds[_GAP] = seconds[_WORK] = 0.0
+                is_kept = True
+            else:
+                is_kept = self._is_gap_kept()
+            if is_kept and not self._fetches_are_timed:
+                mark = now if self._marks_by_clock else self._timer.mark()
+                wait = self._start, mark
+                self._start = mark
                 self._waits += self._segments[self._gap_at :]
+                self._waits.append(wait)
+                self._segments.append(wait)
             self._has_batch = False
         elif self._state == _APART:
             self._go(_WORK)
@@ -106,24 +126,44 @@ class StepClock:
 
     def end_step(self) -> tuple[Segments | None, Segments | None]:
         """The step's segments and those of its input wait; None for what was not seen."""
-        now = self._timer.mark()
+        now = self._clock()
+        end = now if self._marks_by_clock else self._timer.mark()
         if self._own_time is not None:
             self._own_time.step_ends()
-        segments = None if self._start is None else (*self._segments, (self._start, now))
-        self._start = now
+        start, self._start = self._start, end
+        segments = None if start is None else (*self._segments, (start, end))
         self._segments = []
-        self._end_work()
-        waits = None if segments is None else self._waits_of_step()
-        self._forget_step()
+        if self._depth or self._has_batch:
+            self._end_work()
+        else:
+            self._seconds[self._state] += now - self._since
+            self._state, self._since = _OWN, now
+        if segments is None:
+            waits = None
+        elif self._fetches_are_timed or (self._micro_batches <= self._arrivals and not self._is_unclear):
+            waits = tuple(self._waits) if self._fetches_are_timed or self._arrivals else None
+        else:
+            waits = self._waits_of_step()
+        self._waits = []
+        self._arrivals = self._micro_batches = 0
+        self._is_unclear = False
         return segments, waits
 
     def begin_gap(self) -> None:
         """The loop goes for its next batch: after `end_step`, once the monitor's own work is done."""
-        self._go(_GAP)
+        now = self._clock()
+        if self._depth:
+            self._before_phase = _GAP
+        else:
+            self._seconds[self._state] += now - self._since
+            self._state, self._since = _GAP, now
         if self._start is not None:
-            self._cut()
+            mark = now if self._marks_by_clock else self._timer.mark()
+            self._segments.append((self._start, mark))
+            self._start = mark
         self._gap_at = len(self._segments)
-        self._usual.gap_begins()
+        self._usual.gap_begins(self._short_gap)
+        self._short_gap = None
 
     def _waits_of_step(self) -> Segments | None:
         if self._fetches_are_timed:

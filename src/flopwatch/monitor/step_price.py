@@ -35,7 +35,7 @@ class StepCalls:
     outside: OutsideWork = field(default_factory=OutsideWork)
 
     @property
-    def kind(self) -> tuple[tuple[CallKind, ...], tuple[int | None, int]]:
+    def kind(self) -> tuple[tuple[CallKind, ...], tuple[int | None, int], int | None]:
         """Steps of the same kind run the same, as far as is seen."""
         return self.kinds, self.nodes, self.outside.sized
 

@@ -109,6 +109,8 @@ class TrainingMonitor:
         self.log_path = self.output_dir / log_file
         self.summary: Summary | None = None
         self._clock = clock
+        self._logs_steps_itself = type(self).log_step is TrainingMonitor.log_step
+        """False where a subclass has a `log_step` of its own, which then hears of every step."""
         self._core: Core | None = None
         """None when switched off or closed, so that every call is cheap then."""
         self._made: Core | None = None
@@ -201,13 +203,12 @@ class TrainingMonitor:
 
     def start_step(self) -> None:
         """The batch is there: the wait for it ends. `step(batch)` does this itself."""
-        self._open_step(has_batch=True)
-
-    def _open_step(self, *, has_batch: bool) -> None:
-        if self._core is None:
+        core = self._core
+        if core is None:
             return
         try:
-            self._core.open_step(has_batch=has_batch)
+            core.step_clock.start_step()
+            core.pricing.begin_step()
         except Exception as error:
             self._failed("start_step", error)
 
