@@ -43,24 +43,34 @@ def summary_table(rows: list[Outcome]) -> Table:
     return table
 
 
-_HEADINGS = ("family", "built", *(f"{column}: {state}" for column in COLUMNS for state in ("equal", "told", "wrong")))
+_HEADINGS = (
+    "family",
+    "tried",
+    "built",
+    *(f"{column}: {state}" for column in COLUMNS for state in ("equal", "told", "wrong")),
+)
 
 
 def _summary(rows: list[Outcome]) -> list[tuple[str, ...]]:
-    groups: dict[str, list[Outcome]] = defaultdict(list)
-    for row in rows:
-        if not row.error:
-            kind = row.kind.split(",")[0].removesuffix(" with images")
-            groups[f"{row.family}, {kind}" if row.family == "transformers" else row.family].append(row)
-    order = sorted(groups, key=lambda name: (FAMILIES.index(name.split(",")[0]), name))
-    lines = [_counts(name, groups[name]) for name in order]
-    return [*lines, _counts("all", [row for row in rows if not row.error])]
+    """A line per package, and below transformers one per kind of model: what was not built has none."""
+    lines = []
+    for family in FAMILIES:
+        of_family = [row for row in rows if row.family == family]
+        if of_family:
+            lines.append(_counts(family, of_family))
+        kinds: dict[str, list[Outcome]] = defaultdict(list)
+        for row in of_family:
+            if family == "transformers" and not row.error:
+                kinds[row.kind.split(",")[0].removesuffix(" with images")].append(row)
+        lines += [_counts(f"{family}, {kind}", kinds[kind]) for kind in sorted(kinds)]
+    return [*lines, _counts("all", rows)]
 
 
 def _counts(name: str, rows: list[Outcome]) -> tuple[str, ...]:
-    states = Counter((column, row.cells[column].status) for row in rows for column in COLUMNS)
+    built = [row for row in rows if not row.error]
+    states = Counter((column, row.cells[column].status) for row in built for column in COLUMNS)
     numbers = [states[column, state] for column in COLUMNS for state in ("equal", "told", "wrong")]
-    return (name, *(str(number) for number in (len(rows), *numbers)))
+    return (name, *(str(number) for number in (len(rows), len(built), *numbers)))
 
 
 def page(rows: list[Outcome]) -> str:
