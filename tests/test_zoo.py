@@ -81,6 +81,28 @@ def test_the_truth_of_fused_attention_has_the_scores_twice_as_it_runs_and_once_a
     assert true_flops(Attention(), batch) == 6 * product
 
 
+def test_the_truth_of_distances_is_one_product_of_all_pairs() -> None:
+    class Distances(nn.Module):
+        def forward(self, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+            return (torch.cdist(x.detach(), codes) + x.sum()).sum()
+
+    batch = torch.ones(30, 4, requires_grad=True), torch.ones(40, 4)
+
+    assert true_flops(Distances(), batch) == 2 * 30 * 40 * 4
+    assert true_flops(Distances(), batch, as_it_runs=True) == 2 * 30 * 40 * (4 + 2)
+
+
+@pytest.mark.parametrize("unit_diagonal", [False, True])
+def test_the_truth_of_a_triangular_solve_is_that_of_substitution(unit_diagonal: bool) -> None:
+    class Solve(nn.Module):
+        def forward(self, triangle: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.solve_triangular(triangle, columns, upper=False, unitriangular=unit_diagonal)
+
+    # row i takes i products, i sums and, unless the diagonal is 1, a division; the gradient of the columns the same
+    per_column = sum(2 * i + (not unit_diagonal) for i in range(6))
+    assert true_flops(Solve(), (torch.eye(6), torch.ones(6, 5, requires_grad=True))) == 2 * 5 * per_column
+
+
 def test_another_number_is_wrong_and_with_a_note_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     real = flopwatch.count_flops
     notes: tuple[str, ...] = ()

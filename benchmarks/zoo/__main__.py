@@ -2,7 +2,8 @@
 
 PYTHONPATH=src:benchmarks python -m zoo [--only PATTERN ...] [--family NAME] [--resume] [--workers N] [--table]
 
-Takes about an hour of processor time. The first run installs torchvision, timm and diffusers into .cache/zoo.
+Takes more than an hour of processor time; a run that was stopped goes on with --resume. The first run installs
+torchvision, timm and diffusers into .cache/zoo.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from zoo.page import PAGE, line, page, summary_table
 from zoo.pool import Task, outcomes
 from zoo.specimen import Outcome
 
-ROWS = extras.CACHE / "zoo.jsonl"
+ROWS = Path(__file__).parent / "rows.jsonl"
+"""Committed, so that a run can go on and the page can be made again without counting."""
 
 
 def main() -> int:

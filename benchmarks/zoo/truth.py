@@ -25,7 +25,7 @@ _OUT_OF_PLACE: dict[Any, Any] = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _ate
 """torch has formulas for the functional spellings only."""
 _FUSED = _aten._scaled_dot_product_flash_attention_for_cpu
 _FUSED_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-_WITHOUT_TORCHS_FORMULA = (_aten.convolution_backward, _FUSED, _FUSED_BACKWARD)
+_WITHOUT_TORCHS_FORMULA = (_aten.convolution_backward, _aten._euclidean_dist, _FUSED, _FUSED_BACKWARD)
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> int:
@@ -46,6 +46,17 @@ def _fused_attention(query: Any, key: Any, value: Any, *, of_scores: int, of_val
     return int(2 * pairs * (of_scores * query.shape[-1] + of_values * value.shape[-1]))
 
 
+def _distances(x: Any, y: Any, *, as_it_runs: bool) -> int:
+    """One product for all pairs; torch runs it with the squared norms as two columns more (ATen's Distance.cpp)."""
+    columns = x.shape[-1] + (2 if as_it_runs else 0)
+    return int(2 * prod(x.shape[:-1]) * y.shape[-2] * columns)
+
+
+def _substitution(out: Any, *, unit_diagonal: bool) -> int:
+    """Solving with an n x n triangle takes n² FLOPs per column (Golub and Van Loan, 3.1), n less if it divides by 1."""
+    return int(out.numel() * (out.shape[-2] - unit_diagonal))
+
+
 def _vector_product(packet: Any, args: tuple[Any, ...]) -> int | None:
     """Products of a vector, for which torch has no formula: 2 x the numbers of the matrix or the vector."""
     if packet is _aten.mv or packet is _aten.dot:
@@ -56,8 +67,9 @@ def _vector_product(packet: Any, args: tuple[Any, ...]) -> int | None:
 class ProductCounter(TorchDispatchMode):
     """Adds up the FLOPs of every op that runs below it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_it_runs: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._as_it_runs = as_it_runs
         self.by_op: Counter[str] = Counter()
 
     @property
@@ -85,6 +97,10 @@ class ProductCounter(TorchDispatchMode):
             return _fused_attention(*args[:3], of_scores=1, of_values=1)
         if packet is _FUSED_BACKWARD:
             return _fused_attention(*args[1:4], of_scores=3, of_values=2)
+        if packet is _aten._euclidean_dist:
+            return _distances(*args, as_it_runs=self._as_it_runs)
+        if packet is _aten.linalg_solve_triangular and kwargs.get("left", True):
+            return _substitution(out, unit_diagonal=kwargs.get("unitriangular", False))
         if packet in flop_registry:
             return int(flop_registry[packet](*args, **kwargs, out_val=out))
         return _vector_product(packet, args) or 0
@@ -139,7 +155,7 @@ def true_flops(model: nn.Module, batch: Any, *, as_it_runs: bool = False) -> int
     """
     torch.manual_seed(SEED)
     attention = nullcontext() if as_it_runs else sdpa_kernel(SDPBackend.MATH)
-    with _without_onednn(), attention, ProductCounter() as counter:
+    with _without_onednn(), attention, ProductCounter(as_it_runs=as_it_runs) as counter:
         step_loss(call(model, batch)).backward()
     model.zero_grad()
     return int(counter.total)
