@@ -115,7 +115,7 @@ def test_another_number_is_wrong_and_with_a_note_it_is_told(monkeypatch: pytest.
     monkeypatch.setattr(flopwatch, "count_flops", one_more)
     assert examine.examine(SPECIMEN)["count"].status == "wrong"
     notes = ("an estimate",)
-    assert examine.examine(SPECIMEN)["count"] == Verdict("told", 1025, 1024, "an estimate")
+    assert examine.examine(SPECIMEN)["count"] == Verdict("told", 1025, 1024, "executed FLOPs; an estimate")
 
 
 def test_an_exception_is_told_if_it_is_flopwatchs_own_and_wrong_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +153,9 @@ def test_the_page_has_every_wrong_cell_with_its_ratio() -> None:
         Outcome("bad", "timm", "vision", cells={"count": fine, "law": Verdict("wrong", 12, 10), "padding": fine}),
         Outcome("absent", "timm", error="TypeError: no"),
     ]
-    text = page(rows)
+    text = page(rows, [("timm", "unseen")])
 
     assert "bad (1.200x)" in text
+    assert "**timm** (1): unseen." in text
     assert "absent: `TypeError: no`" in text
     assert "| timm | 3 | 2 | 2 | 0 | 0 | 1 | 0 | 1 | 1 | 0 | 0 |" in text

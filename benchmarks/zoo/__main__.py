@@ -39,7 +39,8 @@ def main() -> int:
             console.print(f"{number}/{len(tasks)} {line(row)}", highlight=False, markup=False, soft_wrap=True)
     console.print(summary_table(list(rows.values())))
     if options.write:
-        PAGE.write_text(page(list(rows.values())))
+        not_tried = [task for task in _tasks(None, ["*"]) if task not in rows]
+        PAGE.write_text(page(list(rows.values()), not_tried))
     return int(any(cell.status == "wrong" for row in rows.values() for cell in row.cells.values()))
 
 

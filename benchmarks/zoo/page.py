@@ -1,6 +1,7 @@
 """The zoo in words: lines and a table for the terminal, and docs/zoo.md."""
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -73,12 +74,19 @@ def _counts(name: str, rows: list[Outcome]) -> tuple[str, ...]:
     return (name, *(str(number) for number in (len(rows), len(built), *numbers)))
 
 
-def page(rows: list[Outcome]) -> str:
-    """All of docs/zoo.md."""
+def page(rows: list[Outcome], not_tried: Sequence[tuple[str, str]] = ()) -> str:
+    """All of docs/zoo.md; `not_tried` are families and names without a row."""
     parts = ["# The zoo", _introduction(), _provenance(rows), "## In short", _markdown_summary(rows)]
     for state, title in (("wrong", "## Wrong"), ("told", "## Told")):
         parts += [title, *(_cells_section(rows, column, state) for column in COLUMNS)]
-    parts += ["## Not built", _not_built(rows), "## Equal in every column that could be asked", _all_equal(rows)]
+    parts += [
+        "## Not tried",
+        _not_tried(not_tried),
+        "## Not built",
+        _not_built(rows),
+        "## Equal in every column that could be asked",
+        _all_equal(rows),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -139,6 +147,14 @@ def _reason(cell: Verdict, state: str) -> str:
 
 def _ratio(cell: Verdict) -> str:
     return f" ({cell.got / cell.truth:.3f}x)" if cell.got is not None and cell.truth else ""
+
+
+def _not_tried(tasks: Sequence[tuple[str, str]]) -> str:
+    by_family = defaultdict(list)
+    for family, name in tasks:
+        by_family[family].append(name)
+    lines = [f"**{family}** ({len(names)}): {', '.join(sorted(names))}." for family, names in by_family.items()]
+    return "\n\n".join(lines) or "None."
 
 
 def _not_built(rows: list[Outcome]) -> str:
