@@ -1,6 +1,7 @@
 """The zoo of architectures: a sample of it, and that its judgement can fail."""
 
 import dataclasses
+import signal
 from math import prod
 
 import pytest
@@ -68,6 +69,40 @@ def test_the_truth_counts_attention_and_recurrence() -> None:
     assert true_flops(recurrent, x) == 2 * (2 * inputs + 3 * states - 3 * 8 * 32)
 
 
+def test_the_truth_of_fused_attention_has_the_scores_twice_as_it_runs_and_once_as_it_is_needed() -> None:
+    class Attention(nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(query, key, value)
+
+    batch = tuple(torch.ones(3, 2, length, 16, requires_grad=True) for length in (5, 7, 7))
+    product = 2 * 3 * 2 * 5 * 7 * 16
+
+    assert true_flops(Attention(), batch, as_it_runs=True) == 7 * product
+    assert true_flops(Attention(), batch) == 6 * product
+
+
+def test_the_truth_of_distances_is_one_product_of_all_pairs() -> None:
+    class Distances(nn.Module):
+        def forward(self, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+            return (torch.cdist(x.detach(), codes) + x.sum()).sum()
+
+    batch = torch.ones(30, 4, requires_grad=True), torch.ones(40, 4)
+
+    assert true_flops(Distances(), batch) == 2 * 30 * 40 * 4
+    assert true_flops(Distances(), batch, as_it_runs=True) == 2 * 30 * 40 * (4 + 2)
+
+
+@pytest.mark.parametrize("unit_diagonal", [False, True])
+def test_the_truth_of_a_triangular_solve_is_that_of_substitution(unit_diagonal: bool) -> None:
+    class Solve(nn.Module):
+        def forward(self, triangle: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.solve_triangular(triangle, columns, upper=False, unitriangular=unit_diagonal)
+
+    # row i takes i products, i sums and, unless the diagonal is 1, a division; the gradient of the columns the same
+    per_column = sum(2 * i + (not unit_diagonal) for i in range(6))
+    assert true_flops(Solve(), (torch.eye(6), torch.ones(6, 5, requires_grad=True))) == 2 * 5 * per_column
+
+
 def test_another_number_is_wrong_and_with_a_note_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     real = flopwatch.count_flops
     notes: tuple[str, ...] = ()
@@ -80,7 +115,7 @@ def test_another_number_is_wrong_and_with_a_note_it_is_told(monkeypatch: pytest.
     monkeypatch.setattr(flopwatch, "count_flops", one_more)
     assert examine.examine(SPECIMEN)["count"].status == "wrong"
     notes = ("an estimate",)
-    assert examine.examine(SPECIMEN)["count"] == Verdict("told", 1025, 1024, "an estimate")
+    assert examine.examine(SPECIMEN)["count"] == Verdict("told", 1025, 1024, "executed FLOPs; an estimate")
 
 
 def test_an_exception_is_told_if_it_is_flopwatchs_own_and_wrong_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +137,14 @@ def test_an_architecture_over_its_time_is_given_up_and_the_row_says_so() -> None
     assert worker.examine(("transformers", "bert")).error == "not done after 0 s"
 
 
+def test_the_limit_is_of_processor_time_so_the_kernel_ends_the_process() -> None:
+    worker = Worker(limit_s=1.0)
+    process = worker._running()
+
+    assert worker.examine(("transformers", "bert")).error == "not done after 1 s"
+    assert process.poll() in (-signal.SIGXCPU, -signal.SIGKILL)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_page_has_every_wrong_cell_with_its_ratio() -> None:
     fine = Verdict("equal", 10, 10)
@@ -110,8 +153,9 @@ def test_the_page_has_every_wrong_cell_with_its_ratio() -> None:
         Outcome("bad", "timm", "vision", cells={"count": fine, "law": Verdict("wrong", 12, 10), "padding": fine}),
         Outcome("absent", "timm", error="TypeError: no"),
     ]
-    text = page(rows)
+    text = page(rows, [("timm", "unseen")])
 
     assert "bad (1.200x)" in text
+    assert "**timm** (1): unseen." in text
     assert "absent: `TypeError: no`" in text
-    assert "| timm | 2 | 2 | 0 | 0 | 1 | 0 | 1 | 1 | 0 | 0 |" in text
+    assert "| timm | 3 | 2 | 2 | 0 | 0 | 1 | 0 | 1 | 1 | 0 | 0 |" in text

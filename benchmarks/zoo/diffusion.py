@@ -59,6 +59,14 @@ def _added_time(size: int) -> _Batch:
     return {"added_time_ids": torch.zeros(size, 3)}
 
 
+def _text_mask(size: int) -> _Batch:
+    return {"encoder_attention_mask": torch.ones(size, 7)}
+
+
+def _qwen_shapes(size: int) -> _Batch:
+    return {"encoder_hidden_states_mask": torch.ones(size, 7).long(), "img_shapes": [[(1, 4, 4)]] * size}
+
+
 ARCHITECTURES: dict[str, Denoiser] = {
     "UNet2DModel": Denoiser(
         {"in_channels": 4, "out_channels": 4, "sample_size": 16, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
@@ -143,6 +151,45 @@ ARCHITECTURES: dict[str, Denoiser] = {
         {**_HEADS, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "caption_channels": 32},
         {"hidden_states": (32, 4), "timestep": _TIME, "encoder_hidden_states": _TEXT},
         lambda size: {"encoder_attention_mask": torch.ones(size, 7), "num_frames": 2, "height": 4, "width": 4}),
+    "LatteTransformer3DModel": Denoiser(
+        {**_HEADS, "in_channels": 4, "out_channels": 4, "sample_size": 8, "patch_size": 2, "caption_channels": 32,
+         "cross_attention_dim": 32, "norm_type": "ada_norm_single", "num_embeds_ada_norm": 10,
+         "norm_elementwise_affine": False, "video_length": 2},
+        {"hidden_states": (4, 2, 8, 8), "timestep": _TIME, "encoder_hidden_states": _TEXT}),
+    "CogView3PlusTransformer2DModel": Denoiser(
+        {**_HEADS, "in_channels": 4, "out_channels": 4, "text_embed_dim": 32, "time_embed_dim": 16, "condition_dim": 4,
+         "pos_embed_max_size": 8, "sample_size": 8},
+        {"hidden_states": (4, 8, 8), "timestep": _TIME, "encoder_hidden_states": _TEXT, "original_size": (2,),
+         "target_size": (2,), "crop_coords": (2,)}),
+    "CogView4Transformer2DModel": Denoiser(
+        {**_HEADS, "in_channels": 4, "out_channels": 4, "text_embed_dim": 32, "time_embed_dim": 16, "condition_dim": 4,
+         "sample_size": 8},
+        {"hidden_states": (4, 8, 8), "timestep": _TIME, "encoder_hidden_states": _TEXT, "original_size": (2,),
+         "target_size": (2,), "crop_coords": (2,)}),
+    "StableAudioDiTModel": Denoiser(
+        {**_HEADS, "sample_size": 8, "in_channels": 4, "out_channels": 4, "num_key_value_attention_heads": 1,
+         "cross_attention_dim": 32, "cross_attention_input_dim": 32, "time_proj_dim": 8, "global_states_input_dim": 8},
+        {"hidden_states": (4, 8), "timestep": _TIME, "encoder_hidden_states": _TEXT, "global_hidden_states": (1, 8)}),
+    "AutoencoderDC": Denoiser(
+        {"latent_channels": 4, "attention_head_dim": 2, "encoder_block_types": ("ResBlock", "EfficientViTBlock"),
+         "decoder_block_types": ("ResBlock", "EfficientViTBlock"), "encoder_block_out_channels": (8, 8),
+         "decoder_block_out_channels": (8, 8), "encoder_qkv_multiscales": ((), (5,)),
+         "decoder_qkv_multiscales": ((), (5,)), "encoder_layers_per_block": (1, 1), "decoder_layers_per_block": (1, 1),
+         "downsample_block_type": "conv", "upsample_block_type": "interpolate"}, {"sample": (3, 32, 32)}),
+    "HunyuanVideoTransformer3DModel": Denoiser(
+        {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1,
+         "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2, "text_embed_dim": 32,
+         "pooled_projection_dim": 8, "rope_axes_dim": (4, 4, 8), "guidance_embeds": False},
+        {"hidden_states": (4, 2, 8, 8), "timestep": _TIME, "encoder_hidden_states": _TEXT, "pooled_projections": (8,)},
+        _text_mask),
+    "ChromaTransformer2DModel": Denoiser(
+        {"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
+         "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 8,
+         "approximator_hidden_dim": 16, "approximator_layers": 1},
+        {"hidden_states": (16, 16), "timestep": _TIME, "encoder_hidden_states": _TEXT}, _flux_ids),
+    "QwenImageTransformer2DModel": Denoiser(
+        {**_HEADS, "in_channels": 16, "out_channels": 4, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8)},
+        {"hidden_states": (16, 16), "timestep": _TIME, "encoder_hidden_states": _TEXT}, _qwen_shapes),
     "PriorTransformer": Denoiser(
         {**_HEADS, "embedding_dim": 32, "num_embeddings": 7, "additional_embeddings": 4},
         {"hidden_states": (32,), "timestep": _TIME, "proj_embedding": (32,), "encoder_hidden_states": _TEXT}),

@@ -35,9 +35,9 @@ class TruthError(Exception):
     """The real step failed, so there is nothing to compare with."""
 
 
-def _truth(model: nn.Module, batch: Any) -> int:
+def _truth(model: nn.Module, batch: Any, *, as_it_runs: bool = False) -> int:
     try:
-        return true_flops(model, batch)
+        return true_flops(model, batch, as_it_runs=as_it_runs)
     except Exception as error:
         raise TruthError(f"the real step failed: {type(error).__name__}: {_first_line(error)}") from error
 
@@ -45,11 +45,12 @@ def _truth(model: nn.Module, batch: Any) -> int:
 def _count(specimen: Specimen) -> Verdict:
     """The executed FLOPs of the eager model, and the needed ones of the model as a user builds it."""
     batch = specimen.batch(specimen.example)
-    truth = _truth(specimen.build(True), batch)
+    executed = _truth(specimen.build(True), batch, as_it_runs=True)
     eager = _counted(specimen.build(True), batch)
-    verdict = judge(eager.hardware_flops, truth, count_doubts(eager))
+    verdict = judge(eager.hardware_flops, executed, count_doubts(eager), "executed FLOPs")
     if verdict.status != "equal":
         return verdict
+    truth = _truth(specimen.build(True), batch)
     default = _counted(specimen.build(False), batch)
     if default.model_flops != truth:  # the default may compute something else; then that is what must be counted
         truth = _truth(specimen.build(False), batch)

@@ -1,6 +1,7 @@
 """The zoo in words: lines and a table for the terminal, and docs/zoo.md."""
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -43,32 +44,49 @@ def summary_table(rows: list[Outcome]) -> Table:
     return table
 
 
-_HEADINGS = ("family", "built", *(f"{column}: {state}" for column in COLUMNS for state in ("equal", "told", "wrong")))
+_HEADINGS = (
+    "family",
+    "tried",
+    "built",
+    *(f"{column}: {state}" for column in COLUMNS for state in ("equal", "told", "wrong")),
+)
 
 
 def _summary(rows: list[Outcome]) -> list[tuple[str, ...]]:
-    groups: dict[str, list[Outcome]] = defaultdict(list)
-    for row in rows:
-        if not row.error:
-            kind = row.kind.split(",")[0].removesuffix(" with images")
-            groups[f"{row.family}, {kind}" if row.family == "transformers" else row.family].append(row)
-    order = sorted(groups, key=lambda name: (FAMILIES.index(name.split(",")[0]), name))
-    lines = [_counts(name, groups[name]) for name in order]
-    return [*lines, _counts("all", [row for row in rows if not row.error])]
+    """A line per package, and below transformers one per kind of model: what was not built has none."""
+    lines = []
+    for family in FAMILIES:
+        of_family = [row for row in rows if row.family == family]
+        if of_family:
+            lines.append(_counts(family, of_family))
+        kinds: dict[str, list[Outcome]] = defaultdict(list)
+        for row in of_family:
+            if family == "transformers" and not row.error:
+                kinds[row.kind.split(",")[0].removesuffix(" with images")].append(row)
+        lines += [_counts(f"{family}, {kind}", kinds[kind]) for kind in sorted(kinds)]
+    return [*lines, _counts("all", rows)]
 
 
 def _counts(name: str, rows: list[Outcome]) -> tuple[str, ...]:
-    states = Counter((column, row.cells[column].status) for row in rows for column in COLUMNS)
+    built = [row for row in rows if not row.error]
+    states = Counter((column, row.cells[column].status) for row in built for column in COLUMNS)
     numbers = [states[column, state] for column in COLUMNS for state in ("equal", "told", "wrong")]
-    return (name, *(str(number) for number in (len(rows), *numbers)))
+    return (name, *(str(number) for number in (len(rows), len(built), *numbers)))
 
 
-def page(rows: list[Outcome]) -> str:
-    """All of docs/zoo.md."""
+def page(rows: list[Outcome], not_tried: Sequence[tuple[str, str]] = ()) -> str:
+    """All of docs/zoo.md; `not_tried` are families and names without a row."""
     parts = ["# The zoo", _introduction(), _provenance(rows), "## In short", _markdown_summary(rows)]
     for state, title in (("wrong", "## Wrong"), ("told", "## Told")):
         parts += [title, *(_cells_section(rows, column, state) for column in COLUMNS)]
-    parts += ["## Not built", _not_built(rows), "## Equal in every column that could be asked", _all_equal(rows)]
+    parts += [
+        "## Not tried",
+        _not_tried(not_tried),
+        "## Not built",
+        _not_built(rows),
+        "## Equal in every column that could be asked",
+        _all_equal(rows),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -129,6 +147,14 @@ def _reason(cell: Verdict, state: str) -> str:
 
 def _ratio(cell: Verdict) -> str:
     return f" ({cell.got / cell.truth:.3f}x)" if cell.got is not None and cell.truth else ""
+
+
+def _not_tried(tasks: Sequence[tuple[str, str]]) -> str:
+    by_family = defaultdict(list)
+    for family, name in tasks:
+        by_family[family].append(name)
+    lines = [f"**{family}** ({len(names)}): {', '.join(sorted(names))}." for family, names in by_family.items()]
+    return "\n\n".join(lines) or "None."
 
 
 def _not_built(rows: list[Outcome]) -> str:

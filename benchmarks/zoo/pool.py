@@ -1,8 +1,13 @@
-"""Worker processes with a time limit per architecture: one that crashes or hangs takes nothing else with it."""
+"""Worker processes with a time limit per architecture: one that crashes or hangs takes nothing else with it.
+
+The limit is processor time, so that a busy machine gives the same rows; one that hangs without computing is ended after
+a multiple of it.
+"""
 
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -12,8 +17,9 @@ from select import select
 from zoo.specimen import Outcome
 
 Task = tuple[str, str]
-_TASKS_PER_PROCESS = 40
+_TASKS_PER_PROCESS = 80
 """Models leave modules, caches and compiled patterns behind; a fresh process now and then keeps memory small."""
+_WAITING_PER_LIMIT = 20
 
 
 class Worker:
@@ -32,13 +38,14 @@ class Worker:
         assert process.stdout is not None
         process.stdin.write(" ".join(task) + "\n")
         process.stdin.flush()
-        ready, _, _ = select([process.stdout], [], [], self._limit_s)
+        ready, _, _ = select([process.stdout], [], [], self._limit_s * _WAITING_PER_LIMIT)
         line = process.stdout.readline() if ready else ""
         self._tasks_done += 1
         if line:
             return Outcome.from_json(json.loads(line))
+        ended_by_limit = not ready or process.wait() == -signal.SIGXCPU
         self.close()
-        reason = "the process died" if ready else f"not done after {self._limit_s:.0f} s"
+        reason = f"not done after {self._limit_s:.0f} s" if ended_by_limit else "the process died"
         return Outcome(task[1], task[0], error=reason)
 
     def close(self) -> None:
@@ -50,7 +57,7 @@ class Worker:
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "zoo.worker"],
+                [sys.executable, "-m", "zoo.worker", str(self._limit_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if os.environ.get("ZOO_DEBUG") else subprocess.DEVNULL,

@@ -145,7 +145,8 @@ def _keep_what_belongs_together(config: PretrainedConfig, values: dict[str, Any]
 
 def _one_layer_of_each_kind(config: PretrainedConfig, values: dict[str, Any]) -> None:
     """Two layers, or as many as it takes to have each kind of layer once."""
-    settable = [name for name in _KINDS_OF_LAYERS if not isinstance(getattr(type(config), name, None), property)]
+    other_names = getattr(config, "attribute_map", {})
+    settable = [name for name in _KINDS_OF_LAYERS if not _is_computed(config, other_names.get(name, name))]
     lists = {name: getattr(config, name) for name in settable if isinstance(getattr(config, name, None), list | tuple)}
     lists = {name: kinds for name, kinds in lists.items() if kinds and all(isinstance(kind, str) for kind in kinds)}
     if not lists:
@@ -157,6 +158,10 @@ def _one_layer_of_each_kind(config: PretrainedConfig, values: dict[str, Any]) ->
     for name in ("num_hidden_layers", "num_layers", "n_layer"):
         if name in values:
             values[name] = length
+
+
+def _is_computed(config: PretrainedConfig, name: str) -> bool:
+    return isinstance(getattr(type(config), name, None), property)
 
 
 def _special_tokens(config: PretrainedConfig, values: dict[str, Any]) -> None:

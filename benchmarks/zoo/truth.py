@@ -7,7 +7,7 @@ torch's `FlopCounterMode` is not used as it is, for two reasons: its module trac
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -23,6 +23,9 @@ LossFn = Callable[[Any], torch.Tensor]
 _aten = torch.ops.aten
 _OUT_OF_PLACE: dict[Any, Any] = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
 """torch has formulas for the functional spellings only."""
+_FUSED = _aten._scaled_dot_product_flash_attention_for_cpu
+_FUSED_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+_WITHOUT_TORCHS_FORMULA = (_aten.convolution_backward, _aten._euclidean_dist, _FUSED, _FUSED_BACKWARD)
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> int:
@@ -31,6 +34,27 @@ def _convolution_backward(args: tuple[Any, ...]) -> int:
     transposed, (for_input, for_weight, _) = args[7], args[10]
     positions = prod((x if transposed else grad)[2:])
     return int(2 * x[0] * positions * prod(weight) * (for_input + for_weight))
+
+
+def _fused_attention(query: Any, key: Any, value: Any, *, of_scores: int, of_values: int) -> int:
+    """So many products of the size of scores = query x key, and of output = scores x values.
+
+    Forward it is one each. Backward it is five in all (FlashAttention, Dao et al. 2022, algorithm 4): the scores again,
+    the gradients of the query and of the key; the gradients of the values and of the weights.
+    """
+    pairs = prod(query.shape[:-1]) * key.shape[-2]
+    return int(2 * pairs * (of_scores * query.shape[-1] + of_values * value.shape[-1]))
+
+
+def _distances(x: Any, y: Any, *, as_it_runs: bool) -> int:
+    """One product for all pairs; torch runs it with the squared norms as two columns more (ATen's Distance.cpp)."""
+    columns = x.shape[-1] + (2 if as_it_runs else 0)
+    return int(2 * prod(x.shape[:-1]) * y.shape[-2] * columns)
+
+
+def _substitution(out: Any, *, unit_diagonal: bool) -> int:
+    """Solving with an n x n triangle takes n² FLOPs per column (Golub and Van Loan, 3.1), n less if it divides by 1."""
+    return int(out.numel() * (out.shape[-2] - unit_diagonal))
 
 
 def _vector_product(packet: Any, args: tuple[Any, ...]) -> int | None:
@@ -43,8 +67,9 @@ def _vector_product(packet: Any, args: tuple[Any, ...]) -> int | None:
 class ProductCounter(TorchDispatchMode):
     """Adds up the FLOPs of every op that runs below it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_it_runs: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._as_it_runs = as_it_runs
         self.by_op: Counter[str] = Counter()
 
     @property
@@ -55,7 +80,7 @@ class ProductCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", None)
         packet = _OUT_OF_PLACE.get(packet, packet)
-        known = packet in flop_registry or packet is _aten.convolution_backward
+        known = packet in flop_registry or packet in _WITHOUT_TORCHS_FORMULA
         if not known and func is not torch.ops.prim.device.default:
             with self:  # composite ops are taken apart, and their parts are counted
                 parts = func.decompose(*args, **kwargs)
@@ -68,6 +93,14 @@ class ProductCounter(TorchDispatchMode):
     def _flops(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
         if packet is _aten.convolution_backward:
             return _convolution_backward(args)
+        if packet is _FUSED:
+            return _fused_attention(*args[:3], of_scores=1, of_values=1)
+        if packet is _FUSED_BACKWARD:
+            return _fused_attention(*args[1:4], of_scores=3, of_values=2)
+        if packet is _aten._euclidean_dist:
+            return _distances(*args, as_it_runs=self._as_it_runs)
+        if packet is _aten.linalg_solve_triangular and kwargs.get("left", True):
+            return _substitution(out, unit_diagonal=kwargs.get("unitriangular", False))
         if packet in flop_registry:
             return int(flop_registry[packet](*args, **kwargs, out_val=out))
         return _vector_product(packet, args) or 0
@@ -115,10 +148,14 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def true_flops(model: nn.Module, batch: Any) -> int:
-    """Forward and backward, run for real."""
+def true_flops(model: nn.Module, batch: Any, *, as_it_runs: bool = False) -> int:
+    """Forward and backward, run for real.
+
+    Attention that torch would fuse is taken apart, so that nothing is computed twice; `as_it_runs` leaves it fused.
+    """
     torch.manual_seed(SEED)
-    with _without_onednn(), sdpa_kernel(SDPBackend.MATH), ProductCounter() as counter:
+    attention = nullcontext() if as_it_runs else sdpa_kernel(SDPBackend.MATH)
+    with _without_onednn(), attention, ProductCounter(as_it_runs=as_it_runs) as counter:
         step_loss(call(model, batch)).backward()
     model.zero_grad()
     return int(counter.total)

@@ -1,4 +1,4 @@
-"""One process of the pool: reads `family name` lines, writes one JSON line per architecture.
+"""One process of the pool, `python -m zoo.worker SECONDS`: reads `family name` lines, answers each with a JSON line.
 
 Models write to stdout as they please, so the answers go through a copy of it made before any of them was loaded.
 """
@@ -6,6 +6,8 @@ Models write to stdout as they please, so the answers go through a copy of it ma
 import json
 import logging
 import os
+import resource
+import signal
 import sys
 import time
 import traceback
@@ -37,7 +39,17 @@ def _since(started: float) -> float:
     return round(time.process_time() - started, 1)
 
 
+def _limit_processor_time(limit_s: float) -> None:
+    """The kernel ends this process (SIGXCPU) when it has used so much more."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 1, hard))
+
+
 def main() -> None:
+    limit_s = float(sys.argv[1])
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.filterwarnings("ignore")
@@ -45,6 +57,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         family_name, name = line.split()
+        _limit_processor_time(limit_s)
         print(json.dumps(outcome(family_name, name).to_json()), file=answers, flush=True)
 
 
