@@ -110,6 +110,8 @@ class Pricing:
         self._nodes_apart = 0
         self._watches = self._futile_watches = 0
         self._watches_next = False
+        self._settled: tuple[Any, ...] = ()
+        """Of the last step that no other count would tell more about."""
         self._last_met: dict[Any, int] = {}
         """Of kinds of steps that should be counted once more, when the last one was met."""
         self._counted_at: dict[Any, int] = {}
@@ -417,8 +419,12 @@ class Pricing:
             return False
         if self._watches >= _MOST_WATCHES + self._steps * _SHARE_WATCHED or self._futile_watches > 1:
             return False
+        seen = calls.kinds, calls.nodes, calls.outside.sized, self._certificates.version
+        if seen == self._settled:  # as the step before
+            return False
         kind = calls.kind
         if not self._certificates.needs_another(kind, calls.pattern):
+            self._settled = seen
             return False
         if len(self._last_met) >= _MOST_WAITING:
             self._last_met, self._due = {}, set()
@@ -599,6 +605,7 @@ class Pricing:
         if self._mode.book is not None:
             self._mode.book = self._mode.book.renewed()
         self._certificates = Certificates()
+        self._settled = ()
         self._listener.forget()
         self._declared.clear()
         self._known_steps.clear()

@@ -109,11 +109,20 @@ def may_compile() -> bool:
 
     What `torch.compile` was asked for is in a private table of torch, checked with 2.13.
     """
-    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
-    if any(backend is not None for backend in backends.values()):  # `torch.compiler.disable` leaves a None
-        return True
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"].get("ok", 0))
+    if not _dynamo:
+        if "torch._dynamo.eval_frame" not in sys.modules or "torch._dynamo.utils" not in sys.modules:
+            return False
+        asked_for = getattr(sys.modules["torch._dynamo.eval_frame"], "cached_backends", {})
+        _dynamo.extend((asked_for, sys.modules["torch._dynamo.utils"].counters))
+    asked_for, counters = _dynamo
+    for backend in asked_for.values():
+        if backend is not None:  # `torch.compiler.disable` leaves a None
+            return True
+    return "frames" in counters and counters["frames"].get("ok", 0) > 0
+
+
+_dynamo: list[Any] = []
+"""Torch's tables of what was asked for and compiled, once they are there: this is asked on every step."""
 
 
 def obstacle() -> str | None:
