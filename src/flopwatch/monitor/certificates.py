@@ -119,15 +119,19 @@ class Certificates:
             "differs", reason=f"steps like it that were counted as they ran had {spread} the FLOPs of the model's calls"
         )
 
-    def nodes_tell_costs(self, kind: tuple[Hashable, Hashable]) -> bool:
+    def nodes_tell_costs(self, kind: tuple[Hashable, ...]) -> bool:
         """Whether what steers such a step shows in what is seen of every step.
 
         Layers that are left out by chance are missing among autograd's operations; a size that is drawn is not seen,
         and two counted steps may have drawn the same. So steps with the same calls must have been counted with other
         numbers of operations at another cost, and never with the same number at two costs.
         """
-        calls, _ = kind
-        alike = [known for key, known in self._kinds.items() if isinstance(key, tuple) and key[0] == calls]
+        calls, _, *outside = kind
+        alike = [
+            known
+            for key, known in self._kinds.items()
+            if isinstance(key, tuple) and key[0] == calls and [*key[2:]] == outside
+        ]
         costs = [{count.phases.total for count in known.counts} for known in alike]
         return all(len(cost) == 1 for cost in costs) and len(set().union(*costs)) > 1
 
