@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from select import select
 
 from zoo.specimen import Outcome
@@ -20,6 +21,7 @@ Task = tuple[str, str]
 _TASKS_PER_PROCESS = 80
 """Models leave modules, caches and compiled patterns behind; a fresh process now and then keeps memory small."""
 _WAITING_PER_LIMIT = 20
+_HERE = str(Path(__file__).parents[1])
 
 
 class Worker:
@@ -62,7 +64,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=None if os.environ.get("ZOO_DEBUG") else subprocess.DEVNULL,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([_HERE, *sys.path])},
             )
         return self._process
 
