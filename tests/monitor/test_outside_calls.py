@@ -168,6 +168,8 @@ def test_a_count_that_contradicts_rows_that_were_called_exact_is_told_with_the_s
 
     assert "step 15 was counted" in doubt["message"]
     assert "rows after step 12" in doubt["message"]
+    assert records[-1]["exact"] is False, "the summary adds up rows that are in doubt"
+    assert doubt["message"] in records[-1]["notes"]
 
 
 def train(folder, function, *, joins_at, is_wrapped_late=False):

@@ -416,9 +416,14 @@ class Core:
             self.failed("close", error)
         finally:
             self.pricing.close()
-            told = Summary(self.last_step, 0.0, values, ended_by=ended_by, exact=self.rows.exact, notes=self.rows.notes)
-            summary = self.outlets.close(told)
+            summary = self.outlets.close(self._of_session(values, ended_by))
         return summary
+
+    def _of_session(self, values: dict[str, Number], ended_by: str | None) -> Summary:
+        exact, notes, doubt = self.rows.exact, self.rows.notes, self.pricing.doubt
+        if doubt is not None:  # rows that were called exact may not be
+            exact, notes, values = False, (*notes, doubt.message), {**values, "perf/exact": 0}
+        return Summary(self.last_step, 0.0, values, ended_by=ended_by, exact=exact, notes=notes)
 
     def failed(self, part: str, error: Exception) -> None:
         """Report once what went wrong in a part of the monitor, or raise it."""

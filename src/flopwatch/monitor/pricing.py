@@ -69,6 +69,7 @@ class Pricing:
         peaks: Of one device, by compute type.
         shares_batches: True when several ranks work on one batch: a call here is then only a part of its work.
         waits_for_laws: True while another rank counts: nothing is counted here then.
+        doubt: The last warning that rows which were called exact may be wrong; None when there was none.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Pricing:
         self._nodes_apart = 0
         self._watches = self._futile_watches = 0
         self._watches_next = False
+        self.doubt: notices.Words | None = None
         self._settled: tuple[Any, ...] = ()
         """Of the last step that no other count would tell more about."""
         self._last_met: dict[Any, int] = {}
@@ -407,7 +409,8 @@ class Pricing:
         was_exact = self._certificates.verdict(calls.kind, calls.pattern).reason is None
         self._certificates.add(calls.kind, calls.pattern, priced, count, calls_are_sure=is_sure)
         if was_exact and self._certificates.verdict(calls.kind, calls.pattern).reason is not None:
-            self._tell(*notices.rows_in_doubt(step, self._counted_at.get(calls.pattern)))
+            self.doubt = notices.rows_in_doubt(step, self._counted_at.get(calls.pattern))
+            self._tell(*self.doubt)
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
 
