@@ -138,13 +138,17 @@ def test_the_users_own_modes_do_not_see_the_count() -> None:
 
 
 def test_the_autocast_cache_holds_nothing_of_ours() -> None:
+    def fakes() -> set[int]:
+        gc.collect()
+        return {id(item) for item in gc.get_objects() if type(item) is FakeTensor}
+
     layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
+        before = fakes()  # of other tests in this process, whose models may still be there
         flopwatch.count_flops(layer, x)
-        gc.collect()
-        left = [item for item in gc.get_objects() if type(item) is FakeTensor]
+        after = fakes()
 
-    assert left == []
+    assert after <= before
 
 
 @pytest.mark.parametrize("name", ["llava", "clip"])

@@ -53,6 +53,8 @@ def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -
                 live.update(_frame(feed, console), refresh=True)
     except KeyboardInterrupt:
         pass
+    for late in (signal.SIGTERM, signal.SIGINT):  # it is ending already
+        signal.signal(late, signal.SIG_IGN)
     # The last frame stays on the ordinary screen.
     console.print(_frame(feed, console))
 

@@ -7,13 +7,16 @@ it may vary is written down in its layout. Nothing else leaves the description.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _LONG, _MOST_ELEMENTS = 32, 4096
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _DEEPEST = 6
 """Objects nested deeper than this (or in a circle) are described by their type."""
 
@@ -45,7 +48,7 @@ def describe(batch: Any) -> Description:
 def _described(value: Any, sizes: list[int], depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         sizes.extend(value.shape)
-        return "tensor", value.dtype, value.dim(), str(value.layout), value.requires_grad
+        return "tensor", value.dtype, value.dim(), str(value.layout), value.requires_grad, stored_elements(value)
     if isinstance(value, _PLAIN):
         return "value", type(value).__name__, value
     if depth > _DEEPEST:
@@ -81,8 +84,12 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
     if type(value).__module__ == "numpy":
         return "value", name, str(getattr(value, "dtype", "")), getattr(value, "shape", ()), _numpy_hash(value)
     if callable(value) or isinstance(value, type):
-        return "object", name, getattr(value, "__qualname__", ""), id(getattr(value, "__code__", None))
+        own_values = _described([*_closed_over(value)], sizes, depth + 1)
+        return "object", name, getattr(value, "__qualname__", ""), id(getattr(value, "__code__", None)), own_values
     held = getattr(value, "__dict__", None)
+    slots = [slot for kind in type(value).__mro__ for slot in _slots(kind) if hasattr(value, slot)]
+    if not isinstance(held, dict) and slots:
+        held = {slot: getattr(value, slot) for slot in slots}
     if not isinstance(held, dict) and is_dataclass(value):
         held = {field.name: getattr(value, field.name) for field in fields(value)}
     if not isinstance(held, dict):
@@ -93,6 +100,26 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
         parts.append((key, _described(item, own, depth + 1)))
         sizes.extend(own)
     return "parts", name, tuple(parts)
+
+
+def stored_elements(tensor: torch.Tensor) -> int | None:
+    """How many elements a sparse tensor holds, which its products cost by; None for others."""
+    return int(tensor._nnz()) if tensor.layout in _SPARSE else None
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _closed_over(function: Any) -> Iterator[Any]:
+    """What a function has besides its code, and may be steered by."""
+    if isinstance(function, partial):
+        yield from (function.func, list(function.args), function.keywords)
+    yield from getattr(function, "__defaults__", None) or ()
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
 
 
 def _numpy_hash(value: Any) -> int:

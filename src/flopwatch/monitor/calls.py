@@ -8,11 +8,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, nn, strided
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
@@ -34,7 +35,10 @@ PACKING = (
 """Arguments that tell packed documents apart; their documents are a variable of the law, so they are not in a key."""
 _is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 """One question instead of one for each type of device; private, checked with 2.13, and without it all are asked."""
-_tensor_facts = attrgetter("shape", "dtype", "requires_grad")
+_tensor_facts = attrgetter("shape", "dtype", "requires_grad", "layout")
+_LISTENED_PARAMETERS = 4
+"""The first, the last and some between: heads and adapters that are trained in turns are told apart by them."""
+_MOST_BACKWARDS = 1 << 12
 _MOST_KINDS = 4096
 _MOST_PARAMETERS = 4096
 
@@ -90,14 +94,14 @@ class CallListener:
         self.calls: list[tuple[CallKind, Any]] = []
         """Since the step began, with their arguments where these are asked for."""
         self.backwards = 0
-        """How often gradients have reached the model since the step began."""
+        """How often gradients have reached each of a few parameters since the step began, in one number."""
         self._kinds: dict[Any, tuple[CallKind, None]] = {}
         self._last_key: Any = None
         self._last_call: tuple[CallKind, None] | None = None
         self._trained: list[bool] = []
         self._trained_hash = hash(())
         self._handle: RemovableHandle | None = None
-        self._gradient_handle: RemovableHandle | None = None
+        self._gradient_handles: list[RemovableHandle] = []
         self._model: weakref.ref[nn.Module] | None = None
         self._parameters: list[nn.Parameter] = []
 
@@ -114,13 +118,23 @@ class CallListener:
         self._listen_to_gradients()
 
     def _listen_to_gradients(self) -> None:
-        """One parameter tells how often a backward pass reaches the model."""
-        parameter = next((p for p in self._parameters if p.requires_grad and p.is_leaf), None)
-        if parameter is not None and type(parameter) is nn.Parameter:
-            self._gradient_handle = parameter.register_post_accumulate_grad_hook(self._note_backward)
+        """A few parameters tell which parts of the model a backward pass reaches, and how often."""
+        self._stop_listening_to_gradients()
+        trained = [p for p in self._parameters if p.requires_grad and p.is_leaf and type(p) is nn.Parameter]
+        last = len(trained) - 1
+        chosen = dict.fromkeys(last * part // (_LISTENED_PARAMETERS - 1) for part in range(_LISTENED_PARAMETERS))
+        for part, index in enumerate(chosen if trained else ()):
+            hook = partial(self._note_backward, _MOST_BACKWARDS**part)
+            self._gradient_handles.append(trained[index].register_post_accumulate_grad_hook(hook))
 
-    def _note_backward(self, _: torch.Tensor) -> None:
-        self.backwards += self.is_listening
+    def _stop_listening_to_gradients(self) -> None:
+        for handle in self._gradient_handles:
+            handle.remove()
+        self._gradient_handles.clear()
+
+    def _note_backward(self, of_part: int, _: torch.Tensor) -> None:
+        if self.is_listening:
+            self.backwards += of_part
 
     def look_at_parameters(self) -> None:
         """The list is kept, because collecting it takes longer than all the rest of a call."""
@@ -128,10 +142,10 @@ class CallListener:
         self._parameters = list(model.parameters())[:_MOST_PARAMETERS] if model is not None else []
 
     def stop(self) -> None:
-        for handle in (self._handle, self._gradient_handle):
-            if handle is not None:
-                handle.remove()
-        self._handle = self._gradient_handle = None
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+        self._stop_listening_to_gradients()
         self.begin_step()
 
     def forget(self) -> None:
@@ -153,10 +167,11 @@ class CallListener:
         trained = [p.requires_grad for p in self._parameters]
         if trained != self._trained:
             self._trained, self._trained_hash = trained, hash(tuple(trained))
+            self._listen_to_gradients()
         autocast = current_autocast() if _is_any_autocast_enabled() else None
         key: list[Any] = [has_grad, module.training, self._trained_hash, autocast]
         for value in args:
-            if type(value) is Tensor:
+            if type(value) is Tensor and value.layout is strided:
                 key.append(_tensor_facts(value))
             else:
                 key.append(_quick(value))
@@ -220,7 +235,7 @@ def _has_axes(positions: Any) -> bool:
 def _quick(value: Any) -> Any:
     """A key that is cheap for tensors and plain values; everything else is described."""
     if isinstance(value, Tensor):
-        return _tensor_facts(value)
+        return _tensor_facts(value) if value.layout is strided else describe(value)
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
     return describe(value)

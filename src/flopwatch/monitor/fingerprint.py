@@ -19,7 +19,7 @@ def fingerprint(model: nn.Module) -> int:
 def structure_of(model: nn.Module, *, with_trained: bool) -> int:
     """Changes with the modules and their parameters: about a microsecond per parameter."""
     parameters = tuple(
-        (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None)
+        (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None, len(p._backward_hooks or ()))
         for name, p in model.named_parameters()
     )
     return hash((parameters, tuple(type(module) for module in model.modules())))

@@ -6,6 +6,7 @@ taken off while the watched model runs, so that its own submodules are called as
 """
 
 import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ class OutsideCalls:
         elif self.is_listening and len(self._notes) < _MOST_NOTED and torch._C._current_graph_task_id() == -1:
             # In a backward pass modules run only once more what they ran before.
             weight = module._parameters.get("weight")
-            shapes = [value.shape for value in args if isinstance(value, torch.Tensor)]
+            shapes = [fact for value in args for fact in _facts(value)]
             kind = module.__class__, torch.is_grad_enabled()
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
 
@@ -127,6 +128,16 @@ class OutsideCalls:
         self._is_on = True
         if self.has_intervals:
             self.intervals.append((self._began, autograd_nodes() or 0))
+
+
+def _facts(value: Any) -> Iterator[Any]:
+    """Of a tensor, or of those in a list: crops of an image, say. Named arguments are not handed to this hook."""
+    if isinstance(value, torch.Tensor):
+        yield value.shape
+        yield value.requires_grad
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _facts(item)
 
 
 class _Place(NamedTuple):
