@@ -1,6 +1,7 @@
 """The table of loops: what is run, and what is expected of its rows."""
 
 from monitor.loops import (
+    backwards,
     changing,
     compiled,
     frameworks,
@@ -150,5 +151,10 @@ LOOPS = [
         outside.growing_queue_without_a_loss,
         hole="sizes of products outside of any module are seen on counted steps only where the loss is not logged",
     ),
+    Loop(backwards.skipped_after_freezing, exact_from=None, told=NOT_YET),
+    Loop(backwards.skipped_with_an_unused_parameter, exact_from=None, told=NOT_YET),
+    Loop(backwards.heads_in_turns, exact_from=10),
+    Loop(backwards.crops_in_a_list, exact_from=10),
+    Loop(backwards.function_with_another_closure, exact_from=10),
 ]
 BY_NAME = {loop.name: loop for loop in LOOPS}
