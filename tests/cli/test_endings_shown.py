@@ -102,6 +102,8 @@ def test_a_run_that_was_killed_is_called_dead_at_once_and_has_no_time_left(flopw
     _, shown, _ = flopwatch("watch", str(tmp_path))
     assert "running" in shown.splitlines()[0]
     process.kill()
+    # A large process takes a moment to end after the signal: wait for the end, and leave the zombie.
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     _, shown, _ = flopwatch("watch", str(tmp_path))
     assert "died" in shown.splitlines()[0], "killed, and not yet waited for by its parent"
     process.communicate(timeout=60)
