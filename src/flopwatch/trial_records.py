@@ -68,11 +68,16 @@ class TrialSpec:
         checkpointing: With gradient checkpointing.
         seed: Of the weights and of the batch.
         threads: CPU threads of the worker; None leaves it to the slot.
-        gpus: Accelerators of the trial; a fraction shares one.
+        gpus: Accelerators of the trial on each of its nodes; a fraction shares one.
         cpus: Cores the trial asks of an engine that reserves them; None is the engine's default.
         options: What else the trainer takes, such as `max_grad_norm`.
         trace: Whether one step is recorded as a Kineto trace.
         limits: When it is ended.
+        nodes: Machines of the trial; above 1 its processes are started by torchrun on each.
+        processes: Worker processes on each node.
+        layout: How several processes share the training: `ddp` or `fsdp`; None for a single process.
+        batch: `package.module:function` that makes the batch; None makes one from the model's inputs.
+        micro_batch_size: Samples that are in memory at once; None is the whole batch.
     """
 
     trainer: str
@@ -93,6 +98,11 @@ class TrialSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     trace: bool = True
     limits: Limits = field(default_factory=Limits)
+    nodes: int = 1
+    processes: int = 1
+    layout: str | None = None
+    batch: str | None = None
+    micro_batch_size: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,7 +116,15 @@ class TrialSpec:
         content = self.to_json()
         for name in ("label", "trace", "limits"):
             del content[name]
+        # A setting that came later than format 1 counts only where it is used: the keys of older sweeps stay what
+        # they were, and their trials are not measured again.
+        for name, value in _LATER_SETTINGS.items():
+            if content[name] == value:
+                del content[name]
         return {**content, "memory_bytes": self.limits.memory_bytes}
+
+
+_LATER_SETTINGS = {"nodes": 1, "processes": 1, "layout": None, "batch": None, "micro_batch_size": None}
 
 
 def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
@@ -203,6 +221,27 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
+class PrivacySpent:
+    """What a private training of so many steps would spend, by one of Opacus's accountants.
+
+    Attributes:
+        epsilon: For the delta beside it.
+        delta: Probability of more than epsilon.
+        noise_multiplier: Standard deviation of the noise over the clipping bound.
+        sample_rate: Chance of a sample to be in a batch.
+        steps: Steps of the whole training, not of the trial.
+        accountant: `rdp`, `prv` or `gdp`.
+    """
+
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    accountant: str
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What a trial measured, as far as it came.
 
@@ -216,6 +255,7 @@ class Measured:
         cost: FLOPs and MFU; None when they were not counted.
         trace: The Kineto trace, relative to the sweep's folder.
         extra: Further numbers by name, such as those a command reported.
+        privacy: What the training would spend; None where it is not private, or where that was not asked for.
     """
 
     parameters: int | None = None
@@ -227,16 +267,18 @@ class Measured:
     cost: StepCost | None = None
     trace: str | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
+    privacy: PrivacySpent | None = None
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Measured":
-        steps, cost = content.get("steps"), content.get("cost")
+        steps, cost, privacy = content.get("steps"), content.get("cost"), content.get("privacy")
         return cls(
             **{
                 **content,
                 "steps": StepTimes(**steps) if steps else None,
                 "memory": MemoryUse(**content.get("memory", {})),
                 "cost": StepCost(**{**cost, "notes": tuple(cost["notes"])}) if cost else None,
+                "privacy": PrivacySpent(**privacy) if privacy else None,
             }
         )
 
@@ -261,6 +303,8 @@ class TrialResult:
         command: Runs just this trial again, from the sweep's folder.
         log_tail: The last lines of its log.
         stacks: What all threads did when it was ended for want of progress.
+        earlier_attempts: How attempts before this one ended, oldest first: `outcome`, `reason`, `host`, `unix_time`,
+            `seconds`, `folder`; only those that were lost and tried again in the same run of the sweep.
     """
 
     name: str
@@ -279,6 +323,7 @@ class TrialResult:
     log_tail: str = ""
     stacks: str = ""
     format: int = FORMAT
+    earlier_attempts: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -290,5 +335,6 @@ class TrialResult:
                 **content,
                 "spec": TrialSpec.from_json(content["spec"]),
                 "measured": Measured.from_json(content["measured"]),
+                "earlier_attempts": tuple(content.get("earlier_attempts", ())),
             }
         )
