@@ -43,8 +43,10 @@ def test_a_sweep_of_commands_and_its_second_run(tmp_path):
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "ok", "Command_bs2_seq8": "ok", "Command_bs4_seq8": "error"}
     assert "Command_bs4_seq8 error: left with exit code 1" in text
     assert "flopwatch report s" in text
-    again = flopwatch("sweep", "--command", "test {batch_size} -lt 4", "batch_size=1,2,4", "seq_len=8", "-o", "s")
-    assert "error" not in again
+    again = flopwatch(
+        "sweep", "--command", "test {batch_size} -lt 4", "batch_size=1,2,4", "seq_len=8", "-o", "s", code=1
+    )
+    assert "1 trial failed in an earlier run; --only failed runs them again." in again
 
 
 @pytest.mark.requirement("R25")

@@ -11,7 +11,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from flopwatch.errors import InputError
 from flopwatch.plain_text import cut
-from flopwatch.sweep.conditions import ConditionText
+from flopwatch.sweep.conditions import ConditionText, check_conditions
 from flopwatch.sweep.names import check_label
 from flopwatch.sweep.sizes import parse_bytes
 from flopwatch.sweep.spelling import did_you_mean
@@ -194,6 +194,7 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
             f"the matrix has {count:,} trials; {MOST_TRIALS:,} is the most. Use fewer values, or `exclude`"
         )
     specs = [_spec(matrix, *point) for point in itertools.product(*axes, options)]
+    check_conditions(matrix.exclude, specs)
     kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
     if not kept:
         raise InputError(f"nothing to run: the matrix has {count} trials and `exclude` leaves none of them")

@@ -11,10 +11,12 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
+from flopwatch.errors import InputError
 from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
 from flopwatch.models.load import load_model
 from flopwatch.records import Peak
 from flopwatch.sweep.assemble import MEASURED, STEPS
+from flopwatch.sweep.engines.slots import GPUS
 from flopwatch.sweep.heartbeat import Heartbeat
 from flopwatch.sweep.step_cost import count_step
 from flopwatch.sweep.trainers.batch import trial_batch
@@ -124,7 +126,12 @@ class _TrialRun:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None and (gpus := os.environ.get(GPUS)):
+            raise InputError(
+                f"the trial was given GPU {gpus}, and torch finds no accelerator; device=cpu asks for the CPU"
+            )
+        return found or torch.device("cpu")
     return torch.device(name)
 
 

@@ -27,12 +27,14 @@ class Plan:
     todo: What will run, in the order it will.
     kept: Results that stand.
     again: Names of trials to do that have a result already.
+    asked: Names of the matrix, or of the slice of it that `--limit` chose.
     """
 
     trials: tuple[Trial, ...]
     todo: tuple[Trial, ...]
     kept: dict[str, TrialResult]
     again: frozenset[str] = frozenset()
+    asked: tuple[str, ...] = ()
 
 
 def make_plan(
@@ -67,11 +69,13 @@ def make_plan(
     _refuse_changes(sweep, trials)
     by_key = {result.key: result for result in earlier.values()}
     kept = {trial.name: by_key[trial.key] for trial in trials if trial.key in by_key}
-    chosen = [trial for trial in trials[_slice(limit)] if _is_wanted(kept.get(trial.name), only)]
+    asked = trials[_slice(limit)]
+    chosen = [trial for trial in asked if _is_wanted(kept.get(trial.name), only)]
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(chosen)
     again = frozenset(trial.name for trial in chosen if trial.name in kept)
-    return Plan(trials, tuple(chosen), {name: kept[name] for name in kept if name not in again}, again)
+    standing = {name: kept[name] for name in kept if name not in again}
+    return Plan(trials, tuple(chosen), standing, again, tuple(trial.name for trial in asked))
 
 
 def _is_wanted(result: TrialResult | None, only: str | None) -> bool:
