@@ -102,7 +102,7 @@ def _evidence(ending: Ending, seen: Seen) -> dict[str, Any]:
 
 
 def tail(file: Path, size: int = _TAIL_BYTES) -> str:
-    """The last lines of a text file; empty when there is none."""
+    """The last lines of a text file, of a line longer than that its end; empty when there is none."""
     try:
         with file.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
@@ -111,4 +111,5 @@ def tail(file: Path, size: int = _TAIL_BYTES) -> str:
             text = stream.read().decode(errors="replace")
     except OSError:
         return ""
-    return text if start == 0 else text.partition("\n")[2]
+    whole_lines = text.partition("\n")[2]
+    return text if start == 0 else whole_lines if whole_lines.strip() else f"… {text}"
