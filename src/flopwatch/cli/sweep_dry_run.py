@@ -5,6 +5,7 @@ from statistics import median
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.quantities import duration, plural
@@ -22,7 +23,8 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
         table.add_column(column, no_wrap=column == "trial")
     for trial in plan.trials[:_MOST_ROWS]:
         kept = plan.kept.get(trial.name)
-        state = "will run" if trial.name in todo else outcome_text(kept.outcome) if kept else "left out"
+        left = "written by a newer flopwatch" if trial.name in plan.newer else "left out"
+        state = "will run" if trial.name in todo else outcome_text(kept.outcome) if kept else left
         table.add_row(trial.name, trial.spec.model, state)
     console.print(table)
     if len(plan.trials) > _MOST_ROWS:
@@ -31,6 +33,12 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
         f"{plural(len(plan.trials), 'trial')}, {len(plan.todo)} to run in {output}. {_prediction(plan)}",
         highlight=False,
     )
+    _tell_troubles(plan, console)
+
+
+def _tell_troubles(plan: Plan, console: Console) -> None:
+    for trouble in plan.troubles:
+        console.print(Text(f"warning: {trouble}"), soft_wrap=True)
 
 
 def _prediction(plan: Plan) -> str:
