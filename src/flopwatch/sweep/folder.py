@@ -3,16 +3,16 @@
 import contextlib
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flopwatch.errors import InputError
+from flopwatch.sweep.attempts import put_aside
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.environment import fingerprint
 from flopwatch.sweep.supervisor import RESULT, SPEC, STARTED
-from flopwatch.trial_files import RESULTS, SWEEP, append_line, log_file, read_json, run_folder, trial_folder, write_json
+from flopwatch.trial_files import RESULTS, SWEEP, append_line, read_json, trial_folder, write_json
 from flopwatch.trial_records import FORMAT, TrialResult
 
 LOCK = "lock"
@@ -81,8 +81,8 @@ def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
 def prepare(trial: Trial) -> None:
     """Make the trial's folder with its `spec.json`; what an earlier attempt left is moved aside."""
     folder = trial_folder(trial.sweep, trial.name)
-    if (folder / STARTED).exists() or result_file(trial.sweep, trial.name).exists():
-        _move_aside(trial.sweep, trial.name)
+    if has_begun(trial.sweep, trial.name):
+        put_aside(trial.sweep, trial.name)
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "format": FORMAT,
@@ -91,20 +91,15 @@ def prepare(trial: Trial) -> None:
         "spec": trial.spec.to_json(),
         "environment": fingerprint(trial.spec),
         "cwd": os.getcwd(),
+        "retries": trial.retries,
+        "earlier_attempts": list(trial.earlier_attempts),
     }
     write_json(folder / SPEC, content)
 
 
-def _move_aside(sweep: Path, name: str) -> None:
-    number = 1
-    while (sweep / "earlier" / f"{name}.{number}").exists():
-        number += 1
-    place = sweep / "earlier" / f"{name}.{number}"
-    place.parent.mkdir(exist_ok=True)
-    trial_folder(sweep, name).rename(place)
-    for source, target in ((log_file(sweep, name), place / "log.txt"), (run_folder(sweep, name), place / "run")):
-        if source.exists():
-            shutil.move(source, target)
+def has_begun(sweep: Path, name: str) -> bool:
+    """True when an attempt left something that is worth keeping."""
+    return (trial_folder(sweep, name) / STARTED).exists() or result_file(sweep, name).exists()
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
