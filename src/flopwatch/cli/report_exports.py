@@ -21,9 +21,9 @@ def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> li
     table = make_table(capture)
     written = []
     if csv is not None:
-        written.append(_write(csv, table_csv(table).encode("utf-8")))
+        written.append(write_file(csv, table_csv(table).encode("utf-8")))
     if parquet is not None:
-        written.append(_write(parquet, table_parquet(table)))
+        written.append(write_file(parquet, table_parquet(table)))
     return [path for path in written if path != STANDARD_OUTPUT]
 
 
@@ -37,7 +37,8 @@ def refuse_two_on_standard_output(csv: str | None, parquet: str | None, *, as_js
         raise InputError(f"{' and '.join(asked)} would both write to standard output; name a file for one of them")
 
 
-def _write(path: str, content: bytes) -> str:
+def write_file(path: str, content: bytes) -> str:
+    """To the file, or to standard output for `-`; the path."""
     from flopwatch.errors import InputError
 
     if path == STANDARD_OUTPUT:
