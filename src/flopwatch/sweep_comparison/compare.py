@@ -3,10 +3,10 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from flopwatch.plain_text import one_line
 from flopwatch.report.capture import Capture
 from flopwatch.report.cells import make_cell
 from flopwatch.report.columns import trainer_name
-from flopwatch.report.plain_text import one_line
 from flopwatch.sweep_comparison.pairing import Entry, disjoint_settings, entries, paired, setting_differences
 from flopwatch.sweep_comparison.ratios import overall, ratios
 from flopwatch.sweep_comparison.records import Difference, Overall, Pair, Quantity, Ratio, Side, SweepComparison
