@@ -157,11 +157,14 @@ def _run(
 ) -> None:
     from flopwatch.cli.sweep_live import watched
     from flopwatch.sweep.folder import held_folder, write_trial_list
-    from flopwatch.sweep.plan import make_plan
+    from flopwatch.sweep.plan import make_plan, record_unlisted
     from flopwatch.sweep.runner import run_plan
 
     with held_folder(output):
         plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=shuffle_seed, engine=engine.name)
+        for trouble in plan.troubles:
+            typer.echo(f"warning: {trouble}", err=True)
+        record_unlisted(output, plan)
         write_trial_list(output, plan.trials, engine.name)
         refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)
         with watched(plan, output) as (observer, stop):

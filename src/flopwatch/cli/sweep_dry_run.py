@@ -24,7 +24,8 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
         table.add_column(column, no_wrap=column == "trial")
     for trial in plan.trials[:_MOST_ROWS]:
         kept = plan.kept.get(trial.name)
-        state = "will run" if trial.name in todo else outcome_text(kept.outcome) if kept else "left out"
+        left = "written by a newer flopwatch" if trial.name in plan.newer else "left out"
+        state = "will run" if trial.name in todo else outcome_text(kept.outcome) if kept else left
         table.add_row(Text(one_line(trial.name)), Text(one_line(trial.spec.model, 200)), state)
     console.print(table)
     if len(plan.trials) > _MOST_ROWS:
@@ -33,6 +34,12 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
     console.print(
         Text(f"{plural(len(plan.trials), 'trial')}, {len(plan.todo)} to run in {folder}. {_prediction(plan)}")
     )
+    _tell_troubles(plan, console)
+
+
+def _tell_troubles(plan: Plan, console: Console) -> None:
+    for trouble in plan.troubles:
+        console.print(Text(f"warning: {trouble}"), soft_wrap=True)
 
 
 def _prediction(plan: Plan) -> str:

@@ -10,6 +10,7 @@ import yaml
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from flopwatch.errors import InputError
+from flopwatch.models.presets import image_preset
 from flopwatch.plain_text import cut
 from flopwatch.sweep.conditions import ConditionText, check_conditions
 from flopwatch.sweep.names import check_label
@@ -26,6 +27,10 @@ def _as_list(value: Any) -> Any:
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")]
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _none_for_word(value: Any) -> Any:
+    return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
 
 
 Several = BeforeValidator(_as_list)
@@ -79,6 +84,12 @@ class Matrix(BaseModel):
     ] = [512, 1024]
     dtypes: Annotated[list[str], Several, Field(validation_alias=AliasChoices("dtypes", "dtype"))] = ["fp32"]
     checkpointing: Annotated[list[bool], Several] = [False]
+    micro_batch_sizes: Annotated[
+        list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]],
+        Several,
+        Field(validation_alias=AliasChoices("micro_batch_sizes", "micro_batch_size")),
+    ] = [None]
+    batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     seeds: Annotated[list[int], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
     device: str = "auto"
     steps: PositiveInt = 10
@@ -184,6 +195,7 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
         matrix.seeds,
         matrix.seq_lens,
         matrix.batch_sizes,
+        matrix.micro_batch_sizes,
     )
     for place in (matrix.options, *(entry.options for entry in matrix.trainers)):
         _check_options(place)
@@ -240,14 +252,16 @@ def _spec(
     seed: int,
     seq_len: int,
     batch_size: int,
+    micro_batch_size: int | None,
     options: Mapping[str, Any],
 ) -> TrialSpec:
     settings, trainer, label = entry
+    images = image_preset(model)
     return TrialSpec(
         trainer=trainer,
         model=model,
         batch_size=batch_size,
-        seq_len=seq_len,
+        seq_len=seq_len if images is None else images.image_size,  # so that several lengths are one trial
         label=label,
         command=settings.command,
         dtype=dtype,
@@ -262,6 +276,8 @@ def _spec(
         options={**options, **settings.options},
         trace=matrix.trace,
         limits=_limits(matrix.limits, is_command=trainer == "command"),
+        batch=matrix.batch,
+        micro_batch_size=micro_batch_size,
     )
 
 

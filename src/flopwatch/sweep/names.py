@@ -62,6 +62,7 @@ def _other_settings(spec: TrialSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "threads": spec.threads,
         "gpus": spec.gpus,
+        "micro": spec.micro_batch_size,
     }
     return fixed | {f"options.{name}": value for name, value in spec.options.items()}
 
@@ -78,6 +79,8 @@ def _part(key: str, settings: Mapping[str, Any]) -> str:
     value = settings[key]
     if key == "ckpt":
         return "ckpt" if value else ""
+    if key == "micro" and value is None:
+        return ""
     if key == "model":
         return slug(_model_word(str(value)))
     return slug(str(value)) if key in ("dtype", "device") else slug(f"{key.removeprefix('options.')}{value}")
