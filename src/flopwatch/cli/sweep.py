@@ -156,6 +156,7 @@ def _run(
     with_preflight: bool,
 ) -> None:
     from flopwatch.cli.sweep_live import watched
+    from flopwatch.plain_text import one_line
     from flopwatch.sweep.folder import held_folder, write_trial_list
     from flopwatch.sweep.plan import make_plan, record_unlisted
     from flopwatch.sweep.runner import run_plan
@@ -163,7 +164,7 @@ def _run(
     with held_folder(output):
         plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=shuffle_seed, engine=engine.name)
         for trouble in plan.troubles:
-            typer.echo(f"warning: {trouble}", err=True)
+            typer.echo(one_line(f"warning: {trouble}", 1000), err=True)
         record_unlisted(output, plan)
         write_trial_list(output, plan.trials, engine.name)
         refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)

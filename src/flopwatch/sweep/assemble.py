@@ -18,6 +18,10 @@ METRICS = "metrics.json"
 
 _PHASES = ("forward", "backward", "optimizer")
 _LARGEST_NUMBER = 1e300
+_MOST_OF_PEAK = 1.05
+"""A little above 1 for peaks that are a little wrong."""
+
+REPORTED = "reported by the command"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +124,28 @@ def _with_reported(measured: Measured, trial_dir: Path, batch_size: int) -> Meas
     seconds: Any = reported.get("step_seconds")
     is_list = isinstance(seconds, list) and all(_is_number(value) and value > 0 for value in seconds)
     times = step_times([float(value) for value in seconds]) if is_list else None
-    mfu = numbers.get("mfu")
+    shares, notes = _reported_shares(numbers)
     by_steps = batch_size / times.median if times and times.median > 0 else None
     return replace(
         measured,
         steps=times,
         samples_per_s=numbers.get("samples_per_s", by_steps),
         tokens_per_s=numbers.get("tokens_per_s"),
-        cost=StepCost(mfu=mfu, hfu=numbers.get("hfu"), method="reported by the command") if mfu is not None else None,
+        cost=StepCost(**shares, method=REPORTED, notes=notes) if shares or notes else None,
         extra=numbers,
     )
+
+
+def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """MFU and HFU as a command told them; one that no device can reach is no measurement, and the notes say so."""
+    told = {name: numbers[name] for name in ("mfu", "hfu") if name in numbers}
+    shares = {name: value for name, value in told.items() if 0 <= value <= _MOST_OF_PEAK}
+    notes = tuple(
+        f"the command reported {name} = {value:g}, which is left out: it is a share of the peak, 0.45 for 45 %"
+        for name, value in told.items()
+        if name not in shares
+    )
+    return (shares if "mfu" in shares else {}), notes
 
 
 def _of_monitor(trial_dir: Path) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
 from flopwatch.sweep.assemble import EXCEPTION, assemble
 from flopwatch.sweep.classify import Ending, OwnKill, classify, signal_name
 from flopwatch.sweep.heartbeat import Progress, read_progress
+from flopwatch.sweep.host_facts import host_facts
 from flopwatch.trial_files import log_file, read_json, trial_folder
 from flopwatch.trial_records import TrialResult, TrialSpec
 
@@ -86,7 +87,7 @@ def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen:
         measured=measured,
         unix_time=seen.unix_time,
         seconds=seen.seconds,
-        environment={**job.get("environment", {}), "host": os.uname().nodename, **environment},
+        environment={**job.get("environment", {}), **host_facts(), "host": os.uname().nodename, **environment},
         command=f"flopwatch trial --spec {shlex.quote(str(folder / 'spec.json'))}",
         log_tail=ending.log_tail if outcome != "ok" else "",
         stacks=seen.stacks,
