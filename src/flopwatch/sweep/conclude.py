@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flopwatch.file_reading import UnreadableError, opened_regular
+from flopwatch.plain_text import cut
 from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
 from flopwatch.sweep.assemble import EXCEPTION, assemble
 from flopwatch.sweep.classify import Ending, OwnKill, classify, signal_name
@@ -16,6 +17,7 @@ from flopwatch.trial_files import log_file, read_json, trial_folder
 from flopwatch.trial_records import TrialResult, TrialSpec
 
 _TAIL_BYTES = 6000
+_LONGEST_TEXT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def _read_exception(folder: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = clean_value(content)
     except BrokenRecordError:
         return None
-    return found
+    # The worker cuts its own; any other process of the trial may have written this file.
+    return {name: cut(value, _LONGEST_TEXT) if isinstance(value, str) else value for name, value in found.items()}
 
 
 def _evidence(ending: Ending, seen: Seen) -> dict[str, Any]:

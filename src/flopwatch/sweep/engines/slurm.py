@@ -158,7 +158,9 @@ class SlurmEngine:
                 parallelism=self._parallelism,
                 partition=self._partition,
                 extra=self._extra,
-            )
+            ),
+            encoding="utf-8",
+            errors="surrogateescape",  # a folder's name is any bytes, and this gives them back
         )
         job = slurm_commands.submit(file, self._job_name)
         for index, trial in enumerate(trials):
