@@ -18,7 +18,7 @@ from flopwatch.version import __version__
 _PACKAGES = ("torch", "opacus", "transformers")
 _OF_THIS_HOST = ("cpu", "gpus", "driver")
 _LARGEST_SOURCE = 16 << 20
-"""A command may name its data too, and gigabytes are not read: of a larger file, size and time stand for its content."""
+"""A command may name its data too, and gigabytes are not read: size and time stand for a larger one."""
 
 _NO_SOURCES = ("/proc/", "/sys/")
 """What the kernel makes up: its files call themselves regular, change by themselves, and may wait for ever."""
