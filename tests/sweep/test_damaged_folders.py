@@ -1,4 +1,4 @@
-"""A sweep's folder that was damaged: what is whole is kept, what is not is told and run again, nothing is overwritten."""
+"""A damaged folder of a sweep: what is whole is kept, what is not is told and run again, nothing is overwritten."""
 
 import json
 import os
@@ -20,11 +20,14 @@ SPECS = [TrialSpec("standard", "tiny", batch, 64) for batch in (1, 2, 4)]
 ONE, TWO, FOUR = (f"standard_bs{batch}_seq64" for batch in (1, 2, 4))
 
 
-def answering(outcome="ok", times=iter(range(1, 10**6))):
+TIMES = iter(range(1, 10**6))
+
+
+def answering(outcome="ok"):
     """An engine that gives every trial this outcome, at a time of its own as clocks do."""
     return InProcessEngine(
         lambda trial: TrialResult(
-            trial.name, trial.key, trial.spec, outcome, seconds=1.0, unix_time=1.7e9 + next(times)
+            trial.name, trial.key, trial.spec, outcome, seconds=1.0, unix_time=1.7e9 + next(TIMES)
         )
     )
 
@@ -170,7 +173,7 @@ def test_a_plan_of_a_newer_format_is_not_overwritten(sweep):
     (sweep / "sweep.json").write_text(json.dumps({**plan, "format": 2}))
     before = snapshot(sweep)
     assert "newer flopwatch (format 2)" in summarise(capture_sweep(sweep)).warnings[0]
-    with pytest.raises(InputError, match="newer flopwatch.*--output"):
+    with pytest.raises(InputError, match=r"newer flopwatch.*--output"):
         run_sweep(sweep, SPECS, answering())
     assert snapshot(sweep) == before
 

@@ -69,6 +69,7 @@ def sweep(
 
     Ctrl-C once finishes what runs, twice ends it.
     """
+    from flopwatch.cli.lasting_output import lasting_output
     from flopwatch.sweep.matrix import expand
 
     flags: dict[str, Any] = {
@@ -101,7 +102,8 @@ def sweep(
             _preflight(output, make_plan(output, specs, only=only, limit=limit, engine=engine))
         return
     placed = _engine(engine, engine_option or [], jobs, gpus)
-    _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
+    with lasting_output():
+        _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
 
 
 def _trainers(trainers: str | None, command: str | None) -> list[Any] | None:

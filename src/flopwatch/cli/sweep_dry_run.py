@@ -9,6 +9,7 @@ from rich.text import Text
 
 from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.quantities import duration, plural
+from flopwatch.plain_text import one_line
 from flopwatch.sweep.plan import Plan
 from flopwatch.trial_records import TrialSpec
 
@@ -25,13 +26,13 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
         kept = plan.kept.get(trial.name)
         left = "written by a newer flopwatch" if trial.name in plan.newer else "left out"
         state = "will run" if trial.name in todo else outcome_text(kept.outcome) if kept else left
-        table.add_row(trial.name, trial.spec.model, state)
+        table.add_row(Text(one_line(trial.name)), Text(one_line(trial.spec.model, 200)), state)
     console.print(table)
     if len(plan.trials) > _MOST_ROWS:
         console.print(f"and {len(plan.trials) - _MOST_ROWS} more", style="dim")
+    folder = one_line(str(output))
     console.print(
-        f"{plural(len(plan.trials), 'trial')}, {len(plan.todo)} to run in {output}. {_prediction(plan)}",
-        highlight=False,
+        Text(f"{plural(len(plan.trials), 'trial')}, {len(plan.todo)} to run in {folder}. {_prediction(plan)}")
     )
     _tell_troubles(plan, console)
 

@@ -32,18 +32,21 @@ def trial(
     """Measure one configuration in a process of its own: time, memory, FLOPs, MFU, and how it ended."""
     import json
 
+    from flopwatch.cli.lasting_output import lasting_output
+
     if spec is not None:
         asked, folder, name = _from_file(spec)
     else:
         settings = _settings(locals())
         asked, folder, name = _from_flags(settings), Path("flopwatch-sweep"), None
-    result = _supervised(output or folder, asked, name, quiet=as_json)
-    if as_json:
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    else:
-        from flopwatch.cli.trial_text import print_result
+    with lasting_output():
+        result = _supervised(output or folder, asked, name, quiet=as_json)
+        if as_json:
+            typer.echo(json.dumps(result.to_json(), indent=2))
+        else:
+            from flopwatch.cli.trial_text import print_result
 
-        print_result(result)
+            print_result(result)
     if result.outcome != "ok":
         raise typer.Exit(1)
 

@@ -33,7 +33,7 @@ def _wall_seconds(lives: Sequence[tuple[float | None, float]]) -> float | None:
     if not ran:
         return None
     first, last = min(start for start, _ in ran), max(end for _, end in ran)
-    return last - first if 0 <= first and last - first < _LONGEST_SWEEP_SECONDS else None
+    return last - first if first >= 0 and last - first < _LONGEST_SWEEP_SECONDS else None
 
 
 def was_tried(result: TrialResult) -> bool:

@@ -90,6 +90,7 @@ def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen:
         command=f"flopwatch trial --spec {shlex.quote(str(folder / 'spec.json'))}",
         log_tail=ending.log_tail if outcome != "ok" else "",
         stacks=seen.stacks,
+        earlier_attempts=tuple(job.get("earlier_attempts", ())),
     )
 
 
@@ -123,7 +124,7 @@ def _evidence(ending: Ending, seen: Seen) -> dict[str, Any]:
 
 
 def tail(file: Path, size: int = _TAIL_BYTES) -> str:
-    """The last lines of a text file; empty when there is none."""
+    """The last lines of a text file, of a line longer than that its end; empty when there is none."""
     try:
         with opened_regular(file) as stream:
             stream.seek(0, os.SEEK_END)
@@ -132,4 +133,5 @@ def tail(file: Path, size: int = _TAIL_BYTES) -> str:
             text = stream.read().decode(errors="replace")
     except (FileNotFoundError, UnreadableError):
         return ""
-    return text if start == 0 else text.partition("\n")[2]
+    whole_lines = text.partition("\n")[2]
+    return text if start == 0 else whole_lines if whole_lines.strip() else f"… {text}"
