@@ -66,7 +66,7 @@ class Totals:
         trials: Asked for.
         by_outcome: How many ended how; `missing` are those without a result.
         trial_seconds: Life times of all workers added up; trials side by side count each.
-        wall_seconds: From the first start to the last end.
+        wall_seconds: From the first start to the last end; None when a clock cannot be right.
     """
 
     trials: int

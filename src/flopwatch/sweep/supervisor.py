@@ -57,6 +57,8 @@ class _Job:
     environment: Mapping[str, Any] = field(default_factory=dict)
     cwd: str | None = None
     format: int = FORMAT
+    earlier_attempts: tuple[Mapping[str, Any], ...] = ()
+    retries: int = 0
 
 
 @dataclass
