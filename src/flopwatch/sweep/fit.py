@@ -17,9 +17,6 @@ from flopwatch.sweep.runner import Observer, Refusal, Stop, run_plan
 from flopwatch.trial_files import SWEEP, read_json, read_results
 from flopwatch.trial_records import FAILED, OUT_OF_MEMORY, TrialResult, TrialSpec
 
-_FULL = 0.99
-"""Of its limit: a group this full has the page cache in it, which the kernel drops when memory is asked for."""
-
 GIB = 2**30
 
 
@@ -148,7 +145,7 @@ def probe_of(result: TrialResult) -> Probe:
         fits=True if result.outcome == "ok" else False if is_oom else None,
         outcome=result.outcome,
         reason=result.reason,
-        peak_bytes=_peak_bytes(result),
+        peak_bytes=measured.memory.peak_bytes,
         capacity_bytes=measured.memory.device_bytes or result.spec.limits.memory_bytes,
         samples_per_s=rate,
         slowest_per_s=rate * times.median / times.high if times and rate else None,
@@ -156,15 +153,3 @@ def probe_of(result: TrialResult) -> Probe:
         step_seconds=times.median if times else None,
         is_bare=bool(measured.memory.alloc_retries),
     )
-
-
-def _peak_bytes(result: TrialResult) -> int | None:
-    """What is compared with the capacity: of a limited host the group's own count, while that says something."""
-    memory, limit = result.measured.memory, result.spec.limits.memory_bytes
-    life = result.evidence.get("memory_limit") or {}
-    charged, resident = life.get("peak_bytes"), life.get("rss_bytes", memory.peak_bytes)
-    if memory.device_bytes is not None or limit is None:
-        return memory.peak_bytes
-    if charged is None or (charged >= _FULL * limit and resident is not None):
-        return min((int(peak) for peak in (charged, resident) if peak is not None), default=None)
-    return int(charged)
