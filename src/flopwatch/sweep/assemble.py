@@ -1,11 +1,12 @@
 """Put together what a trial measured, from the files its worker left. Light: runs in the supervisor."""
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import isfinite
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flopwatch.record_reading import BrokenRecordError, read_record
 from flopwatch.sweep.heartbeat import Progress
 from flopwatch.sweep.step_statistics import median, step_times
 from flopwatch.sweep.tree_memory import HostPeak
@@ -18,6 +19,31 @@ EXCEPTION = "exception.json"
 METRICS = "metrics.json"
 
 _PHASES = ("forward", "backward", "optimizer")
+_LARGEST_NUMBER = 1e300
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What `measured.json` holds."""
+
+    measured: Measured = field(default_factory=Measured)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    done: bool = False
+    steps_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A line of `steps.jsonl`."""
+
+    phase: str
+    seconds: float
+    forward: float
+    backward: float
+    optimizer: float
+
+    def why_broken(self) -> str | None:
+        return None if self.seconds > 0 else "it took no time"
 
 
 AFTER_THE_STEPS = ("memory", "flops", "trace")
@@ -51,18 +77,23 @@ def assemble(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) -> Found:
         spec: Its configuration.
         host_peak: Most host memory of the tree, as the supervisor saw it.
     """
-    left: dict[str, Any] = read_json(trial_dir / MEASURED) or {}
-    measured = Measured.from_json(left.get("measured", {}))
-    measured = replace(measured, memory=_with_host(measured.memory, host_peak))
-    environment, is_done = left.get("environment", {}), bool(left.get("done"))
+    left = _read_left(trial_dir)
+    measured = replace(left.measured, memory=_with_host(left.measured.memory, host_peak))
+    environment = dict(left.environment)
     if spec.trainer == "command":
         told = read_json(trial_dir / METRICS)
         reported: dict[str, Any] = told if isinstance(told, dict) else {}
         measured = _with_reported(measured, trial_dir, reported, spec.batch_size)
-        return Found(measured, environment, is_done, reported_outcome=_told_outcome(reported))
+        return Found(measured, environment, left.done, reported_outcome=_told_outcome(reported))
     rows = list(read_lines(trial_dir / STEPS))
-    has_all_steps = bool(left.get("steps_done"))
-    return Found(_with_steps(measured, rows, spec), environment, is_done, has_all_steps)
+    return Found(_with_steps(measured, rows, spec), environment, left.done, left.steps_done)
+
+
+def _read_left(trial_dir: Path) -> _Left:
+    try:
+        return read_record(_Left, read_json(trial_dir / MEASURED))
+    except BrokenRecordError:
+        return _Left()
 
 
 def cut_short(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
@@ -91,19 +122,29 @@ def _told_outcome(reported: Mapping[str, Any]) -> Outcome | None:
 
 
 def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec) -> Measured:
-    timed = [row for row in rows if row.get("phase") == "measure"]
-    times = step_times([row["seconds"] for row in timed], first=rows[0]["seconds"] if rows else None)
+    whole = _whole_steps(rows)
+    timed = [row for row in whole if row.phase == "measure"]
+    times = step_times([row.seconds for row in timed], first=whole[0].seconds if whole else None)
     if times is None:
         return measured
     positions = measured.extra.get("positions_per_step")
     return replace(
         measured,
         steps=times,
-        phase_seconds={phase: median(sorted(row[phase] for row in timed)) for phase in _PHASES},
+        phase_seconds={phase: median(sorted(getattr(row, phase) for row in timed)) for phase in _PHASES},
         samples_per_s=spec.batch_size / times.median,
         tokens_per_s=positions / times.median if positions else None,
         cost=_with_rates(measured.cost, times.median) if measured.cost else None,
     )
+
+
+def _whole_steps(rows: list[dict[str, Any]]) -> list[_Step]:
+    """Those that can be read: a worker is killed in the middle of a line, and a trainer may write what it likes."""
+    found = []
+    for row in rows:
+        with contextlib.suppress(BrokenRecordError):
+            found.append(read_record(_Step, row))
+    return found
 
 
 def _with_rates(cost: StepCost, seconds: float) -> StepCost:
@@ -142,7 +183,7 @@ def _of_monitor(trial_dir: Path) -> Mapping[str, Any]:
 
     try:
         summary = read_log(find_log(trial_dir)).summary
-    except (OSError, ValueError):
+    except Exception:  # whatever a user's program left there must not cost its trial the result
         return {}
     if summary is None:
         return {}
@@ -157,4 +198,5 @@ def _of_monitor(trial_dir: Path) -> Mapping[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= _LARGEST_NUMBER  # also false for what is not a number at all
