@@ -234,7 +234,7 @@ def test_a_real_trial_is_measured(tmp_path):
     assert measured["cost"]["mfu"] == pytest.approx(expected)
     assert measured["tokens_per_s"] == pytest.approx(2 * 32 / measured["steps"]["median"])
     assert set(measured["memory"]["by_phase"]) == {"build", "forward", "backward", "optimizer"}
-    assert measured["memory"]["rss_bytes"] >= max(measured["memory"]["by_phase"].values())
+    assert measured["memory"]["host_bytes"] * 1.05 >= max(measured["memory"]["by_phase"].values())
     assert (tmp_path / "s" / measured["trace"]).stat().st_size > 1000
     assert list((tmp_path / "s" / "runs" / "StandardTrainer_bs2_seq32").glob("events.out.tfevents*"))
     assert {"torch", "cpu", "threads", "host"} <= set(content["environment"])

@@ -88,6 +88,7 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
         hfu = f", HFU {100 * cost.hfu:.3g} %" if cost.hfu is not None else ""
         peak = f" of the {cost.peak['kind']} peak" if cost.peak else ""
         rows.append(("MFU", f"{100 * cost.mfu:.3g} %{hfu}{peak}"))
+    rows += [(f"no {phase}", why) for phase, why in measured.not_measured.items()]
     if result.seconds is not None:
         rows.append(("took", duration(result.seconds)))
     return [row for row in rows if row[1]]
