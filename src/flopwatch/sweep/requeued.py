@@ -21,12 +21,14 @@ def slurm_life(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Which job of Slurm this is and how often Slurm has run it again; nothing elsewhere.
 
     >>> slurm_life({"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"})
-    {'job': '12_3', 'restarts': 1}
+    {'job': '12_3', 'restarts': 1, 'node': None}
     """
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")
+    if not job:
+        return {}
     count = environment.get("SLURM_RESTART_COUNT", "0")
-    return {"job": job, "restarts": int(count) if count.isdigit() else 0} if job else {}
+    return {"job": job, "restarts": int(count) if count.isdigit() else 0, "node": environment.get("SLURMD_NODENAME")}
 
 
 def takes_over(sweep: Path, name: str, environment: Mapping[str, str] = os.environ) -> bool:
@@ -56,13 +58,14 @@ def _ended_life(
 ) -> TrialResult:
     """How the earlier life ended, were it the last one."""
     earlier = listed_attempts(sweep, name, job["key"])
+    where = started.get("node") or started.get("host")
     return TrialResult(
         name=name,
         key=job["key"],
         spec=TrialSpec.from_json(job["spec"]),
         outcome="lost",
-        reason=f"Slurm requeued the job ({started.get('host')}): preempted, its node failed, or somebody asked for it",
-        evidence={"state": "REQUEUED", "job": started["job"], "host": started.get("host")},
+        reason=f"Slurm requeued the job (on {where}): preempted, its node failed, or somebody asked for it",
+        evidence={"state": "REQUEUED", "job": started["job"], "host": where},
         unix_time=started.get("unix_time"),
         seconds=None if result is None else result.seconds,
         environment=job.get("environment", {}),

@@ -16,7 +16,8 @@ from flopwatch.sweep.folder import has_begun, prepare, record, result_file
 from flopwatch.sweep.inference import inferred, proves_too_large
 from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
 from flopwatch.sweep.retries import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid
-from flopwatch.trial_files import log_file, read_result
+from flopwatch.sweep.supervisor import STARTED
+from flopwatch.trial_files import log_file, read_json, read_result
 from flopwatch.trial_records import TrialResult
 
 _TICK_SECONDS = 0.25
@@ -235,7 +236,14 @@ def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
     process_tree.kill_marked(folder_of(trial).resolve())
     outcome, reason = ending_from_evidence(evidence)
     log = tail(log_file(trial.sweep, trial.name))
-    attempts = listed_attempts(trial.sweep, trial.name, trial.key)
     return TrialResult(
-        trial.name, trial.key, trial.spec, outcome, reason, dict(evidence), log_tail=log, earlier_attempts=attempts
+        trial.name,
+        trial.key,
+        trial.spec,
+        outcome,
+        reason,
+        dict(evidence),
+        unix_time=(read_json(folder_of(trial) / STARTED) or {}).get("unix_time"),
+        log_tail=log,
+        earlier_attempts=listed_attempts(trial.sweep, trial.name, trial.key),
     )

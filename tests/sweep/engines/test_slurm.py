@@ -10,6 +10,7 @@ import pytest
 from flopwatch.errors import InputError
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.engines import slurm as slurm_module
+from flopwatch.sweep.engines import slurm_outbox
 from flopwatch.sweep.engines.evidence import ending_from_evidence
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.engines.slurm import SlurmEngine
@@ -179,13 +180,16 @@ def test_a_refused_submission_says_what_slurm_said(tmp_path):
     (trial,) = contract.make_trials(tmp_path, "true")
     engine = SlurmEngine(partition="nowhere")
     engine.open(tmp_path, [])
-    with pytest.raises(InputError, match="invalid partition"):
-        engine.submit([trial])
+    engine.submit([trial])
+    (evidence,) = contract.run_all_placed(engine, [trial]).values()
+    outcome, reason = ending_from_evidence(evidence)
+    assert outcome == "invalid"
+    assert "invalid partition" in reason
 
 
 def test_what_a_full_queue_does_not_take_is_submitted_later(tmp_path, monkeypatch):
     """A site's limit of submitted jobs, as sbatch words it."""
-    monkeypatch.setattr(slurm_module, "_FULL_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_outbox, "_FULL_PAUSE_SECONDS", 0.5)
     trials = contract.make_trials(tmp_path, "true", "true")
     path = put_before(tmp_path / "bin", "sbatch", "sbatch: error: AssocMaxSubmitJobLimit", monkeypatch)
     engine = SlurmEngine()
