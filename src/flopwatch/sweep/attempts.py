@@ -4,6 +4,7 @@ The list lies in the trial's own folder, so that a killed runner forgets nothing
 go on with it while no runner is there. Standard library only: supervisors use it.
 """
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,13 +41,19 @@ def attempt_from(result: TrialResult, folder: str | None) -> Attempt:
 
 def put_aside(sweep: Path, name: str) -> str:
     """Move the trial's folder, log and run to `earlier/NAME.N`; returns that path within the sweep."""
-    number = 1
-    while (sweep / "earlier" / f"{name}.{number}").exists():
-        number += 1
-    place = sweep / "earlier" / f"{name}.{number}"
+    place = free_name(sweep / "earlier" / name)
     place.parent.mkdir(exist_ok=True)
     trial_folder(sweep, name).rename(place)
-    for source, target in ((log_file(sweep, name), place / "log.txt"), (run_folder(sweep, name), place / "run")):
-        if source.exists():
+    moves = ((log_file(sweep, name), place / "log.txt"), (run_folder(sweep, name), place / "run"))
+    for source, target in moves if place.is_dir() else ():
+        if os.path.lexists(source) and not os.path.lexists(target):
             shutil.move(source, target)
     return str(place.relative_to(sweep))
+
+
+def free_name(place: Path) -> Path:
+    """The first of PLACE.1, PLACE.2, ... that is not taken."""
+    number = 1
+    while os.path.lexists(f"{place}.{number}"):
+        number += 1
+    return Path(f"{place}.{number}")

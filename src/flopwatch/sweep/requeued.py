@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flopwatch.file_reading import read_object
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.conclude import tail
-from flopwatch.trial_files import log_file, read_json, read_result, trial_folder, write_json
+from flopwatch.trial_files import log_file, read_result, trial_folder, write_json
 from flopwatch.trial_records import TrialResult, TrialSpec
 
 _SPEC, _STARTED, _RESULT = "spec.json", "started.json", "result.json"
@@ -37,14 +38,14 @@ def takes_over(sweep: Path, name: str, environment: Mapping[str, str] = os.envir
     Whatever else has the trial, another job or this life of the job itself, is left to the claim to find out.
     """
     life, folder = slurm_life(environment), trial_folder(sweep, name)
-    started = read_json(folder / _STARTED)
-    is_ours = isinstance(started, dict) and started.get("job") == life.get("job") and bool(life)
+    started = read_object(folder / _STARTED)
+    is_ours = bool(life) and started.get("job") == life["job"]
     if not is_ours or started.get("restarts", 0) >= life["restarts"]:
         return True
     result = read_result(folder / _RESULT)
     if result is not None and result.outcome != "cancelled":
         return False  # it had ended before Slurm decided
-    job = read_json(folder / _SPEC)
+    job = read_object(folder / _SPEC)
     ended = _ended_life(sweep, name, job, started, result)
     if len(ended.earlier_attempts) >= job.get("retries", 0):
         write_json(folder / _RESULT, ended.to_json())

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.file_reading import read_object
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.conclude import tail
 from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
-from flopwatch.sweep.folder import has_begun, prepare, record, result_file
+from flopwatch.sweep.folder import has_begun, prepare, record, restore_lists, result_file
 from flopwatch.sweep.inference import inferred, proves_too_large
+from flopwatch.sweep.observing import SafeObserver
 from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
 from flopwatch.sweep.retries import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid
 from flopwatch.sweep.supervisor import STARTED
-from flopwatch.trial_files import log_file, read_json, read_result
+from flopwatch.trial_files import SWEEP, log_file, read_result
 from flopwatch.trial_records import TrialResult
 
 _TICK_SECONDS = 0.25
@@ -26,7 +28,7 @@ Refusal = Callable[[Trial], str | None]
 
 
 class Observer(Protocol):
-    """Is told what happens; the command line draws its table from it."""
+    """Is told what happens; the command line draws its table from it. One that raises is not called again."""
 
     def started(self, trial: Trial) -> None: ...
 
@@ -89,7 +91,7 @@ def run_plan(
     Args:
         plan: From `make_plan`.
         engine: Where trials are placed.
-        observer: Is told.
+        observer: Is told; whatever it raises does not end the sweep.
         stop: Looked at several times a second.
         refuse: Says why a trial cannot run at all (its preflight failed), before a slot is used.
         retries: Which ends are followed by another attempt, and how often.
@@ -98,8 +100,11 @@ def run_plan(
     """
     began = clock()
     counts: dict[str, int] = {}
+    observer = SafeObserver(observer)
 
     def note(result: TrialResult) -> None:
+        if not (_sweep(plan) / SWEEP).exists():
+            restore_lists(_sweep(plan), plan.trials, plan.kept.values(), engine.name)
         record(_sweep(plan), result)
         counts[result.outcome] = counts.get(result.outcome, 0) + 1
         observer.ended(result)
@@ -243,7 +248,7 @@ def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
         outcome,
         reason,
         dict(evidence),
-        unix_time=(read_json(folder_of(trial) / STARTED) or {}).get("unix_time"),
+        unix_time=read_object(folder_of(trial) / STARTED).get("unix_time"),
         log_tail=log,
         earlier_attempts=listed_attempts(trial.sweep, trial.name, trial.key),
     )
