@@ -228,9 +228,15 @@ def _over_limit(held: int, limits: Limits, progress: Progress) -> str:
 
 
 def _ask_who_sent_it(worker: "subprocess.Popen[bytes]", watch: _Watch, cancel: Callable[[], str | None]) -> None:
-    """Slurm sends SIGTERM to every process of a job at once, and the worker may go before we have heard of it."""
-    deadline = time.monotonic() + 0.5
-    while worker.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and time.monotonic() < deadline:
+    """Slurm sends SIGTERM to every process of a job at once, and the worker may go before we have heard of it.
+
+    It may also leave with any exit code, as a shell whose child was ended or a trainer that saves and goes: within a
+    job no end is believed before there was time to hear of it.
+    """
+    is_ended_by_it = worker.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    patience = (0.5 if worker.returncode else 0.05) if slurm_life() else 0.5 if is_ended_by_it else 0.0
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
         if why := cancel():
             watch.own_kill, watch.detail = "cancelled", why
             return
