@@ -14,6 +14,7 @@ from flopwatch.report.denominators import denominators, peak_warnings
 from flopwatch.report.environments import distinct_environments, mixed_warnings
 from flopwatch.report.factors import cost_factors, frontier
 from flopwatch.report.failures import group_failures
+from flopwatch.report.privacy import privacy_rows
 from flopwatch.report.records import Cell, Group, SweepSummary, TrialRow
 from flopwatch.report.selection import MOST_COLUMNS
 from flopwatch.report.totals import sweep_totals, trainer_totals
@@ -82,6 +83,7 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         pareto=pareto_trials(cells),
         denominators=denominators(results),
         warnings=(*mixed_warnings(results), *peak_warnings(results), *_too_many(len(trainers))),
+        privacy_spent=privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),
     )
 
 

@@ -24,7 +24,7 @@ def proves_too_large(result: TrialResult) -> bool:
     small trial beside a large one; what comes after the steps is flopwatch's own.
     """
     is_its_own = result.outcome in ("oom_device", "oom_host") and "error" not in result.evidence
-    return is_its_own and result.phase not in ("flops", "trace")
+    return is_its_own and result.phase not in ("flops", "privacy", "trace")
 
 
 def inferred(trial: Trial, failures: Sequence[TrialResult]) -> TrialResult | None:

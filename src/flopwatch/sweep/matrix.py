@@ -12,6 +12,7 @@ from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.sweep.conditions import ConditionText
 from flopwatch.sweep.names import check_label
+from flopwatch.sweep.privacy_settings import PrivacySettings, check_privacy_used
 from flopwatch.sweep.sizes import parse_bytes
 from flopwatch.sweep.trainers.names import canonical_trainer
 from flopwatch.trial_records import Limits, TrialSpec
@@ -94,6 +95,7 @@ class Matrix(BaseModel):
     gpus: Annotated[float, Field(ge=0)] | None = None
     cpus: PositiveInt | None = None
     options: dict[str, Any] = {}
+    privacy: PrivacySettings | None = None
     trace: bool = True
     limits: LimitSettings = LimitSettings()
     exclude: list[ConditionText] = []
@@ -153,6 +155,7 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
         InputError: None is left, or far too many.
     """
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
+    check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
     axes = (
         entries,
         matrix.models,
@@ -207,6 +210,7 @@ def _spec(
 ) -> TrialSpec:
     settings, trainer, label = entry
     images = image_preset(model)
+    chosen = {**options, **settings.options}
     return TrialSpec(
         trainer=trainer,
         model=model,
@@ -223,11 +227,12 @@ def _spec(
         threads=matrix.threads,
         gpus=matrix.gpus or 0.0,
         cpus=matrix.cpus,
-        options={**options, **settings.options},
+        options=chosen,
         trace=matrix.trace,
         limits=_limits(matrix.limits, is_command=trainer == "command"),
         batch=matrix.batch,
         micro_batch_size=micro_batch_size,
+        privacy=matrix.privacy.as_spec(trainer, batch_size, chosen) if matrix.privacy else {},
     )
 
 

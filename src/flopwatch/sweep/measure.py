@@ -16,11 +16,13 @@ from flopwatch.models.load import load_model
 from flopwatch.records import Peak
 from flopwatch.sweep.assemble import MEASURED, STEPS
 from flopwatch.sweep.heartbeat import Heartbeat
+from flopwatch.sweep.privacy_accounting import privacy_spent
 from flopwatch.sweep.step_cost import count_step
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
 from flopwatch.sweep.trainers.load import load_trainer
 from flopwatch.sweep.trainers.micro_batches import micro_batches
+from flopwatch.sweep.trainers.options import read_options
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings
 from flopwatch.sweep.training_step import StepPart, run_step, step_parts
 from flopwatch.sweep.worker_clock import peak_bytes, reset_peak, status_bytes, timed_step
@@ -39,6 +41,7 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> Non
         trial.run_steps("measure", spec.steps, rows)
     trial.measure_memory()
     trial.count_flops()
+    trial.account_privacy()
     if spec.trace:
         trial.record_trace()
     trial.save(is_done=True)
@@ -109,6 +112,16 @@ class _TrialRun:
         cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size)
         peak = _peak(self.device, self.spec.dtype)
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
+        self.save()
+
+    def account_privacy(self) -> None:
+        """After the steps: the PRV accountant may take hundreds of megabytes."""
+        if not self.spec.privacy:
+            return
+        self._heartbeat.beat("privacy")
+        noise = read_options(self.spec.options).noise_multiplier
+        spent = privacy_spent(self.spec.privacy, self.spec.batch_size, noise)
+        self.measured = replace(self.measured, privacy=spent)
         self.save()
 
     def record_trace(self) -> None:

@@ -32,7 +32,7 @@ SPEC, STARTED, RESULT = "spec.json", "started.json", "result.json"
 CORES = "FLOPWATCH_CORES"
 
 _TICK_SECONDS = 0.2
-_AFTER_THE_STEPS = ("memory", "flops", "trace")
+_AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
 """What flopwatch does for its own sake: not the memory of a training."""
 
 
