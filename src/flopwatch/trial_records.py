@@ -89,6 +89,8 @@ class TrialSpec:
         layout: How several processes share the training: `ddp` or `fsdp`; None for a single process.
         batch: `package.module:function` that makes the batch; None makes one from the model's inputs.
         micro_batch_size: Samples that are in memory at once; None is the whole batch.
+        privacy: Of the training whose epsilon is asked for: `dataset_size` or `sample_rate`, `epochs` or `steps`,
+            `delta`, `accountant`, `target_epsilon`; nothing for a trainer that is not private.
     """
 
     trainer: str
@@ -114,6 +116,7 @@ class TrialSpec:
     layout: str | None = None
     batch: str | None = None
     micro_batch_size: int | None = None
+    privacy: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -141,7 +144,14 @@ class TrialSpec:
         return {**content, "memory_bytes": self.limits.memory_bytes}
 
 
-_LATER_SETTINGS = {"nodes": 1, "processes": 1, "layout": None, "batch": None, "micro_batch_size": None}
+_LATER_SETTINGS: Mapping[str, Any] = {
+    "nodes": 1,
+    "processes": 1,
+    "layout": None,
+    "batch": None,
+    "micro_batch_size": None,
+    "privacy": {},
+}
 
 
 def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
@@ -271,20 +281,22 @@ class PrivacySpent:
     """What a private training of so many steps would spend, by one of Opacus's accountants.
 
     Attributes:
-        epsilon: For the delta beside it.
+        epsilon: For the delta beside it; None where there is none, and `note` says why.
         delta: Probability of more than epsilon.
         noise_multiplier: Standard deviation of the noise over the clipping bound.
         sample_rate: Chance of a sample to be in a batch.
         steps: Steps of the whole training, not of the trial.
         accountant: `rdp`, `prv` or `gdp`.
+        note: What a reader must know, such as a warning of Opacus's.
     """
 
-    epsilon: float = field(metadata=MAY_BE_INFINITE)
+    epsilon: float | None = field(metadata=MAY_BE_INFINITE)
     delta: float
     noise_multiplier: float
     sample_rate: float
     steps: int
     accountant: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +347,8 @@ class TrialResult:
         outcome: One word.
         reason: One line for a person.
         evidence: What the outcome rests on: `who_killed`, `exit_code`, `signal`, `exception`, `oom_kills`, `state`, ...
-        phase: Where it was: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`, `trace`, `done`.
+        phase: Where it was: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`, `privacy`, `trace`,
+            `done`.
         step: The last step it began in that phase; None outside of steps.
         measured: What it measured until then.
         unix_time: When it began; None when it did not run.

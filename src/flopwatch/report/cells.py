@@ -69,6 +69,7 @@ def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None
         hfu=cell.hfu,
         command=result.command if result else "",
         trace=result.measured.trace if result else None,
+        epsilon=positive(result.measured.privacy.epsilon) if result and result.measured.privacy else None,
     )
 
 

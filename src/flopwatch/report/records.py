@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from flopwatch.trial_records import PrivacySpent
+
 Privacy: TypeAlias = Literal["not private", "private", "unknown"]
 Quantity: TypeAlias = Literal["time", "memory"]
 Axis: TypeAlias = Literal["sequence", "batch"]
@@ -244,6 +246,21 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class PrivacyRow:
+    """What a private training would spend.
+
+    Attributes:
+        batch_size: Samples of a logical batch.
+        trainers: The columns whose trials say so.
+        spent: Epsilon, and what it is for.
+    """
+
+    batch_size: int
+    trainers: tuple[str, ...]
+    spent: PrivacySpent
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Trials that may be compared: same model, dtype, device and so on.
 
@@ -262,6 +279,7 @@ class Group:
         pareto: Trials no other of the same class and sequence length beats in both memory and throughput.
         denominators: The peaks that MFU and HFU are shares of, in words.
         warnings: Why comparisons within it may mislead.
+        privacy_spent: Epsilon where it was asked for, the smallest batch first.
     """
 
     title: str
@@ -278,6 +296,7 @@ class Group:
     pareto: tuple[str, ...]
     denominators: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    privacy_spent: tuple[PrivacyRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +336,7 @@ class TrialRow:
     hfu: float | None
     command: str
     trace: str | None
+    epsilon: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

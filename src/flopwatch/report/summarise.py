@@ -15,6 +15,7 @@ from flopwatch.report.environments import distinct_environments, mixed_warnings
 from flopwatch.report.factors import cost_factors, frontier
 from flopwatch.report.failures import group_failures
 from flopwatch.report.incomplete import host_memory_warnings, incomplete_warnings
+from flopwatch.report.privacy import privacy_rows
 from flopwatch.report.records import Cell, Group, SweepSummary, TrialRow
 from flopwatch.report.selection import MOST_COLUMNS
 from flopwatch.report.totals import sweep_totals, trainer_totals
@@ -88,6 +89,7 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
             *host_memory_warnings(results),
             *_too_many(len(trainers)),
         ),
+        privacy_spent=privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),
     )
 
 

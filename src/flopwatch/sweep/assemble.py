@@ -50,7 +50,7 @@ class _Step:
         return None if self.seconds > 0 else "it took no time"
 
 
-AFTER_THE_STEPS = ("memory", "flops", "trace")
+AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
 """What flopwatch does for its own sake: not the training, so no failure of the trial's."""
 
 
@@ -102,7 +102,8 @@ def _read_left(trial_dir: Path) -> _Left:
 
 def cut_short(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
     """Of a trial that ended after its steps: what is missing, by phase, and why."""
-    wanted = [phase for phase in AFTER_THE_STEPS if phase != "trace" or spec.trace]
+    is_asked = {"trace": spec.trace, "privacy": bool(spec.privacy)}
+    wanted = [phase for phase in AFTER_THE_STEPS if is_asked.get(phase, True)]
     reached = wanted.index(progress.phase) if progress.phase in wanted else 0
     missing = {
         phase: why if place == reached else "not reached" for place, phase in enumerate(wanted) if place >= reached

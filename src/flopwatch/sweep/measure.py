@@ -19,11 +19,13 @@ from flopwatch.records import Peak
 from flopwatch.sweep.assemble import MEASURED, STEPS
 from flopwatch.sweep.engines.slots import GPUS
 from flopwatch.sweep.heartbeat import Heartbeat
+from flopwatch.sweep.privacy_accounting import privacy_spent
 from flopwatch.sweep.step_cost import count_step
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
 from flopwatch.sweep.trainers.load import load_trainer
 from flopwatch.sweep.trainers.micro_batches import micro_batches
+from flopwatch.sweep.trainers.options import read_options
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings
 from flopwatch.sweep.training_step import StepPart, run_step, step_parts
 from flopwatch.sweep.tree_memory import mapped_data_bytes, resident
@@ -48,6 +50,8 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> Non
     trial.finish_steps()
     trial.attempt("memory", trial.measure_memory)
     trial.attempt("flops", trial.count_flops)
+    if spec.privacy:
+        trial.attempt("privacy", trial.account_privacy)
     if spec.trace:
         trial.attempt("trace", trial.record_trace)
     trial.save(is_done=True)
@@ -144,6 +148,12 @@ class _TrialRun:
         cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size)
         peak = _peak(self.device, self.spec.dtype)
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
+
+    def account_privacy(self) -> None:
+        """After the steps: the PRV accountant may take hundreds of megabytes."""
+        noise = read_options(self.spec.options).noise_multiplier
+        spent = privacy_spent(self.spec.privacy, self.spec.batch_size, noise)
+        self.measured = replace(self.measured, privacy=spent)
 
     def record_trace(self) -> None:
         path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
