@@ -64,6 +64,12 @@ def sweep(
         bool, typer.Option("--no-preflight", help="Do not try the pairs on tiny copies first.")
     ] = False,
     no_trace: Annotated[bool, typer.Option("--no-trace", help="Record no Kineto traces.")] = False,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Log each trial to W&B as it ends, as a run of its own.")
+    ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option(metavar="EXPERIMENT", help="Log each trial to MLflow as it ends, as a run of its own.")
+    ] = None,
 ) -> None:
     """Measure every configuration of a matrix, each in its own process; run it again to resume.
 
@@ -100,8 +106,12 @@ def sweep(
         with held_folder(output):
             _preflight(output, make_plan(output, specs, only=only, limit=limit, engine=engine))
         return
+    from flopwatch.cli.sweep_tracking import refuse_missing_packages, tracked
+
+    refuse_missing_packages(wandb, mlflow)
     placed = _engine(engine, engine_option or [], jobs, gpus)
-    _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
+    with tracked(output, wandb, mlflow):
+        _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
 
 
 def _trainers(trainers: str | None, command: str | None) -> list[Any] | None:
