@@ -13,12 +13,13 @@ def is_sweep(path: str) -> bool:
     """A folder `flopwatch sweep` wrote; a run whose log is called results.jsonl is none."""
     from flopwatch.errors import InputError
     from flopwatch.run_log import find_log
-    from flopwatch.trial_files import RESULTS, SWEEP
+    from flopwatch.sweep_reading import SWEEP
+    from flopwatch.sweep_results import is_sweep_folder
 
     folder = Path(path).expanduser()
-    if (folder / SWEEP).is_file():
+    if (folder / SWEEP).exists():
         return True
-    if not (folder / RESULTS).is_file():
+    if not folder.is_dir() or not is_sweep_folder(folder):
         return False
     try:
         find_log(folder)
@@ -66,7 +67,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
 def _refuse_slower(comparison: "SweepComparison", percent: float) -> None:
     """Speak on stderr, so that `--json` stays JSON. What cannot be judged is an error: a gate must not pass unseen."""
     from flopwatch.errors import InputError
-    from flopwatch.report.plain_text import one_line
+    from flopwatch.plain_text import one_line
 
     rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
     judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != "too few steps"}

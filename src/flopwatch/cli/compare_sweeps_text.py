@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import typer
 
+from flopwatch.plain_text import one_line
 from flopwatch.report.figures import UNKNOWN
-from flopwatch.report.plain_text import one_line
 from flopwatch.sweep_comparison.records import Difference, Pair, Quantity, Ratio, SweepComparison
 from flopwatch.sweep_comparison.words import (
     HOW_DECIDED,

@@ -47,13 +47,11 @@ def _wait_for_plan(folder: Path, over: threading.Event) -> None:
 def _runs(folder: Path, offset: int, over: threading.Event) -> Iterator[TrialRun]:
     from flopwatch.report.following import follow_results
     from flopwatch.report.trial_runs import trial_run
-    from flopwatch.trial_files import SWEEP, read_json
+    from flopwatch.sweep_reading import read_trial_list
 
+    created = read_trial_list(folder).created
     for result in follow_results(folder, offset, over.is_set):
-        plan = read_json(folder / SWEEP)
-        created = plan.get("created") if isinstance(plan, dict) else None
-        is_time = isinstance(created, int | float)
-        yield trial_run(result, folder.resolve().name, float(created) if is_time and created is not None else None)
+        yield trial_run(result, folder.resolve().name, created)
 
 
 def _log_to_all(logs: list[TrialLog], runs: Iterator[TrialRun]) -> list[Logged]:

@@ -98,7 +98,7 @@ def _waited(follower: "subprocess.Popen[bytes]") -> int:
 
 
 def _last_line(said: IO[bytes]) -> str:
-    from flopwatch.report.plain_text import one_line
+    from flopwatch.plain_text import one_line
 
     said.seek(0)
     lines = said.read()[-_LONGEST_LINE:].decode("utf-8", "replace").strip().splitlines()

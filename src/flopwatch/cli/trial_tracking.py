@@ -50,7 +50,7 @@ def logged_text(service: str, logged: "Logged") -> str:
     'W&B: logged 3 trials, 1 failed (a: no answer)'
     """
     from flopwatch.cli.quantities import plural
-    from flopwatch.report.plain_text import one_line
+    from flopwatch.plain_text import one_line
 
     text = f"{service}: logged {plural(logged.count, 'trial')}"
     if logged.failures:

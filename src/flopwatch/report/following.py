@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flopwatch.trial_files import RESULTS
+from flopwatch.record_reading import BrokenRecordError
+from flopwatch.sweep_reading import RESULTS, NewerFormatError, result_from
 from flopwatch.trial_records import TrialResult
 
 _PAUSE_SECONDS = 0.5
@@ -42,6 +43,6 @@ def _appended(file: Path, offset: int) -> tuple[bytes, int]:
 
 def _result(line: bytes) -> TrialResult | None:
     try:
-        return TrialResult.from_json(json.loads(line))
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return result_from(json.loads(line))
+    except (ValueError, RecursionError, NewerFormatError, BrokenRecordError):
         return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flopwatch.optional import require_package
-from flopwatch.report.plain_text import plain
+from flopwatch.plain_text import plain
 from flopwatch.report.table import Table
 from flopwatch.report.table_columns import Kind
 

@@ -4,9 +4,9 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flopwatch.plain_text import one_line
 from flopwatch.report.capture import Capture
 from flopwatch.report.cells import MOST_FINITE
-from flopwatch.report.plain_text import one_line
 from flopwatch.report.table import result_row, whole_text
 from flopwatch.report.table_columns import COLUMNS
 from flopwatch.sinks.trial_runs import TrialRun

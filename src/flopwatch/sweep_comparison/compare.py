@@ -3,10 +3,10 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from flopwatch.plain_text import one_line
 from flopwatch.report.capture import Capture
 from flopwatch.report.cells import make_cell
 from flopwatch.report.columns import trainer_name
-from flopwatch.report.plain_text import one_line
 from flopwatch.sweep_comparison.pairing import Entry, disjoint_settings, entries, paired, setting_differences
 from flopwatch.sweep_comparison.ratios import overall, ratios
 from flopwatch.sweep_comparison.records import Difference, Overall, Pair, Quantity, Ratio, Side, SweepComparison
@@ -30,7 +30,7 @@ def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
         by_trainer=_by_trainer(pairs),
         only_a=tuple(entry.name for entry in pairing.only_a),
         only_b=tuple(entry.name for entry in pairing.only_b),
-        notes=_notes(in_a, in_b, pairs, environment),
+        notes=(*_troubles(a, b), *_notes(in_a, in_b, pairs, environment)),
     )
 
 
@@ -68,6 +68,10 @@ def _by_trainer(pairs: Sequence[Pair]) -> dict[str, dict[Quantity, Overall]]:
         if pair.ratios:
             members[pair.trainer].append(pair)
     return {trainer: overall(found) for trainer, found in members.items()}
+
+
+def _troubles(a: Capture, b: Capture) -> tuple[str, ...]:
+    return tuple(f"{side}: {one_line(trouble)}" for side, one in (("A", a), ("B", b)) for trouble in one.troubles)
 
 
 def _notes(

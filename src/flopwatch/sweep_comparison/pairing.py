@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
+from flopwatch.plain_text import one_line
 from flopwatch.report.capture import Capture
-from flopwatch.report.plain_text import one_line
 from flopwatch.sweep_comparison.records import Difference
 from flopwatch.trial_records import TrialResult, TrialSpec
 

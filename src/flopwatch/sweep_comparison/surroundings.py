@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from flopwatch.plain_text import one_line
 from flopwatch.report.denominators import denominators
 from flopwatch.report.environments import shown_settings
-from flopwatch.report.plain_text import one_line
 from flopwatch.sweep_comparison.records import Difference
 from flopwatch.trial_records import TrialResult
 
