@@ -130,10 +130,10 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _renamed(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """MLflow refuses the whole batch for one sign it does not know, and for one key twice."""
+    """MLflow refuses the whole batch for one sign it does not know, for `//`, and for one key twice."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        short = re.sub(r"[^/\w.\- :]", "_", key)[:_LONGEST_KEY].strip("/ ") or "_"
+        short = re.sub(r"[^\w.\- :]", "_", key)[:_LONGEST_KEY] or "_"
         number = 2
         name = short
         while name in found:
