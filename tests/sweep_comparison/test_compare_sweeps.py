@@ -138,7 +138,7 @@ def test_true_one_and_one_point_nought_are_three_settings():
         ran("standard", 1, 64, float(place + 1), options={"x": value}, name=f"a{place}")
         for place, value in enumerate(values)
     ]
-    b = [replace(result, name=f"b{result.name}") for result in a]
+    b = [replace(result, name=f"b{result.name}") for result in reversed(a)]
     assert [(pair.trial, pair.trial_b) for pair in compared(a, b).pairs] == [
         ("a0", "ba0"),
         ("a1", "ba1"),

@@ -32,12 +32,14 @@ class Column:
     kind: `text`, `integer`, `number` or `flag`.
     meaning: In words.
     read: The value of a trial; None where it is not known.
+    may_be_infinite: Epsilon without noise is; other infinite numbers are none.
     """
 
     name: str
     kind: Kind
     meaning: str
     read: Callable[[Trial], Any]
+    may_be_infinite: bool = False
 
 
 def _spec(name: str) -> Callable[[Trial], Any]:
@@ -163,7 +165,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("device_peak_kind", "text", "where that figure is from", _peak("kind")),
     Column("mfu", "number", "model FLOPs over the peak, as a fraction", _cell("mfu")),
     Column("hfu", "number", "hardware FLOPs over the peak, as a fraction", _cell("hfu")),
-    Column("epsilon", "number", "privacy spent by the training", _part("privacy", "epsilon")),
+    Column("epsilon", "number", "privacy spent by the training; inf without noise", _part("privacy", "epsilon"), True),
     Column("delta", "number", "for which", _part("privacy", "delta")),
     Column("noise_multiplier", "number", "epsilon is for it", _part("privacy", "noise_multiplier")),
     Column("sample_rate", "number", "chance of a sample to be in a batch", _part("privacy", "sample_rate")),
