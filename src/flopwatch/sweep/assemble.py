@@ -18,6 +18,16 @@ METRICS = "metrics.json"
 _PHASES = ("forward", "backward", "optimizer")
 
 
+def of_rank(file: str, rank: int) -> str:
+    """The name of a file that every process of a trial writes for itself; the first one's is the trial's.
+
+    >>> of_rank("exception.json", 0), of_rank("exception.json", 3)
+    ('exception.json', 'exception-3.json')
+    """
+    stem, _, ending = file.partition(".")
+    return f"{stem}-{rank}.{ending}" if rank else file
+
+
 def assemble(trial_dir: Path, spec: TrialSpec, rss_bytes: int | None) -> tuple[Measured, dict[str, Any], bool]:
     """What was measured, the environment, and whether the worker said that it is done.
 

@@ -2,13 +2,15 @@
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flopwatch.sweep.assemble import EXCEPTION, assemble
 from flopwatch.sweep.classify import Ending, OwnKill, classify, signal_name
+from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.heartbeat import Progress, read_progress
+from flopwatch.sweep.job_ending import job_evidence, of_job, with_first_cause
 from flopwatch.trial_files import log_file, read_json, trial_folder
 from flopwatch.trial_records import TrialResult, TrialSpec
 
@@ -31,6 +33,7 @@ class Seen:
         would_not_die: Processes left, stuck in the kernel.
         unix_time: When it began.
         seconds: How long it lived.
+        job_end: How its processes ended, where it has several.
     """
 
     pid: int
@@ -44,6 +47,7 @@ class Seen:
     would_not_die: list[int]
     unix_time: float
     seconds: float
+    job_end: JobEnd = field(default_factory=JobEnd)
 
 
 def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen: Seen) -> TrialResult:
@@ -61,7 +65,8 @@ def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen:
         has_own_group=seen.memory_limit.get("by") == "cgroup",
         log_tail=tail(log_file(sweep, name)),
     )
-    outcome, reason = classify(ending)
+    ending = with_first_cause(ending, seen.job_end)
+    outcome, reason = of_job(classify(ending), seen.job_end, ending)
     progress = Progress("done") if outcome == "ok" else read_progress(folder)
     return TrialResult(
         name=name,
@@ -96,6 +101,7 @@ def _evidence(ending: Ending, seen: Seen) -> dict[str, Any]:
         found["oom_kills"] = ending.oom_kills
     if seen.memory_limit:
         found["memory_limit"] = seen.memory_limit
+    found |= job_evidence(seen.job_end)
     if seen.would_not_die:
         found["would_not_die"] = seen.would_not_die
     return found

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -11,6 +11,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from flopwatch.errors import InputError
 from flopwatch.sweep.conditions import ConditionText
 from flopwatch.sweep.names import check_label
+from flopwatch.sweep.processes import ProcessPoint, check_processes, process_points
 from flopwatch.sweep.sizes import parse_bytes
 from flopwatch.sweep.trainers.names import canonical_trainer
 from flopwatch.trial_records import Limits, TrialSpec
@@ -76,6 +77,12 @@ class Matrix(BaseModel):
     dtypes: Annotated[list[str], Several, Field(validation_alias=AliasChoices("dtypes", "dtype"))] = ["fp32"]
     checkpointing: Annotated[list[bool], Several] = [False]
     seeds: Annotated[list[int], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
+    nodes: Annotated[list[PositiveInt], Several] = [1]
+    processes: Annotated[list[PositiveInt], Several] = []
+    layouts: Annotated[
+        list[Literal["ddp", "fsdp"]], Several, Field(validation_alias=AliasChoices("layouts", "layout"))
+    ] = []
+    gpus_per_node: PositiveInt | None = None
     device: str = "auto"
     steps: PositiveInt = 10
     warmup_steps: Annotated[int, Field(ge=0)] = 3
@@ -148,6 +155,7 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
         matrix.dtypes,
         matrix.checkpointing,
         matrix.seeds,
+        process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node),
         matrix.seq_lens,
         matrix.batch_sizes,
     )
@@ -161,6 +169,8 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
     kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
     if not kept:
         raise InputError(f"nothing to run: the matrix has {count} trials and `exclude` leaves none of them")
+    for spec in kept:
+        check_processes(spec)
     return kept
 
 
@@ -188,6 +198,7 @@ def _spec(
     dtype: str,
     checkpointing: bool,
     seed: int,
+    place: ProcessPoint,
     seq_len: int,
     batch_size: int,
     options: Mapping[str, Any],
@@ -207,11 +218,14 @@ def _spec(
         checkpointing=checkpointing,
         seed=seed,
         threads=matrix.threads,
-        gpus=matrix.gpus or 0.0,
+        gpus=matrix.gpus or float(matrix.gpus_per_node or 0),
         cpus=matrix.cpus,
         options={**options, **settings.options},
         trace=matrix.trace,
         limits=_limits(matrix.limits, is_command=trainer == "command"),
+        nodes=place.nodes,
+        processes=place.processes,
+        layout=place.layout,
     )
 
 

@@ -14,8 +14,9 @@ from torch import nn
 from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
 from flopwatch.models.load import load_model
 from flopwatch.records import Peak
-from flopwatch.sweep.assemble import MEASURED, STEPS
+from flopwatch.sweep.assemble import MEASURED, STEPS, of_rank
 from flopwatch.sweep.heartbeat import Heartbeat
+from flopwatch.sweep.rank_group import ALONE, RankGroup
 from flopwatch.sweep.step_cost import count_step
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
@@ -24,17 +25,22 @@ from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings
 from flopwatch.sweep.worker_clock import PARTS, peak_bytes, reset_peak, status_bytes, timed_step
 from flopwatch.sweep.worker_environment import describe_worker
 from flopwatch.sweep.worker_outputs import write_scalars, write_trace
-from flopwatch.trial_files import write_json
+from flopwatch.trial_files import read_lines, write_json
 from flopwatch.trial_records import Measured, MemoryUse, TrialSpec
 
 
-def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> None:
-    """All phases of one trial; everything known so far is in `measured.json` at any moment."""
-    trial = _TrialRun(trial_dir, spec, heartbeat)
+def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup = ALONE) -> None:
+    """All phases of one trial; everything known so far is in `measured.json` at any moment.
+
+    Of several processes each goes through all phases, and the first one writes what they measured together.
+    """
+    trial = _TrialRun(trial_dir, spec, heartbeat, ranks)
     trial.build()
-    with (trial_dir / STEPS).open("w", buffering=1) as rows:
+    own_steps = trial_dir / of_rank(STEPS, ranks.rank)
+    with own_steps.open("w", buffering=1) as rows:
         trial.run_steps("warmup", spec.warmup_steps, rows)
         trial.run_steps("measure", spec.steps, rows)
+    trial.tell_slowest_steps(own_steps)
     trial.measure_memory()
     trial.count_flops()
     if spec.trace:
@@ -43,10 +49,10 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> Non
 
 
 class _TrialRun:
-    def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> None:
-        self.trial_dir, self.spec, self._heartbeat = trial_dir, spec, heartbeat
+    def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup) -> None:
+        self.trial_dir, self.spec, self._heartbeat, self._ranks = trial_dir, spec, heartbeat, ranks
         self.run_dir = trial_dir.parent.parent / "runs" / trial_dir.name
-        self.device = _device(spec.device)
+        self.device = ranks.device(_device(spec.device))
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         self.measured = Measured(memory=MemoryUse(baseline_bytes=status_bytes("VmRSS")))
@@ -61,11 +67,15 @@ class _TrialRun:
         torch.manual_seed(self.spec.seed)
         model = _model(self.spec, str(self.device))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.batch = trial_batch(model, self.spec.batch_size, self.spec.seq_len, self.spec.seed, self.device)
-        settings = TrainerSettings(self.spec.batch_size, self.device, self.spec.dtype, self.spec.options)
-        self.trainer = load_trainer(self.spec.trainer)(model, settings)
+        whole = trial_batch(model, self.spec.batch_size, self.spec.seq_len, self.spec.seed, self.device)
+        self.batch, own_size = (
+            self._ranks.own_part(whole, self.spec.batch_size),
+            self._ranks.share(self.spec.batch_size),
+        )
+        settings = TrainerSettings(own_size, self.device, self.spec.dtype, self.spec.options)
+        self.trainer = load_trainer(self.spec.trainer)(self._ranks.laid_out(model, self.device), settings)
         self._note_memory("build")
-        self.measured = replace(self.measured, parameters=parameters, extra=_positions(self.batch))
+        self.measured = replace(self.measured, parameters=parameters, extra=_positions(whole))
         self.save()
 
     def run_steps(self, phase: str, count: int, rows: TextIO) -> None:
@@ -73,6 +83,12 @@ class _TrialRun:
             self._heartbeat.beat(phase, step)
             seconds = timed_step(self._parts(), self.device)
             rows.write(json.dumps({"phase": phase, "step": step, **seconds}) + "\n")
+
+    def tell_slowest_steps(self, own_steps: Path) -> None:
+        """A step of several processes takes as long as the slowest of them."""
+        rows = self._ranks.slowest_rows(list(read_lines(own_steps)))
+        if self._ranks.size > 1 and self._ranks.rank == 0:
+            own_steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def _parts(self) -> list[Any]:
         loss: list[Any] = []
@@ -94,6 +110,7 @@ class _TrialRun:
         if self.device.type == "cpu" and memory.rss_bytes is not None:  # this was a step like the others
             memory = replace(memory, rss_bytes=max([memory.rss_bytes, *memory.by_phase.values()]))
             self.measured = replace(self.measured, memory=memory)
+        self.measured = replace(self.measured, memory=self._ranks.job_memory(self.measured.memory))
         self.save()
 
     def _note_memory(self, part: str) -> None:
@@ -105,17 +122,24 @@ class _TrialRun:
     def count_flops(self) -> None:
         self._heartbeat.beat("flops")
         cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch)
-        peak = _peak(self.device, self.spec.dtype)
+        cost = self._ranks.job_cost(cost)
+        peak = self._ranks.job_peak(self.device, lambda: _peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
         self.save()
 
     def record_trace(self) -> None:
         self._heartbeat.beat("trace")
+        if self._ranks.rank > 0:  # the recorded process cannot make a step without the others
+            for part in self._parts():
+                part()
+            return
         path = write_trace(self.run_dir, lambda: [part() for part in self._parts()], self.device)
         self.measured = replace(self.measured, trace=os.path.relpath(path, self.trial_dir.parent.parent))
         self.save()
 
     def save(self, *, is_done: bool = False) -> None:
+        if self._ranks.rank > 0:
+            return
         if is_done:
             write_scalars(self.run_dir, self.trial_dir, self.spec, self.measured)
         content = {"done": is_done, "measured": asdict(self.measured), "environment": self.environment}

@@ -22,8 +22,10 @@ from typing import Any, TextIO
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.classify import OwnKill, signal_name
 from flopwatch.sweep.conclude import Seen, conclude
+from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.heartbeat import Progress, read_progress
 from flopwatch.sweep.memory_limit import limit_memory, own_oom_kills
+from flopwatch.sweep.start_nodes import RunningNodes, start_nodes
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
 from flopwatch.trial_files import log_file, read_json, trial_folder, write_json
 from flopwatch.trial_records import Limits, TrialResult, TrialSpec
@@ -80,8 +82,10 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
     began, kills_before = time.time(), own_oom_kills()
     limit = limit_memory(spec.limits.memory_bytes, name[-40:])
     try:
-        worker = start_worker(sweep, name, spec, limit, cwd)
-        watch = _watch(worker, trial_folder(sweep, name), spec, cancel)
+        nodes = start_nodes(sweep, name, spec, limit, cwd)
+        worker = nodes.agent if nodes else start_worker(sweep, name, spec, limit, cwd)
+        watch = _watch(worker, trial_folder(sweep, name), spec, cancel, nodes)
+        job_end = nodes.finish(at_once=watch.own_kill is not None) if nodes else JobEnd()
         seconds = time.time() - began
         would_not_die = process_tree.kill_descendants(os.getpid())
         # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
@@ -99,6 +103,7 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
             would_not_die=would_not_die,
             unix_time=began,
             seconds=seconds,
+            job_end=job_end,
         )
     finally:
         limit.close()
@@ -126,7 +131,11 @@ def _started(folder: Path) -> Any:
 
 
 def _watch(
-    worker: "subprocess.Popen[bytes]", folder: Path, spec: TrialSpec, cancel: Callable[[], str | None]
+    worker: "subprocess.Popen[bytes]",
+    folder: Path,
+    spec: TrialSpec,
+    cancel: Callable[[], str | None],
+    nodes: RunningNodes | None = None,
 ) -> _Watch:
     watch = _Watch()
     began = moved = time.monotonic()
@@ -146,7 +155,12 @@ def _watch(
         if watch.own_kill is not None:
             is_command = spec.trainer == "command"
             wants_stacks = watch.own_kill != "cancelled"
-            watch.stacks = end_worker(worker, folder, is_command=is_command, wants_stacks=wants_stacks)
+            if nodes and wants_stacks:
+                watch.stacks, wants_stacks = nodes.stacks(), False
+            stacks = end_worker(worker, folder, is_command=is_command, wants_stacks=wants_stacks)
+            watch.stacks = watch.stacks or stacks
+            break
+        if nodes and nodes.is_over():
             break
     else:
         _ask_who_sent_it(worker, watch, cancel)
