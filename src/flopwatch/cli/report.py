@@ -41,7 +41,7 @@ def report(
 
 def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
     from flopwatch.errors import InputError
-    from flopwatch.trial_files import RESULTS, SWEEP
+    from flopwatch.sweep_results import is_sweep_folder
 
     if (directory is None) == (logs_dir is None):
         raise InputError("name one folder: `flopwatch report DIR`, or its logs with --logs-dir DIR/logs")
@@ -49,8 +49,7 @@ def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
     if not folder.is_dir():
         raise InputError(f"{str(folder)!r} is not a folder; name the folder `flopwatch sweep` wrote")
     # The documents' user names the logs; a sweep's own folder is taken as it is, whatever it is called.
-    is_sweep = (folder / SWEEP).exists() or (folder / RESULTS).exists()
-    return folder if directory is not None or is_sweep else folder.resolve().parent
+    return folder if directory is not None or is_sweep_folder(folder) else folder.resolve().parent
 
 
 def _metrics(names: str | None) -> tuple[str, ...]:

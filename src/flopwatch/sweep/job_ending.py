@@ -17,7 +17,7 @@ def with_first_cause(ending: Ending, job: JobEnd) -> Ending:
         ending,
         exit_code=status if status is not None and status >= 0 else None,
         signal_number=-status if status is not None and status < 0 else None,
-        exception=job.first.exception,
+        exception=ending.exception if job.first.exception is not None else None,
         oom_kills=ending.oom_kills + job.oom_kills,
         has_finished=False,
     )

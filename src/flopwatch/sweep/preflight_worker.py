@@ -15,6 +15,7 @@ from torch import nn
 
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
 from flopwatch.models.load import load_model
+from flopwatch.plain_text import cut
 from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
 from flopwatch.sweep.step_cost import count_plain
 from flopwatch.sweep.trainers.batch import trial_batch
@@ -27,6 +28,7 @@ from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dr
 from flopwatch.sweep.trainers.protocol import TrainerSettings
 from flopwatch.sweep.trainers.tiny_copy import tiny_copies
 from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure
+from flopwatch.sweep.worker_exception import message_of
 from flopwatch.trial_files import read_json
 
 _BATCH_SIZE, _SEQ_LEN = 3, 8
@@ -56,7 +58,7 @@ def preflight(request: Request) -> PreflightResult:
         result = _with_facts(result)
         result = _tried(result, request)
     except (InputError, MissingDependencyError) as error:  # the trial would say the same, after taking a slot
-        result = replace(result, supported=False, reason=str(error))
+        result = replace(result, supported=False, reason=cut(message_of(error), 1000))
     except Exception as error:  # a user's trainer or model may raise anything; that must not cost the other pairs
         result = replace(result, tried=False, reason=f"not tried: {_said(error)}")
     return replace(result, seconds=time.perf_counter() - begin)
@@ -167,7 +169,7 @@ def _is_random(tiny: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return cut(f"{type(error).__name__}: {(message_of(error).strip() or 'no message').splitlines()[0]}", 1000)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main(trial_dir: Path) -> int:
     except BaseException as error:
         content = {**describe_exception(error), "rank": rank, "unix_time": time.time(), "lost_peer": lost_peer(error)}
         write_json(trial_dir / exception_file(rank), content)
-        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.write(str(content["traceback"]))
         code = error.code if isinstance(error, SystemExit) else 1
         return code if isinstance(code, int) else 1
     return 0

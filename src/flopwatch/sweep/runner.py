@@ -10,10 +10,11 @@ from flopwatch.sweep import process_tree
 from flopwatch.sweep.conclude import tail
 from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
-from flopwatch.sweep.folder import prepare, record, result_file
+from flopwatch.sweep.folder import prepare, record, restore_lists, result_file
 from flopwatch.sweep.inference import inferred, proves_too_large
+from flopwatch.sweep.observing import SafeObserver
 from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
-from flopwatch.trial_files import log_file, read_result
+from flopwatch.trial_files import SWEEP, log_file, read_result
 from flopwatch.trial_records import TrialResult
 
 _TICK_SECONDS = 0.25
@@ -22,7 +23,7 @@ Refusal = Callable[[Trial], str | None]
 
 
 class Observer(Protocol):
-    """Is told what happens; the command line draws its table from it."""
+    """Is told what happens; the command line draws its table from it. One that raises is not called again."""
 
     def started(self, trial: Trial) -> None: ...
 
@@ -57,13 +58,16 @@ def run_plan(
     Args:
         plan: From `make_plan`.
         engine: Where trials are placed.
-        observer: Is told.
+        observer: Is told; whatever it raises does not end the sweep.
         stop: Looked at several times a second.
         refuse: Says why a trial cannot run at all (its preflight failed), before a slot is used.
     """
     counts: dict[str, int] = {}
+    observer = SafeObserver(observer)
 
     def note(result: TrialResult) -> None:
+        if not (_sweep(plan) / SWEEP).exists():
+            restore_lists(_sweep(plan), plan.trials, plan.kept.values(), engine.name)
         record(_sweep(plan), result)
         counts[result.outcome] = counts.get(result.outcome, 0) + 1
         observer.ended(result)

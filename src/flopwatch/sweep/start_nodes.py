@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flopwatch.sweep.assemble import EXCEPTION
 from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.memory_limit import MemoryLimit
 from flopwatch.sweep.processes import world_size
 from flopwatch.sweep.worker_process import start_worker
-from flopwatch.trial_files import trial_folder
+from flopwatch.trial_files import trial_folder, write_json
 from flopwatch.trial_records import TrialSpec
 
 if TYPE_CHECKING:
@@ -25,10 +26,13 @@ class RunningNodes:
     """The nodes of a running trial.
 
     Attributes:
+        trial_dir: Its folder.
+        nodes: Their agents, as far as they have come.
         agent: The first node's agent.
         srun: What runs the agents of the other nodes under Slurm.
     """
 
+    trial_dir: Path
     nodes: "JobNodes"
     agent: "subprocess.Popen[bytes]"
     srun: "subprocess.Popen[bytes] | None" = None
@@ -42,7 +46,10 @@ class RunningNodes:
         return self.nodes.stacks()
 
     def finish(self, *, at_once: bool) -> JobEnd:
+        """Ends all of it. The exception that came first becomes the trial's, read like that of any worker."""
         end = self.nodes.finish(at_once=at_once)
+        if end.first is not None and end.first.exception is not None:
+            write_json(self.trial_dir / EXCEPTION, end.first.exception)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.agent.wait(_SRUN_SECONDS)
         if self.srun is not None:
@@ -63,10 +70,10 @@ def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd
     secret = {TOKEN: nodes.token}
     agent = start_worker(sweep, name, spec, limit, cwd, nodes.agent_command(folder, 0), secret)
     if spec.nodes == 1 or LISTENER in os.environ:
-        return RunningNodes(nodes, agent)
+        return RunningNodes(folder, nodes, agent)
     here = os.uname().nodename
     command = [*srun_command(spec), *nodes.agent_command(folder, "slurm", here)]
-    return RunningNodes(nodes, agent, start_worker(sweep, name, spec, limit, cwd, command, secret))
+    return RunningNodes(folder, nodes, agent, start_worker(sweep, name, spec, limit, cwd, command, secret))
 
 
 def srun_command(spec: TrialSpec) -> list[str]:

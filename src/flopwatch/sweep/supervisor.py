@@ -14,21 +14,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from flopwatch.file_reading import UnreadableError, load_json
+from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.classify import OwnKill, signal_name
 from flopwatch.sweep.conclude import Seen, conclude
+from flopwatch.sweep.deleted import deleted_places, restore_folder, told_deleted
 from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.heartbeat import Progress, read_progress
 from flopwatch.sweep.memory_limit import limit_memory, own_oom_kills
 from flopwatch.sweep.start_nodes import RunningNodes, start_nodes
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
-from flopwatch.trial_files import log_file, read_json, trial_folder, write_json
-from flopwatch.trial_records import Limits, TrialResult, TrialSpec
+from flopwatch.trial_files import log_file, trial_folder, write_json
+from flopwatch.trial_records import FORMAT, Limits, TrialResult, TrialSpec
 
 SPEC, STARTED, RESULT = "spec.json", "started.json", "result.json"
 CORES = "FLOPWATCH_CORES"
@@ -40,6 +43,21 @@ _AFTER_THE_STEPS = ("memory", "flops", "trace")
 
 class AlreadyStartedError(Exception):
     """Somebody runs this trial, or ran it before: nothing is run twice."""
+
+
+class UnusableSpecError(Exception):
+    """There is no `spec.json` that can be read: nobody knows what to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What `spec.json` must have."""
+
+    spec: TrialSpec
+    key: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    cwd: str | None = None
+    format: int = FORMAT
 
 
 @dataclass
@@ -65,28 +83,49 @@ def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda:
 
     Raises:
         AlreadyStartedError: It was started before.
+        UnusableSpecError: Its `spec.json` cannot be read.
     """
     sweep = sweep.resolve()
     folder = trial_folder(sweep, name)
-    job: dict[str, Any] = read_json(folder / SPEC)
-    spec = TrialSpec.from_json(job["spec"])
+    job, spec = _read_job(folder)
     process_tree.adopt_orphans()
-    with _started(folder):
+    with _started(folder) as claim:
         seen = _run(sweep, name, spec, job.get("cwd"), cancel)
-        result = conclude(sweep, name, job, spec, seen)
+        deleted = deleted_places(sweep, name, claim)
+        result = told_deleted(conclude(sweep, name, job, spec, seen), deleted)
+        if deleted:
+            restore_folder(sweep, name, job)
         write_json(folder / RESULT, result.to_json())
     return result
 
 
+def _read_job(folder: Path) -> tuple[dict[str, Any], TrialSpec]:
+    """What `spec.json` holds: the whole of it, and the configuration."""
+    try:
+        content = load_json(folder / SPEC)
+        job = read_record(_Job, content)
+        cleaned: dict[str, Any] = clean_value(content)
+    except FileNotFoundError:
+        raise UnusableSpecError(f"{folder / SPEC} does not exist") from None
+    except (UnreadableError, BrokenRecordError) as error:
+        raise UnusableSpecError(f"{folder / SPEC} is damaged: {error}") from None
+    if job.format > FORMAT:
+        raise UnusableSpecError(
+            f"{folder / SPEC} is of format {job.format} and this flopwatch reads up to {FORMAT}: update it on this node"
+        )
+    return cleaned, job.spec
+
+
 def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Callable[[], str | None]) -> Seen:
-    began, kills_before = time.time(), own_oom_kills()
+    # The system's clock may jump, by an hour or by the years a machine without a battery is behind.
+    unix_time, began, kills_before = time.time(), time.monotonic(), own_oom_kills()
     limit = limit_memory(spec.limits.memory_bytes, name[-40:])
     try:
         nodes = start_nodes(sweep, name, spec, limit, cwd)
         worker = nodes.agent if nodes else start_worker(sweep, name, spec, limit, cwd)
         watch = _watch(worker, trial_folder(sweep, name), spec, cancel, nodes)
         job_end = nodes.finish(at_once=watch.own_kill is not None) if nodes else JobEnd()
-        seconds = time.time() - began
+        seconds = time.monotonic() - began
         would_not_die = process_tree.kill_descendants(os.getpid())
         # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
         largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
@@ -101,7 +140,7 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
             oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
             memory_limit={} if limit.kind == "none" else {"by": limit.kind, **life},
             would_not_die=would_not_die,
-            unix_time=began,
+            unix_time=unix_time,
             seconds=seconds,
             job_end=job_end,
         )
@@ -125,7 +164,7 @@ def _started(folder: Path) -> Any:
         fcntl.flock(handle, fcntl.LOCK_EX)
         facts = {"pid": os.getpid(), "host": os.uname().nodename, "unix_time": time.time()}
         os.write(handle, json.dumps(facts).encode())
-        yield
+        yield handle
     finally:
         os.close(handle)
 
@@ -215,6 +254,9 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
         supervise(sweep, name, cancel=lambda: stop[0] if stop else None)
     except AlreadyStartedError as error:
         errors.write(f"flopwatch: {error}; nothing was run\n")
+    except UnusableSpecError as error:
+        errors.write(f"flopwatch: {error}; nothing was run\n")
+        return 1
     return 0
 
 
