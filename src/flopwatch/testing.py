@@ -262,6 +262,9 @@ class InProcessEngine:
         self._ended.clear()
         return ended
 
+    def withdraw(self) -> Sequence[str]:
+        return ()
+
     def cancel(self) -> None:
         pass
 

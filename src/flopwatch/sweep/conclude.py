@@ -95,6 +95,7 @@ def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen:
         command=f"flopwatch trial --spec {shlex.quote(str(folder / 'spec.json'))}",
         log_tail=ending.log_tail if outcome != "ok" else "",
         stacks=seen.stacks,
+        earlier_attempts=tuple(job.get("earlier_attempts", ())),
     )
 
 

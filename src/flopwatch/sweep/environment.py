@@ -18,7 +18,7 @@ from flopwatch.version import __version__
 _PACKAGES = ("torch", "opacus", "transformers")
 _OF_THIS_HOST = ("cpu", "gpus", "driver")
 _LARGEST_SOURCE = 16 << 20
-"""A command may name its data too, and gigabytes are not read: of a larger file, size and time stand for its content."""
+"""A command may name its data too, and gigabytes are not read: size and time stand for a larger file's content."""
 
 _NO_SOURCES = ("/proc/", "/sys/")
 """What the kernel makes up: its files call themselves regular, change by themselves, and may wait for ever."""
@@ -41,13 +41,14 @@ def machine() -> dict[str, Any]:
 
 
 def fingerprint(spec: TrialSpec, *, is_here: bool = True) -> dict[str, Any]:
-    """The machine, and the user's own code that the trial runs: their trainer, model, config file, command's files.
+    """The machine, and the user's own code that the trial runs: their trainer, model, batch, config file, command's
+    files.
 
     Args:
         spec: The trial.
         is_here: False for a cluster, where trials run on other hosts than this one: its devices are left out.
     """
-    names = (spec.trainer, spec.model) if spec.command is None else _words(spec.command)
+    names = (spec.trainer, spec.model, *filter(None, [spec.batch])) if spec.command is None else _words(spec.command)
     sources = {name: digest for name in names if (digest := _source_digest(name))}
     host = {name: fact for name, fact in machine().items() if is_here or name not in _OF_THIS_HOST}
     return {**host, **({"sources": sources} if sources else {})}

@@ -3,13 +3,13 @@
 import contextlib
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from flopwatch.errors import InputError
 from flopwatch.file_reading import UnreadableError, opened_regular, read_object
+from flopwatch.sweep.attempts import free_name, put_aside
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.environment import fingerprint
 from flopwatch.sweep.supervisor import RESULT, SPEC, STARTED
@@ -86,17 +86,10 @@ def _clear_the_way(sweep: Path) -> None:
 def _put_aside(sweep: Path, file: Path) -> None:
     """Rename it to a name of its own in `earlier`; nothing is ever overwritten."""
     if file == sweep / "earlier":
-        file.rename(_free_name(sweep / "earlier-damaged"))
+        file.rename(free_name(sweep / "earlier-damaged"))
         return
     (sweep / "earlier").mkdir(exist_ok=True)
-    file.rename(_free_name(sweep / "earlier" / file.name))
-
-
-def _free_name(place: Path) -> Path:
-    number = 1
-    while os.path.lexists(f"{place}.{number}"):
-        number += 1
-    return Path(f"{place}.{number}")
+    file.rename(free_name(sweep / "earlier" / file.name))
 
 
 def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
@@ -118,8 +111,8 @@ def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
 def prepare(trial: Trial) -> None:
     """Make the trial's folder with its `spec.json`; what an earlier attempt left is moved aside."""
     folder = trial_folder(trial.sweep, trial.name)
-    if _is_used(folder):
-        _move_aside(trial.sweep, trial.name)
+    if has_begun(trial.sweep, trial.name):
+        put_aside(trial.sweep, trial.name)
     for file, is_right in (
         (log_file(trial.sweep, trial.name), Path.is_file),
         (run_folder(trial.sweep, trial.name), Path.is_dir),
@@ -135,28 +128,20 @@ def prepare(trial: Trial) -> None:
         "spec": trial.spec.to_json(),
         "environment": fingerprint(trial.spec),
         "cwd": os.getcwd(),
+        "retries": trial.retries,
+        "earlier_attempts": list(trial.earlier_attempts),
     }
     write_json(folder / SPEC, content)
 
 
-def _is_used(folder: Path) -> bool:
+def has_begun(sweep: Path, name: str) -> bool:
     """Whether an earlier attempt, or anything that is no trial's, lies there."""
+    folder = trial_folder(sweep, name)
     if not folder.is_dir():
         return os.path.lexists(folder)
     spec = folder / SPEC
     has_odd_spec = os.path.lexists(spec) and (not spec.is_file() or read_object(spec).get("format") != FORMAT)
     return has_odd_spec or any(os.path.lexists(folder / name) for name in (STARTED, RESULT))
-
-
-def _move_aside(sweep: Path, name: str) -> None:
-    place = _free_name(sweep / "earlier" / name)
-    place.parent.mkdir(exist_ok=True)
-    trial_folder(sweep, name).rename(place)
-    if not place.is_dir():
-        return
-    for source, target in ((log_file(sweep, name), place / "log.txt"), (run_folder(sweep, name), place / "run")):
-        if os.path.lexists(source) and not os.path.lexists(target):
-            shutil.move(source, target)
 
 
 def is_supervised(sweep: Path, name: str) -> bool:

@@ -10,6 +10,7 @@ import yaml
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from flopwatch.errors import InputError
+from flopwatch.models.presets import image_preset
 from flopwatch.plain_text import cut
 from flopwatch.sweep.conditions import ConditionText
 from flopwatch.sweep.names import check_label
@@ -27,6 +28,10 @@ def _as_list(value: Any) -> Any:
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")]
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _none_for_word(value: Any) -> Any:
+    return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
 
 
 Several = BeforeValidator(_as_list)
@@ -80,6 +85,12 @@ class Matrix(BaseModel):
     ] = [512, 1024]
     dtypes: Annotated[list[str], Several, Field(validation_alias=AliasChoices("dtypes", "dtype"))] = ["fp32"]
     checkpointing: Annotated[list[bool], Several] = [False]
+    micro_batch_sizes: Annotated[
+        list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]],
+        Several,
+        Field(validation_alias=AliasChoices("micro_batch_sizes", "micro_batch_size")),
+    ] = [None]
+    batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     seeds: Annotated[list[int], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
     nodes: Annotated[list[PositiveInt], Several] = [1]
     processes: Annotated[list[PositiveInt], Several] = []
@@ -192,6 +203,7 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
         process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node),
         matrix.seq_lens,
         matrix.batch_sizes,
+        matrix.micro_batch_sizes,
     )
     for place in (matrix.options, *(entry.options for entry in matrix.trainers)):
         _check_options(place)
@@ -250,14 +262,16 @@ def _spec(
     place: ProcessPoint,
     seq_len: int,
     batch_size: int,
+    micro_batch_size: int | None,
     options: Mapping[str, Any],
 ) -> TrialSpec:
     settings, trainer, label = entry
+    images = image_preset(model)
     return TrialSpec(
         trainer=trainer,
         model=model,
         batch_size=batch_size,
-        seq_len=seq_len,
+        seq_len=seq_len if images is None else images.image_size,  # so that several lengths are one trial
         label=label,
         command=settings.command,
         dtype=dtype,
@@ -275,6 +289,8 @@ def _spec(
         nodes=place.nodes,
         processes=place.processes,
         layout=place.layout,
+        batch=matrix.batch,
+        micro_batch_size=micro_batch_size,
     )
 
 

@@ -21,8 +21,10 @@ from flopwatch.sweep.step_cost import count_step
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
 from flopwatch.sweep.trainers.load import load_trainer
+from flopwatch.sweep.trainers.micro_batches import micro_batches
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings
-from flopwatch.sweep.worker_clock import PARTS, peak_bytes, reset_peak, status_bytes, timed_step
+from flopwatch.sweep.training_step import StepPart, run_step, step_parts
+from flopwatch.sweep.worker_clock import peak_bytes, reset_peak, status_bytes, timed_step
 from flopwatch.sweep.worker_environment import describe_worker
 from flopwatch.sweep.worker_outputs import write_scalars, write_trace
 from flopwatch.trial_files import read_lines, write_json
@@ -59,6 +61,7 @@ class _TrialRun:
         self.environment = describe_worker(self.device)
         self.trainer: Trainer
         self.batch: Mapping[str, Any]
+        self._batches: list[Mapping[str, Any]]
 
     def build(self) -> None:
         self._heartbeat.beat("build")
@@ -67,12 +70,11 @@ class _TrialRun:
         torch.manual_seed(self.spec.seed)
         model = _model(self.spec, str(self.device))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        whole = trial_batch(model, self.spec.batch_size, self.spec.seq_len, self.spec.seed, self.device)
-        self.batch, own_size = (
-            self._ranks.own_part(whole, self.spec.batch_size),
-            self._ranks.share(self.spec.batch_size),
-        )
-        settings = TrainerSettings(own_size, self.device, self.spec.dtype, self.spec.options)
+        spec = self.spec
+        whole = trial_batch(model, spec.batch_size, spec.seq_len, spec.seed, self.device, spec.batch)
+        self.batch, size = self._ranks.own_part(whole, spec.batch_size), self._ranks.share(spec.batch_size)
+        self._batches = micro_batches(self.batch, spec.micro_batch_size)
+        settings = TrainerSettings(size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
         self.trainer = load_trainer(self.spec.trainer)(self._ranks.laid_out(model, self.device), settings)
         self._note_memory("build")
         self.measured = replace(self.measured, parameters=parameters, extra=_positions(whole))
@@ -90,19 +92,14 @@ class _TrialRun:
         if self._ranks.size > 1 and self._ranks.rank == 0:
             own_steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def _parts(self) -> list[Any]:
-        loss: list[Any] = []
-        return [
-            lambda: loss.append(self.trainer.forward(self.batch)),
-            lambda: self.trainer.backward(loss.pop()),
-            self.trainer.update,
-        ]
+    def _parts(self) -> list[StepPart]:
+        return step_parts(self.trainer, self._batches)
 
     def measure_memory(self) -> None:
         """One step more, with the peak set back before each part; the whole run's peak is read first."""
         self._heartbeat.beat("memory")
         self.measured = replace(self.measured, memory=_whole_run(self.measured.memory, self.device))
-        for name, part in zip(PARTS, self._parts(), strict=True):
+        for name, part in self._parts():
             reset_peak(self.device)
             part()
             self._note_memory(name)
@@ -117,11 +114,13 @@ class _TrialRun:
         peak = peak_bytes(self.device)
         if peak is not None:
             memory = self.measured.memory
+            peak = max(peak, memory.by_phase.get(part, 0))  # a batch in micro-batches has several of each part
             self.measured = replace(self.measured, memory=replace(memory, by_phase={**memory.by_phase, part: peak}))
 
     def count_flops(self) -> None:
         self._heartbeat.beat("flops")
-        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch)
+        size = self.spec.micro_batch_size
+        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size)
         cost = self._ranks.job_cost(cost)
         peak = self._ranks.job_peak(self.device, lambda: _peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
@@ -130,10 +129,9 @@ class _TrialRun:
     def record_trace(self) -> None:
         self._heartbeat.beat("trace")
         if self._ranks.rank > 0:  # the recorded process cannot make a step without the others
-            for part in self._parts():
-                part()
+            run_step(self._parts())
             return
-        path = write_trace(self.run_dir, lambda: [part() for part in self._parts()], self.device)
+        path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
         self.measured = replace(self.measured, trace=os.path.relpath(path, self.trial_dir.parent.parent))
         self.save()
 

@@ -65,6 +65,7 @@ def _other_settings(spec: TrialSpec) -> dict[str, Any]:
         "nodes": spec.nodes,
         "processes": spec.processes,
         "layout": spec.layout,
+        "micro": spec.micro_batch_size,
     }
     return fixed | {f"options.{name}": value for name, value in spec.options.items()}
 
@@ -81,7 +82,7 @@ def _part(key: str, settings: Mapping[str, Any]) -> str:
     value = settings[key]
     if key == "ckpt":
         return "ckpt" if value else ""
-    if key == "layout" and value is None:  # of a single process
+    if key in ("layout", "micro") and value is None:  # of a single process; of the whole batch
         return ""
     if key == "model":
         return slug(_model_word(str(value)))

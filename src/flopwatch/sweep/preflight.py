@@ -158,6 +158,7 @@ def _requests(specs: Sequence[TrialSpec]) -> dict[Pair, dict[str, Any]]:
         if spec.trainer == COMMAND:
             continue
         known = asked.setdefault(pair_of(spec), {**pair_of(spec)._asdict(), "options": dict(spec.options)})
+        known["batch"] = spec.batch
         for name, value in (("batch_size", spec.batch_size), ("seq_len", spec.seq_len)):
             known[name] = min(value, known.get(name, value))
     return asked

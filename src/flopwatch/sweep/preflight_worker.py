@@ -22,7 +22,7 @@ from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
 from flopwatch.sweep.trainers.layer_paths import layer_paths
 from flopwatch.sweep.trainers.load import load_trainer
-from flopwatch.sweep.trainers.losses import own_loss
+from flopwatch.sweep.trainers.losses import forward_inputs, own_loss
 from flopwatch.sweep.trainers.names import LABELS, PRIVATE
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
 from flopwatch.sweep.trainers.protocol import TrainerSettings
@@ -55,7 +55,7 @@ def preflight(request: Request) -> PreflightResult:
     pair = {name: request[name] for name in ("trainer", "model", "checkpointing", "dtype")}
     result = PreflightResult(**pair, supported=True, batch_size=request["batch_size"], seq_len=request["seq_len"])
     try:
-        result = _with_facts(result)
+        result = _with_facts(result, request.get("batch"))
         result = _tried(result, request)
     except (InputError, MissingDependencyError) as error:  # the trial would say the same, after taking a slot
         result = replace(result, supported=False, reason=cut(message_of(error), 1000))
@@ -64,23 +64,24 @@ def preflight(request: Request) -> PreflightResult:
     return replace(result, seconds=time.perf_counter() - begin)
 
 
-def _with_facts(result: PreflightResult) -> PreflightResult:
+def _with_facts(result: PreflightResult, function: str | None) -> PreflightResult:
     """What the full model says of itself, without weights."""
     full = load_model(result.model)
     result = replace(result, parameters=sum(parameter.numel() for parameter in full.parameters()))
     if result.batch_size and result.seq_len:
-        result = replace(result, model_flops=_model_flops(result.model, result.batch_size, result.seq_len))
+        flops = _model_flops(result.model, result.batch_size, result.seq_len, function)
+        result = replace(result, model_flops=flops)
     if result.trainer in PRIVATE:
         result = replace(result, layers=layer_paths(result.trainer, full))
     return result
 
 
 @functools.cache
-def _model_flops(model: str, batch_size: int, seq_len: int) -> int | None:
+def _model_flops(model: str, batch_size: int, seq_len: int, function: str | None) -> int | None:
     """The same whichever trainer runs, and with checkpointing too."""
     full = load_model(model)
     try:
-        return count_plain(full, trial_batch(full, batch_size, seq_len, 0, "cpu"), "full").model_flops
+        return count_plain(full, trial_batch(full, batch_size, seq_len, 0, "cpu", function), "full").model_flops
     except FlopwatchError:
         return None
 
@@ -117,14 +118,14 @@ def _tried_on(tiny: nn.Module, result: PreflightResult, request: Request) -> Pre
         raise
     except Exception as error:
         if result.trainer in PRIVATE:
-            raise UnsupportedError(explain_failure(result.trainer, _idle_parameters(tiny), error)) from error
+            raise UnsupportedError(explain_failure(result.trainer, _idle_parameters(tiny, request), error)) from error
         raise
-    return _compared(tiny, result) if result.trainer in PRIVATE else result
+    return _compared(tiny, result, request) if result.trainer in PRIVATE else result
 
 
 def _run_step(trainer: str, model: nn.Module, request: Request) -> None:
     device = torch.device("cpu")
-    batch = trial_batch(model, _BATCH_SIZE, _SEQ_LEN, 0, device)
+    batch = trial_batch(model, _BATCH_SIZE, _SEQ_LEN, 0, device, request.get("batch"))
     settings = TrainerSettings(_BATCH_SIZE, device, request["dtype"], request["options"])
     instance = load_trainer(trainer)(model, settings)
     instance.backward(instance.forward(batch))
@@ -133,10 +134,11 @@ def _run_step(trainer: str, model: nn.Module, request: Request) -> None:
     _check_finite("weights", model.parameters())
 
 
-def _idle_parameters(tiny: nn.Module) -> list[str]:
-    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu")
+def _idle_parameters(tiny: nn.Module, request: Request) -> list[str]:
+    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", request.get("batch"))
     names, parameters = zip(*((n, p) for n, p in tiny.named_parameters() if p.requires_grad), strict=True)
-    gradients = torch.autograd.grad(own_loss(tiny, tiny(**batch), batch), parameters, allow_unused=True)
+    loss = own_loss(tiny, tiny(**forward_inputs(tiny, batch)), batch)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
 
 
@@ -145,9 +147,9 @@ def _check_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
         raise UnsupportedError(f"the {what} are not finite after one step of a tiny copy")
 
 
-def _compared(tiny: nn.Module, result: PreflightResult) -> PreflightResult:
+def _compared(tiny: nn.Module, result: PreflightResult, request: Request) -> PreflightResult:
     """A step that runs may still clip wrongly: hold it against a loop over the samples."""
-    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu")
+    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", request.get("batch"))
     try:
         difference = parity(tiny, batch, trainers=[result.trainer])[result.trainer]
     except Exception as error:

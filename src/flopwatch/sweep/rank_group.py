@@ -18,6 +18,7 @@ from flopwatch.records import Peak
 from flopwatch.sweep.job_figures import job_cost, job_memory, job_peak, slowest_rows
 from flopwatch.sweep.processes import check_processes, needs_one_process, world_size
 from flopwatch.sweep.trainers.layouts import laid_out
+from flopwatch.sweep.trainers.micro_batches import batch_rows, micro_batches
 from flopwatch.trial_records import MemoryUse, StepCost, TrialSpec
 
 _LEAST_TIMEOUT_SECONDS = 1800.0
@@ -90,11 +91,19 @@ class ManyRanks(RankGroup):
         return own
 
     def own_part(self, batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
-        count = self.share(batch_size)
-        rows = slice(self.rank * count, (self.rank + 1) * count)
-        return {
-            name: value[rows].clone() if _has_samples(value, batch_size) else value for name, value in batch.items()
-        }
+        """
+        Raises:
+            UnsupportedError: The batch is not one of so many samples.
+        """
+        rows = batch_rows(batch)
+        if rows != batch_size:
+            raise UnsupportedError(
+                f"the batch has {rows} rows for {batch_size} samples, so {self.size} processes cannot share it; make "
+                "a batch with one row for each sample, or leave nodes and processes out"
+            )
+        part = micro_batches(batch, self.share(batch_size))[self.rank]
+        # A view would keep the samples of all processes in memory.
+        return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in part.items()}
 
     def laid_out(self, model: nn.Module, device: torch.device) -> nn.Module:
         return laid_out(model, self._layout, device)
@@ -132,7 +141,3 @@ ALONE = RankGroup()
 
 def rank_group(spec: TrialSpec) -> RankGroup:
     return ManyRanks(spec) if world_size(spec) > 1 else ALONE
-
-
-def _has_samples(value: Any, batch_size: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size

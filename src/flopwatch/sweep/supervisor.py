@@ -28,6 +28,7 @@ from flopwatch.sweep.deleted import deleted_places, restore_folder, told_deleted
 from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.heartbeat import Progress, read_progress
 from flopwatch.sweep.memory_limit import limit_memory, own_oom_kills
+from flopwatch.sweep.requeued import slurm_life, takes_over
 from flopwatch.sweep.start_nodes import RunningNodes, start_nodes
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
 from flopwatch.trial_files import log_file, trial_folder, write_json
@@ -162,7 +163,7 @@ def _started(folder: Path) -> Any:
         raise AlreadyStartedError(f"{folder / STARTED} exists: this trial was started before") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        facts = {"pid": os.getpid(), "host": os.uname().nodename, "unix_time": time.time()}
+        facts = {"pid": os.getpid(), "host": os.uname().nodename, "unix_time": time.time(), **slurm_life()}
         os.write(handle, json.dumps(facts).encode())
         yield handle
     finally:
@@ -250,6 +251,8 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
         return 1  # who asked for this trial is gone already
     if cores := os.environ.get(CORES):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    if not takes_over(sweep.resolve(), name):
+        return 0
     try:
         supervise(sweep, name, cancel=lambda: stop[0] if stop else None)
     except AlreadyStartedError as error:

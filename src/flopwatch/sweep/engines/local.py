@@ -98,6 +98,10 @@ class LocalEngine:
             for handle in handles:
                 os.close(handle)
 
+    def withdraw(self) -> Sequence[str]:
+        """Nothing is queued: what is placed runs."""
+        return ()
+
     def cancel(self) -> None:
         for running in self._running.values():
             with contextlib.suppress(ProcessLookupError):

@@ -13,12 +13,24 @@ class Trial:
     """A trial whose folder is ready: `trials/NAME/spec.json` is written.
 
     What an engine starts, in a process of its own: `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`.
+
+    Attributes:
+        sweep: The sweep's folder.
+        name: Of the trial.
+        key: Hash of its content.
+        spec: Its configuration.
+        retries: How often it is tried again at most when it is lost.
+        earlier_attempts: Those that were lost, as `TrialResult.earlier_attempts`.
+        avoid: Hosts to keep it from, where the engine can.
     """
 
     sweep: Path
     name: str
     key: str
     spec: TrialSpec
+    retries: int = 0
+    earlier_attempts: tuple[Mapping[str, Any], ...] = ()
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,12 @@ class Engine(Protocol):
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         """The trials that ended since; returns at the first end, or with nothing after so many seconds."""
+
+    def withdraw(self) -> Sequence[str]:
+        """Take back what is placed and has not begun; the names of those that are back since the last call.
+
+        Called again and again once nothing new is to start. An engine without this method has nothing queued.
+        """
 
     def cancel(self) -> None:
         """Kill everything that runs, trees included. The ends still come out of `wait`."""
