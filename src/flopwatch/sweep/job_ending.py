@@ -32,9 +32,7 @@ def of_job(ended: tuple[Outcome, str], job: JobEnd, ending: Ending) -> tuple[Out
         return outcome, f"{_who(job.first)}: {reason}"
     if job.lost:
         return "lost", job.lost
-    return (
-        ("error", f"torchrun could not bring its processes together: {_first_line(job.error)}") if job.error else ended
-    )
+    return ("error", f"its processes could not be brought together: {_first_line(job.error)}") if job.error else ended
 
 
 def job_evidence(job: JobEnd) -> dict[str, Any]:

@@ -38,6 +38,14 @@ def split_messages(buffer: bytes) -> tuple[list[Message], bytes]:
     return messages, rest
 
 
+def keep_alive(connection: socket.socket) -> None:
+    """A host that vanishes without a word is noticed within two minutes."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def read_lines_of(connection: socket.socket) -> Iterator[Message]:
     """Messages as they come, until the other side is gone."""
     buffer = b""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.sweep.first_cause import JobEnd, RankEnd, first_cause, is_certain
-from flopwatch.sweep.job_messages import LISTENER, TOKEN, Message, split_messages, written
+from flopwatch.sweep.job_messages import LISTENER, TOKEN, Message, keep_alive, split_messages, written
 
 _COME_SECONDS = 600.0
 _OTHERS_SECONDS = 5.0
@@ -58,6 +58,7 @@ class JobNodes:
         self._peers: list[_Peer] = []
         self._made = time.monotonic()
         self._has_begun = False
+        self._gone: Message = {}
 
     @property
     def port(self) -> int:
@@ -89,6 +90,7 @@ class JobNodes:
             while True:
                 connection = self._listener.accept()[0]
                 connection.setblocking(False)
+                keep_alive(connection)
                 self._peers.append(_Peer(connection))
 
     def _hear(self, peer: _Peer) -> None:
@@ -110,7 +112,10 @@ class JobNodes:
     def _welcome(self, peer: _Peer, message: Message) -> None:
         told, node = str(message.get("token")), message.get("node")
         is_ours = hmac.compare_digest(told.encode(), self.token.encode())
-        if is_ours and isinstance(node, int) and 0 <= node < self.nodes and node not in self._agents():
+        if is_ours and "gone" in message:
+            self._gone = message
+            _leave(peer)
+        elif is_ours and isinstance(node, int) and 0 <= node < self.nodes and node not in self._agents():
             peer.node, peer.host = node, str(message.get("host"))
         else:
             _leave(peer)
@@ -123,7 +128,7 @@ class JobNodes:
         """Whether there is nothing more to wait for: a node has failed, is gone, or never came."""
         agents = self._agents().values()
         failed = any(peer.is_gone if peer.ended is None else peer.ended["code"] != 0 for peer in agents)
-        return failed or bool(self._missing())
+        return failed or bool(self._gone or self._missing())
 
     def _missing(self) -> list[int]:
         is_late = not self._has_begun and time.monotonic() - self._made > _COME_SECONDS
@@ -159,7 +164,11 @@ class JobNodes:
     def _is_clear(self) -> bool:
         first = first_cause(self._ends())
         agents = self._agents().values()
-        return (first is not None and is_certain(first)) or all(peer.is_gone or peer.ended for peer in agents)
+        return (
+            bool(self._gone)
+            or (first is not None and is_certain(first))
+            or all(peer.is_gone or peer.ended for peer in agents)
+        )
 
     def _attend_until(self, is_so: Any, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -179,6 +188,10 @@ class JobNodes:
         first, oom_kills = first_cause(self._ends()), sum(report.get("oom_kills", 0) for report in reports)
         if first is not None and is_certain(first):
             return JobEnd(first, oom_kills=oom_kills)
+        if self._gone:
+            where, why = f"node {self._gone['gone']} of {self.nodes}", self._gone["why"]
+            is_lost = self._gone["is_lost"]
+            return JobEnd(lost=f"{where} is gone: {why}") if is_lost else JobEnd(error=f"on {where}: {why}")
         gone = [f"{node} ({peer.host})" for node, peer in agents.items() if node and peer.is_gone and not peer.ended]
         # The first node's agent is the supervisor's own child, whose end it sees itself.
         if gone:

@@ -20,9 +20,9 @@ from typing import Any
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.assemble import of_rank
 from flopwatch.sweep.first_cause import exception_file
-from flopwatch.sweep.job_messages import TOKEN, Message, read_lines_of, written
+from flopwatch.sweep.job_messages import TOKEN, Message, keep_alive, read_lines_of, written
 from flopwatch.sweep.memory_limit import limit_memory
-from flopwatch.sweep.worker_process import STACKS
+from flopwatch.sweep.worker_process import PARENT, STACKS
 from flopwatch.trial_files import read_json
 from flopwatch.trial_records import TrialSpec
 
@@ -114,6 +114,8 @@ class _Agent:
 
 def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     process_tree.adopt_orphans()
+    if PARENT in os.environ:  # a guard, on a node where an engine has placed us
+        process_tree.die_with_parent(signal.SIGTERM)
     agent, supervisor = _Agent(trial_dir, node), _Supervisor(hosts, port)
     supervisor.tell({"token": os.environ.pop(TOKEN), "node": node, "host": os.uname().nodename})
     threading.Thread(target=supervisor.obey, args=[agent], daemon=True).start()
@@ -142,7 +144,7 @@ def _connected(hosts: list[str], port: int) -> tuple[str, socket.socket]:
             with contextlib.suppress(OSError):
                 found = socket.create_connection((host, port), timeout=10)
                 found.settimeout(None)
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                keep_alive(found)
                 return host, found
         if time.monotonic() > deadline:
             raise ConnectionError(f"the trial's supervisor cannot be reached at {', '.join(hosts)}, port {port}")

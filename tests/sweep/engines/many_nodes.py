@@ -18,22 +18,27 @@ def run(folder, engine, *specs):
     return list(results.values())
 
 
-def the_job_over_two_nodes_has_the_flops_of_the_whole_batch(engine, folder):
-    (alone,) = run(folder / "alone", LocalEngine(gpus=()), spec())
-    for job in run(folder / "many", engine, *(spec(nodes=2, layout=layout) for layout in ("ddp", "fsdp"))):
-        assert job.outcome == "ok", (job.reason, job.log_tail)
-        assert job.measured.cost.model_flops == alone.measured.cost.model_flops
-        assert job.measured.cost.hardware_flops == alone.measured.cost.hardware_flops
-        # Both nodes are this machine here, so its peak counts once.
-        seconds, peak = job.measured.steps.median, alone.measured.cost.peak["flops_per_s"]
-        assert abs(job.measured.cost.mfu / (alone.measured.cost.model_flops / (seconds * peak)) - 1) < 1e-9
-        assert abs(job.measured.samples_per_s * seconds / 4 - 1) < 1e-9
-
-
-def a_process_killed_on_the_second_node_is_a_crash_and_leaves_nothing(engine, folder, monkeypatch):
+def one_measures_and_one_loses_a_process(engine, folder, monkeypatch, *layouts):
+    """The job has the FLOPs of the whole batch; a process killed on the second node is a crash and leaves nothing."""
     monkeypatch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    (result,) = run(folder, engine, spec("rank_endings:OneIsKilled", nodes=2, layout="ddp"))
+    (alone,) = run(folder / "alone", LocalEngine(gpus=()), spec())
+    killed = spec("rank_endings:OneIsKilled", nodes=2, layout="ddp")
+    results = run(folder / "many", engine, *(spec(nodes=2, layout=layout) for layout in layouts), killed)
+    by_end = {(result.spec.label, result.spec.layout): result for result in results}
+    for layout in layouts:
+        has_the_figures_of_the_whole_batch(by_end["", layout], alone)
+    result = by_end["OneIsKilled", "ddp"]
     assert result.outcome == "crash", (result.reason, result.log_tail)
     assert result.evidence["rank"] == 1
     assert result.reason.startswith("rank 1 on ")
     assert "SIGKILL" in result.reason
+
+
+def has_the_figures_of_the_whole_batch(job, alone):
+    assert job.outcome == "ok", (job.reason, job.log_tail)
+    assert job.measured.cost.model_flops == alone.measured.cost.model_flops
+    assert job.measured.cost.hardware_flops == alone.measured.cost.hardware_flops
+    # Both nodes are this machine here, so its peak counts once.
+    seconds, peak = job.measured.steps.median, alone.measured.cost.peak["flops_per_s"]
+    assert abs(job.measured.cost.mfu / (alone.measured.cost.model_flops / (seconds * peak)) - 1) < 1e-9
+    assert abs(job.measured.samples_per_s * seconds / 4 - 1) < 1e-9
