@@ -1,4 +1,4 @@
-"""Trials over two nodes of a Ray cluster: a placement group, the supervisor on its first node, an agent on the other."""
+"""Trials over two nodes of a Ray cluster: a placement group, the supervisor on its first, an agent on the other."""
 
 import pytest
 
