@@ -77,7 +77,7 @@ def _check_screens(results: list[TrialResult], texts: list[str], folder: Path) -
             for text in texts:
                 found = PreflightResult(text, text, False, text, False, text)
                 print_preflight({found.pair: found})
-                print(probe_line(Probe(1, None, text, text, None)))
+                print(probe_line(Probe(1, None, "error", text, None)))
         _assert_harmless(stream.getvalue(), "screen")
 
 

@@ -66,6 +66,12 @@ def sweep(
         bool, typer.Option("--no-preflight", help="Do not try the pairs on tiny copies first.")
     ] = False,
     no_trace: Annotated[bool, typer.Option("--no-trace", help="Record no Kineto traces.")] = False,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Log each trial to W&B as it ends, as a run of its own.")
+    ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option(metavar="EXPERIMENT", help="Log each trial to MLflow as it ends, as a run of its own.")
+    ] = None,
 ) -> None:
     """Measure every configuration of a matrix, each in its own process; run it again to resume.
 
@@ -106,7 +112,10 @@ def sweep(
         with held_folder(output):
             _preflight(output, make_plan(output, specs, only=only, limit=limit, engine=engine))
         return
-    with lasting_output():
+    from flopwatch.cli.sweep_tracking import refuse_missing_packages, tracked
+
+    refuse_missing_packages(wandb, mlflow)
+    with lasting_output(), tracked(output, wandb, mlflow):
         _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
 
 

@@ -10,6 +10,13 @@ if TYPE_CHECKING:
 
 
 def trial(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Further settings, such as options.noise_multiplier=0.8 privacy.dataset_size=50000 privacy.epochs=3.",
+            metavar="[KEY=VALUE]...",
+        ),
+    ] = None,
     trainer: Annotated[str, typer.Option(help="standard, dpsgd, ghost, fast or package.module:Class.")] = "standard",
     batch_size: Annotated[int, typer.Option(help="Samples per step.")] = 4,
     seq_len: Annotated[int, typer.Option(help="Positions of each sample.")] = 512,
@@ -39,7 +46,7 @@ def trial(
         output = output and output.resolve()
         asked, folder, name = _from_file(spec)
     else:
-        settings = _settings(locals())
+        settings = _settings(words or [], locals())
         asked, folder, name = _from_flags(settings), Path("flopwatch-sweep"), None
     check_names([asked])
     with lasting_output():
@@ -56,10 +63,13 @@ def trial(
         raise typer.Exit(1)
 
 
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
+def _settings(words: list[str], given: dict[str, Any]) -> dict[str, Any]:
+    from flopwatch.sweep.overrides import parse_overrides
+
     trainers: list[Any] = [{"command": given["command"]}] if given["command"] else [given["trainer"]]
     limits = {"wall_seconds": given["timeout"], **({"memory": given["memory"]} if given["memory"] else {})}
     return {
+        **parse_overrides(words),
         "trainers": trainers,
         "batch_sizes": [given["batch_size"]],
         "seq_lens": [given["seq_len"]],
@@ -73,9 +83,13 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_flags(settings: dict[str, Any]) -> "TrialSpec":
+    from flopwatch.errors import InputError
     from flopwatch.sweep.matrix import expand, read_matrix
 
-    return expand(read_matrix(None, settings))[0]
+    specs = expand(read_matrix(None, settings))
+    if len(specs) > 1:
+        raise InputError(f"a trial is one configuration, these settings make {len(specs)}; give one value of each")
+    return specs[0]
 
 
 def _from_file(file: Path) -> "tuple[TrialSpec, Path, str]":
