@@ -98,9 +98,9 @@ def test_input_that_makes_no_sense_is_explained(fit, arguments, said):
     assert said in errors
 
 
-def test_another_limit_in_the_same_folder_is_refused(fit):
-    fit("--memory", "200MiB", "--max-batch", "1")
-    status, _, errors = fit("--memory", "300MiB", "--max-batch", "1")
+def test_a_smaller_limit_in_the_same_folder_is_refused(fit):
+    fit("--memory", "300MiB", "--max-batch", "1")
+    status, _, errors = fit("--memory", "200MiB", "--max-batch", "1")
     assert status != 0
     assert "--output" in errors
 
