@@ -63,7 +63,7 @@ def probe_line(probe: Probe) -> str:
     'batch 8: ok, 512 MiB, 102.3 samples/s'
     """
     if probe.fits is None:
-        return f"batch {probe.batch_size}: {probe.outcome}: {one_line(probe.reason, 1000)}"
+        return one_line(f"batch {probe.batch_size}: {probe.outcome}: {probe.reason}", 1000)
     parts = [f"batch {probe.batch_size}: {_outcome(probe)}"]
     if probe.fits and probe.peak_bytes is not None:
         parts.append(bytes_text(probe.peak_bytes))

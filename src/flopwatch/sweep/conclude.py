@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flopwatch.file_reading import UnreadableError, opened_regular
+from flopwatch.plain_text import cut
 from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
 from flopwatch.sweep.assemble import EXCEPTION, assemble, cut_short
 from flopwatch.sweep.classify import Ending, OwnKill, classify, memory_hint, signal_name
@@ -19,6 +20,7 @@ from flopwatch.trial_files import log_file, read_json, trial_folder
 from flopwatch.trial_records import Outcome, TrialResult, TrialSpec
 
 _TAIL_BYTES = 6000
+_LONGEST_TEXT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ def _read_exception(folder: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = clean_value(content)
     except BrokenRecordError:
         return None
-    return found
+    # The worker cuts its own; any other process of the trial may have written this file.
+    return {name: cut(value, _LONGEST_TEXT) if isinstance(value, str) else value for name, value in found.items()}
 
 
 def _evidence(ending: Ending, seen: Seen, outcome: Outcome) -> dict[str, Any]:

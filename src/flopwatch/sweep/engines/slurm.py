@@ -173,7 +173,8 @@ class SlurmEngine:
                 extra=self._extra,
                 avoid=avoid if is_avoiding else (),
             )
-            names.with_suffix(".sh").write_text(text)
+            # A folder's name is any bytes, and this gives them back.
+            names.with_suffix(".sh").write_text(text, encoding="utf-8", errors="surrogateescape")
 
         return Array(trials, names, write_script)
 
