@@ -155,9 +155,10 @@ def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[s
     listed = found.results.get(name)
     is_known = (name, own.key, own.unix_time) in attempts
     is_better = listed is not None and listed.outcome in UNSETTLED and own.outcome not in UNSETTLED
-    if name not in found.newer and (listed is None or not is_known or is_better):
+    if listed is None or not is_known or is_better:
         found.results[name] = own
         found.unlisted.append(name)
+        found.newer.pop(name, None)
 
 
 def troubles(found: SweepResults) -> tuple[str, ...]:

@@ -241,6 +241,7 @@ def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
     process_tree.kill_marked(folder_of(trial).resolve())
     outcome, reason = ending_from_evidence(evidence)
     log = tail(log_file(trial.sweep, trial.name))
+    began = read_object(folder_of(trial) / STARTED).get("unix_time")
     return TrialResult(
         trial.name,
         trial.key,
@@ -248,7 +249,7 @@ def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
         outcome,
         reason,
         dict(evidence),
-        unix_time=read_object(folder_of(trial) / STARTED).get("unix_time"),
+        unix_time=began if isinstance(began, int | float) and 0 < began < 1e11 else None,
         log_tail=log,
         earlier_attempts=listed_attempts(trial.sweep, trial.name, trial.key),
     )
