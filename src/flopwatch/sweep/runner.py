@@ -10,7 +10,7 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.file_reading import read_object
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
-from flopwatch.sweep.conclude import tail
+from flopwatch.sweep.conclude import tail, with_finished_steps
 from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
 from flopwatch.sweep.folder import has_begun, prepare, record, restore_lists, result_file
@@ -224,6 +224,7 @@ def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult
     if result.outcome == "cancelled" and not is_cancelled and (better := explained(ended.evidence)):
         evidence = {**result.evidence, **ended.evidence}
         result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
+    result = with_finished_steps(result, folder_of(trial))
     return replace(result, earlier_attempts=result.earlier_attempts or trial.earlier_attempts)
 
 

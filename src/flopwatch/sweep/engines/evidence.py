@@ -29,7 +29,9 @@ _RAY: dict[str, tuple[Outcome, str]] = {
     "RaySystemError": ("lost", "Ray itself failed"),
 }
 
-# Slurm without cgroups kills with SIGKILL, calls it FAILED and tells the reason only in the job's output.
+# Slurm without cgroups kills with SIGKILL, calls it FAILED and tells the reason only in the job's output, in lines of
+# its own. What the trial prints is in another file.
+_SLURM_SAYS = "slurmstepd"
 _OVER_MEMORY = ("exceeded memory limit", "exceeded job memory limit", "oom-kill", "oom_kill")
 
 _NO_OUTPUT_FILE = 53
@@ -67,7 +69,7 @@ def explained(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
 
 def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     log = str(evidence.get("log") or "")
-    if any(text in log.lower() for text in _OVER_MEMORY):
+    if _state(evidence) and _is_over_memory(log):
         return "oom_host", "the job used more host memory than it had asked for; ask for more memory"
     state = _state(evidence)
     if state in _SLURM:
@@ -83,6 +85,11 @@ def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     if error in _RAY:
         return _RAY[error]
     return "lost", _how_it_left(evidence, state, error) + _last_line(log)
+
+
+def _is_over_memory(log: str) -> bool:
+    lines = [line for line in log.lower().splitlines() if line.startswith(_SLURM_SAYS)]
+    return any(text in line for line in lines for text in _OVER_MEMORY)
 
 
 def _state(evidence: Mapping[str, Any]) -> str:
