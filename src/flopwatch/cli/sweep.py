@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from flopwatch.sweep.engines.protocol import Engine, Trial
     from flopwatch.sweep.matrix import Matrix
     from flopwatch.sweep.plan import Plan
+    from flopwatch.sweep.retries import RetryPolicy
+    from flopwatch.sweep.runner import Stop
 
 _QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1}
 
@@ -49,6 +51,18 @@ def sweep(
     gpus_per_trial: Annotated[float | None, typer.Option(help="A fraction shares one GPU.")] = None,
     only: Annotated[str | None, typer.Option(help="failed, oom or missing: run just those.")] = None,
     limit: Annotated[str | None, typer.Option(help="A slice of the matrix: 20, or 100:200.")] = None,
+    retries: Annotated[
+        int | None, typer.Option(help="How often a lost or preempted trial is tried again. Default: 2.")
+    ] = None,
+    retry_on: Annotated[
+        str | None, typer.Option(help="Try these again too: error,crash,timeout,hang. Default: none.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Start nothing new after this time, such as 8h or 90m; what runs is finished.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Run on in the background; see `flopwatch sweep attach DIR`.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the order trials run in.")] = 0,
     in_order: Annotated[bool, typer.Option("--in-order", help="Run in the order of the matrix.")] = False,
     quick: Annotated[
@@ -67,10 +81,17 @@ def sweep(
 ) -> None:
     """Measure every configuration of a matrix, each in its own process; run it again to resume.
 
-    Ctrl-C once finishes what runs, twice ends it.
+    Ctrl-C once withdraws what is queued and finishes what runs, twice ends it. `flopwatch sweep attach DIR` shows a
+    sweep that runs elsewhere, `flopwatch sweep stop DIR` is Ctrl-C for it.
     """
+    if words and words[0] in ("attach", "stop"):
+        from flopwatch.cli.sweep_attach import attach_or_stop
+
+        attach_or_stop(words)
+        return
     from flopwatch.cli.lasting_output import lasting_output
     from flopwatch.sweep.matrix import expand
+    from flopwatch.sweep.retries import retry_policy
 
     flags: dict[str, Any] = {
         "trainers": _trainers(trainers, command),
@@ -83,6 +104,9 @@ def sweep(
         "exclude": exclude or None,
         "trace": False if no_trace else None,
         "limits": _limits(memory, timeout, no_progress),
+        "retries": retries,
+        "retry_on": retry_on,
+        "budget": budget,
     }
     matrix = _matrix(words or [], {key: value for key, value in flags.items() if value is not None}, quick=quick)
     specs = expand(matrix)
@@ -102,8 +126,26 @@ def sweep(
             _preflight(output, make_plan(output, specs, only=only, limit=limit, engine=engine))
         return
     placed = _engine(engine, engine_option or [], jobs, gpus)
+    policy = retry_policy(matrix.retries, matrix.retry_on)
+    if detach:
+        from flopwatch.cli.sweep_detach import run_detached
+        from flopwatch.sweep.plan import make_plan
+
+        make_plan(output, specs, only=only, limit=limit, engine=engine)  # what is refused is told here, not in a log
+        run_detached(output)
+        return
     with lasting_output():
-        _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
+        _run(
+            output,
+            specs,
+            placed,
+            only,
+            limit,
+            None if in_order else seed,
+            with_preflight=not no_preflight,
+            retries=policy,
+            budget_seconds=matrix.budget,
+        )
 
 
 def _trainers(trainers: str | None, command: str | None) -> list[Any] | None:
@@ -147,13 +189,16 @@ def _run(
     shuffle_seed: int | None,
     *,
     with_preflight: bool,
+    retries: "RetryPolicy",
+    budget_seconds: float | None,
 ) -> None:
     from flopwatch.cli.sweep_live import watched
     from flopwatch.sweep.folder import held_folder, write_trial_list
     from flopwatch.sweep.plan import make_plan, record_unlisted
     from flopwatch.sweep.runner import run_plan
+    from flopwatch.sweep.runner_file import noted_runner
 
-    with held_folder(output):
+    with held_folder(output), noted_runner(output) as noted:
         plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=shuffle_seed, engine=engine.name)
         for trouble in plan.troubles:
             typer.echo(f"warning: {trouble}", err=True)
@@ -161,8 +206,10 @@ def _run(
         write_trial_list(output, plan.trials, engine.name)
         refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)
         with watched(plan, output) as (observer, stop):
-            counts = run_plan(plan, engine, observer, stop, refuse) if plan.todo else {}
-    _say_what_next(output, plan, counts, was_stopped=stop.finish or stop.kill)
+            seen = noted.before(observer, stop)
+            limits: dict[str, Any] = {"retries": retries, "budget_seconds": budget_seconds}
+            counts = run_plan(plan, engine, seen, stop, refuse, **limits) if plan.todo else {}
+    _say_what_next(output, plan, counts, stop)
 
 
 def _preflight(output: Path, plan: "Plan") -> "Callable[[Trial], str | None]":
@@ -177,7 +224,7 @@ def _preflight(output: Path, plan: "Plan") -> "Callable[[Trial], str | None]":
     return lambda trial: why_not(trial.spec)
 
 
-def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], *, was_stopped: bool) -> None:
+def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], stop: "Stop") -> None:
     import shlex
 
     from flopwatch.cli.quantities import plural
@@ -187,8 +234,10 @@ def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], *, was_st
     folder = shlex.quote(str(output))
     left = len(plan.todo) - sum(count for outcome, count in counts.items() if outcome not in UNSETTLED)
     typer.echo(f"Next: flopwatch report {folder}")
-    if was_stopped and left:
-        typer.echo(f"{plural(left, 'trial')} left; the same command goes on.")
-        raise typer.Exit(130)  # as a shell says of what Ctrl-C ended: `sweep && report` stops here
+    if stop.is_finishing and left:
+        why = "" if stop.finish else "The budget is used up: "
+        typer.echo(f"{why}{plural(left, 'trial')} left; the same command goes on.")
+        # 130 as a shell says of what Ctrl-C ended; 75 is EX_TEMPFAIL of sysexits.h: try again later.
+        raise typer.Exit(130 if stop.finish else 75)
     if plan.newer or any(counts.get(outcome) for outcome in (*FAILED, "cancelled")):
         raise typer.Exit(1)

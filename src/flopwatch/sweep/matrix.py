@@ -13,6 +13,7 @@ from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.plain_text import cut
 from flopwatch.sweep.conditions import ConditionText
+from flopwatch.sweep.durations import parse_seconds
 from flopwatch.sweep.names import check_label
 from flopwatch.sweep.sizes import parse_bytes
 from flopwatch.sweep.spelling import did_you_mean
@@ -101,6 +102,9 @@ class Matrix(BaseModel):
     trace: bool = True
     limits: LimitSettings = LimitSettings()
     exclude: list[ConditionText] = []
+    retries: Annotated[int, Field(ge=0)] = 2
+    retry_on: Annotated[list[str], Several] = []
+    budget: Annotated[float | None, BeforeValidator(parse_seconds)] = None
 
 
 _ALIASES = {
