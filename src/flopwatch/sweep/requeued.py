@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.file_reading import read_object
+from flopwatch.record_reading import BrokenRecordError
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.conclude import tail
 from flopwatch.trial_files import log_file, read_result, trial_folder, write_json
@@ -40,18 +41,25 @@ def takes_over(sweep: Path, name: str, environment: Mapping[str, str] = os.envir
     life, folder = slurm_life(environment), trial_folder(sweep, name)
     started = read_object(folder / _STARTED)
     is_ours = bool(life) and started.get("job") == life["job"]
-    if not is_ours or started.get("restarts", 0) >= life["restarts"]:
+    if not is_ours or _count(started.get("restarts")) >= life["restarts"]:
         return True
     result = read_result(folder / _RESULT)
     if result is not None and result.outcome != "cancelled":
         return False  # it had ended before Slurm decided
     job = read_object(folder / _SPEC)
-    ended = _ended_life(sweep, name, job, started, result)
-    if len(ended.earlier_attempts) >= job.get("retries", 0):
+    try:
+        ended = _ended_life(sweep, name, job, started, result)
+    except (BrokenRecordError, KeyError):
+        return True  # a damaged spec.json: whoever reads it next says so
+    if len(ended.earlier_attempts) >= _count(job.get("retries")):
         write_json(folder / _RESULT, ended.to_json())
         return False
     _begin_anew(sweep, name, job, ended)
     return True
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _ended_life(
@@ -59,17 +67,18 @@ def _ended_life(
 ) -> TrialResult:
     """How the earlier life ended, were it the last one."""
     earlier = listed_attempts(sweep, name, job["key"])
+    environment, began = job.get("environment"), started.get("unix_time")
     where = started.get("node") or started.get("host")
     return TrialResult(
         name=name,
-        key=job["key"],
+        key=str(job["key"]),
         spec=TrialSpec.from_json(job["spec"]),
         outcome="lost",
         reason=f"Slurm requeued the job (on {where}): preempted, its node failed, or somebody asked for it",
         evidence={"state": "REQUEUED", "job": started["job"], "host": where},
-        unix_time=started.get("unix_time"),
+        unix_time=began if isinstance(began, int | float) else None,
         seconds=None if result is None else result.seconds,
-        environment=job.get("environment", {}),
+        environment=environment if isinstance(environment, dict) else {},
         log_tail=tail(log_file(sweep, name)),
         earlier_attempts=earlier,
     )
