@@ -86,7 +86,8 @@ def _tells_peak(result: TrialResult) -> bool:
 
 
 def _above_start(memory: MemoryUse) -> int | None:
-    if memory.reserved_bytes is not None or memory.rss_bytes is None or memory.baseline_bytes is None:
+    host = memory.host_peak_bytes
+    if memory.reserved_bytes is not None or host is None or memory.baseline_bytes is None:
         return None
-    above: int | None = positive(memory.rss_bytes - memory.baseline_bytes)
+    above: int | None = positive(host - memory.baseline_bytes)
     return above

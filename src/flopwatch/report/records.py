@@ -24,8 +24,8 @@ class Cell:
         outcome: How it ended, or `missing`.
         seconds: Median of a step; `low_seconds` and `high_seconds` are its 95 % interval.
         is_unstable: The interval is wide: small differences mean nothing.
-        peak_bytes: Reserved on an accelerator, resident on a CPU.
-        above_start_bytes: Resident memory above what the process had before the model; None on an accelerator.
+        peak_bytes: Reserved on an accelerator, host memory of the process tree on a CPU.
+        above_start_bytes: Host memory above what the process had before the model; None on an accelerator.
         device_bytes: What the accelerator has.
         alloc_retries: Above 0 it barely fits.
         bytes_by_phase: Peak in each phase.
@@ -68,7 +68,7 @@ class Totals:
         trials: Asked for.
         by_outcome: How many ended how; `missing` are those without a result.
         trial_seconds: Life times of all workers added up; trials side by side count each.
-        wall_seconds: From the first start to the last end.
+        wall_seconds: From the first start to the last end; None when a clock cannot be right.
     """
 
     trials: int
@@ -159,7 +159,7 @@ class CostFactor:
         seq_len: Positions per sample, of both.
         time: Of medians; `low_time` and `high_time` is what the two intervals allow.
         memory: Of peaks.
-        memory_above_start: Of what the model and its step added; only where resident memory is the peak.
+        memory_above_start: Of what the model and its step added; only where host memory is the peak.
         flops: Of executed FLOPs.
     """
 
