@@ -148,7 +148,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("allocated_bytes", "integer", "most held by tensors on the accelerator", _part("memory", "allocated_bytes")),
     Column("reserved_bytes", "integer", "most held by its allocator", _part("memory", "reserved_bytes")),
     Column("alloc_retries", "integer", "above 0 it barely fits", _part("memory", "alloc_retries")),
-    Column("host_bytes", "integer", "most host memory of its process tree", _part("memory", "rss_bytes")),
+    Column("host_bytes", "integer", "most host memory of its process tree", _part("memory", "host_peak_bytes")),
     Column("baseline_bytes", "integer", "host memory before the model was built", _part("memory", "baseline_bytes")),
     Column("build_peak_bytes", "integer", "peak while the model is built", _phase_bytes("build")),
     Column("forward_peak_bytes", "integer", "peak of the forward pass", _phase_bytes("forward")),
