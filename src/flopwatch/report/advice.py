@@ -62,7 +62,9 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ..
         advice.append("Ghost clipping holds no per-sample gradients; it needs less at short sequences.")
     if spec.trainer == "ghost":
         advice.append("Ghost clipping holds a sequence x sequence matrix per sample; dpsgd may need less here.")
-    if spec.trainer != "command":
+    if spec.layout == "ddp":
+        advice.append("Every process holds the whole model under ddp; with layout: fsdp each holds a part of it.")
+    if spec.trainer != "command" and spec.layout is None:  # fit searches with one process
         advice.append(f"Find the largest batch: {_fit_command(spec)}")
     return tuple(advice)
 

@@ -50,6 +50,16 @@ class _Step:
         return None if self.seconds > 0 else "it took no time"
 
 
+def of_rank(file: str, rank: int) -> str:
+    """The name of a file that every process of a trial writes for itself; the first one's is the trial's.
+
+    >>> of_rank("exception.json", 0), of_rank("exception.json", 3)
+    ('exception.json', 'exception-3.json')
+    """
+    stem, _, ending = file.partition(".")
+    return f"{stem}-{rank}.{ending}" if rank else file
+
+
 AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
 """What flopwatch does for its own sake: not the training, so no failure of the trial's."""
 

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,8 +10,10 @@ from flopwatch.file_reading import UnreadableError, opened_regular
 from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
 from flopwatch.sweep.assemble import EXCEPTION, assemble, cut_short
 from flopwatch.sweep.classify import Ending, OwnKill, classify, memory_hint, signal_name
+from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.heartbeat import Progress, read_progress
 from flopwatch.sweep.host_facts import host_facts
+from flopwatch.sweep.job_ending import job_evidence, of_job, with_first_cause
 from flopwatch.sweep.tree_memory import HostPeak
 from flopwatch.trial_files import log_file, read_json, trial_folder
 from flopwatch.trial_records import Outcome, TrialResult, TrialSpec
@@ -45,6 +47,7 @@ class Seen:
         would_not_die: Processes left, stuck in the kernel.
         unix_time: When it began.
         seconds: How long it lived.
+        job_end: How its processes ended, where it has several.
     """
 
     pid: int
@@ -59,6 +62,7 @@ class Seen:
     would_not_die: list[int]
     unix_time: float
     seconds: float
+    job_end: JobEnd = field(default_factory=JobEnd)
 
 
 def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen: Seen) -> TrialResult:
@@ -80,7 +84,8 @@ def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen:
         limit_bytes=spec.limits.memory_bytes,
         log_tail=tail(log_file(sweep, name)),
     )
-    outcome, reason = classify(ending)
+    ending = with_first_cause(ending, seen.job_end)
+    outcome, reason = of_job(classify(ending), seen.job_end, ending)
     is_whole = outcome == "ok" and (found.is_done or ending.is_command)
     progress = Progress("done") if is_whole else read_progress(folder)
     measured = found.measured if is_whole or outcome != "ok" else cut_short(found.measured, spec, progress, reason)
@@ -130,6 +135,7 @@ def _evidence(ending: Ending, seen: Seen, outcome: Outcome) -> dict[str, Any]:
         found["memory_limit"] = seen.memory_limit
     if hint := memory_hint(ending, outcome):
         found["hint"] = hint
+    found |= job_evidence(seen.job_end)
     if seen.would_not_die:
         found["would_not_die"] = seen.would_not_die
     return found

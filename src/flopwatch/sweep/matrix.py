@@ -4,7 +4,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +15,7 @@ from flopwatch.plain_text import cut
 from flopwatch.sweep.conditions import ConditionText, check_conditions
 from flopwatch.sweep.names import check_label
 from flopwatch.sweep.privacy_settings import PrivacySettings, check_privacy_used
+from flopwatch.sweep.processes import ProcessPoint, check_processes, process_points
 from flopwatch.sweep.sizes import parse_bytes
 from flopwatch.sweep.spelling import did_you_mean
 from flopwatch.sweep.trainers.names import canonical_trainer
@@ -92,6 +93,12 @@ class Matrix(BaseModel):
     ] = [None]
     batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     seeds: Annotated[list[int], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
+    nodes: Annotated[list[PositiveInt], Several] = [1]
+    processes: Annotated[list[PositiveInt], Several] = []
+    layouts: Annotated[
+        list[Literal["ddp", "fsdp"]], Several, Field(validation_alias=AliasChoices("layouts", "layout"))
+    ] = []
+    gpus_per_node: PositiveInt | None = None
     device: str = "auto"
     steps: PositiveInt = 10
     warmup_steps: Annotated[int, Field(ge=0)] = 3
@@ -197,6 +204,7 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
         matrix.dtypes,
         matrix.checkpointing,
         matrix.seeds,
+        process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node),
         matrix.seq_lens,
         matrix.batch_sizes,
         matrix.micro_batch_sizes,
@@ -214,6 +222,8 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
     kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
     if not kept:
         raise InputError(f"nothing to run: the matrix has {count} trials and `exclude` leaves none of them")
+    for spec in kept:
+        check_processes(spec)
     return kept
 
 
@@ -254,6 +264,7 @@ def _spec(
     dtype: str,
     checkpointing: bool,
     seed: int,
+    place: ProcessPoint,
     seq_len: int,
     batch_size: int,
     micro_batch_size: int | None,
@@ -276,11 +287,14 @@ def _spec(
         checkpointing=checkpointing,
         seed=seed,
         threads=matrix.threads,
-        gpus=matrix.gpus or 0.0,
+        gpus=matrix.gpus or float(matrix.gpus_per_node or 0),
         cpus=matrix.cpus,
         options=chosen,
         trace=matrix.trace,
         limits=_limits(matrix.limits, is_command=trainer == "command"),
+        nodes=place.nodes,
+        processes=place.processes,
+        layout=place.layout,
         batch=matrix.batch,
         micro_batch_size=micro_batch_size,
         privacy=matrix.privacy.as_spec(trainer, batch_size, chosen) if matrix.privacy else {},

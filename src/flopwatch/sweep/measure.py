@@ -16,10 +16,11 @@ from flopwatch.errors import InputError
 from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
 from flopwatch.models.load import load_model
 from flopwatch.records import Peak
-from flopwatch.sweep.assemble import MEASURED, STEPS
+from flopwatch.sweep.assemble import MEASURED, STEPS, of_rank
 from flopwatch.sweep.engines.slots import GPUS
 from flopwatch.sweep.heartbeat import Heartbeat
 from flopwatch.sweep.privacy_accounting import privacy_spent
+from flopwatch.sweep.rank_group import ALONE, RankGroup
 from flopwatch.sweep.step_cost import count_step
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
@@ -32,7 +33,7 @@ from flopwatch.sweep.tree_memory import mapped_data_bytes, resident
 from flopwatch.sweep.worker_clock import host_peak_bytes, peak_bytes, reset_peak, timed_step
 from flopwatch.sweep.worker_environment import describe_worker
 from flopwatch.sweep.worker_outputs import write_scalars, write_trace
-from flopwatch.trial_files import write_json
+from flopwatch.trial_files import read_lines, write_json
 from flopwatch.trial_records import Measured, MemoryUse, TrialSpec
 
 
@@ -40,13 +41,18 @@ class HostLimitError(MemoryError):
     """The trial held more host memory than it may."""
 
 
-def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> None:
-    """All phases of one trial; everything known so far is in `measured.json` at any moment."""
-    trial = _TrialRun(trial_dir, spec, heartbeat)
+def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup = ALONE) -> None:
+    """All phases of one trial; everything known so far is in `measured.json` at any moment.
+
+    Of several processes each goes through all phases, and the first one writes what they measured together.
+    """
+    trial = _TrialRun(trial_dir, spec, heartbeat, ranks)
     trial.build()
-    with (trial_dir / STEPS).open("w", buffering=1) as rows:
+    own_steps = trial_dir / of_rank(STEPS, ranks.rank)
+    with own_steps.open("w", buffering=1) as rows:
         trial.run_steps("warmup", spec.warmup_steps, rows)
         trial.run_steps("measure", spec.steps, rows)
+    trial.tell_slowest_steps(own_steps)
     trial.finish_steps()
     trial.attempt("memory", trial.measure_memory)
     trial.attempt("flops", trial.count_flops)
@@ -58,10 +64,10 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> Non
 
 
 class _TrialRun:
-    def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat) -> None:
-        self.trial_dir, self.spec, self._heartbeat = trial_dir, spec, heartbeat
+    def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup) -> None:
+        self.trial_dir, self.spec, self._heartbeat, self._ranks = trial_dir, spec, heartbeat, ranks
         self.run_dir = trial_dir.parent.parent / "runs" / trial_dir.name
-        self.device = _device(spec.device)
+        self.device = ranks.device(_device(spec.device))
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         before = resident("self")
@@ -80,13 +86,14 @@ class _TrialRun:
         model = _model(self.spec, str(self.device))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         spec = self.spec
-        self.batch = trial_batch(model, spec.batch_size, spec.seq_len, spec.seed, self.device, spec.batch)
+        whole = trial_batch(model, spec.batch_size, spec.seq_len, spec.seed, self.device, spec.batch)
+        self.batch, size = self._ranks.own_part(whole, spec.batch_size), self._ranks.share(spec.batch_size)
         self._batches = micro_batches(self.batch, spec.micro_batch_size)
-        settings = TrainerSettings(spec.batch_size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
-        self.trainer = load_trainer(self.spec.trainer)(model, settings)
+        settings = TrainerSettings(size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
+        self.trainer = load_trainer(self.spec.trainer)(self._ranks.laid_out(model, self.device), settings)
         if can_tell:
             self._note_memory("build")
-        self.measured = replace(self.measured, parameters=parameters, extra=_positions(self.batch))
+        self.measured = replace(self.measured, parameters=parameters, extra=_positions(whole))
         self.save()
 
     def run_steps(self, phase: str, count: int, rows: TextIO) -> None:
@@ -94,6 +101,12 @@ class _TrialRun:
             self._heartbeat.beat(phase, step)
             seconds = timed_step(self._parts(), self.device)
             rows.write(json.dumps({"phase": phase, "step": step, **seconds}) + "\n")
+
+    def tell_slowest_steps(self, own_steps: Path) -> None:
+        """A step of several processes takes as long as the slowest of them."""
+        rows = self._ranks.slowest_rows(list(read_lines(own_steps)))
+        if self._ranks.size > 1 and self._ranks.rank == 0:
+            own_steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def _parts(self) -> list[StepPart]:
         return step_parts(self.trainer, self._batches)
@@ -135,6 +148,7 @@ class _TrialRun:
                 self._note_missing(
                     "memory", "the peak of each part: this system does not set the mark of the peak back"
                 )
+        self.measured = replace(self.measured, memory=self._ranks.job_memory(self.measured.memory))
 
     def _note_memory(self, part: str) -> None:
         peak = peak_bytes(self.device)
@@ -146,7 +160,8 @@ class _TrialRun:
     def count_flops(self) -> None:
         size = self.spec.micro_batch_size
         cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size)
-        peak = _peak(self.device, self.spec.dtype)
+        cost = self._ranks.job_cost(cost)
+        peak = self._ranks.job_peak(self.device, lambda: _peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
 
     def account_privacy(self) -> None:
@@ -156,10 +171,15 @@ class _TrialRun:
         self.measured = replace(self.measured, privacy=spent)
 
     def record_trace(self) -> None:
+        if self._ranks.rank > 0:  # the recorded process cannot make a step without the others
+            run_step(self._parts())
+            return
         path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
         self.measured = replace(self.measured, trace=os.path.relpath(path, self.trial_dir.parent.parent))
 
     def save(self, *, is_done: bool = False) -> None:
+        if self._ranks.rank > 0:
+            return
         if is_done:
             write_scalars(self.run_dir, self.trial_dir, self.spec, self.measured)
         facts = {"done": is_done, "steps_done": self._has_all_steps}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from flopwatch.errors import InputError
 from flopwatch.record_reading import BrokenRecordError, read_record
 from flopwatch.sweep.process_tree import descendants, dies_with
+from flopwatch.sweep.processes import needs_one_process
 from flopwatch.sweep.trainers.names import COMMAND
 from flopwatch.trial_files import PREFLIGHT, append_line, log_file, read_json, read_lines, write_json
 from flopwatch.trial_records import TrialSpec
@@ -97,6 +98,8 @@ def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) 
     tried = _requests(specs)
 
     def why_not(spec: TrialSpec) -> str | None:
+        if reason := needs_one_process(spec):
+            return reason
         result = found.get(pair_of(spec))
         was_tried = pair_of(spec) in tried and tried[pair_of(spec)]["options"] == dict(spec.options)
         return result.reason if result is not None and not result.supported and was_tried else None

@@ -26,9 +26,11 @@ from flopwatch.sweep.assemble import AFTER_THE_STEPS
 from flopwatch.sweep.classify import OwnKill, signal_name
 from flopwatch.sweep.conclude import Seen, conclude
 from flopwatch.sweep.deleted import deleted_places, restore_folder, told_deleted
+from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.heartbeat import Progress, read_progress
 from flopwatch.sweep.memory_limit import MemoryLimit, limit_memory, own_oom_kills
 from flopwatch.sweep.requeued import slurm_life, takes_over
+from flopwatch.sweep.start_nodes import RunningNodes, start_nodes
 from flopwatch.sweep.tree_memory import HostPeak, TreeMemory, resident
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
 from flopwatch.trial_files import log_file, trial_folder, write_json
@@ -122,8 +124,10 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
     unix_time, began, kills_before = time.time(), time.monotonic(), own_oom_kills()
     limit = limit_memory(spec.limits.memory_bytes, name[-40:])
     try:
-        worker = start_worker(sweep, name, spec, limit, cwd)
-        watch = _watch(worker, trial_folder(sweep, name), spec, cancel)
+        nodes = start_nodes(sweep, name, spec, limit, cwd)
+        worker = nodes.agent if nodes else start_worker(sweep, name, spec, limit, cwd)
+        watch = _watch(worker, trial_folder(sweep, name), spec, cancel, nodes)
+        job_end = nodes.finish(at_once=watch.own_kill is not None) if nodes else JobEnd()
         seconds = time.monotonic() - began
         would_not_die = process_tree.kill_descendants(os.getpid())
         life = _life_peak(watch)
@@ -141,6 +145,7 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
             would_not_die=would_not_die,
             unix_time=unix_time,
             seconds=seconds,
+            job_end=job_end,
         )
     finally:
         limit.close()
@@ -184,7 +189,11 @@ def _started(folder: Path) -> Any:
 
 
 def _watch(
-    worker: "subprocess.Popen[bytes]", folder: Path, spec: TrialSpec, cancel: Callable[[], str | None]
+    worker: "subprocess.Popen[bytes]",
+    folder: Path,
+    spec: TrialSpec,
+    cancel: Callable[[], str | None],
+    nodes: RunningNodes | None = None,
 ) -> _Watch:
     watch = _Watch(memory=TreeMemory(spec.limits.memory_bytes))
     began = moved = time.monotonic()
@@ -207,7 +216,12 @@ def _watch(
             # What eats memory is not asked to go, and has no time to tell its stacks.
             is_command = spec.trainer == "command" and watch.own_kill != "oom_host"
             wants_stacks = watch.own_kill not in ("cancelled", "oom_host")
-            watch.stacks = end_worker(worker, folder, is_command=is_command, wants_stacks=wants_stacks)
+            if nodes and wants_stacks:
+                watch.stacks, wants_stacks = nodes.stacks(), False
+            stacks = end_worker(worker, folder, is_command=is_command, wants_stacks=wants_stacks)
+            watch.stacks = watch.stacks or stacks
+            break
+        if nodes and nodes.is_over():
             break
     else:
         _ask_who_sent_it(worker, watch, cancel)

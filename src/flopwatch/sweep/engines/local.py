@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flopwatch.errors import InputError
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.engines.protocol import Ended, Trial
 from flopwatch.sweep.engines.slots import Slot, SlotPool, core_sets, visible_gpus
@@ -60,8 +61,14 @@ class LocalEngine:
         return ()
 
     def room(self, next_up: TrialSpec) -> int:
+        if next_up.nodes > 1:
+            raise InputError(
+                f"a trial asks for {next_up.nodes} nodes and this is one machine; use --engine slurm or ray, or "
+                "leave `nodes` out"
+            )
         if self._next_slot is None:
-            self._next_slot = self._pool.take(next_up.gpus)
+            a_gpu_each = next_up.processes if self._gpus and next_up.processes > 1 else 0.0
+            self._next_slot = self._pool.take(next_up.gpus or a_gpu_each)
         return int(self._next_slot is not None)
 
     def submit(self, trials: Sequence[Trial]) -> None:

@@ -16,7 +16,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> int:
-    supervisor = subprocess.Popen(command, env={**os.environ, "FLOPWATCH_PARENT_PID": str(os.getpid())})
+    sockets = [int(os.environ[name]) for name in ("FLOPWATCH_NODE_LISTENER",) if name in os.environ]
+    environment = {**os.environ, "FLOPWATCH_PARENT_PID": str(os.getpid())}
+    supervisor = subprocess.Popen(command, env=environment, pass_fds=sockets)
 
     def tell(number: int, frame: object) -> None:
         supervisor.terminate()
