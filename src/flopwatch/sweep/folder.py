@@ -1,41 +1,54 @@
 """The sweep's folder on the runner's side: held by one runner, kept whole, nothing in it ever overwritten."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flopwatch.errors import InputError
+from flopwatch.sweep.claims import PULSE, STARTED, Watcher, withdraw
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.environment import fingerprint
-from flopwatch.sweep.supervisor import RESULT, SPEC, STARTED
-from flopwatch.trial_files import RESULTS, SWEEP, append_line, log_file, read_json, run_folder, trial_folder, write_json
+from flopwatch.sweep.holders import RUNNERS, hold
+from flopwatch.sweep.supervisor import RESULT, SPEC
+from flopwatch.trial_files import (
+    RESULTS,
+    SWEEP,
+    append_line,
+    log_file,
+    read_json,
+    read_result,
+    run_folder,
+    trial_folder,
+    write_json,
+)
 from flopwatch.trial_records import FORMAT, TrialResult
 
-LOCK = "lock"
+_OLD_LOCK = "lock"
+_WATCHER = Watcher()
+"""What this process has seen of all supervisors: a reader's own clock is the one that counts."""
 
 
 @contextlib.contextmanager
-def held_folder(sweep: Path) -> Iterator[None]:
-    """Make the folder if need be and keep every other runner out of it."""
+def held_folder(sweep: Path, tell: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Make the folder if need be and keep every other runner out of it.
+
+    Args:
+        sweep: The folder.
+        tell: Is told in a line when it takes time to find out whether the last runner lives; None writes to stderr.
+    """
     _make_folders(sweep)
-    with (sweep / LOCK).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            raise InputError(
-                f"another sweep is running in {sweep} ({lock.read().strip() or 'unknown process'}); "
-                "wait for it, or choose another folder with --output"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {os.uname().nodename}")
-        lock.flush()
+    with hold(sweep, tell or _say):
         _close_torn_line(sweep / RESULTS)
         yield
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"flopwatch: {line}\n".encode(errors="replace"))
 
 
 def _close_torn_line(file: Path) -> None:
@@ -52,16 +65,14 @@ def _make_folders(sweep: Path) -> None:
     if is_foreign:
         raise InputError(f"{sweep} has files in it and is not the folder of a sweep; choose another with --output")
     try:
-        for name in ("trials", "logs", "runs"):
+        for name in ("trials", "logs", "runs", RUNNERS):
             (sweep / name).mkdir(parents=True, exist_ok=True)
-        with (sweep / LOCK).open("a"):
-            pass
     except OSError as error:
         raise InputError(f"cannot write to {sweep}: {error.strerror}; choose another folder with --output") from None
 
 
 def _is_sweep(sweep: Path) -> bool:
-    return any((sweep / name).exists() for name in (SWEEP, RESULTS, LOCK))
+    return any((sweep / name).exists() for name in (SWEEP, RESULTS, RUNNERS, _OLD_LOCK))
 
 
 def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
@@ -81,8 +92,7 @@ def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
 def prepare(trial: Trial) -> None:
     """Make the trial's folder with its `spec.json`; what an earlier attempt left is moved aside."""
     folder = trial_folder(trial.sweep, trial.name)
-    if (folder / STARTED).exists() or result_file(trial.sweep, trial.name).exists():
-        _move_aside(trial.sweep, trial.name)
+    _make_room(trial)
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "format": FORMAT,
@@ -91,8 +101,24 @@ def prepare(trial: Trial) -> None:
         "spec": trial.spec.to_json(),
         "environment": fingerprint(trial.spec),
         "cwd": os.getcwd(),
+        "attempt": uuid.uuid4().hex,
     }
     write_json(folder / SPEC, content)
+
+
+def _make_room(trial: Trial) -> None:
+    """An attempt nobody has begun is withdrawn, so that a job still in some queue finds nothing to start.
+
+    Raises:
+        InputError: An earlier attempt still runs.
+    """
+    folder = trial_folder(trial.sweep, trial.name)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if is_supervised(trial.sweep, trial.name):
+        raise InputError(f"{trial.name} still runs: {folder / STARTED} says where; nothing is run twice")
+    withdraw(folder)
+    _move_aside(trial.sweep, trial.name)
 
 
 def _move_aside(sweep: Path, name: str) -> None:
@@ -108,15 +134,28 @@ def _move_aside(sweep: Path, name: str) -> None:
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
-    """True while a supervisor of this trial lives on a host that shares this folder's locks."""
-    try:
-        with (trial_folder(sweep, name) / STARTED).open() as claim:
-            fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+    """False once no supervisor of this trial lives; on another host that takes some time to be certain of."""
+    folder = trial_folder(sweep, name)
+    return _WATCHER.is_alive(folder / STARTED, folder / PULSE)
+
+
+def silent_seconds(sweep: Path, name: str) -> float:
+    """For how long this process has seen the supervisor's sign of life unchanged."""
+    return _WATCHER.silent_seconds(trial_folder(sweep, name) / PULSE)
+
+
+def own_result(sweep: Path, name: str) -> TrialResult | None:
+    """The end of the attempt in the trial's folder; None while it is not in sight, or when it is another attempt's."""
+    result = read_result(result_file(sweep, name))
+    attempt = attempt_of(sweep, name)
+    is_anothers = result is not None and result.attempt and attempt and result.attempt != attempt
+    return None if is_anothers else result
+
+
+def attempt_of(sweep: Path, name: str) -> str:
+    """The token of the attempt that was prepared last."""
+    job = read_json(trial_folder(sweep, name) / SPEC)
+    return str(job.get("attempt", "")) if isinstance(job, dict) else ""
 
 
 def record(sweep: Path, result: TrialResult) -> None:

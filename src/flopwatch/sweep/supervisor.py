@@ -3,35 +3,42 @@
 Starts the worker in a session of its own, watches its heartbeat, ends it at its limits after asking for its stacks,
 kills everything it left behind, says how it ended and writes `result.json`. Standard library only: it starts quickly
 and stays small beside a trial that needs the memory.
+
+Started with a third word, ATTEMPT, it runs that attempt or nothing: one that comes late, after the trial was placed
+again, leaves. The process that is started becomes the guard of the supervisor (`trial_guard.py`), which is its child.
 """
 
-import contextlib
-import fcntl
-import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from flopwatch.sweep import process_tree
+from flopwatch.sweep.claims import STARTED, Pulse, claim, visible_seconds
 from flopwatch.sweep.classify import OwnKill, signal_name
 from flopwatch.sweep.conclude import Seen, conclude
+from flopwatch.sweep.guarded import leave_guard_behind
 from flopwatch.sweep.heartbeat import Progress, read_progress
+from flopwatch.sweep.leftovers import clear_earlier_life, group_name
 from flopwatch.sweep.memory_limit import limit_memory, own_oom_kills
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
 from flopwatch.trial_files import log_file, read_json, trial_folder, write_json
 from flopwatch.trial_records import Limits, TrialResult, TrialSpec
 
-SPEC, STARTED, RESULT = "spec.json", "started.json", "result.json"
+SPEC, RESULT = "spec.json", "result.json"
 CORES = "FLOPWATCH_CORES"
 
 _TICK_SECONDS = 0.2
+_SPEC_TICK_SECONDS = 0.25
+_SILENCE_SECONDS = 600.0
+GUARD_PATIENCE_SECONDS = 30.0
+"""Beyond its trial's limits, for a supervisor that is busy killing or reading; less than a runner's patience."""
 _AFTER_THE_STEPS = ("memory", "flops", "trace")
 """What flopwatch does for its own sake: not the memory of a training."""
 
@@ -51,7 +58,13 @@ class _Watch:
     steps_bytes: int = 0
 
 
-def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda: None) -> TrialResult:
+def supervise(
+    sweep: Path,
+    name: str,
+    cancel: Callable[[], str | None] = lambda: None,
+    attempt: str | None = None,
+    guard: int | None = None,
+) -> TrialResult:
     """Run one trial to its end, whatever that is; the result is also in `trials/NAME/result.json`.
 
     Call it in a process without other children: whatever is below it at the end is killed.
@@ -60,28 +73,63 @@ def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda:
         sweep: The sweep's folder.
         name: The trial, whose `spec.json` is there.
         cancel: Asked several times a second; a text means stop, and says why.
+        attempt: The token in `spec.json`; None takes whichever is there.
+        guard: A pipe to the guard, which is told that we live.
 
     Raises:
-        AlreadyStartedError: It was started before.
+        AlreadyStartedError: It was started before, or was given to somebody else.
     """
     sweep = sweep.resolve()
     folder = trial_folder(sweep, name)
-    job: dict[str, Any] = read_json(folder / SPEC)
+    job = _wait_for_spec(folder, attempt)
     spec = TrialSpec.from_json(job["spec"])
     process_tree.adopt_orphans()
-    with _started(folder):
-        seen = _run(sweep, name, spec, job.get("cwd"), cancel)
-        result = conclude(sweep, name, job, spec, seen)
-        write_json(folder / RESULT, result.to_json())
+    token = str(job.get("attempt", ""))
+    if not claim(folder, token):
+        raise AlreadyStartedError(f"{folder / STARTED} exists: this trial was started before")
+    if guard is not None:
+        os.write(guard, f"{allowed_silence(spec.limits) + GUARD_PATIENCE_SECONDS:g}\n".encode())
+    pulse = Pulse(folder, token, guard)
+    pulse.beat()
+    clear_earlier_life(folder)
+    seen = _run(sweep, name, spec, job, cancel, pulse)
+    result = replace(conclude(sweep, name, job, spec, seen), attempt=token)
+    if pulse.look_again():
+        raise AlreadyStartedError(f"{folder / STARTED} is another's by now: this attempt was given up")
+    write_json(folder / RESULT, result.to_json())
+    pulse.end()
     return result
 
 
-def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Callable[[], str | None]) -> Seen:
+def allowed_silence(limits: Limits) -> float:
+    """Longest time a supervisor may give no sign of life: as long as its trial may, ten minutes without a limit."""
+    known = [seconds for seconds in (limits.wall_seconds, limits.no_progress_seconds) if seconds is not None]
+    return min([*known, _SILENCE_SECONDS])
+
+
+def _wait_for_spec(folder: Path, attempt: str | None) -> dict[str, Any]:
+    """The job. What the runner's host has written may come into sight here late, or what stood there before first."""
+    deadline = time.monotonic() + visible_seconds()
+    while True:
+        job: Any = read_json(folder / SPEC)
+        if isinstance(job, dict) and "spec" in job and attempt in (None, job.get("attempt")):
+            return job
+        claimed = read_json(folder / STARTED)
+        is_anothers = isinstance(claimed, dict) and attempt is not None and claimed.get("attempt") != attempt
+        if is_anothers or time.monotonic() > deadline:
+            raise AlreadyStartedError(f"{folder / SPEC} is not of attempt {attempt}: the trial was placed again since")
+        time.sleep(_SPEC_TICK_SECONDS)
+
+
+def _run(
+    sweep: Path, name: str, spec: TrialSpec, job: Mapping[str, Any], cancel: Callable[[], str | None], pulse: Pulse
+) -> Seen:
     began, kills_before = time.time(), own_oom_kills()
-    limit = limit_memory(spec.limits.memory_bytes, name[-40:])
+    folder, attempt = trial_folder(sweep, name), str(job.get("attempt", ""))
+    limit = limit_memory(spec.limits.memory_bytes, group_name(folder, attempt))
     try:
-        worker = start_worker(sweep, name, spec, limit, cwd)
-        watch = _watch(worker, trial_folder(sweep, name), spec, cancel)
+        worker = start_worker(sweep, name, spec, limit, job.get("cwd"), attempt)
+        watch = _watch(worker, folder, spec, cancel, pulse)
         seconds = time.time() - began
         would_not_die = process_tree.kill_descendants(os.getpid())
         # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
@@ -109,37 +157,26 @@ def _peak_rss_bytes(watch: _Watch, spec: TrialSpec, largest: int) -> int:
     return max(watch.memory.peak_bytes, largest) if spec.trainer == "command" else watch.steps_bytes or largest
 
 
-@contextlib.contextmanager
-def _started(folder: Path) -> Any:
-    """Claim the trial. The lock is held as long as we live, so that a runner can see whether we do."""
-    try:
-        handle = os.open(folder / STARTED, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        raise AlreadyStartedError(f"{folder / STARTED} exists: this trial was started before") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        facts = {"pid": os.getpid(), "host": os.uname().nodename, "unix_time": time.time()}
-        os.write(handle, json.dumps(facts).encode())
-        yield
-    finally:
-        os.close(handle)
-
-
 def _watch(
-    worker: "subprocess.Popen[bytes]", folder: Path, spec: TrialSpec, cancel: Callable[[], str | None]
+    worker: "subprocess.Popen[bytes]",
+    folder: Path,
+    spec: TrialSpec,
+    cancel: Callable[[], str | None],
+    pulse: Pulse,
 ) -> _Watch:
     watch = _Watch()
     began = moved = time.monotonic()
     progress = Progress()
     wait = waiter(worker)
     while not wait(_TICK_SECONDS):
+        pulse.beat()
         now, latest = time.monotonic(), _latest_progress(folder, spec)
         watch.memory.look()
         if latest.phase not in _AFTER_THE_STEPS:
             watch.steps_bytes = watch.memory.peak_bytes
         if latest != progress:
             progress, moved = latest, now
-        if why := cancel():
+        if why := cancel() or pulse.superseded():
             watch.own_kill, watch.detail = "cancelled", why
         else:
             watch.own_kill, watch.detail = _limit_reached(spec.limits, progress, now - began, now - moved)
@@ -184,6 +221,11 @@ def _latest_progress(folder: Path, spec: TrialSpec) -> Progress:
 
 def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
     sweep, name = Path(arguments[0]), arguments[1]
+    process_tree.die_with_parent(signal.SIGTERM)
+    expected = os.environ.get(PARENT)
+    if expected is not None and os.getppid() != int(expected):
+        return 1  # who asked for this trial is gone already
+    guard = leave_guard_behind(sweep, name)
     stop: list[str] = []
 
     def note(number: int, frame: object) -> None:
@@ -191,14 +233,11 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
-    process_tree.die_with_parent(signal.SIGTERM)
-    expected = os.environ.get(PARENT)
-    if expected is not None and os.getppid() != int(expected):
-        return 1  # who asked for this trial is gone already
     if cores := os.environ.get(CORES):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    attempt = arguments[2] if len(arguments) > 2 else None
     try:
-        supervise(sweep, name, cancel=lambda: stop[0] if stop else None)
+        supervise(sweep, name, cancel=lambda: stop[0] if stop else None, attempt=attempt, guard=guard)
     except AlreadyStartedError as error:
         errors.write(f"flopwatch: {error}; nothing was run\n")
     return 0

@@ -26,7 +26,7 @@ _TERM_PATIENCE_SECONDS = 2.0
 
 
 def start_worker(
-    sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None
+    sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None, attempt: str = ""
 ) -> "subprocess.Popen[bytes]":
     folder = trial_folder(sweep, name)
     bind = process_tree.dies_with(os.getpid())
@@ -41,7 +41,7 @@ def start_worker(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(folder, name, spec),
+            env=_environment(folder, name, spec) | {process_tree.ATTEMPT_MARK: attempt},
             cwd=cwd if cwd and os.path.isdir(cwd) else None,
             start_new_session=True,
             preexec_fn=become_worker,
