@@ -30,8 +30,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
 test: install
 	$(PYTEST) -m "not slow and not gpu"
 
+# What fails on a loaded machine runs once more, alone: a defect fails again, and what passes now is named as unsteady.
 test-all: install
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu" || { test $$? -eq 1 && echo "Failed tests run once more, alone. One that passes now is unsteady: mend it." && \
+	  OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -v --last-failed --last-failed-no-failures none; }
 
 docs: install
 	$(BIN)/mkdocs build --strict --quiet

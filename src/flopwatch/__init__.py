@@ -76,6 +76,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "report":  # the module: `flopwatch.report.load(DIR)` after `import flopwatch`
+        return import_module("flopwatch.report")
     if name not in _HOME:
         raise AttributeError(f"module 'flopwatch' has no attribute {name!r}")
     return getattr(import_module(f"flopwatch.{_HOME[name]}"), name)

@@ -265,6 +265,9 @@ class InProcessEngine:
     def end(self, names: Sequence[str]) -> None:
         pass
 
+    def withdraw(self) -> Sequence[str]:
+        return ()
+
     def cancel(self) -> None:
         pass
 

@@ -15,16 +15,28 @@ DIR/
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flopwatch.errors import InputError
-from flopwatch.trial_records import FORMAT, TrialResult
+from flopwatch.file_reading import read_json, read_lines
+from flopwatch.sweep_reading import PREFLIGHT, RESULTS, SWEEP, read_result
+from flopwatch.sweep_results import read_results
 
-SWEEP = "sweep.json"
-RESULTS = "results.jsonl"
-PREFLIGHT = "preflight.json"
+__all__ = [
+    "PREFLIGHT",
+    "RESULTS",
+    "SWEEP",
+    "append_line",
+    "log_file",
+    "read_json",
+    "read_lines",
+    "read_result",
+    "read_results",
+    "run_folder",
+    "trial_folder",
+    "write_json",
+]
 
 
 def trial_folder(sweep: Path, name: str) -> Path:
@@ -50,14 +62,6 @@ def write_json(file: Path, content: Any) -> None:
     os.replace(beside, file)
 
 
-def read_json(file: Path) -> Any:
-    """The content; None when there is no such file, or when it is no JSON (somebody else's half-written one)."""
-    try:
-        return json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-
-
 def append_line(file: Path, content: Mapping[str, Any]) -> None:
     """One line, in one write."""
     line = (json.dumps(content) + "\n").encode()
@@ -66,41 +70,3 @@ def append_line(file: Path, content: Mapping[str, Any]) -> None:
         os.write(handle, line)
     finally:
         os.close(handle)
-
-
-def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines that are whole; a torn one is left out."""
-    if not file.exists():
-        return
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            try:
-                content = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(content, dict):
-                yield content
-
-
-def read_result(file: Path) -> TrialResult | None:
-    """The trial's end; None while there is none."""
-    content = read_json(file)
-    if content is None:
-        return None
-    if content.get("format", 0) > FORMAT:
-        raise InputError(f"{file} was written by a newer flopwatch (format {content['format']}); update flopwatch")
-    return TrialResult.from_json(content)
-
-
-def read_results(sweep: Path) -> dict[str, TrialResult]:
-    """Every finished trial by name, the newest end of each."""
-    if not (sweep / SWEEP).exists() and not (sweep / RESULTS).exists():
-        raise InputError(
-            f"{sweep} is not the folder of a sweep: it has no {SWEEP}; name the folder `flopwatch sweep` wrote"
-        )
-    found: dict[str, TrialResult] = {}
-    for content in read_lines(sweep / RESULTS):
-        if content.get("format", 0) > FORMAT:
-            raise InputError(f"{sweep / RESULTS} was written by a newer flopwatch; update flopwatch")
-        found[content["name"]] = TrialResult.from_json(content)
-    return found

@@ -5,8 +5,10 @@ A sweep is many trials; `sweep` writes these records, `report` reads them, and n
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
+
+from flopwatch.record_reading import MAY_BE_INFINITE, read_record
 
 FORMAT = 1
 """Of spec.json and result.json; a reader refuses a newer one."""
@@ -31,6 +33,9 @@ FAILED: tuple[Outcome, ...] = ("crash", "timeout", "hang", "error", "invalid", "
 """What `--only failed` runs again; an out-of-memory is a result, and what was cancelled every resume runs again."""
 
 OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
+
+UNSETTLED: tuple[Outcome, ...] = ("cancelled", "lost", "skipped")
+"""Run again by every resume: they say nothing about the configuration."""
 
 NOT_RUN: tuple[Outcome, ...] = ("oom_inferred", "skipped", "unsupported")
 
@@ -109,7 +114,13 @@ class TrialSpec:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrialSpec":
-        return cls(**{**content, "limits": Limits(**content.get("limits", {}))})
+        """Raises BrokenRecordError for what cannot be one; fields it does not know are left out."""
+        return read_record(cls, content)
+
+    def why_broken(self) -> str | None:
+        if self.batch_size < 1 or self.seq_len < 1:
+            return f"it has a batch of {self.batch_size} and a length of {self.seq_len}; both are at least 1"
+        return None
 
     def measured_settings(self) -> dict[str, Any]:
         """What changes the measurement; a new label or time limit does not."""
@@ -162,6 +173,9 @@ class StepTimes:
     first: float
     unstable: bool
 
+    def why_broken(self) -> str | None:
+        return None if min(self.median, self.low, self.high) > 0 else "it has steps that took no time"
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
@@ -189,6 +203,10 @@ class MemoryUse:
     def peak_bytes(self) -> int | None:
         """The figure that decides whether it fits: reserved on an accelerator, resident on a CPU."""
         return self.reserved_bytes if self.reserved_bytes is not None else self.rss_bytes
+
+    def why_broken(self) -> str | None:
+        sizes = (self.allocated_bytes, self.reserved_bytes, self.device_bytes, self.rss_bytes, self.baseline_bytes)
+        return "it has less than no memory" if any(size is not None and size < 0 for size in sizes) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +237,11 @@ class StepCost:
     hfu: float | None = None
     notes: tuple[str, ...] = ()
 
+    def why_broken(self) -> str | None:
+        peak = self.peak.get("flops_per_s") if self.peak else 1.0
+        is_number = isinstance(peak, int | float) and not isinstance(peak, bool) and 0 < peak < float("inf")
+        return None if is_number else f"its peak is {str(peak)[:40]!r} FLOP/s"
+
 
 @dataclass(frozen=True, slots=True)
 class PrivacySpent:
@@ -233,7 +256,7 @@ class PrivacySpent:
         accountant: `rdp`, `prv` or `gdp`.
     """
 
-    epsilon: float
+    epsilon: float = field(metadata=MAY_BE_INFINITE)
     delta: float
     noise_multiplier: float
     sample_rate: float
@@ -271,16 +294,8 @@ class Measured:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Measured":
-        steps, cost, privacy = content.get("steps"), content.get("cost"), content.get("privacy")
-        return cls(
-            **{
-                **content,
-                "steps": StepTimes(**steps) if steps else None,
-                "memory": MemoryUse(**content.get("memory", {})),
-                "cost": StepCost(**{**cost, "notes": tuple(cost["notes"])}) if cost else None,
-                "privacy": PrivacySpent(**privacy) if privacy else None,
-            }
-        )
+        """Raises BrokenRecordError for what cannot be one."""
+        return read_record(cls, content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,11 +347,24 @@ class TrialResult:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrialResult":
-        return cls(
-            **{
-                **content,
-                "spec": TrialSpec.from_json(content["spec"]),
-                "measured": Measured.from_json(content["measured"]),
-                "earlier_attempts": tuple(content.get("earlier_attempts", ())),
-            }
-        )
+        """Raises BrokenRecordError for what cannot be one. A life of less than no time is not known: earlier
+        versions took the system's clock, which may jump.
+        """
+        result = read_record(cls, content)
+        is_absurd = result.seconds is not None and not 0 <= result.seconds < _LONGEST_LIFE_SECONDS
+        return replace(result, seconds=None) if is_absurd else result
+
+    def why_broken(self) -> str | None:
+        return None if is_trial_name(self.name) else f"its name {self.name[:40]!r} is none of a trial"
+
+
+_LONGEST_LIFE_SECONDS = 10 * 365 * 86400.0
+
+
+def is_trial_name(name: str) -> bool:
+    """Whether it can be a folder of its own under `trials`.
+
+    >>> is_trial_name("standard_bs1_seq8"), is_trial_name("../x")
+    (True, False)
+    """
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name and len(name.encode()) < 256

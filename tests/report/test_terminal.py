@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flopwatch.report.plain_text import plain
+from flopwatch.plain_text import plain
 from flopwatch.report.terminal import draw_report
 from made_up_sweep import example_specs, make_result
 from report.few_results import ended, ran, summary_of

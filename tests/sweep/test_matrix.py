@@ -100,7 +100,7 @@ def test_a_models_path_becomes_a_harmless_part_of_the_name(model):
         ({"batch_sizes": []}, "nothing to run"),
         ({"batch_sizes": [0]}, "batch_sizes.0: Input should be greater than or equal to 1, got 0"),
         ({"batch_sizes": ["many"]}, "batch_sizes.0"),
-        ({"batchsize": 4}, "batchsize: Extra inputs are not permitted"),
+        ({"batchsize": 4}, "there is no setting 'batchsize'; did you mean 'batch_size'"),
         ({"trainers": ["gost"]}, "did you mean 'ghost'"),
         ({"trainers": [{"label": "x"}]}, "needs its command"),
         ({"trainers": [{"trainer": "ghost", "command": "true"}]}, "has both"),

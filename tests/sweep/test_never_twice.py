@@ -14,17 +14,18 @@ import psutil
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.file_reading import read_json
 from flopwatch.sweep import claims, supervisor
 from flopwatch.sweep.claims import PULSE, STARTED, SignOfLife, Watcher, make_exclusively, own_identity, withdraw
 from flopwatch.sweep.engines.protocol import Ended, Trial
 from flopwatch.sweep.folder import held_folder, own_result, prepare, result_file
-from flopwatch.sweep.holders import RUNNERS
 from flopwatch.sweep.late_ends import LateEnds
 from flopwatch.sweep.leftovers import group_tag
 from flopwatch.sweep.memory_limit import group_places, limit_memory
 from flopwatch.sweep.stuck import StuckSupervisors
+from flopwatch.sweep_reading import RUNNERS, read_result
 from flopwatch.testing import FakeClock
-from flopwatch.trial_files import log_file, read_json, read_result, trial_folder, write_json
+from flopwatch.trial_files import log_file, trial_folder, write_json
 from flopwatch.trial_records import Limits, TrialResult, TrialSpec
 from sweeping import left_behind
 from wait_until import wait_until

@@ -71,7 +71,8 @@ def test_a_description_is_json():
 def test_the_parts_of_a_step_add_up_on_a_clock(monkeypatch):
     clock = FakeClock()
     monkeypatch.setattr(worker_clock, "monotonic_seconds", clock)
-    parts = [lambda: clock.advance(1.0), lambda: clock.advance(2.0), lambda: clock.advance(0.5)]
+    seconds = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
+    parts = [(name, lambda value=value: clock.advance(value)) for name, value in seconds.items()]
     assert timed_step(parts, CPU) == {"seconds": 3.5, "forward": 1.0, "backward": 2.0, "optimizer": 0.5}
 
 
@@ -91,7 +92,8 @@ def test_on_an_accelerator_the_parts_come_from_events_and_nothing_waits_in_betwe
     monkeypatch.setattr(worker_clock, "monotonic_seconds", clock)
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch, "accelerator", SimpleNamespace(synchronize=lambda: waits.append(list(order))))
-    parts = [lambda n=n: (clock.advance(n), order.append(n)) for n in (1.0, 2.0, 0.5)]
+    seconds = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
+    parts = [(name, lambda n=n: (clock.advance(n), order.append(n))) for name, n in seconds.items()]
     found = timed_step(parts, torch.device("cuda"))
     assert found == {"seconds": 3.5, "forward": 1.0, "backward": 2.0, "optimizer": 0.5}
     assert waits == [[], [1.0, 2.0, 0.5]]

@@ -9,9 +9,10 @@ if TYPE_CHECKING:
 
 
 def compare(
-    run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="Folder of the run before, or its log file.")],
-    run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="Folder of the run after, or its log file.")],
+    run_a: Annotated[str, typer.Argument(metavar="A", help="Folder of the run before, its log file, or a sweep.")],
+    run_b: Annotated[str, typer.Argument(metavar="B", help="Folder of the run after, its log file, or a sweep.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    md: Annotated[str | None, typer.Option(metavar="PATH", help="Of two sweeps: write Markdown.")] = None,
     fail_if_slower: Annotated[
         float | None,
         typer.Option(
@@ -20,13 +21,21 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Compare two runs: step time, rates, MFU; what differs between them, and what is noise."""
+    """Compare two runs, or two sweeps: step time, rates, MFU; what differs between them, and what is noise."""
+    from flopwatch.cli.compare_sweeps import compare_two_sweeps, is_sweep, refuse_mixed
     from flopwatch.errors import InputError
     from flopwatch.run_comparison import compare as compare_logs
     from flopwatch.run_log import find_log, read_log
 
     if fail_if_slower is not None and not fail_if_slower >= 0:
         raise InputError(f"--fail-if-slower is a percentage of 0 or more, got {fail_if_slower:g}")
+    if is_sweep(run_a) != is_sweep(run_b):
+        refuse_mixed(run_a, run_b)
+    if is_sweep(run_a):
+        compare_two_sweeps(run_a, run_b, as_json=as_json, md=md, fail_if_slower=fail_if_slower)
+        return
+    if md is not None:
+        raise InputError("--md is for two sweeps; of two runs there is text and --json")
     comparison = compare_logs(read_log(find_log(run_a)), read_log(find_log(run_b)))
     if as_json:
         import json

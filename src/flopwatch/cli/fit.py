@@ -49,23 +49,25 @@ def fit(
 
     Two small trials predict the edge, trials on both sides of it verify it. Ctrl-C ends it; what was tried is kept.
     """
+    from flopwatch.cli.lasting_output import lasting_output
     from flopwatch.errors import InputError
     from flopwatch.sweep.fit import with_host_limit
 
     if max_batch < 1:
         raise InputError(f"--max-batch must be 1 or more, got {max_batch}")
     limited = with_host_limit(output, _spec(words or [], locals()))
-    if limited.reason and not as_json:
-        typer.echo(limited.reason)
-    found = _searched(output, limited.spec, max_batch, with_preflight=not no_preflight, quiet=as_json)
-    _show(found, output, max_batch, as_json=as_json)
+    with lasting_output():
+        if limited.reason and not as_json:
+            typer.echo(limited.reason)
+        found = _searched(output, limited.spec, max_batch, with_preflight=not no_preflight, quiet=as_json)
+        _show(found, output, max_batch, as_json=as_json)
     if found.stopped or found.largest is None:
         raise typer.Exit(1)
 
 
 def _spec(words: list[str], given: dict[str, Any]) -> "TrialSpec":
     from flopwatch.errors import InputError
-    from flopwatch.sweep.matrix import expand, read_matrix
+    from flopwatch.sweep.matrix import expand, layered, read_matrix
     from flopwatch.sweep.overrides import parse_overrides
 
     limits = {"wall_seconds": given["timeout"], **({"memory": given["memory"]} if given["memory"] else {})}
@@ -80,7 +82,7 @@ def _spec(words: list[str], given: dict[str, Any]) -> "TrialSpec":
         "limits": limits,
     }
     # No trace: recording one takes memory of its own.
-    settings = {"warmup_steps": 2, "trace": False, **parse_overrides(words), **flags, "batch_sizes": [1]}
+    settings = layered({"warmup_steps": 2, "trace": False}, parse_overrides(words), flags, {"batch_sizes": [1]})
     specs = expand(read_matrix(None, settings))
     if len(specs) > 1:
         raise InputError(f"a fit is of one configuration, these settings make {len(specs)}; give one value of each")

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.quantities import bytes_text, short_number, step_seconds
+from flopwatch.plain_text import one_line
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.fit_search import Found, Probe
 from flopwatch.sweep.heartbeat import read_progress
@@ -52,7 +53,7 @@ class ProbeStatus:
             words = [
                 f"batch {trial.spec.batch_size}: {read_progress(folder_of(trial)).text}" for trial in running.values()
             ]
-            self._status.update(", ".join(words) or engine_state)
+            self._status.update(Text(one_line(", ".join(words) or engine_state, 200)))
 
 
 def probe_line(probe: Probe) -> str:
@@ -62,7 +63,7 @@ def probe_line(probe: Probe) -> str:
     'batch 8: ok, 512 MiB, 102.3 samples/s'
     """
     if probe.fits is None:
-        return f"batch {probe.batch_size}: {probe.outcome}: {probe.reason}"
+        return f"batch {probe.batch_size}: {probe.outcome}: {one_line(probe.reason, 1000)}"
     parts = [f"batch {probe.batch_size}: {_outcome(probe)}"]
     if probe.fits and probe.peak_bytes is not None:
         parts.append(bytes_text(probe.peak_bytes))
@@ -86,7 +87,7 @@ def print_found(found: Found, max_batch: int, console: Console | None = None) ->
         table.add_row(*_figures(probe), outcome.append(" (barely fits)") if probe.is_bare else outcome)
     console.print(table)
     for sentence in sentences(found, max_batch):
-        console.print(Text(sentence), soft_wrap=True)
+        console.print(Text(one_line(sentence, 1000)), soft_wrap=True)
 
 
 def _figures(probe: Probe) -> tuple[str, str, str, str]:

@@ -2,6 +2,8 @@
 
 from rich.text import Text
 
+from flopwatch.plain_text import one_line
+
 _STYLES = {
     "ok": "green",
     "oom_device": "yellow",
@@ -15,4 +17,4 @@ _STYLES = {
 
 def outcome_text(outcome: str) -> Text:
     """Red for what went wrong by itself."""
-    return Text(outcome, style=_STYLES.get(outcome, "red"))
+    return Text(one_line(outcome, 40), style=_STYLES.get(outcome, "red"))

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from flopwatch.report.records import SweepSummary
 
 
@@ -18,30 +20,48 @@ def report(
     output: Annotated[
         str | None, typer.Option(metavar="PATH", help="Write the same JSON, to results.json say.")
     ] = None,
+    csv: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Write a row per trial as CSV; - is standard output.")
+    ] = None,
+    parquet: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The same as Parquet, with pyarrow; - is standard output.")
+    ] = None,
     metric: Annotated[
         str | None, typer.Option(help="Matrices to print: memory, time, tokens, samples, mfu, hfu; comma between.")
     ] = None,
 ) -> None:
     """What a sweep found: what to run, memory and time and MFU of every trainer, what failed and why."""
+    from flopwatch.cli.report_exports import STANDARD_OUTPUT, refuse_two_on_standard_output, write_tables
     from flopwatch.report.capture import capture_sweep
     from flopwatch.report.summarise import summarise
 
     metrics = _metrics(metric)
-    summary = summarise(capture_sweep(_sweep_folder(directory, logs_dir)))
-    written = _write_files(summary, html=html, md=md, output=output)
+    refuse_two_on_standard_output(csv, parquet, as_json=as_json)
+    capture = capture_sweep(_sweep_folder(directory, logs_dir))
+    written = write_tables(capture, csv, parquet)
+    is_printed = STANDARD_OUTPUT in (csv, parquet)
+    if (written or is_printed) and not (html or md or output or as_json or metrics):
+        _say_written(written, err=is_printed)
+        return
+    summary = summarise(capture)
+    written += _write_files(summary, html=html, md=md, output=output)
     if as_json:
         from flopwatch.report.as_json import report_json
 
         typer.echo(report_json(summary))
-    elif not written or metrics:
+    elif (not written or metrics) and not is_printed:
         _print(summary, metrics)
-    for path in written:
-        typer.echo(f"Written: {path}", err=as_json)
+    _say_written(written, err=as_json or is_printed)
+
+
+def _say_written(paths: "Iterable[str]", *, err: bool) -> None:
+    for path in paths:
+        typer.echo(f"Written: {path}", err=err)
 
 
 def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
     from flopwatch.errors import InputError
-    from flopwatch.trial_files import RESULTS, SWEEP
+    from flopwatch.sweep_results import is_sweep_folder
 
     if (directory is None) == (logs_dir is None):
         raise InputError("name one folder: `flopwatch report DIR`, or its logs with --logs-dir DIR/logs")
@@ -49,8 +69,7 @@ def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
     if not folder.is_dir():
         raise InputError(f"{str(folder)!r} is not a folder; name the folder `flopwatch sweep` wrote")
     # The documents' user names the logs; a sweep's own folder is taken as it is, whatever it is called.
-    is_sweep = (folder / SWEEP).exists() or (folder / RESULTS).exists()
-    return folder if directory is not None or is_sweep else folder.resolve().parent
+    return folder if directory is not None or is_sweep_folder(folder) else folder.resolve().parent
 
 
 def _metrics(names: str | None) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ def sweep(
 
     Ctrl-C once finishes what runs, twice ends it.
     """
+    from flopwatch.cli.lasting_output import lasting_output
     from flopwatch.sweep.matrix import expand
 
     flags: dict[str, Any] = {
@@ -101,7 +102,8 @@ def sweep(
             _preflight(output, make_plan(output, specs, only=only, limit=limit, engine=engine))
         return
     placed = _engine(engine, engine_option or [], jobs, gpus)
-    _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
+    with lasting_output():
+        _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
 
 
 def _trainers(trainers: str | None, command: str | None) -> list[Any] | None:
@@ -148,11 +150,14 @@ def _run(
 ) -> None:
     from flopwatch.cli.sweep_live import watched
     from flopwatch.sweep.folder import held_folder, write_trial_list
-    from flopwatch.sweep.plan import make_plan
+    from flopwatch.sweep.plan import make_plan, record_unlisted
     from flopwatch.sweep.runner import run_plan
 
     with held_folder(output):
         plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=shuffle_seed, engine=engine.name)
+        for trouble in plan.troubles:
+            typer.echo(f"warning: {trouble}", err=True)
+        record_unlisted(output, plan)
         write_trial_list(output, plan.trials, engine.name)
         refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)
         with watched(plan, output) as (observer, stop):
@@ -185,5 +190,5 @@ def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], *, was_st
     if was_stopped and left:
         typer.echo(f"{plural(left, 'trial')} left; the same command goes on.")
         raise typer.Exit(130)  # as a shell says of what Ctrl-C ended: `sweep && report` stops here
-    if any(counts.get(outcome) for outcome in (*FAILED, "cancelled")):
+    if plan.newer or any(counts.get(outcome) for outcome in (*FAILED, "cancelled")):
         raise typer.Exit(1)

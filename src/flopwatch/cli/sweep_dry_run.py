@@ -5,9 +5,11 @@ from statistics import median
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.quantities import duration, plural
+from flopwatch.plain_text import one_line
 from flopwatch.sweep.plan import Plan
 from flopwatch.trial_records import TrialSpec
 
@@ -22,15 +24,22 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
         table.add_column(column, no_wrap=column == "trial")
     for trial in plan.trials[:_MOST_ROWS]:
         kept = plan.kept.get(trial.name)
-        state = "will run" if trial.name in todo else outcome_text(kept.outcome) if kept else "left out"
-        table.add_row(trial.name, trial.spec.model, state)
+        left = "written by a newer flopwatch" if trial.name in plan.newer else "left out"
+        state = "will run" if trial.name in todo else outcome_text(kept.outcome) if kept else left
+        table.add_row(Text(one_line(trial.name)), Text(one_line(trial.spec.model, 200)), state)
     console.print(table)
     if len(plan.trials) > _MOST_ROWS:
         console.print(f"and {len(plan.trials) - _MOST_ROWS} more", style="dim")
+    folder = one_line(str(output))
     console.print(
-        f"{plural(len(plan.trials), 'trial')}, {len(plan.todo)} to run in {output}. {_prediction(plan)}",
-        highlight=False,
+        Text(f"{plural(len(plan.trials), 'trial')}, {len(plan.todo)} to run in {folder}. {_prediction(plan)}")
     )
+    _tell_troubles(plan, console)
+
+
+def _tell_troubles(plan: Plan, console: Console) -> None:
+    for trouble in plan.troubles:
+        console.print(Text(f"warning: {trouble}"), soft_wrap=True)
 
 
 def _prediction(plan: Plan) -> str:

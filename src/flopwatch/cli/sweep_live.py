@@ -18,6 +18,7 @@ from rich.text import Text
 from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.quantities import bytes_text, duration, step_seconds
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.plain_text import one_line
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.heartbeat import read_progress
 from flopwatch.sweep.plan import Plan, folder_of
@@ -26,6 +27,7 @@ from flopwatch.trial_records import TrialResult
 
 _LAST_ENDED = 6
 _MOST_RUNNING = 12
+_LONGEST_LINE = 1000
 
 
 @contextlib.contextmanager
@@ -39,28 +41,31 @@ def watched(plan: Plan, output: Path, console: Console | None = None) -> Iterato
             yield PlainLines(plan, say), stop
             return
         table = LiveTable(plan, output, stop)
-        with Live(get_renderable=table.render, console=console, refresh_per_second=4, transient=False):
+        with Live(get_renderable=table.drawn, console=console, refresh_per_second=4, transient=False):
             yield table, stop
 
 
 def print_line(console: Console) -> Any:
-    return lambda text: console.print(text, highlight=False, soft_wrap=True)
+    return lambda text: console.print(Text(text), highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def _interrupts(stop: Stop, say: Any) -> Iterator[None]:
-    """Ctrl-C once finishes what runs, twice ends it."""
+    """Ctrl-C once finishes what runs, twice ends it. A terminal that goes away ends nothing."""
 
     def note(number: int, frame: object) -> None:
         stop.finish, stop.kill = True, stop.finish
         if not sys.stdout.isatty():
             say("ending what runs" if stop.kill else "finishing what runs; Ctrl-C again ends it")
 
-    before = signal.signal(signal.SIGINT, note)
+    # A terminal that is closed sends SIGHUP; a function and not SIG_IGN, which the trials' processes would inherit.
+    handlers = {signal.SIGINT: note, signal.SIGHUP: lambda number, frame: None}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class PlainLines:
@@ -78,13 +83,14 @@ class PlainLines:
 
     def ended(self, result: TrialResult) -> None:
         self._done += 1
-        self._say(f"[{self._done:>{len(str(self._total))}}/{self._total}] {result.name} {_one_line(result)}")
+        name = one_line(result.name, _LONGEST_LINE)
+        self._say(f"[{self._done:>{len(str(self._total))}}/{self._total}] {name} {_one_line(result)}")
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         """Silence while another sweep holds the slots would look like a hang."""
         if not running and engine_state.startswith("waiting") and engine_state != self._waiting_for:
             self._waiting_for = engine_state
-            self._say(engine_state)
+            self._say(one_line(engine_state, _LONGEST_LINE))
 
 
 class LiveTable:
@@ -114,12 +120,19 @@ class LiveTable:
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         self._running, self._engine_state = dict(running), engine_state
 
+    def drawn(self) -> Group | Text:
+        """As `render`, and a sentence where that fails: it is called by a thread of rich, whose end would be ours."""
+        try:
+            return self.render()
+        except Exception as error:
+            return Text(one_line(f"the table cannot be drawn ({type(error).__name__}: {error})", _LONGEST_LINE))
+
     def render(self) -> Group:
         return Group(self._header(), self._bar(), *self._tables(), self._footer())
 
     def _header(self) -> Text:
         done, total = sum(self._counts.values()), len(self._plan.trials)
-        text = Text.assemble(("sweep ", "bold"), str(self._output), f"   {done} of {total}   ")
+        text = Text.assemble(("sweep ", "bold"), one_line(str(self._output), _LONGEST_LINE), f"   {done} of {total}   ")
         for outcome, count in self._counts.items():
             text.append_text(outcome_text(outcome)).append(f" {count}   ")
         return text
@@ -133,7 +146,10 @@ class LiveTable:
         for column in ("running", "phase", "step", "for"):
             running.add_column(column, justify="right" if column in ("step", "for") else "left", no_wrap=True)
         for name, trial in list(self._running.items())[:_MOST_RUNNING]:
-            running.add_row(name, *_progress(trial), duration(self._clock() - self._since.get(name, self._began)))
+            phase, step = _progress(trial)
+            running.add_row(
+                _cell(name), _cell(phase), step, duration(self._clock() - self._since.get(name, self._began))
+            )
         hidden = len(self._running) - _MOST_RUNNING
         if hidden > 0:
             running.add_row(Text(f"and {hidden} more", style="dim"))
@@ -143,7 +159,7 @@ class LiveTable:
                 column, justify="right" if column in ("step time", "memory", "MFU") else "left", no_wrap=True
             )
         for result in self._last:
-            ended.add_row(result.name, outcome_text(result.outcome), *_figures(result))
+            ended.add_row(_cell(result.name), outcome_text(result.outcome), *_figures(result))
         return [table for table in (running, ended) if table.row_count]
 
     def _footer(self) -> Text:
@@ -152,13 +168,20 @@ class LiveTable:
         if self._stop.finish:
             return Text("finishing what runs; Ctrl-C again ends it", style="bold")
         left = self._seconds_left()
-        parts = [self._engine_state, f"about {duration(left)} left" if left is not None else ""]
+        parts = [
+            one_line(self._engine_state, _LONGEST_LINE),
+            f"about {duration(left)} left" if left is not None else "",
+        ]
         return Text("   ".join(part for part in parts if part), style="dim")
 
     def _seconds_left(self) -> float | None:
         """By the pace of the trials that ran; None before the first."""
         left = len(self._plan.trials) - sum(self._counts.values())
         return (self._clock() - self._began) / self._ran * left if self._ran and left else None
+
+
+def _cell(text: str) -> Text:
+    return Text(one_line(text, _LONGEST_LINE))
 
 
 def _progress(trial: Trial) -> tuple[str, str]:
@@ -182,7 +205,7 @@ def _figures(result: TrialResult) -> tuple[str, str, str]:
 
 def _one_line(result: TrialResult) -> str:
     if result.outcome != "ok":
-        return f"{result.outcome}: {result.reason}"
+        return one_line(f"{result.outcome}: {result.reason}", _LONGEST_LINE)
     seconds, memory, mfu = _figures(result)
     parts = [f"{seconds} a step" if seconds else "", memory, f"MFU {mfu}" if mfu else ""]
     return f"ok  {', '.join(part for part in parts if part)}"

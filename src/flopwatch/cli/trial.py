@@ -32,18 +32,21 @@ def trial(
     """Measure one configuration in a process of its own: time, memory, FLOPs, MFU, and how it ended."""
     import json
 
+    from flopwatch.cli.lasting_output import lasting_output
+
     if spec is not None:
         asked, folder, name = _from_file(spec)
     else:
         settings = _settings(locals())
         asked, folder, name = _from_flags(settings), Path("flopwatch-sweep"), None
-    result = _supervised(output or folder, asked, name, quiet=as_json)
-    if as_json:
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    else:
-        from flopwatch.cli.trial_text import print_result
+    with lasting_output():
+        result = _supervised(output or folder, asked, name, quiet=as_json)
+        if as_json:
+            typer.echo(json.dumps(result.to_json(), indent=2))
+        else:
+            from flopwatch.cli.trial_text import print_result
 
-        print_result(result)
+            print_result(result)
     if result.outcome != "ok":
         raise typer.Exit(1)
 
@@ -72,13 +75,20 @@ def _from_flags(settings: dict[str, Any]) -> "TrialSpec":
 
 def _from_file(file: Path) -> "tuple[TrialSpec, Path, str]":
     from flopwatch.errors import InputError
-    from flopwatch.trial_files import read_json
-    from flopwatch.trial_records import TrialSpec
+    from flopwatch.file_reading import UnreadableError, load_json
+    from flopwatch.record_reading import BrokenRecordError
+    from flopwatch.trial_records import TrialSpec, is_trial_name
 
-    content = read_json(file)
-    if not isinstance(content, dict) or "spec" not in content:
-        raise InputError(f"{file} is not the spec.json of a trial; it lies in SWEEP/trials/NAME/")
-    return TrialSpec.from_json(content["spec"]), file.resolve().parents[2], content["name"]
+    try:
+        content = load_json(file)
+        spec = TrialSpec.from_json(content["spec"])
+        name = str(content["name"])
+    except (FileNotFoundError, UnreadableError, BrokenRecordError, KeyError, TypeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{file} is not the spec.json of a trial ({why}); it lies in SWEEP/trials/NAME/") from None
+    if not is_trial_name(name):
+        raise InputError(f"{file} names its trial {name[:80]!r}, which is no name of a trial")
+    return spec, file.resolve().parents[2], name
 
 
 def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: bool) -> "TrialResult":

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.quantities import bytes_text, count_text, duration, short_number, step_seconds
+from flopwatch.plain_text import one_line, plain
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.heartbeat import read_progress
 from flopwatch.sweep.plan import folder_of
@@ -42,25 +43,25 @@ def phases_shown(folder: Path, trial: Trial, *, quiet: bool) -> Iterator[Callabl
     if quiet or not console.is_terminal:
         yield lambda: None
         return
-    with console.status(f"{trial.name}: start") as status:
-        yield lambda: status.update(f"{trial.name}: {read_progress(folder_of(trial)).text}")
+    with console.status(Text(f"{one_line(trial.name)}: start")) as status:
+        yield lambda: status.update(Text(one_line(f"{trial.name}: {read_progress(folder_of(trial)).text}", 200)))
 
 
 def print_result(result: TrialResult, console: Console | None = None) -> None:
     """What was measured, and why it ended if not by itself."""
     console = console or Console()
-    console.print(result.name, style="bold", end="  ")
-    reason = f"({result.reason})" if result.outcome != "ok" else ""
-    console.print(outcome_text(result.outcome), reason, highlight=False, markup=False)
+    console.print(Text(one_line(result.name)), style="bold", end="  ")
+    reason = f"({one_line(result.reason, 1000)})" if result.outcome != "ok" else ""
+    console.print(outcome_text(result.outcome), Text(reason), highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in _rows(result):
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(one_line(value)))
     console.print(table, highlight=False)
     if result.outcome != "ok":
         for text in (result.stacks, result.log_tail):
             if text:
-                typer.echo(text.rstrip())
-        typer.echo(f"again: {result.command}")
+                typer.echo(plain(text).rstrip())
+        typer.echo(f"again: {one_line(result.command)}")
 
 
 def _rows(result: TrialResult) -> list[tuple[str, str]]:

@@ -11,7 +11,8 @@ from torch import nn
 
 from flopwatch.errors import InputError
 from flopwatch.models.names import check_model_name, config_file, is_config
-from flopwatch.models.presets import PRESETS
+from flopwatch.models.presets import PRESETS, image_preset
+from flopwatch.models.resnet import ResNet
 from flopwatch.models.transformer import Decoder
 from flopwatch.optional import require
 
@@ -20,14 +21,18 @@ def load_model(spec: str, *, device: str = "meta") -> nn.Module:
     """Build a model in training mode; on the meta device it has shapes and no weights.
 
     Args:
-        spec: `tiny`, `small`, `medium` or `1b`; the path of a Hugging Face `config.json`; or `package.module:function`,
-            a function without arguments that returns a module.
+        spec: `tiny`, `small`, `medium` or `1b`; `resnet20-gn` or `resnet18-gn` for images, with another side as
+            `resnet18-gn@64`; the path of a Hugging Face `config.json`; or `package.module:function`, a function
+            without arguments that returns a module.
         device: Where its parameters are made.
     """
     check_model_name(spec)
     if spec in PRESETS:
         with torch.device(device):
             return Decoder(PRESETS[spec]).train()
+    if (sizes := image_preset(spec)) is not None:
+        with torch.device(device):
+            return ResNet(sizes).train()
     if is_config(spec):
         return _from_config_file(config_file(spec), device)
     return _from_factory(spec, device)

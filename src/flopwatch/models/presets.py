@@ -1,6 +1,6 @@
 """The model sizes known by name. Sizes only: torch is not loaded before a model is built."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +13,48 @@ class Preset:
     heads: int
 
 
+@dataclass(frozen=True, slots=True)
+class ImagePreset:
+    """Sizes of a residual network with group normalisation.
+
+    Attributes:
+        image_size: Side of its square images, in pixels.
+        classes: Of the images.
+        widths: Channels of each stage; multiples of 8.
+        blocks_per_stage: Of two convolutions each.
+        has_large_stem: A 7 x 7 convolution and pooling first, as for ImageNet.
+    """
+
+    image_size: int
+    classes: int
+    widths: tuple[int, ...]
+    blocks_per_stage: int
+    has_large_stem: bool
+
+
 PRESETS = {
     "tiny": Preset(1_000, 64, 2, 4),
     "small": Preset(8_000, 256, 4, 8),
     "medium": Preset(16_000, 512, 8, 8),
     "1b": Preset(32_000, 2_048, 24, 32),
 }
+IMAGE_PRESETS = {
+    "resnet20-gn": ImagePreset(32, 10, (16, 32, 64), 3, has_large_stem=False),  # CIFAR-10
+    "resnet18-gn": ImagePreset(224, 1_000, (64, 128, 256, 512), 2, has_large_stem=True),  # ImageNet
+}
+MOST_PIXELS = 8192
+"""Of a side; more is a slip of the keyboard."""
+
+
+def image_preset(name: str) -> ImagePreset | None:
+    """The image preset a name means, with another side behind an @; None when it means none.
+
+    >>> image_preset("resnet18-gn").image_size, image_preset("resnet18-gn@64").image_size
+    (224, 64)
+    """
+    word, at, side = name.partition("@")
+    sizes = IMAGE_PRESETS.get(word)
+    if sizes is None or not at:
+        return sizes
+    is_side = side.isascii() and side.isdigit() and 1 <= int(side) <= MOST_PIXELS
+    return replace(sizes, image_size=int(side)) if is_side else None

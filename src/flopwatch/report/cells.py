@@ -1,6 +1,6 @@
 """A trial's result as a cell of a matrix. Pure."""
 
-from math import isfinite
+import sys
 from typing import Any
 
 from flopwatch.report.columns import privacy_of
@@ -9,6 +9,9 @@ from flopwatch.trial_records import MemoryUse, StepCost, TrialResult, TrialSpec
 
 FEWEST_STEPS = 6
 """Below this many measured steps no interval is believed: of 5, least and most hold the median 94 % of the time."""
+
+MOST_FINITE = sys.float_info.max
+"""JSON may hold integers beyond it, and those cannot be divided."""
 
 
 def make_cell(result: TrialResult, column: str) -> Cell:
@@ -72,7 +75,7 @@ def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None
 def positive(value: Any) -> Any:
     """The number; None when it is no finite number above 0, which no measurement is."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and isfinite(value) and value > 0 else None
+    return value if is_number and 0 < value <= MOST_FINITE else None
 
 
 def _tells_peak(result: TrialResult) -> bool:

@@ -14,6 +14,7 @@ _PRIVACY: Mapping[str, Privacy] = {
     "fast": "private",
 }
 _ORDER = tuple(_PRIVACY)
+_MICRO_BATCH = "micro-batch"
 # Labels that say no more than the trainer's short name, which fits a narrow column.
 _LONG_NAMES = frozenset(("StandardTrainer", "DPSGDTrainer", "DPGhostClippingTrainer", "DPFastGradientClippingTrainer"))
 
@@ -97,6 +98,8 @@ def _variant_settings(spec: TrialSpec) -> dict[str, str]:
     settings = {"seed": str(spec.seed), "steps": str(spec.steps), "warmup": str(spec.warmup_steps)}
     if spec.command is not None:
         settings["command"] = spec.command
+    if spec.micro_batch_size is not None:
+        settings[_MICRO_BATCH] = str(spec.micro_batch_size)
     if spec.label:
         settings["trainer"] = spec.trainer
     return settings | {str(name): str(value) for name, value in spec.options.items()}
@@ -105,4 +108,5 @@ def _variant_settings(spec: TrialSpec) -> dict[str, str]:
 def _varying(members: Iterable[Mapping[str, str]]) -> list[str]:
     members = list(members)
     names = dict.fromkeys(name for settings in members for name in settings)
-    return [name for name in names if len({settings.get(name) for settings in members}) > 1]
+    # Micro-batches are told even where all trials have them: memory and time are not those of the batch at once.
+    return [name for name in names if name == _MICRO_BATCH or len({settings.get(name) for settings in members}) > 1]

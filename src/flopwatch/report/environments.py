@@ -32,10 +32,10 @@ def _counted(results: Iterable[TrialResult]) -> list[tuple[dict[str, str], int]]
         key = repr([result.environment.get(name) for name in _SHOWN])
         counts[key] += 1
         examples[key] = result.environment
-    return [(_shown_settings(examples[key]), count) for key, count in counts.items()]
+    return [(shown_settings(examples[key]), count) for key, count in counts.items()]
 
 
-def _shown_settings(environment: Mapping[str, Any]) -> dict[str, str]:
+def shown_settings(environment: Mapping[str, Any]) -> dict[str, str]:
     return {name: _as_text(environment[name]) for name in _SHOWN if environment.get(name) not in (None, "", {})}
 
 

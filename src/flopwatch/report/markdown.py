@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from flopwatch.plain_text import one_line, plain
 from flopwatch.report.figures import UNKNOWN, count, duration, factor, memory, share
 from flopwatch.report.matrices import Metric, best_trials, cell_text, known_metrics, matrix_rows
-from flopwatch.report.plain_text import one_line, plain
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary
 from flopwatch.report.selection import evenly, narrowed, some_choices
 from flopwatch.report.sentences import (

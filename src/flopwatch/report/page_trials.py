@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from flopwatch.plain_text import plain
 from flopwatch.report.charts_bars import outcome_class
-from flopwatch.report.plain_text import plain
 from flopwatch.report.records import SweepSummary, TrialRow
 from flopwatch.report.svg import esc
 

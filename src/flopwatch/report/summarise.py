@@ -44,7 +44,7 @@ def summarise(capture: Capture) -> SweepSummary:
         failures=group_failures(results, _largest_ok(results)),
         environments=distinct_environments(results),
         preflight=capture.preflight,
-        warnings=_warnings(groups, totals.by_outcome),
+        warnings=(*capture.troubles, *_warnings(groups, totals.by_outcome)),
         rows=_rows(members),
     )
 

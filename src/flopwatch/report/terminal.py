@@ -8,9 +8,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flopwatch.plain_text import one_line, plain
 from flopwatch.report.figures import count, duration
 from flopwatch.report.matrices import METRICS, Metric, known_metrics
-from flopwatch.report.plain_text import one_line, plain
 from flopwatch.report.records import Failure, Group, SweepSummary
 from flopwatch.report.selection import column_chunks, narrowed
 from flopwatch.report.sentences import (

@@ -9,9 +9,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flopwatch.plain_text import one_line
 from flopwatch.report.figures import UNKNOWN, count, factor, memory, share
 from flopwatch.report.matrices import Metric, best_trials, cell_text, matrix_rows
-from flopwatch.report.plain_text import one_line
 from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Group, TrainerTotals
 from flopwatch.report.selection import evenly, some_choices
 from flopwatch.report.sentences import choice_notes, choice_sentence, frontier_words, layer_words, throughput

@@ -1,11 +1,12 @@
 """Put together what a trial measured, from the files its worker left. Light: runs in the supervisor."""
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
-from math import isfinite
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flopwatch.record_reading import BrokenRecordError, read_record
 from flopwatch.sweep.step_statistics import median, step_times
 from flopwatch.trial_files import read_json, read_lines
 from flopwatch.trial_records import Measured, MemoryUse, StepCost, TrialSpec
@@ -16,6 +17,30 @@ EXCEPTION = "exception.json"
 METRICS = "metrics.json"
 
 _PHASES = ("forward", "backward", "optimizer")
+_LARGEST_NUMBER = 1e300
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What `measured.json` holds."""
+
+    measured: Measured = field(default_factory=Measured)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A line of `steps.jsonl`."""
+
+    phase: str
+    seconds: float
+    forward: float
+    backward: float
+    optimizer: float
+
+    def why_broken(self) -> str | None:
+        return None if self.seconds > 0 else "it took no time"
 
 
 def assemble(trial_dir: Path, spec: TrialSpec, rss_bytes: int | None) -> tuple[Measured, dict[str, Any], bool]:
@@ -26,14 +51,21 @@ def assemble(trial_dir: Path, spec: TrialSpec, rss_bytes: int | None) -> tuple[M
         spec: Its configuration.
         rss_bytes: Most resident memory of the tree, as the supervisor saw it.
     """
-    left: dict[str, Any] = read_json(trial_dir / MEASURED) or {}
-    measured = Measured.from_json(left.get("measured", {}))
+    left = _read_left(trial_dir)
+    measured = left.measured
     measured = replace(measured, memory=_with_rss(measured.memory, rss_bytes))
     if spec.trainer == "command":
         measured = _with_reported(measured, trial_dir, spec.batch_size)
     else:
         measured = _with_steps(measured, list(read_lines(trial_dir / STEPS)), spec)
-    return measured, left.get("environment", {}), bool(left.get("done"))
+    return measured, dict(left.environment), left.done
+
+
+def _read_left(trial_dir: Path) -> _Left:
+    try:
+        return read_record(_Left, read_json(trial_dir / MEASURED))
+    except BrokenRecordError:
+        return _Left()
 
 
 def _with_rss(memory: MemoryUse, rss_bytes: int | None) -> MemoryUse:
@@ -42,19 +74,29 @@ def _with_rss(memory: MemoryUse, rss_bytes: int | None) -> MemoryUse:
 
 
 def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec) -> Measured:
-    timed = [row for row in rows if row.get("phase") == "measure"]
-    times = step_times([row["seconds"] for row in timed], first=rows[0]["seconds"] if rows else None)
+    whole = _whole_steps(rows)
+    timed = [row for row in whole if row.phase == "measure"]
+    times = step_times([row.seconds for row in timed], first=whole[0].seconds if whole else None)
     if times is None:
         return measured
     positions = measured.extra.get("positions_per_step")
     return replace(
         measured,
         steps=times,
-        phase_seconds={phase: median(sorted(row[phase] for row in timed)) for phase in _PHASES},
+        phase_seconds={phase: median(sorted(getattr(row, phase) for row in timed)) for phase in _PHASES},
         samples_per_s=spec.batch_size / times.median,
         tokens_per_s=positions / times.median if positions else None,
         cost=_with_rates(measured.cost, times.median) if measured.cost else None,
     )
+
+
+def _whole_steps(rows: list[dict[str, Any]]) -> list[_Step]:
+    """Those that can be read: a worker is killed in the middle of a line, and a trainer may write what it likes."""
+    found = []
+    for row in rows:
+        with contextlib.suppress(BrokenRecordError):
+            found.append(read_record(_Step, row))
+    return found
 
 
 def _with_rates(cost: StepCost, seconds: float) -> StepCost:
@@ -95,7 +137,7 @@ def _of_monitor(trial_dir: Path) -> Mapping[str, Any]:
 
     try:
         summary = read_log(find_log(trial_dir)).summary
-    except (OSError, ValueError):
+    except Exception:  # whatever a user's program left there must not cost its trial the result
         return {}
     if summary is None:
         return {}
@@ -110,4 +152,5 @@ def _of_monitor(trial_dir: Path) -> Mapping[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= _LARGEST_NUMBER  # also false for what is not a number at all

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flopwatch.trial_files import read_json
+from flopwatch.file_reading import read_json
 
 STARTED = "started.json"
 PULSE = "supervisor.json"
@@ -65,6 +65,8 @@ def start_ticks(pid: int) -> int | None:
 def is_alive_here(identity: Mapping[str, Any]) -> bool | None:
     """Whether that process lives; None when it is, or was, one of another host and nobody here can know."""
     here = _where()
+    if "boot" not in identity:
+        return False  # of a version that held a lock instead, or damaged: nobody is to be waited for
     if not here["boot"] or any(identity.get(key) != value for key, value in here.items()):
         return None
     pid, ticks = identity.get("pid"), identity.get("start_ticks")
@@ -103,9 +105,9 @@ def _make_by_open(file: Path, written: Path) -> bool:
     return True
 
 
-def claim(folder: Path, attempt: str) -> bool:
-    """Take the trial; False when another has it, had it, or when it was withdrawn."""
-    content = {**own_identity(), "attempt": attempt, "unix_time": time.time()}
+def claim(folder: Path, attempt: str, facts: Mapping[str, Any] | None = None) -> bool:
+    """Take the trial; False when another has it, had it, or when it was withdrawn. The facts are written along."""
+    content = {**own_identity(), "attempt": attempt, "unix_time": time.time(), **(facts or {})}
     return make_exclusively(folder / STARTED, content)
 
 

@@ -4,8 +4,10 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from flopwatch.file_reading import UnreadableError, opened_regular
+from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
 from flopwatch.sweep.assemble import EXCEPTION, assemble
 from flopwatch.sweep.classify import Ending, OwnKill, classify, signal_name
 from flopwatch.sweep.heartbeat import Progress, read_progress
@@ -13,6 +15,15 @@ from flopwatch.trial_files import log_file, read_json, trial_folder
 from flopwatch.trial_records import TrialResult, TrialSpec
 
 _TAIL_BYTES = 6000
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """What `exception.json` must have to be believed."""
+
+    type: str
+    message: str
+    outcome: Literal["error", "invalid", "unsupported", "oom_device", "oom_host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,7 @@ def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen:
         signal_number=-seen.status if seen.status is not None and seen.status < 0 else None,
         has_finished=is_done,
         is_command=spec.trainer == "command",
-        exception=read_json(folder / EXCEPTION),
+        exception=_read_exception(folder),
         oom_kills=seen.oom_kills,
         has_own_group=seen.memory_limit.get("by") == "cgroup",
         log_tail=tail(log_file(sweep, name)),
@@ -79,7 +90,18 @@ def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen:
         command=f"flopwatch trial --spec {shlex.quote(str(folder / 'spec.json'))}",
         log_tail=ending.log_tail if outcome != "ok" else "",
         stacks=seen.stacks,
+        earlier_attempts=tuple(job.get("earlier_attempts", ())),
     )
+
+
+def _read_exception(folder: Path) -> dict[str, Any] | None:
+    content = read_json(folder / EXCEPTION)
+    try:
+        read_record(_Raised, content)
+        found: dict[str, Any] = clean_value(content)
+    except BrokenRecordError:
+        return None
+    return found
 
 
 def _evidence(ending: Ending, seen: Seen) -> dict[str, Any]:
@@ -102,13 +124,14 @@ def _evidence(ending: Ending, seen: Seen) -> dict[str, Any]:
 
 
 def tail(file: Path, size: int = _TAIL_BYTES) -> str:
-    """The last lines of a text file; empty when there is none."""
+    """The last lines of a text file, of a line longer than that its end; empty when there is none."""
     try:
-        with file.open("rb") as stream:
+        with opened_regular(file) as stream:
             stream.seek(0, os.SEEK_END)
             start = max(0, stream.tell() - size)
             stream.seek(start)
             text = stream.read().decode(errors="replace")
-    except OSError:
+    except (FileNotFoundError, UnreadableError):
         return ""
-    return text if start == 0 else text.partition("\n")[2]
+    whole_lines = text.partition("\n")[2]
+    return text if start == 0 else whole_lines if whole_lines.strip() else f"… {text}"

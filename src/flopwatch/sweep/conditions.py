@@ -53,6 +53,8 @@ def parse_condition(text: Any) -> Any:
         if name not in _FIELDS and not name.startswith("options."):
             raise InputError(f"a trial has no {name!r} to compare; it has {', '.join(sorted(_FIELDS))}, options.NAME")
         parts.append((name, found[2].replace("==", "="), found[3]))
+    if not parts:
+        raise InputError("an empty condition in `exclude` would leave out everything; write `batch_size>8`, or none")
     return {"parts": tuple(parts)}
 
 

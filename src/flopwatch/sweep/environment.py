@@ -4,19 +4,24 @@ import hashlib
 import os
 import platform
 import shlex
+import stat
 import subprocess
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flopwatch.file_reading import UnreadableError, opened_regular
 from flopwatch.trial_records import TrialSpec
 from flopwatch.version import __version__
 
 _PACKAGES = ("torch", "opacus", "transformers")
 _OF_THIS_HOST = ("cpu", "gpus", "driver")
-_LARGEST_SOURCE = 10_000_000
-"""A command may name its data too, and gigabytes are no source."""
+_LARGEST_SOURCE = 16 << 20
+"""A command may name its data too, and gigabytes are not read: size and time stand for a larger file's content."""
+
+_NO_SOURCES = ("/proc/", "/sys/")
+"""What the kernel makes up: its files call themselves regular, change by themselves, and may wait for ever."""
 
 
 @cache
@@ -36,13 +41,14 @@ def machine() -> dict[str, Any]:
 
 
 def fingerprint(spec: TrialSpec, *, is_here: bool = True) -> dict[str, Any]:
-    """The machine, and the user's own code that the trial runs: their trainer, model, config file, command's files.
+    """The machine, and the user's own code that the trial runs: their trainer, model, batch, config file, command's
+    files.
 
     Args:
         spec: The trial.
         is_here: False for a cluster, where trials run on other hosts than this one: its devices are left out.
     """
-    names = (spec.trainer, spec.model) if spec.command is None else _words(spec.command)
+    names = (spec.trainer, spec.model, *filter(None, [spec.batch])) if spec.command is None else _words(spec.command)
     sources = {name: digest for name in names if (digest := _source_digest(name))}
     host = {name: fact for name, fact in machine().items() if is_here or name not in _OF_THIS_HOST}
     return {**host, **({"sources": sources} if sources else {})}
@@ -77,10 +83,21 @@ def _source_digest(name: str) -> str | None:
     module, colon, _ = name.partition(":")
     try:
         files = _sources(module) if colon else [Path(name) / "config.json" if Path(name).is_dir() else Path(name)]
-        content = b"".join(file.read_bytes() for file in files if file.stat().st_size <= _LARGEST_SOURCE)
-    except (OSError, ValueError):
+        content = b"".join(map(_content, files))
+    except (OSError, ValueError, UnreadableError):
         return None
     return hashlib.sha256(content).hexdigest()[:16] if content else None
+
+
+def _content(file: Path) -> bytes:
+    """Of a regular file; devices, FIFOs and sockets have none, and are not even opened."""
+    if os.path.realpath(file).startswith(_NO_SOURCES) or not stat.S_ISREG(file.stat().st_mode):
+        return b""
+    with opened_regular(file) as stream:
+        facts = os.fstat(stream.fileno())
+        if facts.st_size > _LARGEST_SOURCE:
+            return f"{facts.st_size} bytes of {facts.st_mtime_ns}".encode()
+        return stream.read(_LARGEST_SOURCE)
 
 
 def _sources(module: str) -> list[Path]:

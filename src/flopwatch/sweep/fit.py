@@ -1,20 +1,22 @@
 """The largest and the fastest batch of one configuration, found by real trials in a folder of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
+from flopwatch.record_reading import BrokenRecordError
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.engines.protocol import Engine, Trial
 from flopwatch.sweep.engines.slots import visible_gpus
 from flopwatch.sweep.fit_search import MOST_BATCH, Found, Probe, search
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.host_memory import available_bytes, safe_limit_bytes
-from flopwatch.sweep.plan import Plan, make_plan
+from flopwatch.sweep.plan import Plan, make_plan, record_unlisted
 from flopwatch.sweep.runner import Observer, Refusal, Stop, run_plan
-from flopwatch.trial_files import SWEEP, read_json, read_results
+from flopwatch.sweep_reading import read_trial_list
+from flopwatch.trial_files import read_results
 from flopwatch.trial_records import FAILED, OUT_OF_MEMORY, TrialResult, TrialSpec
 
 _FULL = 0.99
@@ -64,8 +66,11 @@ def _limited(spec: TrialSpec, limit_bytes: int) -> TrialSpec:
 
 def _earlier_limit(folder: Path, spec: TrialSpec) -> int | None:
     """Of a trial in this folder that is the same but for its batch and its limit."""
-    for entry in (read_json(folder / SWEEP) or {}).get("trials", []):
-        earlier = TrialSpec.from_json(entry["spec"])
+    for entry in read_trial_list(folder).trials.values():
+        try:
+            earlier = TrialSpec.from_json(entry.get("spec", {}))
+        except BrokenRecordError:
+            continue
         limit = earlier.limits.memory_bytes
         same = replace(_limited(spec, limit or 1), batch_size=earlier.batch_size)
         if limit is not None and same.measured_settings() == earlier.measured_settings():
@@ -103,6 +108,7 @@ def fit_batch(
         plan = _plan(folder, replace(spec, batch_size=batch_size))
         if plan.todo:
             _refuse_too_little_memory(spec)
+            record_unlisted(folder, plan)
             write_trial_list(folder, plan.trials, "fit")
             if not refusals:
                 refusals.append(preflight(plan) if preflight else lambda trial: None)
@@ -161,10 +167,15 @@ def probe_of(result: TrialResult) -> Probe:
 def _peak_bytes(result: TrialResult) -> int | None:
     """What is compared with the capacity: of a limited host the group's own count, while that says something."""
     memory, limit = result.measured.memory, result.spec.limits.memory_bytes
-    life = result.evidence.get("memory_limit") or {}
-    charged, resident = life.get("peak_bytes"), life.get("rss_bytes", memory.peak_bytes)
+    told = result.evidence.get("memory_limit")
+    life = told if isinstance(told, Mapping) else {}
+    charged, resident = _bytes(life.get("peak_bytes")), _bytes(life.get("rss_bytes", memory.peak_bytes))
     if memory.device_bytes is not None or limit is None:
         return memory.peak_bytes
     if charged is None or (charged >= _FULL * limit and resident is not None):
         return min((int(peak) for peak in (charged, resident) if peak is not None), default=None)
     return int(charged)
+
+
+def _bytes(value: object) -> int | None:
+    return int(value) if isinstance(value, int | float) and 0 <= value < float("inf") else None

@@ -5,29 +5,32 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from flopwatch.errors import InputError
-from flopwatch.sweep.claims import PULSE, STARTED, Watcher, withdraw
+from flopwatch.file_reading import read_object
+from flopwatch.sweep.attempts import free_name, put_aside
+from flopwatch.sweep.claims import PULSE, Watcher, withdraw
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.environment import fingerprint
-from flopwatch.sweep.holders import RUNNERS, hold
-from flopwatch.sweep.supervisor import RESULT, SPEC
+from flopwatch.sweep.holders import hold
+from flopwatch.sweep.supervisor import RESULT, SPEC, STARTED
+from flopwatch.sweep_reading import LOCK, RUNNERS, read_result, read_trial_list
+from flopwatch.sweep_results import is_sweep_folder
 from flopwatch.trial_files import (
+    PREFLIGHT,
     RESULTS,
     SWEEP,
     append_line,
     log_file,
-    read_json,
-    read_result,
     run_folder,
     trial_folder,
     write_json,
 )
 from flopwatch.trial_records import FORMAT, TrialResult
 
-_OLD_LOCK = "lock"
+_FOLDERS = ("trials", "logs", "runs", RUNNERS)
 _WATCHER = Watcher()
 """What this process has seen of all supervisors: a reader's own clock is the one that counts."""
 
@@ -61,28 +64,46 @@ def _close_torn_line(file: Path) -> None:
 
 
 def _make_folders(sweep: Path) -> None:
-    is_foreign = sweep.is_dir() and any(sweep.iterdir()) and not _is_sweep(sweep)
-    if is_foreign:
-        raise InputError(f"{sweep} has files in it and is not the folder of a sweep; choose another with --output")
     try:
-        for name in ("trials", "logs", "runs", RUNNERS):
+        is_foreign = sweep.is_dir() and any(sweep.iterdir()) and not is_sweep_folder(sweep)
+        if is_foreign:
+            raise InputError(f"{sweep} has files in it and is not the folder of a sweep; choose another with --output")
+        _clear_the_way(sweep)
+        for name in _FOLDERS:
             (sweep / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write to {sweep}: {error.strerror}; choose another folder with --output") from None
 
 
-def _is_sweep(sweep: Path) -> bool:
-    return any((sweep / name).exists() for name in (SWEEP, RESULTS, RUNNERS, _OLD_LOCK))
+def _clear_the_way(sweep: Path) -> None:
+    """What is no file where a file should be, or no folder where a folder should, is moved to `earlier`."""
+    for name in ("earlier", *_FOLDERS):
+        if os.path.lexists(sweep / name) and not (sweep / name).is_dir():
+            _put_aside(sweep, sweep / name)
+    for name in (SWEEP, RESULTS, LOCK, PREFLIGHT):
+        if os.path.lexists(sweep / name) and not (sweep / name).is_file():
+            _put_aside(sweep, sweep / name)
+
+
+def _put_aside(sweep: Path, file: Path) -> None:
+    """Rename it to a name of its own in `earlier`; nothing is ever overwritten."""
+    if file == sweep / "earlier":
+        file.rename(free_name(sweep / "earlier-damaged"))
+        return
+    (sweep / "earlier").mkdir(exist_ok=True)
+    file.rename(free_name(sweep / "earlier" / file.name))
 
 
 def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
     """All trials of the sweep: those of earlier runs in this folder stay in the list."""
-    earlier = read_json(sweep / SWEEP) or {}
-    listed = {entry["name"]: entry for entry in earlier.get("trials", [])}
+    earlier = read_trial_list(sweep)
+    if earlier.trouble or earlier.newer_format is not None:
+        _put_aside(sweep, sweep / SWEEP)
+    listed = dict(earlier.trials)
     listed |= {trial.name: {"name": trial.name, "key": trial.key, "spec": trial.spec.to_json()} for trial in trials}
     content = {
         "format": FORMAT,
-        "created": earlier.get("created", time.time()),
+        "created": earlier.created if earlier.created is not None else time.time(),
         "engine": engine,
         "trials": list(listed.values()),
     }
@@ -93,7 +114,14 @@ def prepare(trial: Trial) -> None:
     """Make the trial's folder with its `spec.json`; what an earlier attempt left is moved aside."""
     folder = trial_folder(trial.sweep, trial.name)
     _make_room(trial)
-    folder.mkdir(parents=True, exist_ok=True)
+    for file, is_right in (
+        (log_file(trial.sweep, trial.name), Path.is_file),
+        (run_folder(trial.sweep, trial.name), Path.is_dir),
+    ):
+        if os.path.lexists(file) and not is_right(file):
+            _put_aside(trial.sweep, file)
+    for place in (folder, log_file(trial.sweep, trial.name).parent):  # a trial may have deleted the latter
+        place.mkdir(parents=True, exist_ok=True)
     content = {
         "format": FORMAT,
         "name": trial.name,
@@ -102,6 +130,8 @@ def prepare(trial: Trial) -> None:
         "environment": fingerprint(trial.spec),
         "cwd": os.getcwd(),
         "attempt": uuid.uuid4().hex,
+        "retries": trial.retries,
+        "earlier_attempts": list(trial.earlier_attempts),
     }
     write_json(folder / SPEC, content)
 
@@ -113,24 +143,32 @@ def _make_room(trial: Trial) -> None:
         InputError: An earlier attempt still runs.
     """
     folder = trial_folder(trial.sweep, trial.name)
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if folder.is_dir() and not any(folder.iterdir()):
         return
     if is_supervised(trial.sweep, trial.name):
         raise InputError(f"{trial.name} still runs: {folder / STARTED} says where; nothing is run twice")
-    withdraw(folder)
-    _move_aside(trial.sweep, trial.name)
+    if folder.is_dir() and {file.name for file in folder.iterdir()} == {SPEC} and withdraw(folder):
+        _discard(trial.sweep, folder)
+    elif os.path.lexists(folder):
+        withdraw(folder)
+        put_aside(trial.sweep, trial.name)
 
 
-def _move_aside(sweep: Path, name: str) -> None:
-    number = 1
-    while (sweep / "earlier" / f"{name}.{number}").exists():
-        number += 1
-    place = sweep / "earlier" / f"{name}.{number}"
-    place.parent.mkdir(exist_ok=True)
-    trial_folder(sweep, name).rename(place)
-    for source, target in ((log_file(sweep, name), place / "log.txt"), (run_folder(sweep, name), place / "run")):
-        if source.exists():
-            shutil.move(source, target)
+def _discard(sweep: Path, folder: Path) -> None:
+    """What was asked for and never began. Renamed first, so that it is there as a whole or not at all."""
+    (sweep / "earlier").mkdir(exist_ok=True)
+    gone = folder.rename(sweep / "earlier" / f".{folder.name}.{uuid.uuid4().hex}")
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def has_begun(sweep: Path, name: str) -> bool:
+    """Whether an earlier attempt, or anything that is no trial's, lies there."""
+    folder = trial_folder(sweep, name)
+    if not folder.is_dir():
+        return os.path.lexists(folder)
+    spec = folder / SPEC
+    has_odd_spec = os.path.lexists(spec) and (not spec.is_file() or read_object(spec).get("format") != FORMAT)
+    return has_odd_spec or any(os.path.lexists(folder / name) for name in (STARTED, RESULT))
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
@@ -154,8 +192,15 @@ def own_result(sweep: Path, name: str) -> TrialResult | None:
 
 def attempt_of(sweep: Path, name: str) -> str:
     """The token of the attempt that was prepared last."""
-    job = read_json(trial_folder(sweep, name) / SPEC)
-    return str(job.get("attempt", "")) if isinstance(job, dict) else ""
+    return str(read_object(trial_folder(sweep, name) / SPEC).get("attempt", ""))
+
+
+def restore_lists(sweep: Path, trials: Sequence[Trial], kept: Iterable[TrialResult], engine: str) -> None:
+    """After a trial deleted the sweep's folder: what this runner still knows is written again."""
+    _make_folders(sweep)
+    write_trial_list(sweep, trials, engine)
+    for result in kept:
+        record(sweep, result)
 
 
 def record(sweep: Path, result: TrialResult) -> None:

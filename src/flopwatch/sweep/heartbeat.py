@@ -4,7 +4,9 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from flopwatch.file_reading import read_json
+from flopwatch.record_reading import BrokenRecordError, read_record
 
 FILE = "heartbeat.json"
 _SIZE = 96
@@ -35,7 +37,6 @@ class Heartbeat:
 
 def read_progress(trial_dir: Path) -> Progress:
     try:
-        content: Any = json.loads((trial_dir / FILE).read_bytes())
-        return Progress(content["phase"], content["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_record(Progress, read_json(trial_dir / FILE))
+    except BrokenRecordError:
         return Progress()

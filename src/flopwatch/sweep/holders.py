@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
+from flopwatch.file_reading import read_json
 from flopwatch.sweep.claims import (
     BEAT_SECONDS,
     SignOfLife,
@@ -27,9 +28,8 @@ from flopwatch.sweep.claims import (
     own_identity,
     visible_seconds,
 )
-from flopwatch.trial_files import read_json
+from flopwatch.sweep_reading import RUNNERS
 
-RUNNERS = "runners"
 _LOOK_SECONDS = 0.5
 
 

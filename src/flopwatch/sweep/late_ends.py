@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from flopwatch.file_reading import read_json
 from flopwatch.sweep.claims import STARTED, is_alive_here, is_withdrawn, visible_seconds, withdraw
 from flopwatch.sweep.engines.protocol import Ended, Trial
 from flopwatch.sweep.folder import attempt_of, is_supervised, own_result
 from flopwatch.sweep.leftovers import GUARD
-from flopwatch.trial_files import read_json, trial_folder
+from flopwatch.trial_files import trial_folder
 
 
 class LateEnds:

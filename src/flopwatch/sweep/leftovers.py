@@ -13,10 +13,11 @@ import time
 import zlib
 from pathlib import Path
 
+from flopwatch.file_reading import read_json
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.claims import STARTED, this_boot
 from flopwatch.sweep.memory_limit import group_places
-from flopwatch.trial_files import read_json, trial_folder, write_json
+from flopwatch.trial_files import trial_folder, write_json
 
 GUARD = "guard.json"
 _GROUP_PATIENCE_SECONDS = 5.0

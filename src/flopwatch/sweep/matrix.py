@@ -1,6 +1,7 @@
 """The matrix: what a user asks for, read from YAML or flags, checked, and multiplied out into trials."""
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,19 +10,27 @@ import yaml
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from flopwatch.errors import InputError
+from flopwatch.models.presets import image_preset
+from flopwatch.plain_text import cut
 from flopwatch.sweep.conditions import ConditionText
 from flopwatch.sweep.names import check_label
 from flopwatch.sweep.sizes import parse_bytes
+from flopwatch.sweep.spelling import did_you_mean
 from flopwatch.sweep.trainers.names import canonical_trainer
 from flopwatch.trial_records import Limits, TrialSpec
 
 MOST_TRIALS = 100_000
+_MOST_MISTAKES = 5
 
 
 def _as_list(value: Any) -> Any:
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")]
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _none_for_word(value: Any) -> Any:
+    return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
 
 
 Several = BeforeValidator(_as_list)
@@ -75,6 +84,12 @@ class Matrix(BaseModel):
     ] = [512, 1024]
     dtypes: Annotated[list[str], Several, Field(validation_alias=AliasChoices("dtypes", "dtype"))] = ["fp32"]
     checkpointing: Annotated[list[bool], Several] = [False]
+    micro_batch_sizes: Annotated[
+        list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]],
+        Several,
+        Field(validation_alias=AliasChoices("micro_batch_sizes", "micro_batch_size")),
+    ] = [None]
+    batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     seeds: Annotated[list[int], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
     device: str = "auto"
     steps: PositiveInt = 10
@@ -88,6 +103,16 @@ class Matrix(BaseModel):
     exclude: list[ConditionText] = []
 
 
+_ALIASES = {
+    name: setting
+    for setting, field in Matrix.model_fields.items()
+    if isinstance(field.validation_alias, AliasChoices)
+    for name in field.validation_alias.choices
+    if isinstance(name, str)
+}
+"""How else a setting may be called."""
+
+
 def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
     """The file's matrix with the settings over it.
 
@@ -99,11 +124,16 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
         return Matrix.model_validate(content)
     except ValidationError as error:
         where = f"{file}: " if file else ""
-        lines = [
-            f"{'.'.join(map(str, item['loc'])) or 'matrix'}: {item['msg']}, got {item['input']!r}"
-            for item in error.errors()
-        ]
-        raise InputError(f"{where}the matrix cannot be used: " + "; ".join(lines)) from None
+        lines = [_told(item["type"], item["loc"], item["msg"], item["input"]) for item in error.errors()]
+        raise InputError(f"{where}the matrix cannot be used: " + "; ".join(lines[:_MOST_MISTAKES])) from None
+
+
+def _told(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
+    key = ".".join(map(str, place)) or "matrix"
+    if kind == "extra_forbidden":
+        known = list(Matrix.model_fields) if len(place) == 1 else list(LimitSettings.model_fields)
+        return f"there is no setting {key!r}{did_you_mean(str(place[-1]), [*known, *_ALIASES])}"
+    return f"{key}: {message}, got {cut(repr(value), 200)}"
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,10 +144,22 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for layer in layers:
-        for key, value in layer.items():
+        for key, value in _by_one_name(layer).items():
             below = found.get(key)
             both = isinstance(value, Mapping) and isinstance(below, Mapping)
             found[key] = {**below, **value} if both else value  # type: ignore[dict-item]
+    return found
+
+
+def _by_one_name(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """`batch_size` and `batch_sizes` are one setting, so that either goes over the other."""
+    found: dict[str, Any] = {}
+    for key, value in layer.items():
+        name = _ALIASES.get(key, key)
+        if name in found:
+            both = [given for given in layer if _ALIASES.get(given, given) == name]
+            raise InputError(f"{' and '.join(both)} are the same setting; give one of them")
+        found[name] = value
     return found
 
 
@@ -128,11 +170,14 @@ def _read_file(file: Path | None) -> dict[str, Any]:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not YAML: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or a date such as 2026-13-45
+        raise InputError(f"{file} is not YAML: {cut(str(error), 500)}") from None
     if not isinstance(content, dict):
         raise InputError(f"{file} holds {type(content).__name__}, not a mapping such as `trainers: [standard, ghost]`")
-    return content.get("sweep", content)  # type: ignore[no-any-return]
+    inner = content.get("sweep", content)
+    if not isinstance(inner, dict):
+        raise InputError(f"`sweep` in {file} is {type(inner).__name__}, not a mapping of settings")
+    return inner
 
 
 def expand(matrix: Matrix) -> list[TrialSpec]:
@@ -150,7 +195,10 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
         matrix.seeds,
         matrix.seq_lens,
         matrix.batch_sizes,
+        matrix.micro_batch_sizes,
     )
+    for place in (matrix.options, *(entry.options for entry in matrix.trainers)):
+        _check_options(place)
     options = _option_points(matrix.options)
     count = len(options) * _product(len(axis) for axis in axes)
     if count > MOST_TRIALS:
@@ -176,6 +224,19 @@ def _resolved(entry: TrainerEntry) -> tuple[str, str]:
     return trainer, check_label(entry.label) if entry.label else label
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Options are written to files as JSON; YAML also knows dates, sets and loops."""
+    for name, value in options.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            kind, text = type(value).__name__, cut(str(value), 100)
+            raise InputError(
+                f"option {name} is a {kind} ({text}), which has no JSON form; write it in quotes, or as numbers, text, "
+                "lists and mappings of them"
+            ) from None
+
+
 def _option_points(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     lists = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
     return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
@@ -190,14 +251,16 @@ def _spec(
     seed: int,
     seq_len: int,
     batch_size: int,
+    micro_batch_size: int | None,
     options: Mapping[str, Any],
 ) -> TrialSpec:
     settings, trainer, label = entry
+    images = image_preset(model)
     return TrialSpec(
         trainer=trainer,
         model=model,
         batch_size=batch_size,
-        seq_len=seq_len,
+        seq_len=seq_len if images is None else images.image_size,  # so that several lengths are one trial
         label=label,
         command=settings.command,
         dtype=dtype,
@@ -212,6 +275,8 @@ def _spec(
         options={**options, **settings.options},
         trace=matrix.trace,
         limits=_limits(matrix.limits, is_command=trainer == "command"),
+        batch=matrix.batch,
+        micro_batch_size=micro_batch_size,
     )
 
 

@@ -20,8 +20,10 @@ from flopwatch.sweep.step_cost import count_step
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
 from flopwatch.sweep.trainers.load import load_trainer
+from flopwatch.sweep.trainers.micro_batches import micro_batches
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings
-from flopwatch.sweep.worker_clock import PARTS, peak_bytes, reset_peak, status_bytes, timed_step
+from flopwatch.sweep.training_step import StepPart, run_step, step_parts
+from flopwatch.sweep.worker_clock import peak_bytes, reset_peak, status_bytes, timed_step
 from flopwatch.sweep.worker_environment import describe_worker
 from flopwatch.sweep.worker_outputs import write_scalars, write_trace
 from flopwatch.trial_files import write_json
@@ -53,6 +55,7 @@ class _TrialRun:
         self.environment = describe_worker(self.device)
         self.trainer: Trainer
         self.batch: Mapping[str, Any]
+        self._batches: list[Mapping[str, Any]]
 
     def build(self) -> None:
         self._heartbeat.beat("build")
@@ -61,8 +64,10 @@ class _TrialRun:
         torch.manual_seed(self.spec.seed)
         model = _model(self.spec, str(self.device))
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.batch = trial_batch(model, self.spec.batch_size, self.spec.seq_len, self.spec.seed, self.device)
-        settings = TrainerSettings(self.spec.batch_size, self.device, self.spec.dtype, self.spec.options)
+        spec = self.spec
+        self.batch = trial_batch(model, spec.batch_size, spec.seq_len, spec.seed, self.device, spec.batch)
+        self._batches = micro_batches(self.batch, spec.micro_batch_size)
+        settings = TrainerSettings(spec.batch_size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
         self.trainer = load_trainer(self.spec.trainer)(model, settings)
         self._note_memory("build")
         self.measured = replace(self.measured, parameters=parameters, extra=_positions(self.batch))
@@ -74,19 +79,14 @@ class _TrialRun:
             seconds = timed_step(self._parts(), self.device)
             rows.write(json.dumps({"phase": phase, "step": step, **seconds}) + "\n")
 
-    def _parts(self) -> list[Any]:
-        loss: list[Any] = []
-        return [
-            lambda: loss.append(self.trainer.forward(self.batch)),
-            lambda: self.trainer.backward(loss.pop()),
-            self.trainer.update,
-        ]
+    def _parts(self) -> list[StepPart]:
+        return step_parts(self.trainer, self._batches)
 
     def measure_memory(self) -> None:
         """One step more, with the peak set back before each part; the whole run's peak is read first."""
         self._heartbeat.beat("memory")
         self.measured = replace(self.measured, memory=_whole_run(self.measured.memory, self.device))
-        for name, part in zip(PARTS, self._parts(), strict=True):
+        for name, part in self._parts():
             reset_peak(self.device)
             part()
             self._note_memory(name)
@@ -100,18 +100,20 @@ class _TrialRun:
         peak = peak_bytes(self.device)
         if peak is not None:
             memory = self.measured.memory
+            peak = max(peak, memory.by_phase.get(part, 0))  # a batch in micro-batches has several of each part
             self.measured = replace(self.measured, memory=replace(memory, by_phase={**memory.by_phase, part: peak}))
 
     def count_flops(self) -> None:
         self._heartbeat.beat("flops")
-        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch)
+        size = self.spec.micro_batch_size
+        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size)
         peak = _peak(self.device, self.spec.dtype)
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
         self.save()
 
     def record_trace(self) -> None:
         self._heartbeat.beat("trace")
-        path = write_trace(self.run_dir, lambda: [part() for part in self._parts()], self.device)
+        path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
         self.measured = replace(self.measured, trace=os.path.relpath(path, self.trial_dir.parent.parent))
         self.save()
 

@@ -1,6 +1,7 @@
 """Names of trials, which are also names of files: `StandardTrainer_bs4_seq512`, and what else varies behind it."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from flopwatch.errors import InputError
 from flopwatch.trial_records import TrialSpec, content_key
 
+_WHOLE_KEY = 20
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 
 
@@ -29,11 +31,18 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
     """One name for each, all different: trainer, batch, length, and every other setting that varies among them."""
     varying = _varying_settings(specs)
     names = [_name(spec, varying) for spec in specs]
-    doubled = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-    return [
-        f"{name}_{content_key(spec, {})[:6]}" if name in doubled else name
-        for name, spec in zip(names, specs, strict=True)
-    ]
+    counts = Counter(names)
+    keys = {place: content_key(spec, {}) for place, spec in enumerate(specs) if counts[names[place]] > 1}
+    digits = _digits([(names[place], key) for place, key in keys.items()])
+    return [f"{name}_{keys[place][:digits]}" if place in keys else name for place, name in enumerate(names)]
+
+
+def _digits(doubled: Sequence[tuple[str, str]]) -> int:
+    """Of their keys, so that trials of the same name differ: of 20,000, some agree in their first 6."""
+    digits = 6
+    while digits < _WHOLE_KEY and len({(name, key[:digits]) for name, key in doubled}) < len(doubled):
+        digits += 2
+    return digits
 
 
 def _varying_settings(specs: Sequence[TrialSpec]) -> list[str]:
@@ -53,6 +62,7 @@ def _other_settings(spec: TrialSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "threads": spec.threads,
         "gpus": spec.gpus,
+        "micro": spec.micro_batch_size,
     }
     return fixed | {f"options.{name}": value for name, value in spec.options.items()}
 
@@ -69,6 +79,8 @@ def _part(key: str, settings: Mapping[str, Any]) -> str:
     value = settings[key]
     if key == "ckpt":
         return "ckpt" if value else ""
+    if key == "micro" and value is None:
+        return ""
     if key == "model":
         return slug(_model_word(str(value)))
     return slug(str(value)) if key in ("dtype", "device") else slug(f"{key.removeprefix('options.')}{value}")

@@ -21,9 +21,17 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         if not equals or not key.strip() or not text.strip():
             raise InputError(f"{word!r} is no setting; write it as batch_size=1,2,4")
         place = found
-        *outer, last = key.strip().split(".")
+        *outer, last = names = key.strip().split(".")
+        if not all(names):
+            raise InputError(f"{word!r} is no setting: a name is missing beside a dot; write it as options.lr=0.1")
         for name in outer:
             place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise InputError(
+                    f"{word!r} sets a part of {name!r}, which another setting makes {place!r}; leave one out"
+                )
+        if isinstance(place.get(last), dict):
+            raise InputError(f"{word!r} sets the whole of {key.strip()!r}, other settings parts of it; leave one out")
         place[last] = _value(text)
     return found
 
@@ -36,7 +44,7 @@ def _value(text: str) -> Any:
 def _scalar(text: str) -> Any:
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date such as 2026-13-45
         return text.strip()
     if isinstance(value, str):
         with contextlib.suppress(ValueError):

@@ -4,18 +4,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.models.names import check_model_name
+from flopwatch.record_reading import BrokenRecordError
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.environment import fingerprint
-from flopwatch.sweep.folder import record, result_file
+from flopwatch.sweep.folder import record
 from flopwatch.sweep.names import trial_names
-from flopwatch.trial_files import RESULTS, SWEEP, read_json, read_result, read_results, trial_folder
+from flopwatch.sweep_reading import TrialList
+from flopwatch.sweep_results import SweepResults, gather_results, is_sweep_folder, troubles
+from flopwatch.trial_files import SWEEP, trial_folder
 from flopwatch.trial_records import FAILED, OUT_OF_MEMORY, TrialResult, TrialSpec, content_key
-
-UNSETTLED = ("cancelled", "lost", "skipped")
-"""Run again by every resume: they say nothing about the configuration."""
+from flopwatch.trial_records import UNSETTLED as UNSETTLED
 
 ONLY = ("failed", "oom", "missing")
 
@@ -27,12 +29,18 @@ class Plan:
     todo: What will run, in the order it will.
     kept: Results that stand.
     again: Names of trials to do that have a result already.
+    unlisted: Results that ended after their runner was gone; `record_unlisted` puts them into the list.
+    newer: Names of trials that a newer flopwatch wrote: they are neither run nor counted.
+    troubles: What of the folder is damaged or of a newer format, a sentence each.
     """
 
     trials: tuple[Trial, ...]
     todo: tuple[Trial, ...]
     kept: dict[str, TrialResult]
     again: frozenset[str] = frozenset()
+    unlisted: tuple[TrialResult, ...] = ()
+    newer: frozenset[str] = frozenset()
+    troubles: tuple[str, ...] = ()
 
 
 def make_plan(
@@ -44,7 +52,7 @@ def make_plan(
     shuffle_seed: int | None = 0,
     engine: str = "local",
 ) -> Plan:
-    """Compare the matrix with what the folder holds.
+    """Compare the matrix with what the folder holds. Writes nothing.
 
     Args:
         sweep: The folder; it need not exist.
@@ -63,15 +71,31 @@ def make_plan(
         Trial(sweep, name, content_key(spec, fingerprint(spec, is_here=engine == "local")), spec)
         for name, spec in zip(trial_names(specs), specs, strict=True)
     )
-    earlier = _earlier_results(sweep)
-    _refuse_changes(sweep, trials)
-    by_key = {result.key: result for result in earlier.values()}
+    earlier = gather_results(sweep) if is_sweep_folder(sweep) else SweepResults(TrialList())
+    _refuse_changes(sweep, trials, earlier.trial_list)
+    by_key = {result.key: result for result in earlier.results.values()}
     kept = {trial.name: by_key[trial.key] for trial in trials if trial.key in by_key}
-    chosen = [trial for trial in trials[_slice(limit)] if _is_wanted(kept.get(trial.name), only)]
+    newer = frozenset(trial.name for trial in trials if trial.name in earlier.newer and trial.name not in kept)
+    wanted = [trial for trial in trials[_slice(limit)] if trial.name not in newer]
+    chosen = [trial for trial in wanted if _is_wanted(kept.get(trial.name), only)]
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(chosen)
     again = frozenset(trial.name for trial in chosen if trial.name in kept)
-    return Plan(trials, tuple(chosen), {name: kept[name] for name in kept if name not in again}, again)
+    return Plan(
+        trials,
+        tuple(chosen),
+        {name: kept[name] for name in kept if name not in again},
+        again,
+        tuple(earlier.results[name] for name in earlier.unlisted),
+        newer,
+        troubles(earlier),
+    )
+
+
+def record_unlisted(sweep: Path, plan: Plan) -> None:
+    """Put into the list what ended after the last runner was gone. For whoever holds the folder."""
+    for result in plan.unlisted:
+        record(sweep, result)
 
 
 def _is_wanted(result: TrialResult | None, only: str | None) -> bool:
@@ -84,28 +108,17 @@ def _is_wanted(result: TrialResult | None, only: str | None) -> bool:
     return result is None or result.outcome in UNSETTLED
 
 
-def _earlier_results(sweep: Path) -> dict[str, TrialResult]:
-    """What is recorded, and what ended after the last runner was gone and is now recorded too."""
-    if not (sweep / SWEEP).exists() and not (sweep / RESULTS).exists():
-        return {}
-    found = read_results(sweep)
-    trials_dir = sweep / "trials"
-    for folder in trials_dir.iterdir() if trials_dir.is_dir() else ():
-        if folder.name not in found or found[folder.name].outcome in UNSETTLED:
-            result = read_result(result_file(sweep, folder.name))
-            if result is not None and result != found.get(folder.name):
-                record(sweep, result)
-                found[folder.name] = result
-    return found
-
-
-def _refuse_changes(sweep: Path, trials: Sequence[Trial]) -> None:
+def _refuse_changes(sweep: Path, trials: Sequence[Trial], listed: TrialList) -> None:
     """The same name for another configuration would mix two experiments in one table."""
-    listed = {entry["name"]: entry for entry in (read_json(sweep / SWEEP) or {}).get("trials", [])}
+    if listed.newer_format is not None:
+        raise InputError(
+            f"{sweep / SWEEP} was written by a newer flopwatch (format {listed.newer_format}) and is not overwritten; "
+            "update flopwatch, or give the new sweep its own folder with --output"
+        )
     for trial in trials:
-        if trial.name not in listed:
+        before = _listed_settings(listed, trial.name)
+        if before is None:
             continue
-        before = TrialSpec.from_json(listed[trial.name]["spec"]).measured_settings()
         now = trial.spec.measured_settings()
         changed = [key for key in now if _plain(now[key]) != _plain(before.get(key))]
         if changed:
@@ -114,6 +127,14 @@ def _refuse_changes(sweep: Path, trials: Sequence[Trial]) -> None:
                 f"{trial.name} is already in {sweep} with another configuration ({what}); "
                 "give the new sweep its own folder with --output, or ask for what it was"
             )
+
+
+def _listed_settings(listed: TrialList, name: str) -> dict[str, Any] | None:
+    """None for a trial that is not listed, or whose entry is damaged."""
+    try:
+        return TrialSpec.from_json(listed.trials[name]["spec"]).measured_settings()
+    except (KeyError, BrokenRecordError):
+        return None
 
 
 def _plain(value: object) -> object:

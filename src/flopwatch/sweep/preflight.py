@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flopwatch.record_reading import BrokenRecordError, read_record
 from flopwatch.sweep.process_tree import descendants, dies_with
 from flopwatch.sweep.trainers.names import COMMAND
 from flopwatch.trial_files import PREFLIGHT, append_line, log_file, read_json, read_lines, write_json
@@ -100,8 +101,17 @@ def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) 
 
 def read_preflight(sweep: Path) -> dict[Pair, PreflightResult]:
     """What the sweep's preflight found; nothing when there was none."""
-    results = [PreflightResult(**content) for content in read_json(sweep / PREFLIGHT) or ()]
-    return {result.pair: result for result in results}
+    content = read_json(sweep / PREFLIGHT)
+    results = map(_result, content if isinstance(content, list) else ())
+    return {result.pair: result for result in results if result is not None}
+
+
+def _result(content: Any) -> PreflightResult | None:
+    """None for what is damaged: its pair is not known then."""
+    try:
+        return read_record(PreflightResult, content)
+    except BrokenRecordError:
+        return None
 
 
 def write_preflight(sweep: Path, results: Iterable[PreflightResult]) -> None:
@@ -145,6 +155,7 @@ def _requests(specs: Sequence[TrialSpec]) -> dict[Pair, dict[str, Any]]:
         if spec.trainer == COMMAND:
             continue
         known = asked.setdefault(pair_of(spec), {**pair_of(spec)._asdict(), "options": dict(spec.options)})
+        known["batch"] = spec.batch
         for name, value in (("batch_size", spec.batch_size), ("seq_len", spec.seq_len)):
             known[name] = min(value, known.get(name, value))
     return asked
@@ -192,8 +203,8 @@ def _progress(sweep: Path, ending: str) -> dict[Pair, PreflightResult]:
         if "begun" in line:
             found[_pair(line["begun"])] = _not_known(line["begun"], ending)
         else:
-            result = PreflightResult(**line["found"])
-            found[result.pair] = result
+            result = _result(line.get("found"))
+            found |= {result.pair: result} if result is not None else {}
     return found
 
 

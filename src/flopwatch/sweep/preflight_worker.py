@@ -15,18 +15,20 @@ from torch import nn
 
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
 from flopwatch.models.load import load_model
+from flopwatch.plain_text import cut
 from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
 from flopwatch.sweep.step_cost import count_plain
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
 from flopwatch.sweep.trainers.layer_paths import layer_paths
 from flopwatch.sweep.trainers.load import load_trainer
-from flopwatch.sweep.trainers.losses import own_loss
+from flopwatch.sweep.trainers.losses import forward_inputs, own_loss
 from flopwatch.sweep.trainers.names import LABELS, PRIVATE
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
 from flopwatch.sweep.trainers.protocol import TrainerSettings
 from flopwatch.sweep.trainers.tiny_copy import tiny_copies
 from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure
+from flopwatch.sweep.worker_exception import message_of
 from flopwatch.trial_files import read_json
 
 _BATCH_SIZE, _SEQ_LEN = 3, 8
@@ -53,32 +55,33 @@ def preflight(request: Request) -> PreflightResult:
     pair = {name: request[name] for name in ("trainer", "model", "checkpointing", "dtype")}
     result = PreflightResult(**pair, supported=True, batch_size=request["batch_size"], seq_len=request["seq_len"])
     try:
-        result = _with_facts(result)
+        result = _with_facts(result, request.get("batch"))
         result = _tried(result, request)
     except (InputError, MissingDependencyError) as error:  # the trial would say the same, after taking a slot
-        result = replace(result, supported=False, reason=str(error))
+        result = replace(result, supported=False, reason=cut(message_of(error), 1000))
     except Exception as error:  # a user's trainer or model may raise anything; that must not cost the other pairs
         result = replace(result, tried=False, reason=f"not tried: {_said(error)}")
     return replace(result, seconds=time.perf_counter() - begin)
 
 
-def _with_facts(result: PreflightResult) -> PreflightResult:
+def _with_facts(result: PreflightResult, function: str | None) -> PreflightResult:
     """What the full model says of itself, without weights."""
     full = load_model(result.model)
     result = replace(result, parameters=sum(parameter.numel() for parameter in full.parameters()))
     if result.batch_size and result.seq_len:
-        result = replace(result, model_flops=_model_flops(result.model, result.batch_size, result.seq_len))
+        flops = _model_flops(result.model, result.batch_size, result.seq_len, function)
+        result = replace(result, model_flops=flops)
     if result.trainer in PRIVATE:
         result = replace(result, layers=layer_paths(result.trainer, full))
     return result
 
 
 @functools.cache
-def _model_flops(model: str, batch_size: int, seq_len: int) -> int | None:
+def _model_flops(model: str, batch_size: int, seq_len: int, function: str | None) -> int | None:
     """The same whichever trainer runs, and with checkpointing too."""
     full = load_model(model)
     try:
-        return count_plain(full, trial_batch(full, batch_size, seq_len, 0, "cpu"), "full").model_flops
+        return count_plain(full, trial_batch(full, batch_size, seq_len, 0, "cpu", function), "full").model_flops
     except FlopwatchError:
         return None
 
@@ -115,14 +118,14 @@ def _tried_on(tiny: nn.Module, result: PreflightResult, request: Request) -> Pre
         raise
     except Exception as error:
         if result.trainer in PRIVATE:
-            raise UnsupportedError(explain_failure(result.trainer, _idle_parameters(tiny), error)) from error
+            raise UnsupportedError(explain_failure(result.trainer, _idle_parameters(tiny, request), error)) from error
         raise
-    return _compared(tiny, result) if result.trainer in PRIVATE else result
+    return _compared(tiny, result, request) if result.trainer in PRIVATE else result
 
 
 def _run_step(trainer: str, model: nn.Module, request: Request) -> None:
     device = torch.device("cpu")
-    batch = trial_batch(model, _BATCH_SIZE, _SEQ_LEN, 0, device)
+    batch = trial_batch(model, _BATCH_SIZE, _SEQ_LEN, 0, device, request.get("batch"))
     settings = TrainerSettings(_BATCH_SIZE, device, request["dtype"], request["options"])
     instance = load_trainer(trainer)(model, settings)
     instance.backward(instance.forward(batch))
@@ -131,10 +134,11 @@ def _run_step(trainer: str, model: nn.Module, request: Request) -> None:
     _check_finite("weights", model.parameters())
 
 
-def _idle_parameters(tiny: nn.Module) -> list[str]:
-    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu")
+def _idle_parameters(tiny: nn.Module, request: Request) -> list[str]:
+    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", request.get("batch"))
     names, parameters = zip(*((n, p) for n, p in tiny.named_parameters() if p.requires_grad), strict=True)
-    gradients = torch.autograd.grad(own_loss(tiny, tiny(**batch), batch), parameters, allow_unused=True)
+    loss = own_loss(tiny, tiny(**forward_inputs(tiny, batch)), batch)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
 
 
@@ -143,9 +147,9 @@ def _check_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
         raise UnsupportedError(f"the {what} are not finite after one step of a tiny copy")
 
 
-def _compared(tiny: nn.Module, result: PreflightResult) -> PreflightResult:
+def _compared(tiny: nn.Module, result: PreflightResult, request: Request) -> PreflightResult:
     """A step that runs may still clip wrongly: hold it against a loop over the samples."""
-    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu")
+    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", request.get("batch"))
     try:
         difference = parity(tiny, batch, trainers=[result.trainer])[result.trainer]
     except Exception as error:
@@ -167,7 +171,7 @@ def _is_random(tiny: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return cut(f"{type(error).__name__}: {(message_of(error).strip() or 'no message').splitlines()[0]}", 1000)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,22 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.sweep import process_tree
+from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.conclude import tail
 from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
-from flopwatch.sweep.folder import own_result, prepare, record
+from flopwatch.sweep.folder import has_begun, own_result, prepare, record, restore_lists
 from flopwatch.sweep.inference import inferred, proves_too_large
 from flopwatch.sweep.late_ends import LateEnds
+from flopwatch.sweep.observing import SafeObserver
 from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
+from flopwatch.sweep.retries import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid
 from flopwatch.sweep.stuck import StuckSupervisors
-from flopwatch.trial_files import log_file
+from flopwatch.trial_files import SWEEP, log_file
 from flopwatch.trial_records import TrialResult
 
 _TICK_SECONDS = 0.25
@@ -24,7 +28,7 @@ Refusal = Callable[[Trial], str | None]
 
 
 class Observer(Protocol):
-    """Is told what happens; the command line draws its table from it."""
+    """Is told what happens; the command line draws its table from it. One that raises is not called again."""
 
     def started(self, trial: Trial) -> None: ...
 
@@ -33,12 +37,30 @@ class Observer(Protocol):
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None: ...
 
 
+@runtime_checkable
+class HearsOfRetries(Protocol):
+    """An observer that also wants to know of attempts that were lost."""
+
+    def tries_again(self, lost: TrialResult, retry: int, most: int) -> None: ...
+
+
 @dataclass
 class Stop:
-    """Set from outside. `finish` starts nothing new, `kill` also ends what runs."""
+    """Set from outside. `finish` starts nothing new and withdraws what is queued, `kill` also ends what runs.
+
+    Attributes:
+        finish: Asked for by a person.
+        kill: Likewise.
+        is_over_budget: Set by the runner once the sweep's time is used up; does what `finish` does.
+    """
 
     finish: bool = False
     kill: bool = False
+    is_over_budget: bool = False
+
+    @property
+    def is_finishing(self) -> bool:
+        return self.finish or self.kill or self.is_over_budget
 
 
 @dataclass
@@ -46,6 +68,8 @@ class _Round:
     """The state of one run. `elsewhere` are trials of an earlier runner that may still run, unknown to the engine."""
 
     waiting: deque[Trial]
+    stop: Stop
+    retries: RetryPolicy
     running: dict[str, Trial] = field(default_factory=dict)
     elsewhere: dict[str, Trial] = field(default_factory=dict)
     out_of_memory: list[TrialResult] = field(default_factory=list)
@@ -53,41 +77,56 @@ class _Round:
 
 
 def run_plan(
-    plan: Plan, engine: Engine, observer: Observer, stop: Stop, refuse: Refusal = lambda trial: None
+    plan: Plan,
+    engine: Engine,
+    observer: Observer,
+    stop: Stop,
+    refuse: Refusal = lambda trial: None,
+    *,
+    retries: RetryPolicy = DEFAULT_POLICY,
+    budget_seconds: float | None = None,
+    clock: Clock = monotonic_seconds,
 ) -> dict[str, int]:
     """Run what is to do; every end is written to `results.jsonl` at once. Returns how many ended how.
 
     Args:
         plan: From `make_plan`.
         engine: Where trials are placed.
-        observer: Is told.
+        observer: Is told; whatever it raises does not end the sweep.
         stop: Looked at several times a second.
         refuse: Says why a trial cannot run at all (its preflight failed), before a slot is used.
+        retries: Which ends are followed by another attempt, and how often.
+        budget_seconds: After so long nothing new is started; None is no end.
+        clock: Of the budget.
     """
+    began = clock()
     counts: dict[str, int] = {}
+    observer = SafeObserver(observer)
 
     def note(result: TrialResult) -> None:
+        if not (_sweep(plan) / SWEEP).exists():
+            restore_lists(_sweep(plan), plan.trials, plan.kept.values(), engine.name)
         record(_sweep(plan), result)
         counts[result.outcome] = counts.get(result.outcome, 0) + 1
         observer.ended(result)
 
     known = [result for result in plan.kept.values() if proves_too_large(result)]
-    state = _Round(deque(plan.todo), out_of_memory=known)
+    state = _Round(deque(plan.todo), stop, retries, out_of_memory=known)
     late, stuck = LateEnds(), StuckSupervisors()
     _adopt(engine, plan, state)
     _look_elsewhere(state, plan, late, note)
     try:
-        while state.running or ((state.waiting or state.elsewhere) and not (stop.finish or stop.kill)):
-            if stop.kill and not state.is_cancelled:
-                state.is_cancelled = True
-                engine.cancel()
-            if not (stop.finish or stop.kill):
+        while state.running or ((state.waiting or state.elsewhere) and not stop.is_finishing):
+            stop.is_over_budget = budget_seconds is not None and clock() - began >= budget_seconds
+            if stop.is_finishing:
+                _wind_down(engine, state)
+            else:
                 _fill(engine, state, observer, note, refuse)
             _look_elsewhere(state, plan, late, note)
             stuck.end_them(engine, state.running)
             ended = engine.wait(_TICK_SECONDS if state.running else 0.05)
             for end in late.sift(ended, state.running, is_patient=not state.is_cancelled):
-                _settle(stuck.explain(end), state, note)
+                _settle(stuck.explain(end), state, note, observer)
             observer.ticked(state.running, len(state.waiting), engine.state())
     finally:
         if state.running:
@@ -102,7 +141,7 @@ def _sweep(plan: Plan) -> Path:
 
 def _adopt(engine: Engine, plan: Plan, state: _Round) -> None:
     """Wait for what an earlier runner started and an engine still runs, instead of starting it again."""
-    begun = [trial for trial in plan.todo if folder_of(trial).exists()]
+    begun = [_with_attempts(trial, plan) for trial in plan.todo if folder_of(trial).exists()]
     adopted = set(engine.open(_sweep(plan), begun))
     state.running = {trial.name: trial for trial in begun if trial.name in adopted}
     state.elsewhere = {trial.name: trial for trial in begun if trial.name not in adopted}
@@ -124,6 +163,25 @@ def _look_elsewhere(state: _Round, plan: Plan, late: LateEnds, note: Callable[[T
         state.waiting = deque(sorted(state.waiting, key=lambda trial: order[trial.name]))
 
 
+def _with_attempts(trial: Trial, plan: Plan) -> Trial:
+    """What a killed runner had tried already counts; a trial that has a result, and is asked for again, starts anew."""
+    if trial.name in plan.again:
+        return trial
+    attempts = listed_attempts(trial.sweep, trial.name, trial.key)
+    return replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts)) if attempts else trial
+
+
+def _wind_down(engine: Engine, state: _Round) -> None:
+    """Nothing new starts: what an engine has queued comes back and stays unrun; if asked for, what runs is ended."""
+    withdraw = getattr(engine, "withdraw", None)  # engines written before there was such a method have none
+    for name in withdraw() if withdraw is not None else ():
+        if (trial := state.running.pop(name, None)) is not None:
+            state.waiting.append(trial)
+    if state.stop.kill and not state.is_cancelled:
+        state.is_cancelled = True
+        engine.cancel()
+
+
 def _fill(
     engine: Engine, state: _Round, observer: Observer, note: Callable[[TrialResult], None], refuse: Refusal
 ) -> None:
@@ -136,6 +194,7 @@ def _fill(
             if settled is not None:
                 note(settled)
                 continue
+            trial = replace(trial, retries=state.retries.most)
             prepare(trial)
             batch.append(trial)
         if not batch:
@@ -153,17 +212,37 @@ def _refused(trial: Trial, refuse: Refusal) -> TrialResult | None:
     return TrialResult(trial.name, trial.key, trial.spec, "unsupported", reason, {"from": "preflight"})
 
 
-def _settle(ended: Ended, state: _Round, note: Callable[[TrialResult], None]) -> None:
+def _settle(ended: Ended, state: _Round, note: Callable[[TrialResult], None], observer: Observer) -> None:
     trial = state.running.pop(ended.name, None)
     if trial is None:
         return
-    result = own_result(trial.sweep, trial.name) or _without_result(trial, ended.evidence)
-    if result.outcome == "cancelled" and not state.is_cancelled and (better := explained(ended.evidence)):
-        evidence = {**result.evidence, **ended.evidence}
-        result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
+    result = _result_of(trial, ended, is_cancelled=state.is_cancelled)
+    earlier = len(result.earlier_attempts)
+    if state.retries.tries_again(result, earlier, is_stopping=state.stop.is_finishing):
+        state.waiting.append(_again(trial, result))
+        if isinstance(observer, HearsOfRetries):
+            observer.tries_again(result, earlier + 1, state.retries.most)
+        return
     if proves_too_large(result):
         state.out_of_memory.append(result)
     note(result)
+
+
+def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult:
+    result = own_result(trial.sweep, trial.name) or _without_result(trial, ended.evidence)
+    if result.outcome == "cancelled" and not is_cancelled and (better := explained(ended.evidence)):
+        evidence = {**result.evidence, **ended.evidence}
+        result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
+    return replace(result, earlier_attempts=result.earlier_attempts or trial.earlier_attempts)
+
+
+def _again(trial: Trial, result: TrialResult) -> Trial:
+    """The next attempt, at the end of the line: by then a failed node may be known as such to the engine."""
+    folder = put_aside(trial.sweep, trial.name) if has_begun(trial.sweep, trial.name) else None
+    attempts = (*result.earlier_attempts, attempt_from(result, folder))
+    trial = replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts))
+    prepare(trial)  # at once: should this runner be killed now, the next one knows of the attempt
+    return trial
 
 
 def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
@@ -171,4 +250,7 @@ def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
     process_tree.kill_marked(folder_of(trial).resolve())
     outcome, reason = ending_from_evidence(evidence)
     log = tail(log_file(trial.sweep, trial.name))
-    return TrialResult(trial.name, trial.key, trial.spec, outcome, reason, dict(evidence), log_tail=log)
+    attempts = listed_attempts(trial.sweep, trial.name, trial.key)
+    return TrialResult(
+        trial.name, trial.key, trial.spec, outcome, reason, dict(evidence), log_tail=log, earlier_attempts=attempts
+    )

@@ -1,6 +1,6 @@
 """What a step of a trainer costs in FLOPs: the mathematics of ordinary training, and what this trainer executes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,35 +13,45 @@ from flopwatch.flops.counter import CountingMode
 from flopwatch.flops.replica import ModuleStack
 from flopwatch.flops.undisturbed import undisturbed
 from flopwatch.records import AttentionConvention, FlopCount
-from flopwatch.sweep.trainers.losses import own_loss
+from flopwatch.sweep.trainers.losses import forward_inputs, own_loss, takes_labels
+from flopwatch.sweep.trainers.micro_batches import micro_batches
 from flopwatch.sweep.trainers.protocol import Trainer
 from flopwatch.sweep.trainers.standard import StandardTrainer
+from flopwatch.sweep.training_step import run_step, step_parts
 from flopwatch.trial_records import StepCost
 
 
 def count_step(
-    trainer: Trainer, model: nn.Module, batch: Mapping[str, Any], *, attention: AttentionConvention = "full"
+    trainer: Trainer,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    attention: AttentionConvention = "full",
+    micro_batch_size: int | None = None,
 ) -> StepCost:
     """Count one step; MFU and HFU come later, when its time and the peak are known (`assemble.py`).
 
-    Unless the trainer is the built-in standard one, it makes one more step of the trainer, weights and all, and torch
-    will not compile its model afterwards: count when everything else is measured.
+    Unless the trainer is the built-in standard one with the whole batch at once, it makes one more step of the
+    trainer, weights and all, and torch will not compile its model afterwards: count when all else is measured.
 
     Args:
         trainer: Ready to make a step on this batch.
         model: The same architecture as a plain module, on the meta device if you like; it is not changed.
         batch: Of the trial.
         attention: `full` or `causal`.
+        micro_batch_size: Samples the trainer takes at once; None is the whole batch. The mathematics stays the same;
+            what is executed is the sum over the micro-batches.
     """
+    batches = micro_batches(batch, micro_batch_size)
     try:
         cost = _cost_of(count_plain(model, batch, attention))
     except FlopwatchError as error:
         cost = StepCost(attention=attention, notes=(f"the model's FLOPs could not be counted: {error}",))
-    if type(trainer) is StandardTrainer:
+    if type(trainer) is StandardTrainer and len(batches) == 1:
         return cost
     cost = replace(cost, hardware_flops=None)
     try:
-        executed = count_executed(trainer, batch, attention)
+        executed = count_executed(trainer, batches, attention)
     except Exception as error:  # a user's trainer may raise anything, and the rest of the trial is measured already
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return _noted(cost, f"what the trainer executes could not be counted: {said}")
@@ -49,16 +59,17 @@ def count_step(
 
 
 def count_executed(
-    trainer: Trainer, batch: Mapping[str, Any], attention: AttentionConvention = "full"
+    trainer: Trainer, batches: Sequence[Mapping[str, Any]], attention: AttentionConvention = "full"
 ) -> FlopCount | None:
-    """Everything one step of the trainer runs, its update included; None where compiled code hides it."""
+    """Everything one step of the trainer runs on its micro-batches, its update included; None where compiled code
+    hides it.
+    """
     if any(map(_is_compiled, vars(trainer).values())):
         return None
     mode = CountingMode(ModuleStack(), attention)
-    devices = {value.device for value in batch.values() if isinstance(value, torch.Tensor)}
+    devices = {value.device for value in batches[0].values() if isinstance(value, torch.Tensor)}
     with undisturbed(devices), mode:
-        trainer.backward(trainer.forward(batch))
-        trainer.update()
+        run_step(step_parts(trainer, batches))
     return mode.tally.as_count("step", attention)
 
 
@@ -66,9 +77,9 @@ def count_plain(model: nn.Module, batch: Mapping[str, Any], attention: Attention
     """One ordinary training step of the model, whichever trainer is asked about."""
     on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
     tensors = {name: value.cpu() if on_meta and _is_tensor(value) else value for name, value in batch.items()}
-    makes_own_losses = hasattr(model, "per_sample_losses")
-    loss_fn = (lambda output: own_loss(model, output, tensors)) if makes_own_losses else None
-    return count_flops(model, tensors, attention=attention, loss_fn=loss_fn)
+    is_loss_apart = hasattr(model, "per_sample_losses") or ("labels" in batch and not takes_labels(model))
+    loss_fn = (lambda output: own_loss(model, output, tensors)) if is_loss_apart else None
+    return count_flops(model, forward_inputs(model, tensors), attention=attention, loss_fn=loss_fn)
 
 
 def _cost_of(count: FlopCount) -> StepCost:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from flopwatch.file_reading import read_json
 from flopwatch.sweep.claims import BEAT_SECONDS, STARTED, is_withdrawn, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
 from flopwatch.sweep.folder import silent_seconds
 from flopwatch.sweep.supervisor import allowed_silence
-from flopwatch.trial_files import read_json, trial_folder
+from flopwatch.trial_files import trial_folder
 
 
 class StuckSupervisors:

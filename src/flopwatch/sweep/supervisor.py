@@ -8,30 +8,35 @@ Started with a third word, ATTEMPT, it runs that attempt or nothing: one that co
 again, leaves. The process that is started becomes the guard of the supervisor (`trial_guard.py`), which is its child.
 """
 
+import contextlib
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from flopwatch.sweep import process_tree
-from flopwatch.sweep.claims import STARTED, Pulse, claim, visible_seconds
+from flopwatch.file_reading import UnreadableError, load_json, read_object
+from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
+from flopwatch.sweep import claims, process_tree
+from flopwatch.sweep.claims import Pulse, claim, visible_seconds
 from flopwatch.sweep.classify import OwnKill, signal_name
 from flopwatch.sweep.conclude import Seen, conclude
+from flopwatch.sweep.deleted import deleted_places, restore_folder, told_deleted
 from flopwatch.sweep.guarded import leave_guard_behind
 from flopwatch.sweep.heartbeat import Progress, read_progress
 from flopwatch.sweep.leftovers import clear_earlier_life, group_name
 from flopwatch.sweep.memory_limit import limit_memory, own_oom_kills
+from flopwatch.sweep.requeued import slurm_life, takes_over
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
-from flopwatch.trial_files import log_file, read_json, trial_folder, write_json
-from flopwatch.trial_records import Limits, TrialResult, TrialSpec
+from flopwatch.trial_files import log_file, trial_folder, write_json
+from flopwatch.trial_records import FORMAT, Limits, TrialResult, TrialSpec
 
-SPEC, RESULT = "spec.json", "result.json"
+SPEC, STARTED, RESULT = "spec.json", claims.STARTED, "result.json"
 CORES = "FLOPWATCH_CORES"
 
 _TICK_SECONDS = 0.2
@@ -45,6 +50,21 @@ _AFTER_THE_STEPS = ("memory", "flops", "trace")
 
 class AlreadyStartedError(Exception):
     """Somebody runs this trial, or ran it before: nothing is run twice."""
+
+
+class UnusableSpecError(Exception):
+    """There is no `spec.json` that can be read: nobody knows what to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What `spec.json` must have."""
+
+    spec: TrialSpec
+    key: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    cwd: str | None = None
+    format: int = FORMAT
 
 
 @dataclass
@@ -78,26 +98,28 @@ def supervise(
 
     Raises:
         AlreadyStartedError: It was started before, or was given to somebody else.
+        UnusableSpecError: Its `spec.json` cannot be read.
     """
     sweep = sweep.resolve()
     folder = trial_folder(sweep, name)
-    job = _wait_for_spec(folder, attempt)
-    spec = TrialSpec.from_json(job["spec"])
+    job, spec = _wait_for_job(folder, attempt)
     process_tree.adopt_orphans()
     token = str(job.get("attempt", ""))
-    if not claim(folder, token):
-        raise AlreadyStartedError(f"{folder / STARTED} exists: this trial was started before")
-    if guard is not None:
-        os.write(guard, f"{allowed_silence(spec.limits) + GUARD_PATIENCE_SECONDS:g}\n".encode())
-    pulse = Pulse(folder, token, guard)
-    pulse.beat()
-    clear_earlier_life(folder)
-    seen = _run(sweep, name, spec, job, cancel, pulse)
-    result = replace(conclude(sweep, name, job, spec, seen), attempt=token)
-    if pulse.look_again():
-        raise AlreadyStartedError(f"{folder / STARTED} is another's by now: this attempt was given up")
-    write_json(folder / RESULT, result.to_json())
-    pulse.end()
+    with _started(folder, token) as claimed:
+        if guard is not None:
+            os.write(guard, f"{allowed_silence(spec.limits) + GUARD_PATIENCE_SECONDS:g}\n".encode())
+        pulse = Pulse(folder, token, guard)
+        pulse.beat()
+        clear_earlier_life(folder)
+        seen = _run(sweep, name, spec, job, cancel, pulse)
+        deleted = deleted_places(sweep, name, claimed)
+        result = replace(told_deleted(conclude(sweep, name, job, spec, seen), deleted), attempt=token)
+        if pulse.look_again():
+            raise AlreadyStartedError(f"{folder / STARTED} is another's by now: this attempt was given up")
+        if deleted:
+            restore_folder(sweep, name, job)
+        write_json(folder / RESULT, result.to_json())
+        pulse.end()
     return result
 
 
@@ -107,30 +129,50 @@ def allowed_silence(limits: Limits) -> float:
     return min([*known, _SILENCE_SECONDS])
 
 
-def _wait_for_spec(folder: Path, attempt: str | None) -> dict[str, Any]:
-    """The job. What the runner's host has written may come into sight here late, or what stood there before first."""
+def _wait_for_job(folder: Path, attempt: str | None) -> tuple[dict[str, Any], TrialSpec]:
+    """What the runner's host has written may come into sight here late, or what stood there before first."""
     deadline = time.monotonic() + visible_seconds()
     while True:
-        job: Any = read_json(folder / SPEC)
-        if isinstance(job, dict) and "spec" in job and attempt in (None, job.get("attempt")):
-            return job
-        claimed = read_json(folder / STARTED)
-        is_anothers = isinstance(claimed, dict) and attempt is not None and claimed.get("attempt") != attempt
+        with contextlib.suppress(FileNotFoundError):
+            job, spec = _read_job(folder)
+            if attempt in (None, job.get("attempt")):
+                return job, spec
+        claimed = read_object(folder / STARTED)
+        is_anothers = bool(claimed) and attempt is not None and claimed.get("attempt") != attempt
         if is_anothers or time.monotonic() > deadline:
-            raise AlreadyStartedError(f"{folder / SPEC} is not of attempt {attempt}: the trial was placed again since")
+            break
         time.sleep(_SPEC_TICK_SECONDS)
+    if (folder / SPEC).exists():
+        raise AlreadyStartedError(f"{folder / SPEC} is not of attempt {attempt}: the trial was placed again since")
+    raise UnusableSpecError(f"{folder / SPEC} does not exist")
+
+
+def _read_job(folder: Path) -> tuple[dict[str, Any], TrialSpec]:
+    """What `spec.json` holds: the whole of it, and the configuration."""
+    try:
+        content = load_json(folder / SPEC)
+        job = read_record(_Job, content)
+        cleaned: dict[str, Any] = clean_value(content)
+    except (UnreadableError, BrokenRecordError) as error:
+        raise UnusableSpecError(f"{folder / SPEC} is damaged: {error}") from None
+    if job.format > FORMAT:
+        raise UnusableSpecError(
+            f"{folder / SPEC} is of format {job.format} and this flopwatch reads up to {FORMAT}: update it on this node"
+        )
+    return cleaned, job.spec
 
 
 def _run(
     sweep: Path, name: str, spec: TrialSpec, job: Mapping[str, Any], cancel: Callable[[], str | None], pulse: Pulse
 ) -> Seen:
-    began, kills_before = time.time(), own_oom_kills()
+    # The system's clock may jump, by an hour or by the years a machine without a battery is behind.
+    unix_time, began, kills_before = time.time(), time.monotonic(), own_oom_kills()
     folder, attempt = trial_folder(sweep, name), str(job.get("attempt", ""))
     limit = limit_memory(spec.limits.memory_bytes, group_name(folder, attempt))
     try:
         worker = start_worker(sweep, name, spec, limit, job.get("cwd"), attempt)
         watch = _watch(worker, folder, spec, cancel, pulse)
-        seconds = time.time() - began
+        seconds = time.monotonic() - began
         would_not_die = process_tree.kill_descendants(os.getpid())
         # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
         largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
@@ -145,7 +187,7 @@ def _run(
             oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
             memory_limit={} if limit.kind == "none" else {"by": limit.kind, **life},
             would_not_die=would_not_die,
-            unix_time=began,
+            unix_time=unix_time,
             seconds=seconds,
         )
     finally:
@@ -155,6 +197,18 @@ def _run(
 def _peak_rss_bytes(watch: _Watch, spec: TrialSpec, largest: int) -> int:
     """Of a command all its life; of a worker its steps, which it knows better itself where it has come so far."""
     return max(watch.memory.peak_bytes, largest) if spec.trainer == "command" else watch.steps_bytes or largest
+
+
+@contextlib.contextmanager
+def _started(folder: Path, attempt: str) -> Iterator[int]:
+    """Claim the trial. The claim stays open, so that we see whether the trial deletes it."""
+    if not claim(folder, attempt, slurm_life()):
+        raise AlreadyStartedError(f"{folder / STARTED} exists: this trial was started before")
+    handle = os.open(folder / STARTED, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def _watch(
@@ -236,10 +290,15 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
     if cores := os.environ.get(CORES):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     attempt = arguments[2] if len(arguments) > 2 else None
+    if not takes_over(sweep.resolve(), name):
+        return 0
     try:
         supervise(sweep, name, cancel=lambda: stop[0] if stop else None, attempt=attempt, guard=guard)
     except AlreadyStartedError as error:
         errors.write(f"flopwatch: {error}; nothing was run\n")
+    except UnusableSpecError as error:
+        errors.write(f"flopwatch: {error}; nothing was run\n")
+        return 1
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.sweep.heartbeat import Heartbeat
-from flopwatch.sweep.worker_exception import describe_exception
+from flopwatch.sweep.worker_exception import describe_exception, message_of
 from flopwatch.trial_files import read_json, write_json
 from flopwatch.trial_records import TrialSpec
 
@@ -31,8 +31,12 @@ def main(trial_dir: Path) -> int:
 
         measure_trial(trial_dir, TrialSpec.from_json(job["spec"]), heartbeat)
     except BaseException as error:
-        write_json(trial_dir / "exception.json", describe_exception(error))
-        sys.excepthook(type(error), error, error.__traceback__)
+        content = describe_exception(error)
+        write_json(trial_dir / "exception.json", content)
+        if len(content["message"]) < len(message_of(error)):
+            sys.stderr.write(content["traceback"])  # a message of 50 MB would be all of the log
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
         code = error.code if isinstance(error, SystemExit) else 1
         return code if isinstance(code, int) else 1
     return 0

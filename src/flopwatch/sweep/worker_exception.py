@@ -4,6 +4,7 @@ import traceback
 from typing import Any
 
 from flopwatch.errors import InputError, UnsupportedError
+from flopwatch.plain_text import cut
 from flopwatch.trial_records import Outcome
 
 # RuntimeErrors by which allocators and math libraries say that memory is out (torch 2.13, CUDA 12 and 13).
@@ -14,15 +15,32 @@ _HOST_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocato
 def describe_exception(error: BaseException) -> dict[str, Any]:
     """Its JSON form: type, message, outcome, traceback; `exit_code` for `sys.exit`."""
     content: dict[str, Any] = {
-        "type": type(error).__name__,
-        "message": str(error),
+        "type": cut(type(error).__name__, 200),
+        "message": cut(message_of(error)),
         "outcome": outcome_of(error),
-        "traceback": "".join(traceback.format_exception(error))[-20_000:],
+        "traceback": traceback_of(error),
     }
     if isinstance(error, SystemExit):
-        content["message"] = f"left by sys.exit({error.code!r})"
-        content["exit_code"] = error.code
+        is_number = error.code is None or isinstance(error.code, int)
+        content["message"] = cut(f"left by sys.exit({error.code!r})")
+        content["exit_code"] = error.code if is_number else content["message"]
     return content
+
+
+def message_of(error: BaseException) -> str:
+    """What it says, whatever that is; an exception's own `__str__` may raise as well."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"its message cannot be read: {type(second).__name__}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """As Python prints it; a message of 50 MB is cut, and its length told."""
+    try:
+        return "".join(cut(part) for part in traceback.format_exception(error))[-20_000:]
+    except Exception as second:
+        return f"its traceback cannot be read: {type(second).__name__}"
 
 
 def outcome_of(error: BaseException) -> Outcome:
@@ -46,7 +64,7 @@ def _memory_outcome(error: BaseException) -> Outcome | None:
     if isinstance(error, MemoryError):
         return "oom_host"
     if isinstance(error, RuntimeError):
-        text = str(error)
+        text = message_of(error)
         if any(words in text for words in _DEVICE_WORDS):
             return "oom_device"
         if any(words in text for words in _HOST_WORDS):

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flopwatch.file_reading import read_json
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.claims import STARTED, is_alive_here, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended, Trial
 from flopwatch.sweep.engines.slots import Slot, SlotPool, visible_gpus
 from flopwatch.sweep.folder import attempt_of, is_supervised
 from flopwatch.sweep.worker_process import PARENT
-from flopwatch.trial_files import log_file, read_json, trial_folder
+from flopwatch.trial_files import log_file, trial_folder
 from flopwatch.trial_records import TrialSpec
 
 _CANCEL_PATIENCE_SECONDS = 20.0
@@ -109,6 +110,10 @@ class LocalEngine:
     def _is_given_up(self, running: _Running) -> bool:
         """Stuck in the kernel: it will be gone when that lets go of it."""
         return time.monotonic() > self._give_up.get(running.trial.name, math.inf)
+
+    def withdraw(self) -> Sequence[str]:
+        """Nothing is queued: what is placed runs."""
+        return ()
 
     def cancel(self) -> None:
         for running in self._running.values():

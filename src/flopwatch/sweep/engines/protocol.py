@@ -13,12 +13,24 @@ class Trial:
     """A trial whose folder is ready: `trials/NAME/spec.json` is written.
 
     What an engine starts, in a process of its own: `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`.
+
+    Attributes:
+        sweep: The sweep's folder.
+        name: Of the trial.
+        key: Hash of its content.
+        spec: Its configuration.
+        retries: How often it is tried again at most when it is lost.
+        earlier_attempts: Those that were lost, as `TrialResult.earlier_attempts`.
+        avoid: Hosts to keep it from, where the engine can.
     """
 
     sweep: Path
     name: str
     key: str
     spec: TrialSpec
+    retries: int = 0
+    earlier_attempts: tuple[Mapping[str, Any], ...] = ()
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,12 @@ class Engine(Protocol):
     def end(self, names: Sequence[str]) -> None:
         """Kill these alone, with SIGKILL: their supervisors do not answer. Their ends come out of `wait` within a
         minute, also of those that would not die. An engine without this method cannot, and they are waited for.
+        """
+
+    def withdraw(self) -> Sequence[str]:
+        """Take back what is placed and has not begun; the names of those that are back since the last call.
+
+        Called again and again once nothing new is to start. An engine without this method has nothing queued.
         """
 
     def cancel(self) -> None:

@@ -72,7 +72,7 @@ def run_trial(order: Order) -> Returned:
 
 def sees_the_sweep(order: Order) -> bool:
     try:
-        return (Path(order.sweep) / TOKEN).read_text() == order.token
+        return (Path(order.sweep) / TOKEN).read_bytes() == order.token.encode()
     except OSError:
         return False
 

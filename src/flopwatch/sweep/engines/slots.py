@@ -60,6 +60,7 @@ class SlotPool:
         self._core_sets = [] if gpus else _divided(sorted(os.sched_getaffinity(0)), jobs)
         self._locks: dict[str, IO[str]] = {}
         self.waits_for = ""
+        _need_folder()
 
     def take(self, gpus: float) -> Slot | None:
         """A free slot; None while there is none, and `waits_for` says who has it."""
@@ -126,7 +127,11 @@ class SlotPool:
     def _lock(self, name: str) -> bool:
         if name in self._locks:
             return True
-        file = _open_lock(name)
+        try:
+            file = _open_lock(name)
+        except OSError as error:  # the folder was there when the sweep began; it may come back
+            self.waits_for = f"{name.replace('-', ' ')} (its lock cannot be opened: {error.strerror})"
+            return False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -190,11 +195,30 @@ def _divided(cores: list[int], jobs: int) -> list[tuple[int, ...]]:
     return [tuple(cores[index * size : (index + 1) * size]) for index in range(jobs)]
 
 
-def _open_lock(name: str) -> IO[str]:
+def _need_folder() -> None:
     folder = lock_folder()
+    try:
+        _make_folder(folder)
+        is_usable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+        reason = "" if is_usable else "not a folder that can be written to"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise InputError(
+            f"cannot keep the locks of this machine's slots in {folder}: {reason}; "
+            "name another folder with FLOPWATCH_SLOT_DIR"
+        )
+
+
+def _make_folder(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(parents=True)
         folder.chmod(0o1777)  # every user of the machine takes part
+
+
+def _open_lock(name: str) -> IO[str]:
+    folder = lock_folder()
+    _make_folder(folder)
     file = folder / f"{name}.lock"
     try:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)

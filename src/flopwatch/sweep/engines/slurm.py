@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
+from flopwatch.file_reading import UnreadableError, opened_regular, read_object
 from flopwatch.sweep.engines import slurm_commands
 from flopwatch.sweep.engines.protocol import Ended, Trial
 from flopwatch.sweep.engines.sacct import Accounted, Queued
 from flopwatch.sweep.engines.slurm_script import Request, request_for, script
 from flopwatch.sweep.folder import attempt_of, is_supervised, result_file
-from flopwatch.trial_files import read_json
 from flopwatch.trial_records import TrialSpec
 
 _TICK_SECONDS = 0.05
@@ -203,7 +203,7 @@ class SlurmEngine:
         file = result_file(self._sweep, name)
         if not file.exists():
             return False
-        return self._is_cancelled or (read_json(file) or {}).get("outcome") != "cancelled"
+        return self._is_cancelled or read_object(file).get("outcome") != "cancelled"
 
     def _vanished(self) -> list[Ended]:
         """Trials without a result that Slurm no longer has."""
@@ -288,9 +288,11 @@ def _evidence(task: _Task, found: Accounted | None) -> dict[str, Any]:
 def _line(file: Path, index: int) -> tuple[str, str]:
     """A trial and its attempt; empty where the file says nothing."""
     try:
-        name, _, attempt = file.read_text().splitlines()[index].partition(" ")
-    except (OSError, IndexError):
+        with opened_regular(file) as names:
+            line = names.read().decode(errors="replace").splitlines()[index]
+    except (FileNotFoundError, UnreadableError, IndexError):
         return "", ""
+    name, _, attempt = line.rpartition(" ")
     return name, attempt
 
 

@@ -8,10 +8,16 @@ from torch import nn
 
 from flopwatch.errors import InputError
 from flopwatch.models.dummy import dummy_batch
+from flopwatch.sweep.trainers.own_batch import own_batch
 
 
 def trial_batch(
-    model: nn.Module, batch_size: int, seq_len: int, seed: int, device: torch.device | str
+    model: nn.Module,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    device: torch.device | str,
+    function: str | None = None,
 ) -> dict[str, Any]:
     """Random token ids or images, with labels, made on the CPU from the seed and moved to the device.
 
@@ -24,7 +30,10 @@ def trial_batch(
         seq_len: Positions of each; not used for images.
         seed: Of the numbers.
         device: Where the batch goes.
+        function: `package.module:function` of the user's that makes the batch.
     """
+    if function is not None:
+        return _moved(own_batch(function, model, batch_size, seq_len, seed), device)
     if hasattr(model, "trial_batch"):
         made: dict[str, Any] = model.trial_batch(batch_size, seq_len)  # type: ignore[operator]
         return _moved(made, device)

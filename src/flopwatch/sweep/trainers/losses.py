@@ -1,9 +1,12 @@
 """The loss of a model's output, as one number and as one per sample.
 
+A model that returns no loss of its own, but logits for a batch with labels, is trained by their cross-entropy.
+
 DP trainers clip every sample's gradient, so they need every sample's loss. What that is follows from the model's own
 loss: of the usual ways to compare logits with labels, the one that gives the same number.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,18 +25,31 @@ _ADVICE = "give the model a method per_sample_losses(output, batch) that returns
 
 
 def own_loss(model: nn.Module, output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The loss the model itself returns; the mean of its `per_sample_losses` where it has that method instead."""
+    """The loss the model itself returns; else the mean of its `per_sample_losses`, or of logits against labels."""
     loss: torch.Tensor | None = _part(output, "loss")
     if loss is None and isinstance(output, torch.Tensor) and output.dim() == 0:
         loss = output
     if loss is None and hasattr(model, "per_sample_losses"):
         loss = model.per_sample_losses(output, batch).mean()  # type: ignore[operator]
+    if loss is None and _is_classified(output, batch):
+        loss = label_losses(output, batch).mean()
     if loss is None:
         raise UnsupportedError(
-            f"{type(model).__name__} returned {type(output).__name__} without a loss for a batch of "
+            f"{type(model).__name__} returned {_described(output)} without a loss for a batch of "
             f"{', '.join(batch)}; let its forward take labels and return a dict with 'loss', or {_ADVICE}"
         )
     return loss
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """Whether the labels go into the model's forward, as in transformers, or beside it, as with most image models."""
+    parameters = inspect.signature(getattr(model, "module", model).forward).parameters.values()
+    return any(one.name == "labels" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the batch the model's forward takes."""
+    return dict(batch) if takes_labels(model) else {name: batch[name] for name in batch if name != "labels"}
 
 
 def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,8 +68,10 @@ def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSam
         return model.per_sample_losses  # type: ignore[return-value]
     row = {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     with torch.no_grad():
-        output = model(**row)
-        logits, loss, labels = _part(output, "logits"), _part(output, "loss"), row.get("labels")
+        output = model(**forward_inputs(model, row))
+        logits, loss, labels = _logits(output), _part(output, "loss"), row.get("labels")
+        if loss is None and _is_classified(output, row):
+            return label_losses
         if logits is None or loss is None or labels is None:
             raise UnsupportedError(
                 f"the loss of each sample cannot be told: {type(model).__name__} returned {_listed(output)} for a "
@@ -73,12 +91,12 @@ def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSam
 
 def next_token_losses(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     """Causal language models: position i predicts label i + 1; the mean over a sample's positions."""
-    return _mean_cross_entropy(_part(output, "logits")[:, :-1], batch["labels"][:, 1:])
+    return _mean_cross_entropy(_logits(output)[:, :-1], batch["labels"][:, 1:])
 
 
 def label_losses(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     """Masked language models and classifiers: every logit has its own label."""
-    return _mean_cross_entropy(_part(output, "logits"), batch["labels"])
+    return _mean_cross_entropy(_logits(output), batch["labels"])
 
 
 def _mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -94,9 +112,25 @@ def _fits(losses: PerSampleLosses, logits: torch.Tensor, labels: torch.Tensor) -
     return positions and (labels.dim() > 1 if losses is next_token_losses else True)
 
 
+def _is_classified(output: Any, batch: Mapping[str, Any]) -> bool:
+    logits, labels = _logits(output), batch.get("labels")
+    if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
+        return False
+    return _fits(label_losses, logits, labels)
+
+
+def _logits(output: Any) -> Any:
+    return output if isinstance(output, torch.Tensor) and output.dim() > 1 else _part(output, "logits")
+
+
+def _described(output: Any) -> str:
+    shape = f" {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    return type(output).__name__ + shape
+
+
 def _part(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _listed(output: Any) -> str:
-    return ", ".join(output) if isinstance(output, Mapping) else type(output).__name__
+    return ", ".join(output) if isinstance(output, Mapping) else _described(output)

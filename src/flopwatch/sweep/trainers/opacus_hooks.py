@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flopwatch.sweep.trainers.losses import PerSampleLosses, find_per_sample_losses, model_inputs
-from flopwatch.sweep.trainers.opacus_parts import load_opacus
+from flopwatch.sweep.trainers.opacus_parts import clip_and_keep, load_opacus
 from flopwatch.sweep.trainers.options import autocast, make_optimizer, read_options
 from flopwatch.sweep.trainers.protocol import TrainerSettings
 from flopwatch.sweep.trainers.unsupported import check_supported
@@ -37,6 +37,9 @@ class DPSGDTrainer:
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
+
+    def accumulate(self) -> None:
+        clip_and_keep(self.optimizer)
 
     def update(self) -> None:
         self.optimizer.step()

@@ -23,6 +23,16 @@ class OpacusParts:
     two_pass_loss: Any
 
 
+def clip_and_keep(optimizer: Any) -> None:
+    """Add this micro-batch's clipped gradients to those kept; noise and update come with the last one.
+
+    What `opacus.utils.batch_memory_manager.BatchMemoryManager` does for a loader.
+    """
+    optimizer.signal_skip_step(do_skip=True)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def load_opacus() -> OpacusParts:
     root = logging.getLogger()
     handlers = list(root.handlers)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from flopwatch.sweep.trainers.losses import PerSampleLosses, find_per_sample_losses, model_inputs
-from flopwatch.sweep.trainers.opacus_parts import load_opacus
+from flopwatch.sweep.trainers.opacus_parts import clip_and_keep, load_opacus
 from flopwatch.sweep.trainers.options import autocast, make_optimizer, read_options
 from flopwatch.sweep.trainers.protocol import TrainerSettings
 from flopwatch.sweep.trainers.unsupported import check_supported
@@ -47,6 +47,9 @@ class _TwoPassTrainer:
 
     def backward(self, loss: Any) -> None:
         loss.backward()  # both passes
+
+    def accumulate(self) -> None:
+        clip_and_keep(self.optimizer)
 
     def update(self) -> None:
         self.optimizer.step()

@@ -9,6 +9,7 @@ from torch import nn
 
 from flopwatch.sweep.trainers.load import load_trainer
 from flopwatch.sweep.trainers.losses import find_per_sample_losses, model_inputs
+from flopwatch.sweep.trainers.micro_batches import batch_rows
 from flopwatch.sweep.trainers.names import PRIVATE
 from flopwatch.sweep.trainers.protocol import TrainerSettings
 
@@ -74,10 +75,6 @@ def trainer_gradients(trainer: str, model: nn.Module, batch: Mapping[str, Any], 
     instance.backward(instance.forward(batch))
     instance.optimizer.pre_step()
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
-
-
-def batch_rows(batch: Mapping[str, Any]) -> int:
-    return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor))
 
 
 def _clipped_mean(samples: list[Gradients], norms: list[torch.Tensor], limit: float) -> Gradients:

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 from torch import nn
 
 from flopwatch.models.load import load_model
-from flopwatch.models.presets import PRESETS, Preset
+from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
+from flopwatch.models.resnet import ResNet
 from flopwatch.models.transformer import Decoder
 
 MOST_PARAMETERS = 20_000_000
 """What is larger than this is not run here: a step of it would take seconds and hundreds of megabytes."""
 
 _HEADS, _HEAD_WIDTH, _VOCABULARY, _EXPERTS, _PATCH = 4, 8, 96, 4, 4
+_CHANNELS, _SIDE = 8, 32
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _INNER = (
@@ -46,6 +49,9 @@ def tiny_copies(model: str) -> Iterator[nn.Module]:
     if model in PRESETS:
         yield Decoder(_small_preset(PRESETS[model])).train()
         return
+    if (sizes := image_preset(model)) is not None:
+        yield ResNet(_small_image_preset(sizes)).train()
+        return
     path = Path(model)
     if path.suffix == ".json" or path.is_dir():
         settings = json.loads((path / "config.json" if path.is_dir() else path).read_text())
@@ -60,6 +66,12 @@ def tiny_copies(model: str) -> Iterator[nn.Module]:
 def _small_preset(sizes: Preset) -> Preset:
     heads = min(sizes.heads, _HEADS)
     return Preset(min(sizes.vocab_size, _VOCABULARY), heads * _HEAD_WIDTH, min(sizes.layers, 2), heads)
+
+
+def _small_image_preset(sizes: ImagePreset) -> ImagePreset:
+    """As many stages and classes, one block in each: labels of the user's own batch must fit."""
+    widths = tuple(_CHANNELS * 2**stage for stage in range(len(sizes.widths)))
+    return replace(sizes, image_size=_SIDE, widths=widths, blocks_per_stage=1)
 
 
 def with_few_layers(settings: Settings) -> Settings:

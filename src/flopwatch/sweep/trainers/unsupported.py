@@ -99,7 +99,7 @@ def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
         idle: Trainable parameters that get no gradient in an ordinary step.
         error: What it raised.
     """
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = (str(error).strip() or type(error).__name__).splitlines()[0][:1000]
     if idle and any(sign in said for sign in ("NoneType", "not initialized", "_norm_sample")):
         return (
             f"{_named(idle)} got no gradient in the step, and Opacus needs one of every trainable parameter; freeze "

@@ -1,0 +1,78 @@
+"""A job that Slurm runs again by itself, after `scontrol requeue`, preemption or the death of its node.
+
+Its second life finds what the first one left: the claim of the trial, and often a result that says `cancelled`, as the
+first supervisor was told to stop. No runner need be there. Standard library only, as the supervisor.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
+from flopwatch.sweep.conclude import tail
+from flopwatch.trial_files import log_file, read_json, read_result, trial_folder, write_json
+from flopwatch.trial_records import TrialResult, TrialSpec
+
+_SPEC, _STARTED, _RESULT = "spec.json", "started.json", "result.json"
+
+
+def slurm_life(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Which job of Slurm this is and how often Slurm has run it again; nothing elsewhere.
+
+    >>> slurm_life({"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"})
+    {'job': '12_3', 'restarts': 1}
+    """
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")
+    count = environment.get("SLURM_RESTART_COUNT", "0")
+    return {"job": job, "restarts": int(count) if count.isdigit() else 0} if job else {}
+
+
+def takes_over(sweep: Path, name: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Clear the way for the trial if an earlier life of this very job had begun it. False when nothing is left to do.
+
+    Whatever else has the trial, another job or this life of the job itself, is left to the claim to find out.
+    """
+    life, folder = slurm_life(environment), trial_folder(sweep, name)
+    started = read_json(folder / _STARTED)
+    is_ours = isinstance(started, dict) and started.get("job") == life.get("job") and bool(life)
+    if not is_ours or started.get("restarts", 0) >= life["restarts"]:
+        return True
+    result = read_result(folder / _RESULT)
+    if result is not None and result.outcome != "cancelled":
+        return False  # it had ended before Slurm decided
+    job = read_json(folder / _SPEC)
+    ended = _ended_life(sweep, name, job, started, result)
+    if len(ended.earlier_attempts) >= job.get("retries", 0):
+        write_json(folder / _RESULT, ended.to_json())
+        return False
+    _begin_anew(sweep, name, job, ended)
+    return True
+
+
+def _ended_life(
+    sweep: Path, name: str, job: Mapping[str, Any], started: Mapping[str, Any], result: TrialResult | None
+) -> TrialResult:
+    """How the earlier life ended, were it the last one."""
+    earlier = listed_attempts(sweep, name, job["key"])
+    return TrialResult(
+        name=name,
+        key=job["key"],
+        spec=TrialSpec.from_json(job["spec"]),
+        outcome="lost",
+        reason=f"Slurm requeued the job ({started.get('host')}): preempted, its node failed, or somebody asked for it",
+        evidence={"state": "REQUEUED", "job": started["job"], "host": started.get("host")},
+        unix_time=started.get("unix_time"),
+        seconds=None if result is None else result.seconds,
+        environment=job.get("environment", {}),
+        log_tail=tail(log_file(sweep, name)),
+        earlier_attempts=earlier,
+    )
+
+
+def _begin_anew(sweep: Path, name: str, job: Mapping[str, Any], ended: TrialResult) -> None:
+    attempts = [*ended.earlier_attempts, attempt_from(ended, put_aside(sweep, name))]
+    folder = trial_folder(sweep, name)
+    folder.mkdir(parents=True)
+    write_json(folder / _SPEC, {**job, "earlier_attempts": attempts})

@@ -1,0 +1,201 @@
+"""Every result of a sweep, from its list and from its trials' own folders, and what of them is damaged.
+
+The list is an index that a runner appends to; the truth of a trial is in its folder. Either may be damaged, gone or
+behind the other, and a result that is whole in one of them is never lost. Reads only.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flopwatch.errors import InputError
+from flopwatch.file_reading import UnreadableError, numbered_lines
+from flopwatch.record_reading import BrokenRecordError
+from flopwatch.sweep_reading import (
+    LOCK,
+    RESULT,
+    RESULTS,
+    RUNNERS,
+    SWEEP,
+    NewerFormatError,
+    TrialList,
+    load_result,
+    read_trial_list,
+    result_from,
+)
+from flopwatch.trial_records import UNSETTLED, TrialResult, is_trial_name
+
+_MOST_NAMES = 5
+
+
+@dataclass(slots=True)
+class SweepResults:
+    """What lies in a sweep's folder.
+
+    Attributes:
+        trial_list: What `sweep.json` says.
+        results: The newest end of every trial that has one that can be read, by name.
+        unlisted: Names of those that are not in the list: their runner died before it noted them.
+        damaged: Trials of which something is left and nothing can be read, with the reason.
+        newer: Trials that a newer flopwatch wrote, with their format. They are left alone.
+        broken_lines: Numbers of the lines of the list that cannot be read.
+        list_trouble: Why the list of results as a whole cannot be read.
+    """
+
+    trial_list: TrialList
+    results: dict[str, TrialResult] = field(default_factory=dict)
+    unlisted: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+    newer: dict[str, int] = field(default_factory=dict)
+    broken_lines: list[int] = field(default_factory=list)
+    list_trouble: str = ""
+
+    @property
+    def is_list_whole(self) -> bool:
+        return not self.broken_lines and not self.list_trouble
+
+
+def gather_results(sweep: Path) -> SweepResults:
+    """Everything that can be read; raises InputError when this is no sweep's folder."""
+    if not is_sweep_folder(sweep):
+        raise InputError(
+            f"{sweep} is not the folder of a sweep: it has no {SWEEP}; name the folder `flopwatch sweep` wrote"
+        )
+    found = SweepResults(read_trial_list(sweep))
+    attempts = _read_list(sweep / RESULTS, found)
+    for name in _worth_opening(sweep, found):
+        _read_own(sweep, name, found, attempts)
+    found.damaged = {
+        name: why for name, why in found.damaged.items() if name not in found.results and name not in found.newer
+    }
+    return found
+
+
+def read_results(sweep: Path) -> dict[str, TrialResult]:
+    """Every finished trial by name, the newest end of each."""
+    return gather_results(sweep).results
+
+
+def is_sweep_folder(sweep: Path) -> bool:
+    """Whether a sweep wrote there; one that lost its lists still has its trials."""
+    return any(os.path.lexists(sweep / name) for name in (SWEEP, RESULTS, RUNNERS, LOCK)) or any(
+        os.path.lexists(sweep / "trials" / name / file)
+        for name in _trial_folders(sweep)
+        for file in (RESULT, "spec.json")
+    )
+
+
+def _read_list(file: Path, found: SweepResults) -> set[tuple[str, str, float | None]]:
+    """The list of results; what is returned are the attempts it knows."""
+    attempts: set[tuple[str, str, float | None]] = set()
+    try:
+        for number, content in numbered_lines(file):
+            name = content.get("name") if isinstance(content, dict) else None
+            try:
+                result = result_from(content)
+            except NewerFormatError as error:
+                if isinstance(name, str) and is_trial_name(name):
+                    found.newer[name] = error.format
+                    found.results.pop(name, None)
+                    continue
+                found.broken_lines.append(number)
+            except BrokenRecordError as error:
+                found.broken_lines.append(number)
+                if isinstance(name, str) and is_trial_name(name):
+                    found.damaged[name] = f"line {number} of {RESULTS}: {error}"
+            else:
+                found.results[result.name] = result
+                found.newer.pop(result.name, None)
+                attempts.add((result.name, result.key, result.unix_time))
+    except FileNotFoundError:
+        pass
+    except UnreadableError as error:
+        found.list_trouble = str(error)
+    return attempts
+
+
+def _worth_opening(sweep: Path, found: SweepResults) -> list[str]:
+    """Trials whose own result may say more than the list: 10,000 files are not opened where the list says it all."""
+    try:
+        noted = (sweep / RESULTS).stat().st_mtime
+    except OSError:
+        noted = 0.0
+    names = []
+    for name, changed in _trial_folders(sweep).items():
+        listed = found.results.get(name)
+        if listed is None or listed.outcome in UNSETTLED or not found.is_list_whole or changed >= noted:
+            names.append(name)
+    return names
+
+
+def _trial_folders(sweep: Path) -> dict[str, float]:
+    """When each trial's folder last changed."""
+    folders = {}
+    try:
+        with os.scandir(sweep / "trials") as entries:
+            for entry in entries:
+                folders[entry.name] = entry.stat(follow_symlinks=False).st_mtime
+    except OSError:
+        pass
+    return folders
+
+
+def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[str, str, float | None]]) -> None:
+    """The trial's own result, where the list does not know of this attempt."""
+    try:
+        own = load_result(sweep / "trials" / name / RESULT)
+    except FileNotFoundError:
+        return
+    except NewerFormatError as error:
+        if name not in found.results:
+            found.newer[name] = error.format
+        return
+    except BrokenRecordError as error:
+        found.damaged[name] = f"{RESULT}: {error}"
+        return
+    listed = found.results.get(name)
+    is_known = (name, own.key, own.unix_time) in attempts
+    is_better = listed is not None and listed.outcome in UNSETTLED and own.outcome not in UNSETTLED
+    if name not in found.newer and (listed is None or not is_known or is_better):
+        found.results[name] = own
+        found.unlisted.append(name)
+
+
+def troubles(found: SweepResults) -> tuple[str, ...]:
+    """What a person must know of the folder's state, a sentence each; nothing when all is well."""
+    told = []
+    if found.damaged:
+        example = next(iter(found.damaged.items()))
+        told.append(
+            f"{_counted(len(found.damaged), 'trial is', 'trials are')} damaged and counted as missing: "
+            f"{_some(list(found.damaged))} ({example[0]}: {example[1]}); the same sweep runs them again"
+        )
+    if found.newer:
+        told.append(
+            f"{_counted(len(found.newer), 'trial was', 'trials were')} written by a newer flopwatch (format "
+            f"{max(found.newer.values())}) and left alone: {_some(list(found.newer))}; update flopwatch to read them"
+        )
+    if found.broken_lines:
+        numbers = _some([str(number) for number in found.broken_lines])
+        told.append(
+            f"{_counted(len(found.broken_lines), 'line', 'lines')} of {RESULTS} cannot be read ({numbers}); "
+            "the trials' own files were read instead"
+        )
+    if found.list_trouble:
+        told.append(f"{RESULTS} cannot be read: {found.list_trouble}; the trials' own files were read instead")
+    if found.trial_list.newer_format is not None:
+        told.append(
+            f"{SWEEP} was written by a newer flopwatch (format {found.trial_list.newer_format}); update flopwatch"
+        )
+    elif found.trial_list.trouble:
+        told.append(f"{SWEEP} is damaged: {found.trial_list.trouble}; trials that have not run may be missing here")
+    return tuple(told)
+
+
+def _counted(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
