@@ -46,6 +46,8 @@ def group_settings(spec: TrialSpec) -> dict[str, Any]:
         "threads": spec.threads,
         "cpus": spec.cpus,
         "memory_bytes": spec.limits.memory_bytes,
+        "nodes": spec.nodes,
+        "processes": spec.processes,
     }
 
 
@@ -90,7 +92,8 @@ def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
         parts.append("checkpointing")
     elif "checkpointing" in varying:
         parts.append("no checkpointing")
-    parts += [f"{name} {settings[name]}" for name in ("gpus", "threads", "cpus", "memory_bytes") if name in varying]
+    resources = ("gpus", "threads", "cpus", "memory_bytes", "nodes", "processes")
+    parts += [f"{name} {settings[name]}" for name in resources if name in varying]
     return ", ".join(parts)
 
 
@@ -102,6 +105,8 @@ def _variant_settings(spec: TrialSpec) -> dict[str, str]:
         settings[_MICRO_BATCH] = str(spec.micro_batch_size)
     if spec.label:
         settings["trainer"] = spec.trainer
+    if spec.layout is not None:
+        settings["layout"] = spec.layout
     return settings | {str(name): str(value) for name, value in spec.options.items()}
 
 

@@ -127,7 +127,7 @@ def prepare(trial: Trial) -> None:
         "name": trial.name,
         "key": trial.key,
         "spec": trial.spec.to_json(),
-        "environment": fingerprint(trial.spec),
+        "environment": fingerprint(trial.spec, is_here=False),  # an engine may run it on another host
         "cwd": os.getcwd(),
         "attempt": uuid.uuid4().hex,
         "retries": trial.retries,

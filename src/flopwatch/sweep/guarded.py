@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flopwatch.sweep import process_tree
 
+_MOST_FILES = 4096
 _GUARD = Path(__file__).with_name("trial_guard.py")
 
 
@@ -25,7 +26,8 @@ def leave_guard_behind(sweep: Path, name: str) -> int | None:
     child = os.fork()
     if child:
         os.set_inheritable(reads, True)
-        os.close(writes)
+        os.closerange(3, reads)  # sockets of the supervisor, which must close when it ends
+        os.closerange(reads + 1, _MOST_FILES)
         command = [sys.executable, "-I", "-S", str(_GUARD), str(child), str(reads), str(sweep), name]
         os.execv(sys.executable, command)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -27,8 +27,8 @@ class Progress:
 class Heartbeat:
     """Writes progress. One write of fixed size into the same file: a few microseconds, and never half a line."""
 
-    def __init__(self, trial_dir: Path) -> None:
-        self._handle = os.open(trial_dir / FILE, os.O_WRONLY | os.O_CREAT, 0o644)  # open as long as the worker lives
+    def __init__(self, trial_dir: Path, file: str = FILE) -> None:
+        self._handle = os.open(trial_dir / file, os.O_WRONLY | os.O_CREAT, 0o644)  # open as long as the worker lives
 
     def beat(self, phase: str, step: int | None = None) -> None:
         content = json.dumps({"phase": phase, "step": step}).encode()

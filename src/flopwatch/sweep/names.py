@@ -62,6 +62,9 @@ def _other_settings(spec: TrialSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "threads": spec.threads,
         "gpus": spec.gpus,
+        "nodes": spec.nodes,
+        "processes": spec.processes,
+        "layout": spec.layout,
         "micro": spec.micro_batch_size,
     }
     return fixed | {f"options.{name}": value for name, value in spec.options.items()}
@@ -79,11 +82,11 @@ def _part(key: str, settings: Mapping[str, Any]) -> str:
     value = settings[key]
     if key == "ckpt":
         return "ckpt" if value else ""
-    if key == "micro" and value is None:
+    if key in ("layout", "micro") and value is None:  # of a single process; of the whole batch
         return ""
     if key == "model":
         return slug(_model_word(str(value)))
-    return slug(str(value)) if key in ("dtype", "device") else slug(f"{key.removeprefix('options.')}{value}")
+    return slug(str(value)) if key in ("dtype", "device", "layout") else slug(f"{key.removeprefix('options.')}{value}")
 
 
 def _model_word(model: str) -> str:

@@ -28,6 +28,10 @@ class SafeObserver:
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         self._tell("ticked", running, waiting, engine_state)
 
+    def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
+        if hasattr(self._observer, "tries_again"):
+            self._tell("tries_again", lost, retry, most)
+
     def _tell(self, what: str, *facts: object) -> None:
         if self._observer is None:
             return

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flopwatch.sweep import process_tree
@@ -26,8 +26,15 @@ _TERM_PATIENCE_SECONDS = 2.0
 
 
 def start_worker(
-    sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None, attempt: str = ""
+    sweep: Path,
+    name: str,
+    spec: TrialSpec,
+    limit: MemoryLimit,
+    cwd: str | None,
+    command: Sequence[str] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
+    """Start it, or what a trial of several processes has in its place: the `command`, with further variables."""
     folder = trial_folder(sweep, name)
     bind = process_tree.dies_with(os.getpid())
 
@@ -37,11 +44,11 @@ def start_worker(
 
     with log_file(sweep, name).open("ab") as log:
         return subprocess.Popen(
-            _command(folder, spec),
+            command or _command(folder, spec),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(folder, name, spec) | {process_tree.ATTEMPT_MARK: attempt},
+            env={**_environment(folder, name, spec), **(variables or {})},
             cwd=cwd if cwd and os.path.isdir(cwd) else None,
             start_new_session=True,
             preexec_fn=become_worker,
@@ -54,6 +61,7 @@ def _command(folder: Path, spec: TrialSpec) -> list[str]:
     values = {"batch_size": spec.batch_size, "seq_len": spec.seq_len, "model": shlex.quote(spec.model)}
     values |= {name: shlex.quote(str(value)) for name, value in spec.options.items()}
     values |= {"dtype": spec.dtype, "seed": spec.seed, "trial_dir": shlex.quote(str(folder))}
+    values |= {"processes": spec.processes}
     command = spec.command or ""
     for key, value in values.items():  # not str.format: shell commands are full of braces of their own
         command = command.replace("{" + key + "}", str(value))
@@ -68,6 +76,7 @@ def _environment(folder: Path, name: str, spec: TrialSpec) -> dict[str, str]:
         "FLOPWATCH_BATCH_SIZE": str(spec.batch_size),
         "FLOPWATCH_SEQ_LEN": str(spec.seq_len),
         "FLOPWATCH_MODEL": spec.model,
+        "FLOPWATCH_PROCESSES": str(spec.processes),
         # Without it CUDA numbers devices by speed, NVML by bus: the wrong one would be watched.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1",

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flopwatch.errors import InputError
 from flopwatch.file_reading import read_json
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.claims import STARTED, is_alive_here, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended, Trial
-from flopwatch.sweep.engines.slots import Slot, SlotPool, visible_gpus
+from flopwatch.sweep.engines.slots import Slot, SlotPool, core_sets, visible_gpus
 from flopwatch.sweep.folder import attempt_of, is_supervised
 from flopwatch.sweep.worker_process import PARENT
 from flopwatch.trial_files import log_file, trial_folder
@@ -45,6 +46,8 @@ class LocalEngine:
     def __init__(self, gpus: Sequence[str] | None = None, jobs: int = 1) -> None:
         self._gpus = visible_gpus() if gpus is None else tuple(gpus)
         self._jobs = jobs
+        if not self._gpus:
+            core_sets(jobs)  # what cannot be is told before anything is opened
         self._running: dict[str, _Running] = {}
         self._next_slot: Slot | None = None
         self._give_up: dict[str, float] = {}
@@ -62,8 +65,14 @@ class LocalEngine:
         return ()
 
     def room(self, next_up: TrialSpec) -> int:
+        if next_up.nodes > 1:
+            raise InputError(
+                f"a trial asks for {next_up.nodes} nodes and this is one machine; use --engine slurm or ray, or "
+                "leave `nodes` out"
+            )
         if self._next_slot is None:
-            self._next_slot = self._pool.take(next_up.gpus)
+            a_gpu_each = next_up.processes if self._gpus and next_up.processes > 1 else 0.0
+            self._next_slot = self._pool.take(next_up.gpus or a_gpu_each)
         return int(self._next_slot is not None)
 
     def submit(self, trials: Sequence[Trial]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
-from flopwatch.sweep.engines import ray_task
+from flopwatch.sweep.engines import ray_nodes, ray_task
 from flopwatch.sweep.engines.protocol import Ended, Trial
 from flopwatch.sweep.engines.ray_start import import_ray, in_environment, join, local_environment, start_local
 from flopwatch.sweep.folder import is_supervised
@@ -67,6 +67,7 @@ class RayEngine:
         self._trials: dict[str, Trial] = {}
         self._references: dict[Any, str] = {}
         self._needs: dict[str, dict[str, float]] = {}
+        self._groups: dict[str, Any] = {}
         self._leaving: dict[str, _Leaving] = {}
         self._nodes: list[dict[str, Any]] = []
         self._nodes_read = -math.inf
@@ -105,6 +106,8 @@ class RayEngine:
         """A few more than run at once, so that no slot waits for us; not more, so that what is inferred is not run."""
         self._refresh_nodes_if_old()
         need = self._need(next_up)
+        if next_up.nodes > 1:
+            return self._room_for_group(next_up.nodes, need)
         capacity = fits(need, self._resources())
         if capacity == 0 and self._address is None:  # nobody will join
             raise InputError(
@@ -117,11 +120,28 @@ class RayEngine:
         unused = spare(need, self._resources(), self._needs.values())
         return max(0, min(capacity - alike, unused) + max(2, capacity // 10))
 
+    def _room_for_group(self, nodes: int, need: Mapping[str, float]) -> int:
+        """None ahead of time: a group that waits keeps the nodes it has from others."""
+        capacity = ray_nodes.fits_spread(nodes, [fits(need, [node]) for node in self._resources()])
+        if capacity == 0 and self._address is None:
+            raise InputError(
+                f"a trial asks for {nodes} nodes with {_text(need)} each, and this is a Ray of one node; "
+                "join a cluster with an address, or leave `nodes` out"
+            )
+        return max(0, capacity - len(self._groups))
+
     def submit(self, trials: Sequence[Trial]) -> None:
         for trial in trials:
             need = self._need(trial.spec)
             # A task's GPUs are always on one node, so that several need no placement group.
-            options = {"num_cpus": need["CPU"], "num_gpus": need["GPU"], "name": f"flopwatch {trial.name}"}
+            options: dict[str, Any] = {
+                "num_cpus": need["CPU"],
+                "num_gpus": need["GPU"],
+                "name": f"flopwatch {trial.name}",
+            }
+            if trial.spec.nodes > 1:
+                self._groups[trial.name] = group = ray_nodes.place_group(trial.spec.nodes, need)
+                options["scheduling_strategy"] = ray_nodes.on_bundle(group, 0)
             reference = self._remote.options(**options).remote(self._order(trial, need))
             self._references[reference] = trial.name
             self._trials[trial.name], self._needs[trial.name] = trial, need
@@ -131,7 +151,8 @@ class RayEngine:
         if not need["GPU"]:  # Ray leaves it unset, and the trial would sit on somebody's GPU 0
             environment["CUDA_VISIBLE_DEVICES"] = ""
         spec = (trial_folder(trial.sweep, trial.name) / "spec.json").read_bytes()
-        return ray_task.Order(str(trial.sweep.resolve()), trial.name, self._token, spec, os.getcwd(), environment)
+        where = (str(trial.sweep.resolve()), trial.name, self._token, spec, os.getcwd())
+        return ray_task.Order(*where, environment, trial.spec.nodes, need)
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         deadline = time.monotonic() + seconds
@@ -167,6 +188,8 @@ class RayEngine:
         if self._is_cancelled:
             evidence = {**evidence, "error": "TaskCancelledError"}
         self._needs.pop(name, None)
+        if name in self._groups:
+            ray_nodes.remove_group(self._groups.pop(name))
         self._leaving[name] = _Leaving(evidence, time.monotonic() + _LEAVE_SECONDS)
         ray_task.forget(self._token, name)
 
@@ -220,9 +243,11 @@ class RayEngine:
     def _need(self, spec: TrialSpec) -> dict[str, float]:
         gpus = spec.gpus or self._gpus_per_trial
         if gpus is None:
-            gpus = float(spec.device != "cpu" and any(node.get("GPU") for node in self._resources()))
+            has_gpus = spec.device != "cpu" and any(node.get("GPU") for node in self._resources())
+            gpus = float(spec.processes if has_gpus else 0)
         # Ray takes fractions below one and whole numbers above.
-        return {"CPU": spec.cpus or self._cpus_per_trial, "GPU": gpus if gpus <= 1 else math.ceil(gpus)}
+        cpus = spec.cpus or max(self._cpus_per_trial, spec.processes)
+        return {"CPU": cpus, "GPU": gpus if gpus <= 1 else math.ceil(gpus)}
 
     def _resources(self) -> list[dict[str, float]]:
         return [node["Resources"] for node in self._nodes if node["Alive"]]

@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Order:
         spec: The content of `trials/NAME/spec.json`.
         cwd: Where the runner was started: trainers are imported from there.
         environment: Set for the trial.
+        nodes: Of the trial.
+        need: Ray's resources on each of them, where it has several.
     """
 
     sweep: str
@@ -46,6 +48,8 @@ class Order:
     spec: bytes
     cwd: str
     environment: Mapping[str, str]
+    nodes: int = 1
+    need: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def run_trial(order: Order) -> Returned:
     """Run the supervisor to its end. Nothing it does raises; a node without flopwatch does."""
     announce(order.token, order.name)
     if sees_the_sweep(order):
-        return Returned(_supervise(Path(order.sweep), order))
+        return Returned(_supervise_all(Path(order.sweep), order))
     with tempfile.TemporaryDirectory(prefix="flopwatch-") as folder:
         return _run_apart(Path(folder), order)
 
@@ -81,12 +85,22 @@ def _run_apart(sweep: Path, order: Order) -> Returned:
     for folder in (trial_folder(sweep, order.name), log_file(sweep, order.name).parent):
         folder.mkdir(parents=True)
     (trial_folder(sweep, order.name) / "spec.json").write_bytes(order.spec)
-    evidence = _supervise(sweep, order)
+    evidence = _supervise_all(sweep, order)
     files, left_out = collect(sweep, order.name)
     return Returned({**evidence, **({"left_on_the_node": left_out} if left_out else {})}, files)
 
 
-def _supervise(sweep: Path, order: Order) -> dict[str, Any]:
+def _supervise_all(sweep: Path, order: Order) -> dict[str, Any]:
+    if order.nodes == 1:
+        return _supervise(sweep, order)
+    from flopwatch.sweep.engines.ray_nodes import placed_agents  # it needs this module
+
+    with placed_agents(order) as meeting:
+        variables = {**order.environment, **meeting.environment}
+        return _supervise(sweep, replace(order, environment=variables), [meeting.socket.fileno()])
+
+
+def _supervise(sweep: Path, order: Order, sockets: Sequence[int] = ()) -> dict[str, Any]:
     attempt = str(json.loads(order.spec).get("attempt", ""))
     supervisor = [sys.executable, *SUPERVISOR, str(sweep), order.name, attempt]
     with tempfile.TemporaryFile() as output:
@@ -97,6 +111,7 @@ def _supervise(sweep: Path, order: Order) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             cwd=order.cwd if os.path.isdir(order.cwd) else None,
             env={**os.environ, **order.environment, PARENT: str(os.getpid())},
+            pass_fds=sockets,
             start_new_session=True,  # Ray sends SIGKILL to the worker's whole process group
         )
         output.seek(max(0, output.tell() - _TAIL_BYTES))

@@ -20,16 +20,18 @@ class Request:
     """What a task asks of Slurm; None leaves it to the site.
 
     Attributes:
-        cpus: Cores.
-        gpus: Whole GPUs, on one node.
-        memory_megabytes: Host memory.
+        cpus: Cores, on each node.
+        gpus: Whole GPUs, on each node.
+        memory_megabytes: Host memory, on each node.
         minutes: Time limit.
+        nodes: How many; the supervisor is on the first.
     """
 
     cpus: int | None
     gpus: int
     memory_megabytes: int | None
     minutes: int | None
+    nodes: int = 1
 
 
 def request_for(
@@ -38,14 +40,17 @@ def request_for(
     """What this trial asks for; the arguments count where its configuration is silent. A share of a GPU is a whole one.
 
     >>> request_for(TrialSpec("standard", "tiny", 1, 1), cpus=2, gpus=0.5, memory_megabytes=None, minutes=None)
-    Request(cpus=2, gpus=1, memory_megabytes=None, minutes=62)
+    Request(cpus=2, gpus=1, memory_megabytes=None, minutes=62, nodes=1)
     """
     wall, limit = spec.limits.wall_seconds, spec.limits.memory_bytes
     if minutes is None and wall is not None:
         minutes = math.ceil((wall + _TIME_MARGIN_SECONDS) / 60)
     if memory_megabytes is None and limit is not None:
         memory_megabytes = math.ceil((limit + _MEMORY_MARGIN_BYTES) / (1 << 20))
-    return Request(spec.cpus or cpus, math.ceil(spec.gpus or gpus), memory_megabytes, minutes)
+    a_core_each = spec.processes if spec.processes > 1 else None
+    return Request(
+        spec.cpus or cpus or a_core_each, math.ceil(spec.gpus or gpus), memory_megabytes, minutes, spec.nodes
+    )
 
 
 def script(
@@ -58,26 +63,33 @@ def script(
     parallelism: int | None,
     partition: str | None,
     extra: Mapping[str, object],
+    avoid: Sequence[str] = (),
 ) -> str:
     """The whole script. Task i runs the command, in place of the shell, for line i + 1 of the names file.
 
     A line holds a trial's name, a blank and its attempt.
     """
+    wanted = {key.replace("_", "-"): value for key, value in extra.items()}
     options: dict[str, object] = {
         "job-name": job_name,
         "array": f"0-{tasks - 1}" + (f"%{parallelism}" if parallelism else ""),
         "output": str(names_file.with_suffix("")).replace("%", "%%") + "-%a.log",
         "partition": partition,
-        "nodes": 1,
-        "ntasks": 1,
+        "nodes": request.nodes,
+        "ntasks": request.nodes,
+        "ntasks-per-node": 1 if request.nodes > 1 else None,
         "cpus-per-task": request.cpus,
         "gres": f"gpu:{request.gpus}" if request.gpus else None,
         "mem": None if request.memory_megabytes is None else f"{request.memory_megabytes}M",
         "time": request.minutes,
-        # What Slurm runs again by itself would run twice.
-        "no-requeue": True,
-        **{key.replace("_", "-"): value for key, value in extra.items()},
+        "exclude": ",".join(avoid) or None,
+        # After preemption or the death of its node Slurm runs the job again; see flopwatch.sweep.requeued.
+        "requeue": True,
+        "open-mode": "append",
+        **wanted,
     }
+    if wanted.get("no-requeue"):
+        del options["requeue"]
     return "\n".join(
         [
             "#!/bin/sh",

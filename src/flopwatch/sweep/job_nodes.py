@@ -1,0 +1,227 @@
+"""The nodes of a trial with several processes, as its supervisor sees them. Standard library only.
+
+On each node an agent (`node_agent.py`) runs torchrun and keeps a connection to us. The agent of the first node is our
+child; the others are placed by the engine.
+"""
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flopwatch.sweep.first_cause import JobEnd, RankEnd, first_cause, is_certain
+from flopwatch.sweep.job_messages import LISTENER, TOKEN, Message, keep_alive, split_messages, written
+
+_COME_SECONDS = 600.0
+_OTHERS_SECONDS = 5.0
+_GO_SECONDS = 20.0
+_STACKS_SECONDS = 5.0
+
+
+@dataclass
+class _Peer:
+    """A connection; `node` is None until it has told the secret."""
+
+    connection: socket.socket
+    buffer: bytes = b""
+    node: int | None = None
+    host: str = ""
+    port: int | None = None
+    is_ready: bool = False
+    is_gone: bool = False
+    stacks: dict[str, str] | None = None
+    ended: Message | None = None
+
+
+class JobNodes:
+    """Waits for the agents of all nodes, has them begin, and ends them.
+
+    Args:
+        nodes: How many there are.
+        environment: Of the supervisor: an engine that places agents itself leaves a socket and a secret there.
+    """
+
+    def __init__(self, nodes: int, environment: Mapping[str, str] = os.environ) -> None:
+        self.nodes = nodes
+        self.token = environment.get(TOKEN) or secrets.token_hex(16)
+        handle = environment.get(LISTENER)
+        self._listener = socket.socket(fileno=int(handle)) if handle else listener("" if nodes > 1 else "127.0.0.1")
+        self._listener.setblocking(False)
+        self._peers: list[_Peer] = []
+        self._made = time.monotonic()
+        self._has_begun = False
+        self._gone: Message = {}
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def agent_command(self, trial_dir: Path, node: int | str, host: str = "127.0.0.1") -> list[str]:
+        return [
+            *(sys.executable, "-m", "flopwatch.sweep.node_agent"),
+            *(str(trial_dir), str(node), f"{host}:{self.port}"),
+        ]
+
+    def attend(self, seconds: float = 0.0) -> None:
+        """Hear what the agents say; once all have come, tell them where to meet."""
+        waiting = [self._listener, *(peer.connection for peer in self._peers if not peer.is_gone)]
+        ready = select.select(waiting, [], [], seconds)[0]
+        if self._listener in ready:
+            self._accept()
+        for peer in self._peers:
+            if peer.connection in ready:
+                self._hear(peer)
+        agents = self._agents()
+        if not self._has_begun and len(agents) == self.nodes and all(peer.is_ready for peer in agents.values()):
+            self._has_begun = True
+            for peer in agents.values():
+                _tell(peer, {"begin": agents[0].port})
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection = self._listener.accept()[0]
+                connection.setblocking(False)
+                keep_alive(connection)
+                self._peers.append(_Peer(connection))
+
+    def _hear(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(1 << 16)
+            messages, peer.buffer = split_messages(peer.buffer + data)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            data, messages = b"", []
+        for message in messages:
+            if peer.node is None:
+                self._welcome(peer, message)
+            else:
+                _note(peer, message)
+        if not data:
+            _leave(peer)
+
+    def _welcome(self, peer: _Peer, message: Message) -> None:
+        told, node = str(message.get("token")), message.get("node")
+        is_ours = hmac.compare_digest(told.encode(), self.token.encode())
+        if is_ours and "gone" in message:
+            self._gone = message
+            _leave(peer)
+        elif is_ours and isinstance(node, int) and 0 <= node < self.nodes and node not in self._agents():
+            peer.node, peer.host = node, str(message.get("host"))
+        else:
+            _leave(peer)
+
+    def _agents(self) -> dict[int, _Peer]:
+        return {peer.node: peer for peer in self._peers if peer.node is not None}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to wait for: a node has failed, is gone, or never came."""
+        agents = self._agents().values()
+        failed = any(peer.is_gone if peer.ended is None else peer.ended["code"] != 0 for peer in agents)
+        return failed or bool(self._gone or self._missing())
+
+    def _missing(self) -> list[int]:
+        is_late = not self._has_begun and time.monotonic() - self._made > _COME_SECONDS
+        return [node for node in range(self.nodes) if node not in self._agents()] if is_late else []
+
+    def stacks(self) -> str:
+        """What every thread of every process does."""
+        agents = self._agents()
+        for peer in agents.values():
+            _tell(peer, {"stacks": True})
+        self._attend_until(
+            lambda: all(peer.stacks is not None or peer.is_gone for peer in agents.values()), _STACKS_SECONDS
+        )
+        told = {int(rank): text for peer in agents.values() for rank, text in (peer.stacks or {}).items()}
+        parts = [f"rank {rank}:\n{told[rank]}" for rank in sorted(told)]
+        return "\n".join(parts) or "none: no process had come far enough to answer"
+
+    def finish(self, *, at_once: bool = False) -> JobEnd:
+        """Hear what the nodes have to say, unless it is known already; end them all and wait until they are gone."""
+        for _ in range(3):  # one may have come, told and left since
+            self.attend()
+        if not at_once:
+            self._attend_until(self._is_clear, _OTHERS_SECONDS)
+        end = self._job_end()
+        for peer in self._peers:
+            _tell(peer, {"end": True})
+        self._attend_until(lambda: all(peer.is_gone for peer in self._agents().values()), _GO_SECONDS)
+        for peer in self._peers:
+            peer.connection.close()
+        self._listener.close()
+        return end
+
+    def _is_clear(self) -> bool:
+        first = first_cause(self._ends())
+        agents = self._agents().values()
+        return (
+            bool(self._gone)
+            or (first is not None and is_certain(first))
+            or all(peer.is_gone or peer.ended for peer in agents)
+        )
+
+    def _attend_until(self, is_so: Any, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_so() and time.monotonic() < deadline:
+            self.attend(0.05)
+
+    def _ends(self) -> list[RankEnd]:
+        return [
+            RankEnd(int(rank), peer.host, told["status"], told["exception"])
+            for peer in self._agents().values()
+            for rank, told in (peer.ended or {}).get("ranks", {}).items()
+        ]
+
+    def _job_end(self) -> JobEnd:
+        agents = self._agents()
+        reports = [peer.ended for peer in agents.values() if peer.ended is not None]
+        first, oom_kills = first_cause(self._ends()), sum(report.get("oom_kills", 0) for report in reports)
+        if first is not None and is_certain(first):
+            return JobEnd(first, oom_kills=oom_kills)
+        if self._gone:
+            where, why = f"node {self._gone['gone']} of {self.nodes}", self._gone["why"]
+            is_lost = self._gone["is_lost"]
+            return JobEnd(lost=f"{where} is gone: {why}") if is_lost else JobEnd(error=f"on {where}: {why}")
+        gone = [f"{node} ({peer.host})" for node, peer in agents.items() if node and peer.is_gone and not peer.ended]
+        # The first node's agent is the supervisor's own child, whose end it sees itself.
+        if gone:
+            return JobEnd(lost=f"node {', '.join(gone)} of the trial is gone", oom_kills=oom_kills)
+        if missing := self._missing():
+            names = ", ".join(map(str, missing))
+            return JobEnd(lost=f"node {names} of {self.nodes} did not come within {_COME_SECONDS:.0f} s")
+        error = next((report["error"] for report in reports if report.get("error")), "")
+        return JobEnd(first, error="" if first else error, oom_kills=oom_kills)
+
+
+def listener(host: str) -> socket.socket:
+    """At a port the kernel chooses."""
+    return socket.create_server((host, 0), backlog=128)
+
+
+def _note(peer: _Peer, message: Message) -> None:
+    if "port" in message:
+        peer.port, peer.is_ready = message["port"], True
+    if "stacks" in message:
+        peer.stacks = message["stacks"]
+    if "ended" in message:
+        peer.ended = message["ended"]
+
+
+def _tell(peer: _Peer, message: Message) -> None:
+    with contextlib.suppress(OSError):
+        peer.connection.sendall(written(message))
+
+
+def _leave(peer: _Peer) -> None:
+    peer.is_gone = True
+    peer.connection.close()

@@ -1,0 +1,79 @@
+"""Trials of several processes on this machine: what the job measures, and how it ends when one process does not."""
+
+import os
+
+import pytest
+
+from flopwatch.sweep.engines.local import LocalEngine
+from flopwatch.trial_records import Limits, TrialSpec
+from sweeping import TESTS, left_behind, run_sweep
+
+pytestmark = pytest.mark.slow
+
+ENDINGS = {
+    "OneRaises": ("error", "ValueError: a mistake on one process"),
+    "OneRaisesInBackward": ("error", "ValueError: a mistake while the others wait"),
+    "OneIsKilled": ("crash", "SIGKILL"),
+    "OneSegfaults": ("crash", "SIGSEGV"),
+    "OneIsOutOfMemory": ("oom_host", "MemoryError"),
+    "OneHangs": ("hang", "nothing moved"),
+    "OneLeaves": ("error", "exit code 3"),
+}
+
+
+def spec(trainer="standard", **settings):
+    settings = {"steps": 3, "warmup_steps": 1, "trace": False, "limits": Limits(240.0, 120.0), **settings}
+    return TrialSpec(trainer, "tiny", 4, 16, label=trainer.partition(":")[2], **settings)
+
+
+def run(folder, *specs):
+    results = run_sweep(folder, specs, LocalEngine(gpus=()), shuffle_seed=None)
+    assert left_behind(folder) == []
+    return list(results.values())
+
+
+def test_the_flops_and_rates_of_the_job_are_those_of_the_whole_batch(tmp_path):
+    alone, ddp, fsdp = run(
+        tmp_path, spec(trace=True), *(spec(processes=2, layout=layout, trace=True) for layout in ("ddp", "fsdp"))
+    )
+    for job in (ddp, fsdp):
+        assert job.outcome == "ok", job.log_tail
+        assert job.measured.cost.model_flops == alone.measured.cost.model_flops
+        assert job.measured.cost.hardware_flops == alone.measured.cost.hardware_flops
+        assert job.measured.parameters == alone.measured.parameters
+        seconds, peak = job.measured.steps.median, alone.measured.cost.peak["flops_per_s"]
+        assert job.measured.cost.mfu == pytest.approx(alone.measured.cost.model_flops / (seconds * peak))
+        assert job.measured.samples_per_s == pytest.approx(4 / seconds)
+        assert job.measured.tokens_per_s == pytest.approx(4 * 16 / seconds)
+        assert job.measured.steps.count == 3
+        assert (tmp_path / job.measured.trace).exists()
+        # Two processes hold more than one does.
+        assert job.measured.memory.rss_bytes > alone.measured.memory.rss_bytes
+
+
+@pytest.mark.parametrize("trainer", ENDINGS)
+def test_the_trial_ends_as_the_process_that_ended_first_and_leaves_nothing(tmp_path, monkeypatch, trainer):
+    monkeypatch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    silence = 6.0 if trainer == "OneHangs" else 120.0
+    limits = Limits(240.0, silence)
+    (result,) = run(tmp_path, spec(f"rank_endings:{trainer}", processes=2, layout="ddp", limits=limits))
+    outcome, words = ENDINGS[trainer]
+    assert (result.outcome, result.evidence.get("rank")) == (outcome, None if outcome == "hang" else 1), result.reason
+    assert words in result.reason
+    if outcome == "hang":
+        assert "go_wrong" in result.stacks.partition("rank 1:")[2]
+    else:
+        assert result.reason.startswith("rank 1 on ")
+
+
+def test_a_private_trainer_says_that_it_runs_in_one_process(tmp_path):
+    (result,) = run(tmp_path, spec("ghost", processes=2, layout="ddp"))
+    assert result.outcome == "unsupported"
+    assert "runs in one process, and 2 are asked for" in result.reason
+
+
+def test_variables_of_another_launcher_do_not_make_a_trial_of_one_process_wait_for_others(tmp_path, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (result,) = run(tmp_path, spec())
+    assert result.outcome == "ok"
