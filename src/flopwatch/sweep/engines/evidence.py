@@ -43,7 +43,8 @@ def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
 
     Args:
         evidence: What `Ended.evidence` holds: `state` (Slurm's word), `error` (the name of Ray's exception), `detail`,
-            `exit_code` and `signal` of the supervisor, `log` (the end of what the supervisor or Slurm printed), `host`.
+            `exit_code` and `signal` of the supervisor, `log` (the end of what the supervisor or Slurm printed), `host`,
+            `stuck` (why we ended a supervisor that did nothing).
 
     >>> ending_from_evidence({"state": "NODE_FAIL", "host": "n1"})
     ('lost', 'its node failed (n1)')
@@ -63,11 +64,15 @@ def explained(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
     ('timeout', None)
     """
     outcome, reason = ending_from_evidence(evidence)
-    is_known = outcome != "lost" or _state(evidence) in _SLURM or evidence.get("error") in _RAY
+    is_known = (
+        outcome != "lost" or bool(evidence.get("stuck")) or _state(evidence) in _SLURM or evidence.get("error") in _RAY
+    )
     return (outcome, reason) if is_known else None
 
 
 def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
+    if stuck := evidence.get("stuck"):
+        return "lost", str(stuck)
     log = str(evidence.get("log") or "")
     if _state(evidence) and _is_over_memory(log):
         return "oom_host", "the job used more host memory than it had asked for; ask for more memory"
