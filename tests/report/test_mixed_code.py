@@ -8,7 +8,6 @@ import pytest
 from flopwatch.report.denominators import peak_warnings
 from flopwatch.report.environments import mixed_warnings
 from flopwatch.sweep.assemble import assemble
-from flopwatch.sweep.tree_memory import HostPeak
 from flopwatch.sweep.environment import fingerprint
 from flopwatch.sweep.tree_memory import HostPeak
 from flopwatch.trial_records import TrialResult, TrialSpec
