@@ -82,12 +82,27 @@ def test_mfu_varies_as_the_time_does_and_more_is_better():
     assert ratio.high == pytest.approx(2 * 1.01 / 0.99)
 
 
-def test_the_mfu_of_a_lower_bound_and_the_memory_of_another_kind_of_device_have_no_ratio():
+def test_the_mfu_of_a_lower_bound_has_no_ratio():
     a = ran("standard", 4, 64, gib=1, mfu=0.2)
-    cost = replace(a.measured.cost, is_lower_bound=True)
-    memory = MemoryUse(reserved_bytes=2**30, device_bytes=2**34)
-    b = replace(a, measured=replace(a.measured, cost=cost, memory=memory))
-    assert set(only_pair(a, b).ratios) == {"time", "samples_per_s"}
+    b = replace(a, measured=replace(a.measured, cost=replace(a.measured.cost, is_lower_bound=True)))
+    assert set(only_pair(a, b).ratios) == {"time", "samples_per_s", "memory"}
+
+
+KINDS = (
+    MemoryUse(reserved_bytes=2**30, host_bytes=2**31, host_method="samples"),
+    MemoryUse(host_bytes=2**30, host_method="high_water"),
+    MemoryUse(rss_bytes=2**30),
+)
+
+
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(3))
+def test_memory_of_another_kind_is_not_divided_and_that_is_told(a, b):
+    good = ran("standard", 4, 64)
+    one, other = (replace(good, measured=replace(good.measured, memory=KINDS[kind])) for kind in (a, b))
+    found = compared([one], [other])
+    assert ("memory" in found.pairs[0].ratios) == (a == b)
+    assert any("not compared" in note for note in found.notes) == (a != b)
 
 
 def test_the_mean_is_geometric_so_that_twice_and_half_cancel():

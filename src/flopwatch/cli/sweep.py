@@ -112,9 +112,9 @@ def sweep(
         with held_folder(output):
             _preflight(output, make_plan(output, specs, only=only, limit=limit, engine=engine))
         return
-    from flopwatch.cli.sweep_tracking import refuse_missing_packages, tracked
+    from flopwatch.cli.sweep_tracking import refuse_unusable, tracked
 
-    refuse_missing_packages(wandb, mlflow)
+    refuse_unusable(wandb, mlflow)
     with lasting_output(), tracked(output, wandb, mlflow):
         _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
 
