@@ -67,6 +67,15 @@ def test_five_steps_decide_nothing():
     assert ratios["time"].low is None
 
 
+def test_an_unstable_time_is_marked_whatever_it_decides():
+    found = compared([ran("standard", 4, 64, 1.0, spread=0.04)], [ran("standard", 4, 64, 2.0, spread=0.01)])
+    (pair,) = found.pairs
+    assert (pair.ratios["time"].verdict, pair.is_unstable) == ("worse", True)
+    assert any("quiet machine" in note for note in found.notes)
+    assert "**slower** ~" in comparison_markdown(found)
+    assert not only_pair(ran("standard", 4, 64, 1.0), ran("standard", 4, 64, 2.0)).is_unstable
+
+
 def test_memory_differs_from_one_percent_on_and_less_is_better():
     for gib, verdict in ((1.009, "not told apart"), (1.02, "worse"), (0.5, "better")):
         pair = only_pair(ran("standard", 4, 64, gib=1), ran("standard", 4, 64, gib=gib))

@@ -50,7 +50,13 @@ def _pair(one: Entry, other: Entry, told: Sequence[str]) -> Pair:
         other.result.reason if other.result else "",
         _ratios(one, other),
         setting_differences(one, other, told),
+        is_unstable=any(_is_unstable(entry) for entry in (one, other)),
     )
+
+
+def _is_unstable(entry: Entry) -> bool:
+    steps = entry.result.measured.steps if entry.result and _outcome(entry) == "ok" else None
+    return steps is not None and steps.unstable
 
 
 def _ratios(one: Entry, other: Entry) -> Mapping[Quantity, Ratio]:
@@ -115,6 +121,11 @@ def _notes(
         notes.append(f"no configuration is in both sweeps; they share no value of: {apart}")
     elif pairs and not any(pair.ratios for pair in pairs):
         notes.append("no configuration ran to its end in both, so there is nothing to divide")
+    if unstable := sum(pair.is_unstable and "time" in pair.ratios for pair in pairs):
+        notes.append(
+            f"the times of {unstable:,} pairs are unstable (~): the machine was busy with something else, and then "
+            "even what the intervals decide may be its doing; measure these again on a quiet machine"
+        )
     by_name = sum(bool(pair.differences) for pair in pairs)
     if by_name:
         notes.append(f"{by_name:,} pairs have the same name and size, but other settings differ")
