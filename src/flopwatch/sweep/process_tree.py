@@ -76,7 +76,7 @@ def is_running(pid: int) -> bool:
 
 def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
     """Every process that carries this trial's mark, whoever is its parent; with an attempt, of that attempt only."""
-    marks = {f"{TRIAL_MARK}={trial_dir}".encode()}
+    marks = {os.fsencode(f"{TRIAL_MARK}={trial_dir}")}
     if attempt:
         marks.add(f"{ATTEMPT_MARK}={attempt}".encode())
     found = []
