@@ -53,7 +53,7 @@ def held_folder(sweep: Path) -> Iterator[None]:
 def _close_torn_line(file: Path) -> None:
     """A line cut short by a full disk must not swallow the next one."""
     if file.exists() and file.stat().st_size:
-        with file.open("rb+") as stream:
+        with file.open("ab+") as stream:
             stream.seek(-1, os.SEEK_END)
             if stream.read(1) != b"\n":
                 stream.write(b"\n")
@@ -67,10 +67,13 @@ def _make_folders(sweep: Path) -> None:
         _clear_the_way(sweep)
         for name in _FOLDERS:
             (sweep / name).mkdir(parents=True, exist_ok=True)
-        with (sweep / LOCK).open("a"):
-            pass
+            os.listdir(sweep / name)
+        for name in (LOCK, RESULTS):
+            with (sweep / name).open("a"):
+                pass
     except OSError as error:
-        raise InputError(f"cannot write to {sweep}: {error.strerror}; choose another folder with --output") from None
+        where = error.filename or sweep
+        raise InputError(f"cannot write to {where}: {error.strerror}; choose another folder with --output") from None
 
 
 def _clear_the_way(sweep: Path) -> None:
