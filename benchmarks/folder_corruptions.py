@@ -67,6 +67,7 @@ def run_campaign(
 ) -> Figures:
     """Corrupt copies of real folders, and look at each through every door."""
     os.environ.setdefault("FLOPWATCH_SLOT_DIR", str(place / "slots"))
+    os.environ.setdefault("FLOPWATCH_VISIBLE_SECONDS", "2")  # how long a runner with damaged files is watched for life
     templates = make_templates(place, f"batch_sizes: {list(batch_sizes)}\n{_SIZES}", with_torch=with_torch)
     figures = Figures()
     for number in range(count):

@@ -15,6 +15,7 @@ from flopwatch.sweep_reading import (
     LOCK,
     RESULT,
     RESULTS,
+    RUNNERS,
     SWEEP,
     NewerFormatError,
     TrialList,
@@ -77,7 +78,7 @@ def read_results(sweep: Path) -> dict[str, TrialResult]:
 
 def is_sweep_folder(sweep: Path) -> bool:
     """Whether a sweep wrote there; one that lost its lists still has its trials."""
-    return any(os.path.lexists(sweep / name) for name in (SWEEP, RESULTS, LOCK)) or any(
+    return any(os.path.lexists(sweep / name) for name in (SWEEP, RESULTS, RUNNERS, LOCK)) or any(
         os.path.lexists(sweep / "trials" / name / file)
         for name in _trial_folders(sweep)
         for file in (RESULT, "spec.json")
