@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flopwatch.file_reading import read_json
+from flopwatch.file_reading import UnreadableError, opened_regular, read_json
 
 STARTED = "started.json"
 PULSE = "supervisor.json"
@@ -116,7 +116,9 @@ def withdraw(folder: Path) -> bool:
     content = {**own_identity(), "attempt": WITHDRAWN, "unix_time": time.time()}
     try:
         return make_exclusively(folder / STARTED, content) or is_withdrawn(read_json(folder / STARTED))
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
+        if folder.is_dir():
+            raise
         return True  # no folder: nothing to start
 
 
@@ -251,13 +253,14 @@ def has_ended(sign: Path) -> bool:
     """True when its writer said that it leaves."""
     try:
         content: Any = json.loads(_read(sign))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("state") == _ENDED
 
 
 def _read(file: Path) -> bytes:
     try:
-        return file.read_bytes()
-    except OSError:
+        with opened_regular(file) as stream:
+            return stream.read(4096)
+    except (FileNotFoundError, UnreadableError):
         return b""
