@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from flopwatch.sweep_reading import read_result
 from flopwatch.trial_files import read_results
 from sweep_kills import running_trials
 
@@ -95,6 +96,7 @@ class Tally:
     runners: int = 0
     twice: list[str] = field(default_factory=list)
     finished_and_run_again: list[str] = field(default_factory=list)
+    killed_between_last_line_and_result: list[str] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     undone: list[str] = field(default_factory=list)
     slowest_clearing_seconds: float = 0.0
@@ -213,6 +215,11 @@ def run(campaign: Campaign, kills: int, seed: int, longest: float, least: float)
     return tally
 
 
+def _is_ok(file: Path) -> bool:
+    result = read_result(file)
+    return result is not None and result.outcome == "ok"
+
+
 def _done(campaign: Campaign) -> int:
     with contextlib.suppress(Exception):
         return sum(result.outcome == "ok" for result in read_results(campaign.sweep).values())
@@ -233,9 +240,12 @@ def _finish(campaign: Campaign, runner: "subprocess.Popen[bytes] | None", tally:
     tally.undone += [f"{name}: {result.outcome}" for name, result in results.items() if result.outcome != "ok"]
     if len(results) < campaign.trials:
         tally.undone.append(f"{campaign.trials - len(results)} trials have no result")
-    if campaign.kind == "shell":  # its last line is its end but for the blink of an eye before its result
+    tally.finished_and_run_again = [
+        str(file.parent) for file in campaign.sweep.glob("earlier/*/result.json") if _is_ok(file)
+    ]
+    if campaign.kind == "shell":
         ends = (campaign.folder / "ends.txt").read_text().splitlines()
-        tally.finished_and_run_again = sorted({f"trial {size}" for size in ends if ends.count(size) > 1})
+        tally.killed_between_last_line_and_result = sorted({size for size in ends if ends.count(size) > 1})
     tally.starts = len((campaign.folder / "starts.txt").read_text().splitlines())
     if (campaign.folder / "twice.txt").exists():
         tally.twice = (campaign.folder / "twice.txt").read_text().splitlines()
