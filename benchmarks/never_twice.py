@@ -161,8 +161,8 @@ def _cwd(entry: Path) -> Path:
     return Path(os.readlink(entry / "cwd"))
 
 
-def strike(campaign: Campaign, runner: "subprocess.Popen[bytes]", whom: str, draw: random.Random) -> bool:
-    """SIGKILL; True when a trial was running."""
+def strike(campaign: Campaign, runner: "subprocess.Popen[bytes]", whom: str, draw: random.Random) -> set[int]:
+    """SIGKILL; the processes of trials that were hit by it."""
     trials = running_trials(campaign.sweep)
     if whom in ("runner", "both"):
         os.kill(runner.pid, signal.SIGKILL)
@@ -174,13 +174,14 @@ def strike(campaign: Campaign, runner: "subprocess.Popen[bytes]", whom: str, dra
     for victim in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-    return bool(trials) and (bool(victims) or whom == "runner")
+    is_hit = bool(victims) or whom == "runner"
+    return {pid for pids in trials.values() for pid in pids} if is_hit else set()
 
 
-def clearing_seconds(campaign: Campaign, tally: Tally) -> None:
-    """After runner and supervisors were killed: nothing may be left, without anybody's resume."""
+def clearing_seconds(campaign: Campaign, hit: set[int], tally: Tally) -> None:
+    """After runner and supervisors were killed: nothing of it may be left, without anybody's resume."""
     began = time.monotonic()
-    while left := [pid for pids in running_trials(campaign.sweep).values() for pid in pids]:
+    while left := hit & {pid for pids in running_trials(campaign.sweep).values() for pid in pids}:
         if time.monotonic() - began > _PATIENCE_SECONDS:
             tally.left += left
             return
@@ -188,7 +189,14 @@ def clearing_seconds(campaign: Campaign, tally: Tally) -> None:
     tally.slowest_clearing_seconds = max(tally.slowest_clearing_seconds, time.monotonic() - began)
 
 
-def run(campaign: Campaign, kills: int, seed: int, longest: float, least: float) -> Tally:
+def _until_a_trial_runs(campaign: Campaign, runner: "subprocess.Popen[bytes]") -> None:
+    """Most kills would otherwise fall into the start of a runner."""
+    deadline = time.monotonic() + 2 * _PATIENCE_SECONDS
+    while not running_trials(campaign.sweep) and runner.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def run(campaign: Campaign, kills: int, seed: int, longest: float) -> Tally:
     draw, tally = random.Random(seed), Tally()
     wanted = [whom for whom in WHOM for _ in range(kills)]
     draw.shuffle(wanted)
@@ -199,17 +207,18 @@ def run(campaign: Campaign, kills: int, seed: int, longest: float, least: float)
                 campaign = replace(campaign, trials=campaign.trials + 10)
             runner = campaign.start()
             tally.runners += 1
-            time.sleep(least)
+            _until_a_trial_runs(campaign, runner)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            runner.wait(draw.uniform(0.1, longest))
+            runner.wait(draw.uniform(0.0, longest))
             continue
         whom = wanted.pop()
-        tally.met_a_running_trial += strike(campaign, runner, whom, draw)
+        hit = strike(campaign, runner, whom, draw)
+        tally.met_a_running_trial += bool(hit)
         tally.kills[whom] += 1
         if whom in ("runner", "both"):
             runner.wait()
             if whom == "both":
-                clearing_seconds(campaign, tally)
+                clearing_seconds(campaign, hit, tally)
         print(f"{sum(tally.kills.values())} kills, last {whom}, {_done(campaign)} ok", file=sys.stderr, flush=True)
     _finish(campaign, runner, tally)
     return tally
@@ -314,9 +323,7 @@ def _one(asked: argparse.Namespace, kind: str, words: list[str]) -> Tally:
     (folder / "locked_trainer.py").write_text(TRAINER)
     trials = asked.trials or max(4, asked.kills * (4 if kind == "shell" else 2))
     longest = asked.longest or (2.0 if kind == "shell" else 8.0)
-    # The runner alone needs this long before it places anything.
-    least = 6.0 if asked.engine == "ray" else 1.5
-    tally = run(Campaign(folder, words, kind, trials), asked.kills, asked.seed, longest, least)
+    tally = run(Campaign(folder, words, kind, trials), asked.kills, asked.seed, longest)
     if tally.is_clean:
         shutil.rmtree(folder)
     else:
