@@ -253,6 +253,14 @@ class RayEngine:
         back, self._unrun = self._unrun, []
         return back
 
+    def end(self, names: Sequence[str]) -> None:
+        """The guard on the trial's node kills what is left there, if the node still answers to itself."""
+        for reference, name in list(self._references.items()):
+            if name in names:
+                del self._references[reference]
+                self._ray.cancel(reference, force=True)
+                self._end_task(name, {})
+
     def cancel(self) -> None:
         self._is_cancelled = True
         for reference in self._references:
