@@ -32,12 +32,14 @@ class JobEnd:
         lost: Why a node is not there any more; empty otherwise.
         error: What torchrun said when the processes could not meet; empty otherwise.
         oom_kills: Kills for memory on the other nodes.
+        is_mute: Torchrun on the first node ended without a word; its status, which the supervisor sees, says how.
     """
 
     first: RankEnd | None = None
     lost: str = ""
     error: str = ""
     oom_kills: int = 0
+    is_mute: bool = False
 
 
 def exception_file(rank: int) -> str:

@@ -30,6 +30,8 @@ def of_job(ended: tuple[Outcome, str], job: JobEnd, ending: Ending) -> tuple[Out
         return ended
     if job.first is not None:
         return outcome, f"{_who(job.first)}: {reason}"
+    if job.is_mute:
+        return outcome, f"torchrun on the first node: {reason}"
     if job.lost:
         return "lost", job.lost
     return ("error", f"its processes could not be brought together: {_first_line(job.error)}") if job.error else ended

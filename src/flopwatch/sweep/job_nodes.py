@@ -188,12 +188,13 @@ class JobNodes:
         first, oom_kills = first_cause(self._ends()), sum(report.get("oom_kills", 0) for report in reports)
         if first is not None and is_certain(first):
             return JobEnd(first, oom_kills=oom_kills)
+        if 0 in agents and agents[0].is_gone and not agents[0].ended:
+            return JobEnd(oom_kills=oom_kills, is_mute=True)
         if self._gone:
             where, why = f"node {self._gone['gone']} of {self.nodes}", self._gone["why"]
             is_lost = self._gone["is_lost"]
             return JobEnd(lost=f"{where} is gone: {why}") if is_lost else JobEnd(error=f"on {where}: {why}")
-        gone = [f"{node} ({peer.host})" for node, peer in agents.items() if node and peer.is_gone and not peer.ended]
-        # The first node's agent is the supervisor's own child, whose end it sees itself.
+        gone = [f"{node} ({peer.host})" for node, peer in agents.items() if peer.is_gone and not peer.ended]
         if gone:
             return JobEnd(lost=f"node {', '.join(gone)} of the trial is gone", oom_kills=oom_kills)
         if missing := self._missing():

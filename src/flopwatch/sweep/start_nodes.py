@@ -69,7 +69,7 @@ def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd
     nodes, folder = JobNodes(spec.nodes), trial_folder(sweep, name)
     secret = {TOKEN: nodes.token}
     agent = start_worker(sweep, name, spec, limit, cwd, nodes.agent_command(folder, 0), secret)
-    if spec.nodes == 1 or os.environ.pop(LISTENER, None):
+    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):
         return RunningNodes(folder, nodes, agent)
     here = os.uname().nodename
     command = [*srun_command(spec), *nodes.agent_command(folder, "slurm", here)]
