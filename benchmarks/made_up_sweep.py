@@ -147,7 +147,7 @@ def _memory(spec: TrialSpec, peak: int) -> MemoryUse:
         reserved_bytes=peak,
         alloc_retries=2 if peak > 0.9 * DEVICE_BYTES else 0,
         device_bytes=DEVICE_BYTES,
-        rss_bytes=1_400_000_000,
+        host_bytes=1_400_000_000,
         baseline_bytes=420_000_000,
         by_phase=_by_phase(spec, peak),
     )

@@ -119,7 +119,7 @@ def leave_alone(trial: Trial) -> None:
     """Nothing is done to it."""
 
 
-def figures(name: str, make: Callable[[], Engine], root: Path) -> None:
+def figures(name: str, make: Callable[[], Any], root: Path) -> None:
     from flopwatch.sweep.engines.local import LocalEngine
 
     single = replace(spec("local"), processes=1, layout=None)
@@ -137,7 +137,7 @@ def figures(name: str, make: Callable[[], Engine], root: Path) -> None:
 
 
 @contextlib.contextmanager
-def engines(name: str) -> Iterator[Callable[[], Engine]]:
+def engines(name: str) -> Iterator[Callable[[], Any]]:
     if name == "local":
         from flopwatch.sweep.engines.local import LocalEngine
 

@@ -15,8 +15,8 @@ from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.plan import make_plan
-from flopwatch.sweep.process_tree import rss_bytes
 from flopwatch.sweep.runner import Stop, run_plan
+from flopwatch.sweep.tree_memory import resident
 from flopwatch.trial_files import read_results
 from flopwatch.trial_records import Limits, TrialResult, TrialSpec
 
@@ -57,14 +57,14 @@ def measure(folder: Path, trials: int, jobs: int) -> Isolation:
     with held_folder(folder):
         plan = make_plan(folder, specs, shuffle_seed=None)
         write_trial_list(folder, plan.trials, engine.name)
-        before = rss_bytes([os.getpid()])
+        before = resident(os.getpid())
         run_plan(plan, engine, _Quiet(), Stop())
-        after = rss_bytes([os.getpid()])
+        after = resident(os.getpid())
     results = sorted(read_results(folder).values(), key=lambda result: result.unix_time or 0)
-    peaks = [result.measured.memory.rss_bytes or 0 for result in results]
+    peaks = [result.measured.memory.host_bytes or 0 for result in results]
     return Isolation(
         trials=len(results),
-        parent_growth_bytes=after - before,
+        parent_growth_bytes=after.now - before.now if after and before else 0,
         distinct_processes=len({(result.evidence["pid"], result.unix_time) for result in results}),
         first_trials_bytes=median(peaks[:100]),
         last_trials_bytes=median(peaks[-100:]),

@@ -73,7 +73,7 @@ def made_up(trial: Trial) -> TrialResult:
             samples_per_s=trial.spec.batch_size / seconds,
             tokens_per_s=trial.spec.batch_size * trial.spec.seq_len / seconds,
             memory=MemoryUse(
-                rss_bytes=10**8 + 10**6 * trial.spec.batch_size, by_phase={"build": 10**8, "forward": 10**8}
+                host_bytes=10**8 + 10**6 * trial.spec.batch_size, by_phase={"build": 10**8, "forward": 10**8}
             ),
             cost=StepCost(10**9, 2 * 10**9, "trace", peak={"flops_per_s": 1e11, "kind": "measured"}, mfu=0.1, hfu=0.2),
         ),

@@ -31,10 +31,11 @@ def opened_regular(file: Path) -> Iterator[BinaryIO]:
         raise FileNotFoundError(str(file)) from None
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         raise UnreadableError(getattr(error, "strerror", None) or str(error)) from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise UnreadableError("it is a folder" if stat.S_ISDIR(mode) else "it is no regular file")
     with os.fdopen(handle, "rb") as stream:
-        mode = os.fstat(handle).st_mode
-        if not stat.S_ISREG(mode):
-            raise UnreadableError("it is a folder" if stat.S_ISDIR(mode) else "it is no regular file")
         try:
             yield stream
         except OSError as error:

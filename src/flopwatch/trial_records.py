@@ -32,6 +32,12 @@ Outcome: TypeAlias = Literal[
 FAILED: tuple[Outcome, ...] = ("crash", "timeout", "hang", "error", "invalid", "lost")
 """What `--only failed` runs again; an out-of-memory is a result, and what was cancelled every resume runs again."""
 
+HostMethod: TypeAlias = Literal[
+    "high_water",  # the kernel's own mark of the one process: every moment
+    "samples",  # of several processes what they held together, looked at several times a second
+    "rss",  # as samples, but pages that processes share count once for each: this system does not tell them apart
+]
+
 OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
 
 UNSETTLED: tuple[Outcome, ...] = ("cancelled", "lost", "skipped")
@@ -83,6 +89,8 @@ class TrialSpec:
         layout: How several processes share the training: `ddp` or `fsdp`; None for a single process.
         batch: `package.module:function` that makes the batch; None makes one from the model's inputs.
         micro_batch_size: Samples that are in memory at once; None is the whole batch.
+        privacy: Of the training whose epsilon is asked for: `dataset_size` or `sample_rate`, `epochs` or `steps`,
+            `delta`, `accountant`, `target_epsilon`; nothing for a trainer that is not private.
     """
 
     trainer: str
@@ -108,6 +116,7 @@ class TrialSpec:
     layout: str | None = None
     batch: str | None = None
     micro_batch_size: int | None = None
+    privacy: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -135,7 +144,14 @@ class TrialSpec:
         return {**content, "memory_bytes": self.limits.memory_bytes}
 
 
-_LATER_SETTINGS = {"nodes": 1, "processes": 1, "layout": None, "batch": None, "micro_batch_size": None}
+_LATER_SETTINGS: Mapping[str, Any] = {
+    "nodes": 1,
+    "processes": 1,
+    "layout": None,
+    "batch": None,
+    "micro_batch_size": None,
+    "privacy": {},
+}
 
 
 def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
@@ -186,9 +202,13 @@ class MemoryUse:
         reserved_bytes: By torch's allocator on the accelerator.
         alloc_retries: How often the allocator had to free its cache first: above 0 it barely fits.
         device_bytes: What the accelerator has.
-        rss_bytes: Resident memory of the trial's whole process tree.
-        baseline_bytes: Resident memory before the model was built.
-        by_phase: Peak in `build`, `forward`, `backward`, `optimizer`: allocated on an accelerator, resident on a CPU.
+        rss_bytes: Of sweeps before `host_bytes`: resident memory, pages that processes share counted once for each.
+        baseline_bytes: Host memory of the worker before the model was built.
+        by_phase: Peak in `build`, `forward`, `backward`, `optimizer`: allocated on an accelerator, host memory of the
+            worker's own process on a CPU.
+        host_bytes: Host memory of the trial's whole process tree from the building of the model to its last step, each
+            page counted once (PSS); of a command in its whole life.
+        host_method: How that was found, a `HostMethod`; a later version may know others.
     """
 
     allocated_bytes: int | None = None
@@ -198,14 +218,27 @@ class MemoryUse:
     rss_bytes: int | None = None
     baseline_bytes: int | None = None
     by_phase: Mapping[str, int] = field(default_factory=dict)
+    host_bytes: int | None = None
+    host_method: str | None = None
+
+    @property
+    def host_peak_bytes(self) -> int | None:
+        """Host memory, of older sweeps as they had it."""
+        return self.host_bytes if self.host_bytes is not None else self.rss_bytes
 
     @property
     def peak_bytes(self) -> int | None:
-        """The figure that decides whether it fits: reserved on an accelerator, resident on a CPU."""
-        return self.reserved_bytes if self.reserved_bytes is not None else self.rss_bytes
+        """The figure that decides whether it fits: reserved on an accelerator, host memory on a CPU."""
+        return self.reserved_bytes if self.reserved_bytes is not None else self.host_peak_bytes
 
     def why_broken(self) -> str | None:
-        sizes = (self.allocated_bytes, self.reserved_bytes, self.device_bytes, self.rss_bytes, self.baseline_bytes)
+        sizes = (
+            self.allocated_bytes,
+            self.reserved_bytes,
+            self.device_bytes,
+            self.host_peak_bytes,
+            self.baseline_bytes,
+        )
         return "it has less than no memory" if any(size is not None and size < 0 for size in sizes) else None
 
 
@@ -248,20 +281,22 @@ class PrivacySpent:
     """What a private training of so many steps would spend, by one of Opacus's accountants.
 
     Attributes:
-        epsilon: For the delta beside it.
+        epsilon: For the delta beside it; None where there is none, and `note` says why.
         delta: Probability of more than epsilon.
         noise_multiplier: Standard deviation of the noise over the clipping bound.
         sample_rate: Chance of a sample to be in a batch.
         steps: Steps of the whole training, not of the trial.
         accountant: `rdp`, `prv` or `gdp`.
+        note: What a reader must know, such as a warning of Opacus's.
     """
 
-    epsilon: float = field(metadata=MAY_BE_INFINITE)
+    epsilon: float | None = field(metadata=MAY_BE_INFINITE)
     delta: float
     noise_multiplier: float
     sample_rate: float
     steps: int
     accountant: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +314,8 @@ class Measured:
         trace: The Kineto trace, relative to the sweep's folder.
         extra: Further numbers by name, such as those a command reported.
         privacy: What the training would spend; None where it is not private, or where that was not asked for.
+        not_measured: Why, by phase, for what came after the steps and failed: `memory`, `flops`, `trace`. It costs a
+            trial nothing else.
     """
 
     parameters: int | None = None
@@ -291,6 +328,7 @@ class Measured:
     trace: str | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
     privacy: PrivacySpent | None = None
+    not_measured: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Measured":
@@ -309,7 +347,8 @@ class TrialResult:
         outcome: One word.
         reason: One line for a person.
         evidence: What the outcome rests on: `who_killed`, `exit_code`, `signal`, `exception`, `oom_kills`, `state`, ...
-        phase: Where it was: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`, `trace`, `done`.
+        phase: Where it was: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`, `privacy`, `trace`,
+            `done`.
         step: The last step it began in that phase; None outside of steps.
         measured: What it measured until then.
         unix_time: When it began; None when it did not run.

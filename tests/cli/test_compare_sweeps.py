@@ -99,14 +99,26 @@ def test_markdown_of_two_runs_is_refused(flopwatch, tmp_path):
 
 
 def test_hostile_text_is_shown_as_text_and_keeps_to_the_screen(flopwatch, tmp_path):
-    write_sweep(tmp_path / "a", hostile_results())
-    write_sweep(
-        tmp_path / "b", [replace(result, outcome="lost", name=result.name[::-1]) for result in hostile_results()]
-    )
+    # A trial's name is that of a folder, so it has no slash and no null.
+    named = [
+        replace(result, name=f"{place}{result.name}".replace("/", "|").replace("\0", "").replace("\ud83d", "")[:60])
+        for place, result in enumerate(hostile_results())
+    ]
+    write_sweep(tmp_path / "a", named)
+    write_sweep(tmp_path / "b", [replace(result, outcome="lost", name=result.name[::-1]) for result in named])
     status, out, err = flopwatch("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert (status, err) == (0, "")
+    assert "7 lost" in out
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", out)
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_what_is_damaged_is_told(flopwatch, sweeps, tmp_path):
+    with open(f"{sweeps[0]}/results.jsonl", "a") as stream:
+        stream.write("{}\nnot json\n")
+    assert "2 lines of results.jsonl cannot be read" in " ".join(flopwatch("compare", *sweeps)[1].split())
+    _, _, err = flopwatch("report", sweeps[0], "--csv", str(tmp_path / "a.csv"))
+    assert "2 lines of results.jsonl cannot be read" in err
 
 
 def test_sweeps_with_different_axes_and_empty_ones_end_with_status_0(flopwatch, tmp_path, sweeps):

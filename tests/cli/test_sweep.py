@@ -43,8 +43,10 @@ def test_a_sweep_of_commands_and_its_second_run(tmp_path):
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "ok", "Command_bs2_seq8": "ok", "Command_bs4_seq8": "error"}
     assert "Command_bs4_seq8 error: left with exit code 1" in text
     assert "flopwatch report s" in text
-    again = flopwatch("sweep", "--command", "test {batch_size} -lt 4", "batch_size=1,2,4", "seq_len=8", "-o", "s")
-    assert "error" not in again
+    again = flopwatch(
+        "sweep", "--command", "test {batch_size} -lt 4", "batch_size=1,2,4", "seq_len=8", "-o", "s", code=1
+    )
+    assert "1 trial failed in an earlier run; --only failed runs them again." in again
 
 
 @pytest.mark.requirement("R25")
@@ -82,7 +84,10 @@ def test_a_dry_run_predicts_from_what_ran(tmp_path):
     ("words", "told"),
     [
         (["--trainers", "gost"], "did you mean 'ghost'"),
-        (["--trainers", "standard", "--models", "smal"], "none of the presets (tiny, small, medium, 1b)"),
+        (
+            ["--trainers", "standard", "--models", "smal"],
+            "none of the presets (tiny, small, medium, 1b, resnet20-gn, resnet18-gn)",
+        ),
         (["--trainers", "ghost", "--models", "none.json", "--dry-run"], "there is no file none.json"),
         (["batch_size=0"], "greater than or equal to 1, got 0"),
         (["one.yaml", "two.yaml"], "one YAML file at a time"),
@@ -232,7 +237,7 @@ def test_a_real_trial_is_measured(tmp_path):
     assert measured["cost"]["mfu"] == pytest.approx(expected)
     assert measured["tokens_per_s"] == pytest.approx(2 * 32 / measured["steps"]["median"])
     assert set(measured["memory"]["by_phase"]) == {"build", "forward", "backward", "optimizer"}
-    assert measured["memory"]["rss_bytes"] >= max(measured["memory"]["by_phase"].values())
+    assert measured["memory"]["host_bytes"] * 1.05 >= max(measured["memory"]["by_phase"].values())
     assert (tmp_path / "s" / measured["trace"]).stat().st_size > 1000
     assert list((tmp_path / "s" / "runs" / "StandardTrainer_bs2_seq32").glob("events.out.tfevents*"))
     assert {"torch", "cpu", "threads", "host"} <= set(content["environment"])

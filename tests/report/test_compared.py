@@ -32,7 +32,7 @@ def test_host_memory_is_not_compared_with_a_devices():
     gpu = ran("standard", 8, 64, gib=12)
     gpu = replace(gpu, measured=replace(gpu.measured, memory=replace(gpu.measured.memory, device_bytes=40 * GIB)))
     command = ran("command", 8, 64, label="mine")
-    command = replace(command, measured=replace(command.measured, memory=MemoryUse(rss_bytes=3 * GIB)))
+    command = replace(command, measured=replace(command.measured, memory=MemoryUse(host_bytes=3 * GIB)))
     peaks = {cell.trainer: cell.peak_bytes for cell in group_of(gpu, command).cells}
     assert peaks == {"standard": 12 * GIB, "mine": None}
     on_a_device_that_does_not_tell = replace(command, environment={"device": "mps"})

@@ -23,7 +23,7 @@ def test_factors_are_ratios_at_the_same_batch_and_sequence():
 
 def test_on_a_cpu_the_memory_above_the_start_is_told_apart():
     def on_cpu(trainer, rss):
-        memory = MemoryUse(rss_bytes=rss * GIB, baseline_bytes=1 * GIB)
+        memory = MemoryUse(host_bytes=rss * GIB, baseline_bytes=1 * GIB)
         return ended(trainer, 8, 64, "ok", measured=Measured(memory=memory))
 
     (factor,) = group_of(on_cpu("standard", 2), on_cpu("ghost", 4)).cost_factors

@@ -137,6 +137,15 @@ def test_what_is_no_number_is_not_known(value):
     table.to_pandas()
 
 
+def test_an_epsilon_without_noise_is_infinite_and_not_unknown():
+    good = ran("dpsgd", 4, 64)
+    table = table_of(
+        replace(good, measured=replace(good.measured, privacy=PrivacySpent(math.inf, 1e-5, 0, 0.01, 9, "rdp")))
+    )
+    assert table[0]["epsilon"] == math.inf
+    assert read_csv(table)[0]["epsilon"] == "inf"
+
+
 def test_flops_beyond_64_bits_are_kept_in_rows_and_rounded_in_parquet():
     pandas = pytest.importorskip("pandas")
     table = table_of(ran("standard", 4, 64, flops=10**20 + 1), ran("standard", 8, 64, flops=7))

@@ -175,13 +175,11 @@ def test_on_a_device_what_is_reserved_is_held_against_what_it_has():
     assert (probe.slowest_per_s, probe.samples_per_s, probe.fastest_per_s) == (10.0, 16.0, 20.0)
 
 
-def test_on_a_host_the_group_s_own_count_is_held_against_the_limit():
-    assert probe_of(result_with(MemoryUse(rss_bytes=700), limit=1000, charged=600)).peak_bytes == 600
-    assert probe_of(result_with(MemoryUse(rss_bytes=700), limit=1000)).peak_bytes == 700
-
-
-def test_a_group_filled_by_the_page_cache_says_nothing():
-    assert probe_of(result_with(MemoryUse(rss_bytes=300), limit=1000, charged=1000)).peak_bytes == 300
+def test_on_a_host_the_figure_of_the_report_is_held_against_the_limit():
+    result = result_with(MemoryUse(host_bytes=700, host_method="samples"), limit=1000, charged=600)
+    assert probe_of(result).peak_bytes == result.measured.memory.peak_bytes == 700
+    older = result_with(MemoryUse(rss_bytes=700), limit=1000)
+    assert probe_of(older).peak_bytes == 700
 
 
 @pytest.mark.parametrize(

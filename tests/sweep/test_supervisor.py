@@ -52,11 +52,13 @@ def supervise_in_a_fork(sweep, name):
 
 def test_a_commands_output_and_settings(sweep):
     result = run(
-        sweep, "echo batch {batch_size} of {seq_len} lr {lr} ${FLOPWATCH_BATCH_SIZE} '{json}'", options={"lr": 0.1}
+        sweep,
+        "echo batch {batch_size} of {seq_len} lr {lr} ${FLOPWATCH_BATCH_SIZE} '{json}'; sleep 1",
+        options={"lr": 0.1},
     )
     assert result.outcome == "ok"
     assert log_file(sweep, "one").read_text() == "batch 3 of 7 lr 0.1 3 {json}\n"
-    assert result.measured.memory.rss_bytes > 2**19
+    assert result.measured.memory.host_bytes > 2**19
     assert result.command == f"flopwatch trial --spec {trial_folder(sweep, 'one').resolve()}/spec.json"
 
 

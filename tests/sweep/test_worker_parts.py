@@ -10,6 +10,7 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.sweep import worker_clock
 from flopwatch.sweep.assemble import assemble
 from flopwatch.sweep.heartbeat import Heartbeat, Progress, read_progress
+from flopwatch.sweep.tree_memory import HostPeak
 from flopwatch.sweep.worker_clock import peak_bytes, reset_peak, timed_step
 from flopwatch.sweep.worker_exception import describe_exception, outcome_of
 from flopwatch.testing import FakeClock
@@ -26,6 +27,34 @@ def real_cpu_allocation_failure():
     raise AssertionError("this machine has 4 exabytes")
 
 
+def raised(error):
+    """By a `raise` in Python, as anybody can."""
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def while_handling(error, *, settled):
+    """A KeyError in the handler of this one; settled by `from None`."""
+    try:
+        try:
+            raise error
+        except type(error):
+            if settled:
+                raise KeyError("a mistake of its own") from None
+            return {}["in the handler"]
+    except KeyError as outer:
+        return outer
+
+
+class ImposterError(RuntimeError):
+    """Called as torch's own."""
+
+
+ImposterError.__name__, ImposterError.__module__ = "OutOfMemoryError", "torchlike"
+
+
 def wrapped(error):
     try:
         try:
@@ -40,9 +69,15 @@ def wrapped(error):
     ("error", "outcome"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "oom_device"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom_device"),
+        (raised(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")), "error"),
+        (raised(RuntimeError("CUDA out of memory in optional autotune")), "error"),
+        (ImposterError("CUDA out of memory"), "error"),
         (MemoryError(), "oom_host"),
         (real_cpu_allocation_failure(), "oom_host"),
+        (wrapped(real_cpu_allocation_failure()), "oom_host"),
+        (while_handling(MemoryError(), settled=True), "error"),
+        (while_handling(torch.OutOfMemoryError("CUDA out of memory"), settled=True), "error"),
+        (while_handling(MemoryError(), settled=False), "oom_host"),
         (wrapped(torch.OutOfMemoryError("CUDA out of memory")), "oom_device"),
         (RuntimeError("shape mismatch in memory bank"), "error"),
         (ValueError("out of memory"), "error"),
@@ -111,6 +146,15 @@ def test_the_peak_of_a_part_is_its_own():
     assert peak_bytes(CPU) - before < 2**26
 
 
+@pytest.mark.parametrize("why", ["read-only", "ignored"])
+def test_where_the_peak_cannot_be_set_back_that_is_said(monkeypatch, tmp_path, why):
+    held = torch.ones(64 * 2**20)  # 256 MiB above what follows
+    del held
+    nowhere = tmp_path / "none" / "clear_refs" if why == "read-only" else tmp_path / "clear_refs"
+    monkeypatch.setattr(worker_clock, "CLEAR_REFS", nowhere)
+    assert reset_peak(CPU) is False
+
+
 def test_a_heartbeat_is_read_as_it_was_written(tmp_path):
     assert read_progress(tmp_path) == Progress("start", None)
     heartbeat = Heartbeat(tmp_path)
@@ -129,24 +173,29 @@ def test_steps_of_a_trial_that_died_are_kept(tmp_path):
     ]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"phase": "mea')
     cost = {"model_flops": 100, "hardware_flops": 300, "peak": {"flops_per_s": 500.0}, "notes": []}
-    measured = {"extra": {"positions_per_step": 64.0}, "cost": cost, "memory": {"rss_bytes": 10}}
+    measured = {
+        "extra": {"positions_per_step": 64.0},
+        "cost": cost,
+        "memory": {"host_bytes": 10, "host_method": "high_water"},
+    }
     (tmp_path / "measured.json").write_text(
         json.dumps({"done": False, "measured": measured, "environment": {"torch": "x"}})
     )
-    found, environment, is_done = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), rss_bytes=25)
+    left = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), HostPeak(25, "samples"))
+    found = left.measured
     assert (found.steps.count, found.steps.median, found.steps.first) == (4, 2.0, 9.0)
     assert found.phase_seconds == {"forward": 0.5, "backward": 1, "optimizer": 0.5}
     assert (found.samples_per_s, found.tokens_per_s) == (2.0, 32.0)
     assert (found.cost.mfu, found.cost.hfu) == (0.1, 0.3)
-    assert found.memory.rss_bytes == 25
-    assert (environment, is_done) == ({"torch": "x"}, False)
+    assert (found.memory.host_bytes, found.memory.host_method) == (25, "samples")
+    assert (left.environment, left.is_done, left.has_all_steps) == ({"torch": "x"}, False, False)
 
 
 def test_a_trial_that_left_nothing_measured_nothing(tmp_path):
-    found, environment, is_done = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), rss_bytes=None)
-    assert found.steps is None
-    assert found.memory.rss_bytes is None
-    assert (environment, is_done) == ({}, False)
+    left = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), HostPeak())
+    assert left.measured.steps is None
+    assert left.measured.memory.host_bytes is None
+    assert (left.environment, left.is_done) == ({}, False)
 
 
 @pytest.mark.parametrize(
@@ -162,5 +211,5 @@ def test_rates_need_a_peak_and_seconds_and_are_absent_without(tmp_path, cost, st
     row = {"phase": "measure", "step": 0, "seconds": 4.0, "forward": 1, "backward": 2, "optimizer": 1}
     (tmp_path / "steps.jsonl").write_text((json.dumps(row) + "\n") * steps)
     (tmp_path / "measured.json").write_text(json.dumps({"measured": {"cost": {**cost, "notes": []}}}))
-    found, _, _ = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), rss_bytes=None)
+    found = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), HostPeak()).measured
     assert (found.cost.mfu, found.cost.hfu) == rates

@@ -138,7 +138,7 @@ def test_true_one_and_one_point_nought_are_three_settings():
         ran("standard", 1, 64, float(place + 1), options={"x": value}, name=f"a{place}")
         for place, value in enumerate(values)
     ]
-    b = [replace(result, name=f"b{result.name}") for result in a]
+    b = [replace(result, name=f"b{result.name}") for result in reversed(a)]
     assert [(pair.trial, pair.trial_b) for pair in compared(a, b).pairs] == [
         ("a0", "ba0"),
         ("a1", "ba1"),
@@ -203,7 +203,7 @@ def test_numbers_that_are_none_never_reach_a_ratio():
     for value in odd:
         a = ran("standard", 1, 64, gib=1, mfu=0.5)
         steps = replace(a.measured.steps, median=value, low=value, high=value)
-        cost, memory = replace(a.measured.cost, mfu=value), MemoryUse(reserved_bytes=value, rss_bytes=value)
+        cost, memory = replace(a.measured.cost, mfu=value), MemoryUse(reserved_bytes=value, host_bytes=value)
         measured = replace(a.measured, steps=steps, cost=cost, memory=memory, samples_per_s=value)
         found = compared([a], [replace(a, measured=measured)])
         assert found.pairs[0].ratios == {}, value

@@ -13,12 +13,13 @@ def is_sweep(path: str) -> bool:
     """A folder `flopwatch sweep` wrote; a run whose log is called results.jsonl is none."""
     from flopwatch.errors import InputError
     from flopwatch.run_log import find_log
-    from flopwatch.trial_files import RESULTS, SWEEP
+    from flopwatch.sweep_reading import SWEEP
+    from flopwatch.sweep_results import is_sweep_folder
 
     folder = Path(path).expanduser()
-    if (folder / SWEEP).is_file():
+    if (folder / SWEEP).exists():
         return True
-    if not (folder / RESULTS).is_file():
+    if not folder.is_dir() or not is_sweep_folder(folder):
         return False
     try:
         find_log(folder)

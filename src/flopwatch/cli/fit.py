@@ -51,11 +51,14 @@ def fit(
     """
     from flopwatch.cli.lasting_output import lasting_output
     from flopwatch.errors import InputError
+    from flopwatch.sweep.asked_names import check_names
     from flopwatch.sweep.fit import with_host_limit
 
     if max_batch < 1:
         raise InputError(f"--max-batch must be 1 or more, got {max_batch}")
-    limited = with_host_limit(output, _spec(words or [], locals()))
+    spec = _spec(words or [], locals())
+    check_names([spec], with_modules=not no_preflight)
+    limited = with_host_limit(output, spec)
     with lasting_output():
         if limited.reason and not as_json:
             typer.echo(limited.reason)
@@ -110,12 +113,13 @@ def _searched(output: Path, spec: "TrialSpec", max_batch: int, *, with_preflight
 
 def _preflight(output: Path, plan: "Plan", *, quiet: bool) -> "Refusal":
     from flopwatch.cli.sweep_preflight import print_preflight
-    from flopwatch.sweep.preflight import refusals, run_preflight
+    from flopwatch.sweep.preflight import refusals, refuse_mistakes, run_preflight
 
     specs = [trial.spec for trial in plan.todo]
     found = run_preflight(output, specs)
     if not quiet:
         print_preflight(found)
+    refuse_mistakes(found)
     why_not = refusals(found, specs)
     return lambda trial: why_not(trial.spec)
 

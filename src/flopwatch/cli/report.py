@@ -26,12 +26,19 @@ def report(
     parquet: Annotated[
         str | None, typer.Option(metavar="PATH", help="The same as Parquet, with pyarrow; - is standard output.")
     ] = None,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Log every trial to W&B; again updates the same runs.")
+    ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option(metavar="EXPERIMENT", help="Log every trial to MLflow; again updates the same runs.")
+    ] = None,
     metric: Annotated[
         str | None, typer.Option(help="Matrices to print: memory, time, tokens, samples, mfu, hfu; comma between.")
     ] = None,
 ) -> None:
     """What a sweep found: what to run, memory and time and MFU of every trainer, what failed and why."""
     from flopwatch.cli.report_exports import STANDARD_OUTPUT, refuse_two_on_standard_output, write_tables
+    from flopwatch.cli.trial_tracking import log_capture
     from flopwatch.report.capture import capture_sweep
     from flopwatch.report.summarise import summarise
 
@@ -40,8 +47,11 @@ def report(
     capture = capture_sweep(_sweep_folder(directory, logs_dir))
     written = write_tables(capture, csv, parquet)
     is_printed = STANDARD_OUTPUT in (csv, parquet)
-    if (written or is_printed) and not (html or md or output or as_json or metrics):
+    is_logged = wandb is not None or mlflow is not None
+    if (written or is_printed or is_logged) and not (html or md or output or as_json or metrics):
         _say_written(written, err=is_printed)
+        if is_logged:
+            log_capture(capture, wandb, mlflow)
         return
     summary = summarise(capture)
     written += _write_files(summary, html=html, md=md, output=output)
@@ -52,6 +62,8 @@ def report(
     elif (not written or metrics) and not is_printed:
         _print(summary, metrics)
     _say_written(written, err=as_json or is_printed)
+    if is_logged:
+        log_capture(capture, wandb, mlflow)
 
 
 def _say_written(paths: "Iterable[str]", *, err: bool) -> None:

@@ -13,12 +13,15 @@ STANDARD_OUTPUT = "-"
 
 def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:
     """Write what was asked for; the files that were written, without standard output."""
+    from flopwatch.plain_text import one_line
     from flopwatch.report.table import make_table
     from flopwatch.report.table_files import table_csv, table_parquet
 
     if csv is None and parquet is None:
         return []
     table = make_table(capture)
+    for trouble in table.troubles:
+        typer.echo(one_line(trouble), err=True)
     written = []
     if csv is not None:
         written.append(write_file(csv, table_csv(table).encode("utf-8")))

@@ -45,7 +45,9 @@ def sweep(
         list[str] | None, typer.Option(help="Such as partition=gpu, address=10.0.0.1:6379.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Trials at once on a machine without GPUs.")] = 1,
-    gpus: Annotated[str | None, typer.Option(help="GPUs of this machine to use, such as 0,1. Default: all.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="Numbers of the GPUs to use, such as 0,1; 2 is the third one. Default: all.")
+    ] = None,
     gpus_per_trial: Annotated[float | None, typer.Option(help="A fraction shares one GPU.")] = None,
     only: Annotated[str | None, typer.Option(help="failed, oom or missing: run just those.")] = None,
     limit: Annotated[str | None, typer.Option(help="A slice of the matrix: 20, or 100:200.")] = None,
@@ -64,12 +66,19 @@ def sweep(
         bool, typer.Option("--no-preflight", help="Do not try the pairs on tiny copies first.")
     ] = False,
     no_trace: Annotated[bool, typer.Option("--no-trace", help="Record no Kineto traces.")] = False,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Log each trial to W&B as it ends, as a run of its own.")
+    ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option(metavar="EXPERIMENT", help="Log each trial to MLflow as it ends, as a run of its own.")
+    ] = None,
 ) -> None:
     """Measure every configuration of a matrix, each in its own process; run it again to resume.
 
     Ctrl-C once finishes what runs, twice ends it.
     """
     from flopwatch.cli.lasting_output import lasting_output
+    from flopwatch.sweep.asked_names import check_names
     from flopwatch.sweep.matrix import expand
 
     flags: dict[str, Any] = {
@@ -86,6 +95,8 @@ def sweep(
     }
     matrix = _matrix(words or [], {key: value for key, value in flags.items() if value is not None}, quick=quick)
     specs = expand(matrix)
+    check_names(specs, with_modules=not no_preflight)
+    placed = _engine(engine, engine_option or [], jobs, gpus)
     output = output or Path("flopwatch-quick" if quick else "flopwatch-sweep")
     if dry_run:
         from flopwatch.cli.sweep_dry_run import print_dry_run
@@ -101,8 +112,10 @@ def sweep(
         with held_folder(output):
             _preflight(output, make_plan(output, specs, only=only, limit=limit, engine=engine))
         return
-    placed = _engine(engine, engine_option or [], jobs, gpus)
-    with lasting_output():
+    from flopwatch.cli.sweep_tracking import refuse_missing_packages, tracked
+
+    refuse_missing_packages(wandb, mlflow)
+    with lasting_output(), tracked(output, wandb, mlflow):
         _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
 
 
@@ -130,11 +143,14 @@ def _matrix(words: list[str], flags: dict[str, Any], *, quick: bool) -> "Matrix"
 
 def _engine(name: str, options: list[str], jobs: int, gpus: str | None) -> "Engine":
     from flopwatch.sweep.engines.load import load_engine
+    from flopwatch.sweep.engines.slots import check_gpus
     from flopwatch.sweep.overrides import parse_overrides
 
     settings = parse_overrides(options)
     if name == "local":
-        settings |= {"jobs": jobs, "gpus": gpus.split(",") if gpus else None}
+        named = [gpu.strip() for gpu in gpus.split(",")] if gpus else None
+        check_gpus(named or ())
+        settings |= {"jobs": jobs, "gpus": named}
     return load_engine(name, settings)
 
 
@@ -149,6 +165,7 @@ def _run(
     with_preflight: bool,
 ) -> None:
     from flopwatch.cli.sweep_live import watched
+    from flopwatch.plain_text import one_line
     from flopwatch.sweep.folder import held_folder, write_trial_list
     from flopwatch.sweep.plan import make_plan, record_unlisted
     from flopwatch.sweep.runner import run_plan
@@ -156,7 +173,7 @@ def _run(
     with held_folder(output):
         plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=shuffle_seed, engine=engine.name)
         for trouble in plan.troubles:
-            typer.echo(f"warning: {trouble}", err=True)
+            typer.echo(one_line(f"warning: {trouble}", 1000), err=True)
         record_unlisted(output, plan)
         write_trial_list(output, plan.trials, engine.name)
         refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)
@@ -167,12 +184,13 @@ def _run(
 
 def _preflight(output: Path, plan: "Plan") -> "Callable[[Trial], str | None]":
     from flopwatch.cli.sweep_preflight import print_preflight
-    from flopwatch.sweep.preflight import refusals, run_preflight
+    from flopwatch.sweep.preflight import refusals, refuse_mistakes, run_preflight
 
     will_run = {trial.name for trial in plan.todo}
     specs = [trial.spec for trial in plan.trials if trial.name in will_run and trial.spec.trainer != "command"]
     found = run_preflight(output, specs) if specs else {}
     print_preflight(found)
+    refuse_mistakes(found)
     why_not = refusals(found, specs)
     return lambda trial: why_not(trial.spec)
 
@@ -181,14 +199,14 @@ def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], *, was_st
     import shlex
 
     from flopwatch.cli.quantities import plural
-    from flopwatch.sweep.plan import UNSETTLED
-    from flopwatch.trial_records import FAILED
+    from flopwatch.plain_text import one_line
+    from flopwatch.sweep.exit_status import STOPPED, exit_status, failed_before, trials_left
 
-    folder = shlex.quote(str(output))
-    left = len(plan.todo) - sum(count for outcome, count in counts.items() if outcome not in UNSETTLED)
-    typer.echo(f"Next: flopwatch report {folder}")
-    if was_stopped and left:
-        typer.echo(f"{plural(left, 'trial')} left; the same command goes on.")
-        raise typer.Exit(130)  # as a shell says of what Ctrl-C ended: `sweep && report` stops here
-    if plan.newer or any(counts.get(outcome) for outcome in (*FAILED, "cancelled")):
-        raise typer.Exit(1)
+    typer.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")
+    if before := failed_before(plan):
+        typer.echo(f"{plural(before, 'trial')} failed in an earlier run; --only failed runs them again.")
+    status = exit_status(plan, counts, was_stopped=was_stopped)
+    if status == STOPPED:
+        typer.echo(f"{plural(trials_left(plan, counts), 'trial')} left; the same command goes on.")
+    if status:
+        raise typer.Exit(status)

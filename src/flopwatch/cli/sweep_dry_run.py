@@ -39,7 +39,7 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
 
 def _tell_troubles(plan: Plan, console: Console) -> None:
     for trouble in plan.troubles:
-        console.print(Text(f"warning: {trouble}"), soft_wrap=True)
+        console.print(Text(one_line(f"warning: {trouble}", 1000)), soft_wrap=True)
 
 
 def _prediction(plan: Plan) -> str:

@@ -208,4 +208,5 @@ def _one_line(result: TrialResult) -> str:
         return one_line(f"{result.outcome}: {result.reason}", _LONGEST_LINE)
     seconds, memory, mfu = _figures(result)
     parts = [f"{seconds} a step" if seconds else "", memory, f"MFU {mfu}" if mfu else ""]
+    parts.append(f"not measured: {', '.join(result.measured.not_measured)}" if result.measured.not_measured else "")
     return f"ok  {', '.join(part for part in parts if part)}"

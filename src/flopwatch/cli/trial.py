@@ -10,6 +10,13 @@ if TYPE_CHECKING:
 
 
 def trial(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Further settings, such as options.noise_multiplier=0.8 privacy.dataset_size=50000 privacy.epochs=3.",
+            metavar="[KEY=VALUE]...",
+        ),
+    ] = None,
     trainer: Annotated[str, typer.Option(help="standard, dpsgd, ghost, fast or package.module:Class.")] = "standard",
     batch_size: Annotated[int, typer.Option(help="Samples per step.")] = 4,
     seq_len: Annotated[int, typer.Option(help="Positions of each sample.")] = 512,
@@ -33,28 +40,36 @@ def trial(
     import json
 
     from flopwatch.cli.lasting_output import lasting_output
+    from flopwatch.sweep.asked_names import check_names
 
     if spec is not None:
+        output = output and output.resolve()
         asked, folder, name = _from_file(spec)
     else:
-        settings = _settings(locals())
+        settings = _settings(words or [], locals())
         asked, folder, name = _from_flags(settings), Path("flopwatch-sweep"), None
+    check_names([asked])
     with lasting_output():
-        result = _supervised(output or folder, asked, name, quiet=as_json)
+        result, stands = _supervised(output or folder, asked, name, quiet=as_json)
         if as_json:
             typer.echo(json.dumps(result.to_json(), indent=2))
         else:
             from flopwatch.cli.trial_text import print_result
 
             print_result(result)
+        if stands:
+            typer.echo(stands, err=True)
     if result.outcome != "ok":
         raise typer.Exit(1)
 
 
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
+def _settings(words: list[str], given: dict[str, Any]) -> dict[str, Any]:
+    from flopwatch.sweep.overrides import parse_overrides
+
     trainers: list[Any] = [{"command": given["command"]}] if given["command"] else [given["trainer"]]
     limits = {"wall_seconds": given["timeout"], **({"memory": given["memory"]} if given["memory"] else {})}
     return {
+        **parse_overrides(words),
         "trainers": trainers,
         "batch_sizes": [given["batch_size"]],
         "seq_lens": [given["seq_len"]],
@@ -68,9 +83,13 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_flags(settings: dict[str, Any]) -> "TrialSpec":
+    from flopwatch.errors import InputError
     from flopwatch.sweep.matrix import expand, read_matrix
 
-    return expand(read_matrix(None, settings))[0]
+    specs = expand(read_matrix(None, settings))
+    if len(specs) > 1:
+        raise InputError(f"a trial is one configuration, these settings make {len(specs)}; give one value of each")
+    return specs[0]
 
 
 def _from_file(file: Path) -> "tuple[TrialSpec, Path, str]":
@@ -88,25 +107,56 @@ def _from_file(file: Path) -> "tuple[TrialSpec, Path, str]":
         raise InputError(f"{file} is not the spec.json of a trial ({why}); it lies in SWEEP/trials/NAME/") from None
     if not is_trial_name(name):
         raise InputError(f"{file} names its trial {name[:80]!r}, which is no name of a trial")
-    return spec, file.resolve().parents[2], name
+    folder = file.resolve().parents[2]
+    _go_to(content.get("cwd"))
+    return spec, folder, name
 
 
-def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: bool) -> "TrialResult":
-    """In this process: the supervisor is light, and Ctrl-C ends the trial with all its processes."""
+def _go_to(folder: object) -> None:
+    """To where the sweep was started: the trainer, a config or a script are named from there."""
+    import os
+
+    if not isinstance(folder, str):
+        return
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        typer.echo(
+            f"cannot go to {folder}, where the sweep was started ({error.strerror}); running from here", err=True
+        )
+
+
+def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: bool) -> "tuple[TrialResult, str]":
+    """In this process: the supervisor is light, and Ctrl-C ends the trial with all its processes.
+
+    Returns the result, and a sentence where an earlier one stands instead of it.
+    """
     from flopwatch.cli.trial_text import interruptible, phases_shown
+    from flopwatch.sweep.attempts import put_aside
     from flopwatch.sweep.engines.protocol import Trial
     from flopwatch.sweep.environment import fingerprint
-    from flopwatch.sweep.folder import held_folder, prepare, record, write_trial_list
+    from flopwatch.sweep.folder import has_begun, held_folder, prepare, record, result_file, write_trial_list
     from flopwatch.sweep.names import trial_names
+    from flopwatch.sweep.standing_result import is_worse, put_back
     from flopwatch.sweep.supervisor import supervise
+    from flopwatch.sweep_reading import read_trial_list
+    from flopwatch.trial_files import read_result
     from flopwatch.trial_records import content_key
 
     name = name or trial_names([spec])[0]
-    placed = Trial(folder, name, content_key(spec, fingerprint(spec)), spec)
     with held_folder(folder):
+        # As the sweep knows it: one that ran on a cluster has a key without this host's devices.
+        here, anywhere = (content_key(spec, fingerprint(spec, is_here=is_here)) for is_here in (True, False))
+        listed = read_trial_list(folder).trials.get(name, {}).get("key")
+        placed = Trial(folder, name, anywhere if listed == anywhere else here, spec)
+        earlier = read_result(result_file(folder, name))
+        aside = put_aside(folder, name) if has_begun(folder, name) else ""
         prepare(placed)
         write_trial_list(folder, [placed], "trial")
         with interruptible() as asked_to_stop, phases_shown(folder, placed, quiet=quiet) as show:
             result = supervise(folder, name, cancel=lambda: show() or asked_to_stop())
+        if earlier is not None and is_worse(result, earlier):
+            place = put_back(folder, name, aside)
+            return result, f"The earlier result ({earlier.outcome}) stands; this attempt is in {folder / place}"
         record(folder, result)
-    return result
+    return result, ""

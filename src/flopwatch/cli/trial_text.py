@@ -13,10 +13,11 @@ from rich.text import Text
 from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.quantities import bytes_text, count_text, duration, short_number, step_seconds
 from flopwatch.plain_text import one_line, plain
+from flopwatch.report.privacy import epsilon_text
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.heartbeat import read_progress
 from flopwatch.sweep.plan import folder_of
-from flopwatch.trial_records import TrialResult
+from flopwatch.trial_records import PrivacySpent, TrialResult
 
 
 @contextlib.contextmanager
@@ -88,6 +89,16 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
         hfu = f", HFU {100 * cost.hfu:.3g} %" if cost.hfu is not None else ""
         peak = f" of the {cost.peak['kind']} peak" if cost.peak else ""
         rows.append(("MFU", f"{100 * cost.mfu:.3g} %{hfu}{peak}"))
+    if measured.privacy is not None:
+        rows.append(("epsilon", _privacy_text(measured.privacy)))
+    rows += [(f"no {phase}", why) for phase, why in measured.not_measured.items()]
     if result.seconds is not None:
         rows.append(("took", duration(result.seconds)))
     return [row for row in rows if row[1]]
+
+
+def _privacy_text(spent: PrivacySpent) -> str:
+    """Epsilon with what it is for, and what a reader must know."""
+    training = f"{spent.steps:,} steps at sampling rate {spent.sample_rate:.4g}, noise {spent.noise_multiplier:.4g}"
+    known = f"{epsilon_text(spent.epsilon)} at delta {spent.delta:.3g} for {training}, by {spent.accountant}"
+    return "; ".join(filter(None, [known, spent.note]))

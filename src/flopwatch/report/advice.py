@@ -37,7 +37,18 @@ def advice_for(result: TrialResult, cause: str, largest_ok: int | None) -> tuple
         "cancelled": lambda: ("Start the same sweep again: it goes on where it stopped.",),
         "lost": lambda: ("The machine or its job went away. Run again: flopwatch sweep ... --only failed",),
     }
-    return by_outcome.get(result.outcome, lambda: ())()
+    return (*_hint(result), *by_outcome.get(result.outcome, lambda: ())())
+
+
+def _hint(result: TrialResult) -> tuple[str, ...]:
+    """Words of a log, which decided nothing."""
+    hint = result.evidence.get("hint")
+    if not hint:
+        return ()
+    said = f"Its log says: {hint}. Words decide nothing, so larger trials were run too; if memory ended it, "
+    if result.spec.trainer == "command":
+        return (said + 'let the command write {"outcome": "oom_device"} to $FLOPWATCH_TRIAL_DIR/metrics.json.',)
+    return (said + f"use a batch below {result.spec.batch_size}.",)
 
 
 def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ...]:

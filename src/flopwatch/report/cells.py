@@ -69,6 +69,7 @@ def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None
         hfu=cell.hfu,
         command=result.command if result else "",
         trace=result.measured.trace if result else None,
+        epsilon=positive(result.measured.privacy.epsilon) if result and result.measured.privacy else None,
     )
 
 
@@ -85,7 +86,8 @@ def _tells_peak(result: TrialResult) -> bool:
 
 
 def _above_start(memory: MemoryUse) -> int | None:
-    if memory.reserved_bytes is not None or memory.rss_bytes is None or memory.baseline_bytes is None:
+    host = memory.host_peak_bytes
+    if memory.reserved_bytes is not None or host is None or memory.baseline_bytes is None:
         return None
-    above: int | None = positive(memory.rss_bytes - memory.baseline_bytes)
+    above: int | None = positive(host - memory.baseline_bytes)
     return above

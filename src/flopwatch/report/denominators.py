@@ -28,7 +28,14 @@ def peak_warnings(results: Sequence[TrialResult]) -> tuple[str, ...]:
     if above:
         trial, name, value = max(above, key=lambda one: one[2])
         mixed.append(f"{name} of {trial} is {100 * value:.0f} %, more than the device can do: the peak is not its own")
-    return tuple(mixed)
+    return (*mixed, *_told_notes(results))
+
+
+def _told_notes(results: Iterable[TrialResult]) -> list[str]:
+    """What a command reported and cannot be."""
+    costs = [(result.name, result.measured.cost) for result in results if result.outcome == "ok"]
+    told = [f"{trial}: {note}" for trial, cost in costs if cost is not None and not cost.peak for note in cost.notes]
+    return [*told[:1], f"{len(told) - 1} more such reports of commands"] if len(told) > 1 else told
 
 
 def _with_peak(results: Iterable[TrialResult]) -> list[tuple[str, StepCost]]:

@@ -12,7 +12,7 @@ _SHOWN = (
     *("cpu", "platform", "os"),
 )
 # A difference in one of these changes time or memory.
-_DECISIVE = ("torch", "device", "device_name", "threads", "driver", "cuda", "opacus", "cpu")
+_DECISIVE = ("torch", "device", "device_name", "threads", "driver", "cuda", "opacus", "cpu", "flopwatch", "git")
 
 
 def distinct_environments(results: Iterable[TrialResult]) -> tuple[Environment, ...]:
@@ -41,6 +41,7 @@ def shown_settings(environment: Mapping[str, Any]) -> dict[str, str]:
 
 def mixed_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
     """What differs between trials that are compared with each other."""
+    results = list(results)
     values: dict[str, Counter[str]] = {name: Counter() for name in (*_DECISIVE, "host")}
     for settings, count in _counted(result for result in results if result.outcome == "ok"):
         for name in settings.keys() & values.keys():
@@ -50,7 +51,22 @@ def mixed_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
     ]
     if not mixed and len(values["host"]) > 1:
         mixed = [f"ran on {len(values['host'])} hosts; equal ones may still differ by a few percent"]
-    return tuple(mixed)
+    return (*mixed, *_mixed_code(results))
+
+
+def _mixed_code(results: Iterable[TrialResult]) -> list[str]:
+    """The user's own trainer, model or script in several versions."""
+    versions: dict[str, Counter[str]] = {}
+    for result in results:
+        sources = result.environment.get("sources")
+        if result.outcome == "ok" and isinstance(sources, Mapping):
+            for name, digest in sources.items():
+                versions.setdefault(str(name), Counter())[str(digest)] += 1
+    return [
+        f"compares results of different versions of {name}: {_told(digests)}"
+        for name, digests in versions.items()
+        if len(digests) > 1
+    ]
 
 
 def _told(counts: Counter[str]) -> str:

@@ -44,7 +44,13 @@ def group_failures(results: Iterable[TrialResult], largest_ok: Mapping[tuple[Any
 
 
 def cause_of(result: TrialResult) -> str:
-    """The strongest thing known: exception, signal, exit code, the scheduler's word, or the reason in words."""
+    """The strongest thing known; those whose log also tells of memory are kept apart, for what to do may differ."""
+    hint = "; its log tells of memory" if result.evidence.get("hint") else ""
+    return _cause(result) + hint
+
+
+def _cause(result: TrialResult) -> str:
+    """Exception, signal, exit code, the scheduler's word, or the reason in words."""
     evidence = result.evidence
     exception = evidence.get("exception")
     if result.outcome in ("timeout", "hang", "cancelled"):  # our own kill: its signal says nothing
@@ -108,7 +114,7 @@ def _failure(cause: str, members: Sequence[TrialResult], largest_ok: Mapping[tup
         command=example.command,
         log_tail=last_lines(example.log_tail),
         stacks=example.stacks,
-        advice=advice_for(example, cause, largest_ok.get(place_key(example.spec))),
+        advice=advice_for(example, _cause(example), largest_ok.get(place_key(example.spec))),
     )
 
 

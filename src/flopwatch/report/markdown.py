@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from flopwatch.plain_text import one_line, plain
 from flopwatch.report.figures import UNKNOWN, count, duration, factor, memory, share
 from flopwatch.report.matrices import Metric, best_trials, cell_text, known_metrics, matrix_rows
+from flopwatch.report.privacy import HEADINGS, privacy_cells, privacy_notes
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary
 from flopwatch.report.selection import evenly, narrowed, some_choices
 from flopwatch.report.sentences import (
@@ -133,6 +134,7 @@ def _group(group: Group) -> Iterator[str]:
         yield f"{escaped(sentence)}\n"
     yield from _factors(group)
     yield from _frontier(group)
+    yield from _privacy(group)
     yield from (f"- {escaped(sentence)}" for sentence in crossover_digest(group.crossovers)[:MOST_ROWS])
     yield ""
 
@@ -176,6 +178,15 @@ def _frontier(group: Group) -> Iterator[str]:
     )
     yield from _table(("seq", *(escaped(name) for name in group.trainers)), rows)
     yield ""
+
+
+def _privacy(group: Group) -> Iterator[str]:
+    if group.privacy_spent:
+        yield "**Privacy**\n"
+        shown = evenly(group.privacy_spent, MOST_ROWS)
+        yield from _table(HEADINGS, (tuple(map(escaped, privacy_cells(row))) for row in shown))
+        yield ""
+    yield from (f"{escaped(note)}\n" for note in privacy_notes(group))
 
 
 def _failure(failure: Failure) -> Iterator[str]:

@@ -6,6 +6,7 @@ from flopwatch.report.charts_bars import frontier_maps, outcome_class, phase_pan
 from flopwatch.report.charts_lines import curve_panels, layout_of, pareto_panels
 from flopwatch.report.figures import UNKNOWN, count, factor
 from flopwatch.report.matrices import METRICS, MatrixRow, Metric, best_trials, cell_text, known_metrics, matrix_rows
+from flopwatch.report.privacy import HEADINGS, privacy_cells, privacy_notes
 from flopwatch.report.records import CostFactor, Group
 from flopwatch.report.selection import evenly
 from flopwatch.report.sentences import (
@@ -41,6 +42,7 @@ def group_section(group: Group, colours: Mapping[str, int], *, is_open: bool, is
     yield from _matrices(group)
     yield from _factors(group)
     yield from _frontier(group)
+    yield from _privacy(group)
     yield from _crossovers(group)
     yield "</section>" if is_only else "</details>"
 
@@ -152,6 +154,19 @@ def _frontier(group: Group) -> Iterator[str]:
     yield _table(f'<tr><th class="n">sequence</th>{heads}</tr>', "".join(body))
     if not all(point.is_monotone for point in group.frontier):
         yield '<p class="soft small">! A larger batch ran than one that did not: the limit is not sharp.</p>'
+
+
+def _privacy(group: Group) -> Iterator[str]:
+    if group.privacy_spent:
+        heads = "".join(f'<th class="n">{esc(name)}</th>' for name in HEADINGS[:-1]) + f"<th>{HEADINGS[-1]}</th>"
+        body = []
+        for row in evenly(group.privacy_spent, MOST_ROWS):
+            *numbers, trainers = privacy_cells(row)
+            cells = "".join(f'<td class="n">{esc(text)}</td>' for text in numbers)
+            body.append(f"<tr>{cells}<td>{esc(trainers)}</td></tr>")
+        yield "<h3>Privacy</h3>"
+        yield _table(f"<tr>{heads}</tr>", "".join(body))
+    yield from (f'<p class="soft small">{esc(note)}</p>' for note in privacy_notes(group))
 
 
 def _crossovers(group: Group) -> Iterator[str]:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from flopwatch.trial_records import PrivacySpent
+
 Privacy: TypeAlias = Literal["not private", "private", "unknown"]
 Quantity: TypeAlias = Literal["time", "memory"]
 Axis: TypeAlias = Literal["sequence", "batch"]
@@ -22,8 +24,8 @@ class Cell:
         outcome: How it ended, or `missing`.
         seconds: Median of a step; `low_seconds` and `high_seconds` are its 95 % interval.
         is_unstable: The interval is wide: small differences mean nothing.
-        peak_bytes: Reserved on an accelerator, resident on a CPU.
-        above_start_bytes: Resident memory above what the process had before the model; None on an accelerator.
+        peak_bytes: Reserved on an accelerator, host memory of the process tree on a CPU.
+        above_start_bytes: Host memory above what the process had before the model; None on an accelerator.
         device_bytes: What the accelerator has.
         alloc_retries: Above 0 it barely fits.
         bytes_by_phase: Peak in each phase.
@@ -66,7 +68,7 @@ class Totals:
         trials: Asked for.
         by_outcome: How many ended how; `missing` are those without a result.
         trial_seconds: Life times of all workers added up; trials side by side count each.
-        wall_seconds: From the first start to the last end.
+        wall_seconds: From the first start to the last end; None when a clock cannot be right.
     """
 
     trials: int
@@ -157,7 +159,7 @@ class CostFactor:
         seq_len: Positions per sample, of both.
         time: Of medians; `low_time` and `high_time` is what the two intervals allow.
         memory: Of peaks.
-        memory_above_start: Of what the model and its step added; only where resident memory is the peak.
+        memory_above_start: Of what the model and its step added; only where host memory is the peak.
         flops: Of executed FLOPs.
     """
 
@@ -244,6 +246,21 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class PrivacyRow:
+    """What a private training would spend.
+
+    Attributes:
+        batch_size: Samples of a logical batch.
+        trainers: The columns whose trials say so.
+        spent: Epsilon, and what it is for.
+    """
+
+    batch_size: int
+    trainers: tuple[str, ...]
+    spent: PrivacySpent
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Trials that may be compared: same model, dtype, device and so on.
 
@@ -262,6 +279,7 @@ class Group:
         pareto: Trials no other of the same class and sequence length beats in both memory and throughput.
         denominators: The peaks that MFU and HFU are shares of, in words.
         warnings: Why comparisons within it may mislead.
+        privacy_spent: Epsilon where it was asked for, the smallest batch first.
     """
 
     title: str
@@ -278,6 +296,7 @@ class Group:
     pareto: tuple[str, ...]
     denominators: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    privacy_spent: tuple[PrivacyRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +336,7 @@ class TrialRow:
     hfu: float | None
     command: str
     trace: str | None
+    epsilon: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

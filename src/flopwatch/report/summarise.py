@@ -14,6 +14,8 @@ from flopwatch.report.denominators import denominators, peak_warnings
 from flopwatch.report.environments import distinct_environments, mixed_warnings
 from flopwatch.report.factors import cost_factors, frontier
 from flopwatch.report.failures import group_failures
+from flopwatch.report.incomplete import host_memory_warnings, incomplete_warnings
+from flopwatch.report.privacy import privacy_rows
 from flopwatch.report.records import Cell, Group, SweepSummary, TrialRow
 from flopwatch.report.selection import MOST_COLUMNS
 from flopwatch.report.totals import sweep_totals, trainer_totals
@@ -44,7 +46,7 @@ def summarise(capture: Capture) -> SweepSummary:
         failures=group_failures(results, _largest_ok(results)),
         environments=distinct_environments(results),
         preflight=capture.preflight,
-        warnings=(*capture.troubles, *_warnings(groups, totals.by_outcome)),
+        warnings=(*capture.troubles, *_warnings(groups, totals.by_outcome), *incomplete_warnings(results)),
         rows=_rows(members),
     )
 
@@ -81,7 +83,13 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         crossovers=find_crossovers(cells, trainers) if len(trainers) <= MOST_COLUMNS else (),
         pareto=pareto_trials(cells),
         denominators=denominators(results),
-        warnings=(*mixed_warnings(results), *peak_warnings(results), *_too_many(len(trainers))),
+        warnings=(
+            *mixed_warnings(results),
+            *peak_warnings(results),
+            *host_memory_warnings(results),
+            *_too_many(len(trainers)),
+        ),
+        privacy_spent=privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),
     )
 
 

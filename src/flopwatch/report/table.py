@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Any, overload
@@ -10,7 +11,7 @@ from typing import Any, overload
 from flopwatch.optional import require_package
 from flopwatch.report.capture import Capture, capture_sweep
 from flopwatch.report.cells import MOST_FINITE, make_cell, missing_cell
-from flopwatch.report.table_columns import COLUMNS, Kind, Trial
+from flopwatch.report.table_columns import COLUMNS, Column, Kind, Trial
 from flopwatch.trial_records import MemoryUse, StepCost, TrialResult, TrialSpec
 
 _PANDAS_TYPES: Mapping[Kind, str] = {"text": "object", "integer": "Int64", "number": "float64", "flag": "boolean"}
@@ -25,10 +26,12 @@ class Table(Sequence[dict[str, Any]]):
     Attributes:
         rows: One dict per trial, in the order trials were asked for, each with every column; None is not known.
         kinds: Column to `text`, `integer`, `number` or `flag`.
+        troubles: What of the folder is damaged and therefore not in the rows, a sentence each.
     """
 
     rows: tuple[dict[str, Any], ...]
     kinds: Mapping[str, Kind] = field(repr=False)
+    troubles: tuple[str, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -86,7 +89,7 @@ def make_table(capture: Capture) -> Table:
     """The rows of what was read; trials without a result have the outcome `missing`."""
     trials = [_ended(result) for result in capture.results.values()]
     trials += [_missing(name, spec) for name, spec in capture.missing.items()]
-    return _table(trials)
+    return replace(_table(trials), troubles=capture.troubles)
 
 
 def result_row(result: TrialResult) -> dict[str, Any]:
@@ -107,7 +110,7 @@ def _missing(name: str, spec: TrialSpec) -> Trial:
 
 
 def _table(trials: Sequence[Trial]) -> Table:
-    fixed = [[_value(column.read(trial), column.kind) for column in COLUMNS] for trial in trials]
+    fixed = [[_column_value(column, trial) for column in COLUMNS] for trial in trials]
     options = [_named("options", trial.spec.options) for trial in trials]
     extras = [_named("extra", trial.result.measured.extra if trial.result else {}) for trial in trials]
     names = [column.name for column in COLUMNS]
@@ -124,6 +127,11 @@ def _table(trials: Sequence[Trial]) -> Table:
         if kind == "integer" and any(abs(row[name] or 0) > MOST_INTEGER for row in rows):
             kinds[name] = "number"
     return Table(tuple(rows), kinds)
+
+
+def _column_value(column: Column, trial: Trial) -> Any:
+    value = column.read(trial)
+    return inf if column.may_be_infinite and value == inf else _value(value, column.kind)
 
 
 def _named(prefix: str, values: Any) -> dict[str, Any]:

@@ -32,12 +32,14 @@ class Column:
     kind: `text`, `integer`, `number` or `flag`.
     meaning: In words.
     read: The value of a trial; None where it is not known.
+    may_be_infinite: Epsilon without noise is; other infinite numbers are none.
     """
 
     name: str
     kind: Kind
     meaning: str
     read: Callable[[Trial], Any]
+    may_be_infinite: bool = False
 
 
 def _spec(name: str) -> Callable[[Trial], Any]:
@@ -146,7 +148,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("allocated_bytes", "integer", "most held by tensors on the accelerator", _part("memory", "allocated_bytes")),
     Column("reserved_bytes", "integer", "most held by its allocator", _part("memory", "reserved_bytes")),
     Column("alloc_retries", "integer", "above 0 it barely fits", _part("memory", "alloc_retries")),
-    Column("host_bytes", "integer", "most host memory of its process tree", _part("memory", "rss_bytes")),
+    Column("host_bytes", "integer", "most host memory of its process tree", _part("memory", "host_peak_bytes")),
     Column("baseline_bytes", "integer", "host memory before the model was built", _part("memory", "baseline_bytes")),
     Column("build_peak_bytes", "integer", "peak while the model is built", _phase_bytes("build")),
     Column("forward_peak_bytes", "integer", "peak of the forward pass", _phase_bytes("forward")),
@@ -163,7 +165,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("device_peak_kind", "text", "where that figure is from", _peak("kind")),
     Column("mfu", "number", "model FLOPs over the peak, as a fraction", _cell("mfu")),
     Column("hfu", "number", "hardware FLOPs over the peak, as a fraction", _cell("hfu")),
-    Column("epsilon", "number", "privacy spent by the training", _part("privacy", "epsilon")),
+    Column("epsilon", "number", "privacy spent by the training; inf without noise", _part("privacy", "epsilon"), True),
     Column("delta", "number", "for which", _part("privacy", "delta")),
     Column("noise_multiplier", "number", "epsilon is for it", _part("privacy", "noise_multiplier")),
     Column("sample_rate", "number", "chance of a sample to be in a batch", _part("privacy", "sample_rate")),

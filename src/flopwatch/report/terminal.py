@@ -11,6 +11,7 @@ from rich.text import Text
 from flopwatch.plain_text import one_line, plain
 from flopwatch.report.figures import count, duration
 from flopwatch.report.matrices import METRICS, Metric, known_metrics
+from flopwatch.report.privacy import privacy_notes
 from flopwatch.report.records import Failure, Group, SweepSummary
 from flopwatch.report.selection import column_chunks, narrowed
 from flopwatch.report.sentences import (
@@ -29,6 +30,7 @@ from flopwatch.report.terminal_tables import (
     matrix_table,
     outcome_style,
     preflight_table,
+    privacy_table,
     tie_sentences,
     trainers_table,
 )
@@ -111,7 +113,15 @@ def _group(group: Group, metrics: Sequence[Metric], width: int) -> Iterator[Rend
     for sentence in (device_sentence(group.cells), denominator_sentence(group)):
         if sentence:
             yield _note(one_line(sentence))
+    yield from _privacy(group)
     yield from _crossovers(group)
+
+
+def _privacy(group: Group) -> Iterator[RenderableType]:
+    if group.privacy_spent:
+        yield Text()
+        yield _indented(privacy_table(group))
+    yield from (_note(one_line(note)) for note in privacy_notes(group))
 
 
 def _notes_that_apply(group: Group) -> Iterator[str]:

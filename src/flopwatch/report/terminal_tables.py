@@ -12,6 +12,7 @@ from rich.text import Text
 from flopwatch.plain_text import one_line
 from flopwatch.report.figures import UNKNOWN, count, factor, memory, share
 from flopwatch.report.matrices import Metric, best_trials, cell_text, matrix_rows
+from flopwatch.report.privacy import HEADINGS, privacy_cells
 from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Group, TrainerTotals
 from flopwatch.report.selection import evenly, some_choices
 from flopwatch.report.sentences import choice_notes, choice_sentence, frontier_words, layer_words, throughput
@@ -114,6 +115,14 @@ def frontier_table(group: Group) -> RenderableType:
         points = [by_place.get((trainer, seq_len)) for trainer in group.trainers]
         table.add_row(str(seq_len), *(frontier_words(point) if point else "" for point in points))
     return _with_words("Largest batch that ran (smallest out of memory)", table, len(group.seq_lens), len(shown))
+
+
+def privacy_table(group: Group) -> RenderableType:
+    table = _table(*(f"{name}:r" for name in HEADINGS[:-1]), HEADINGS[-1])
+    shown = evenly(group.privacy_spent, MOST_ROWS)
+    for row in shown:
+        table.add_row(*(Text(one_line(cell)) for cell in privacy_cells(row)))
+    return _with_words("Privacy", table, len(group.privacy_spent), len(shown))
 
 
 def preflight_table(rows: Sequence[Mapping[str, Any]]) -> Table:

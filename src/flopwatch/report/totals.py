@@ -9,6 +9,9 @@ from flopwatch.report.columns import privacy_of, trainer_name, trainer_order
 from flopwatch.report.records import Totals, TrainerTotals
 from flopwatch.trial_records import NOT_RUN, OUT_OF_MEMORY, TrialResult, TrialSpec
 
+_LONGEST_SWEEP_SECONDS = 5 * 365 * 86400.0
+"""A machine whose clock has no battery begins in 1970: what is longer is no time anybody waited."""
+
 
 def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
     results = list(results)
@@ -16,13 +19,21 @@ def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
     if missing:
         counts["missing"] = missing
     lives = [(result.unix_time, positive(result.seconds) or 0.0) for result in results]
-    ran = [(start, start + seconds) for start, seconds in lives if start is not None and positive(start)]
     return Totals(
         trials=len(results) + missing,
         by_outcome=dict(counts.most_common()),
         trial_seconds=sum(seconds for _, seconds in lives),
-        wall_seconds=max(end for _, end in ran) - min(start for start, _ in ran) if ran else None,
+        wall_seconds=_wall_seconds(lives),
     )
+
+
+def _wall_seconds(lives: Sequence[tuple[float | None, float]]) -> float | None:
+    """From the first start to the last end, by the clocks of all hosts; None where one of them cannot be right."""
+    ran = [(start, start + seconds) for start, seconds in lives if start is not None]
+    if not ran:
+        return None
+    first, last = min(start for start, _ in ran), max(end for _, end in ran)
+    return last - first if first >= 0 and last - first < _LONGEST_SWEEP_SECONDS else None
 
 
 def was_tried(result: TrialResult) -> bool:

@@ -36,7 +36,7 @@ def find_log(run_dir: str | Path) -> Path:
     for place in (folder, folder / _OF_INTEGRATIONS):
         if (place / DEFAULT_NAME).is_file():
             return place / DEFAULT_NAME
-    logs = [path for path in sorted(folder.glob("*.jsonl")) if _starts_a_run(path)]
+    logs = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file() and _starts_a_run(path)]
     if not logs:
         raise NoLogError(
             f"{str(run_dir)!r} has no {DEFAULT_NAME} and no other log of a run: "

@@ -3,15 +3,14 @@
 import json
 import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.errors import FlopwatchError
 from flopwatch.optional import require
 from flopwatch.run_records import Notice, Record, Row
-from flopwatch.sinks.mlflow_tracking import Batch, Tracking, open_tracking
+from flopwatch.sinks.mlflow_tracking import Batch, Tracking, open_tracking, uri_in_use
 
 _MOST_WAITING = 50_000
 _LONGEST_TAG = 5000
@@ -104,7 +103,7 @@ class MlflowSink:
 
     def _open(self) -> None:
         mlflow = require("mlflow", "mlflow")
-        uri = self._tracking_uri or self._uri_in_use(mlflow)
+        uri = self._tracking_uri or uri_in_use(self._output_dir)
         tracking = open_tracking(uri, self._timeout_seconds)
         self._run_id = self._active_run_id(mlflow, uri) or ""
         self._is_ours = not self._run_id
@@ -117,17 +116,6 @@ class MlflowSink:
             ) from error
         self._tracking = tracking
         self._tried_at = self._reached_at = self._clock()
-
-    def _uri_in_use(self, mlflow: Any) -> str:
-        if mlflow.is_tracking_uri_set():
-            return str(mlflow.get_tracking_uri())
-        if find_spec("sqlalchemy") is None:
-            raise InputError(
-                "no MLflow server is named, and mlflow-skinny cannot keep runs on this machine; set "
-                "MLFLOW_TRACKING_URI, or install the whole package with: pip install mlflow"
-            )
-        self._output_dir.mkdir(parents=True, exist_ok=True)
-        return f"sqlite:///{self._output_dir.resolve()}/mlflow.db"
 
     def _active_run_id(self, mlflow: Any, uri: str) -> str | None:
         if self._tracking_uri is not None and self._tracking_uri != mlflow.get_tracking_uri():

@@ -5,8 +5,11 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
+from flopwatch.errors import InputError
 from flopwatch.optional import require
 
 MOST_METRICS = 1000
@@ -43,6 +46,20 @@ def open_tracking(uri: str, timeout_seconds: float) -> Tracking:
     """Over HTTP where the URI is a server's, through MLflow's client for all others."""
     is_server = uri.startswith(("http://", "https://"))
     return ServerTracking(uri, timeout_seconds) if is_server else ClientTracking(uri)
+
+
+def uri_in_use(folder: Path) -> str:
+    """What the process or its environment names, else a database in the folder."""
+    mlflow = require("mlflow", "mlflow")
+    if mlflow.is_tracking_uri_set():
+        return str(mlflow.get_tracking_uri())
+    if find_spec("sqlalchemy") is None:
+        raise InputError(
+            "no MLflow server is named, and mlflow-skinny cannot keep runs on this machine; set "
+            "MLFLOW_TRACKING_URI, or install the whole package with: pip install mlflow"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{folder.resolve()}/mlflow.db"
 
 
 class ServerTracking:

@@ -106,7 +106,7 @@ class WandbSink:
         if settings is None or isinstance(settings, Mapping):
             options["settings"] = {**self._settings(), **(settings or {})}
         _refuse_an_id_of_others(wandb)
-        _refuse_to_prompt(wandb, options.get("mode"))
+        refuse_to_prompt(wandb, options.get("mode"))
         run = wandb.init(**options)
         # Off the list, or a later wandb.init of the training is handed this run, whatever project it names.
         wandb.setup().remove_active_run(run)
@@ -176,7 +176,7 @@ def _refuse_an_id_of_others(wandb: Any) -> None:
         )
 
 
-def _refuse_to_prompt(wandb: Any, mode: str | None) -> None:
+def refuse_to_prompt(wandb: Any, mode: str | None) -> None:
     """W&B would ask for a key on the training's own terminal, from a thread nobody watches."""
     mode = mode or wandb.setup().settings.mode
     if mode in ("online", "run", "shared") and not wandb.login(prompt=False, verify=False):

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.record_reading import BrokenRecordError, read_record
+from flopwatch.sweep.heartbeat import Progress
 from flopwatch.sweep.step_statistics import median, step_times
+from flopwatch.sweep.tree_memory import HostPeak
 from flopwatch.trial_files import read_json, read_lines
-from flopwatch.trial_records import Measured, MemoryUse, StepCost, TrialSpec
+from flopwatch.trial_records import Measured, MemoryUse, Outcome, StepCost, TrialSpec
 
 STEPS = "steps.jsonl"
 MEASURED = "measured.json"
@@ -18,6 +20,10 @@ METRICS = "metrics.json"
 
 _PHASES = ("forward", "backward", "optimizer")
 _LARGEST_NUMBER = 1e300
+_MOST_OF_PEAK = 1.05
+"""A little above 1 for peaks that are a little wrong."""
+
+REPORTED = "reported by the command"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,7 @@ class _Left:
     measured: Measured = field(default_factory=Measured)
     environment: Mapping[str, Any] = field(default_factory=dict)
     done: bool = False
+    steps_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +60,47 @@ def of_rank(file: str, rank: int) -> str:
     return f"{stem}-{rank}.{ending}" if rank else file
 
 
-def assemble(trial_dir: Path, spec: TrialSpec, rss_bytes: int | None) -> tuple[Measured, dict[str, Any], bool]:
-    """What was measured, the environment, and whether the worker said that it is done.
+AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
+"""What flopwatch does for its own sake: not the training, so no failure of the trial's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a worker or a command left.
+
+    Attributes:
+        measured: What was measured.
+        environment: What it ran on.
+        is_done: It said that it is done.
+        has_all_steps: Every step that was asked for is measured; always False for a command, whose steps we do not see.
+        reported_outcome: What a command said of its own end.
+    """
+
+    measured: Measured
+    environment: dict[str, Any]
+    is_done: bool = False
+    has_all_steps: bool = False
+    reported_outcome: Outcome | None = None
+
+
+def assemble(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) -> Found:
+    """From the files of a trial.
 
     Args:
         trial_dir: The trial's folder.
         spec: Its configuration.
-        rss_bytes: Most resident memory of the tree, as the supervisor saw it.
+        host_peak: Most host memory of the tree, as the supervisor saw it.
     """
     left = _read_left(trial_dir)
-    measured = left.measured
-    measured = replace(measured, memory=_with_rss(measured.memory, rss_bytes))
+    measured = replace(left.measured, memory=_with_host(left.measured.memory, host_peak))
+    environment = dict(left.environment)
     if spec.trainer == "command":
-        measured = _with_reported(measured, trial_dir, spec.batch_size)
-    else:
-        measured = _with_steps(measured, list(read_lines(trial_dir / STEPS)), spec)
-    return measured, dict(left.environment), left.done
+        told = read_json(trial_dir / METRICS)
+        reported: dict[str, Any] = told if isinstance(told, dict) else {}
+        measured = _with_reported(measured, trial_dir, reported, spec.batch_size)
+        return Found(measured, environment, left.done, reported_outcome=_told_outcome(reported))
+    rows = list(read_lines(trial_dir / STEPS))
+    return Found(_with_steps(measured, rows, spec), environment, left.done, left.steps_done)
 
 
 def _read_left(trial_dir: Path) -> _Left:
@@ -78,9 +110,30 @@ def _read_left(trial_dir: Path) -> _Left:
         return _Left()
 
 
-def _with_rss(memory: MemoryUse, rss_bytes: int | None) -> MemoryUse:
-    known = [value for value in (memory.rss_bytes, rss_bytes) if value]
-    return replace(memory, rss_bytes=max(known) if known else None)
+def cut_short(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
+    """Of a trial that ended after its steps: what is missing, by phase, and why."""
+    is_asked = {"trace": spec.trace, "privacy": bool(spec.privacy)}
+    wanted = [phase for phase in AFTER_THE_STEPS if is_asked.get(phase, True)]
+    reached = wanted.index(progress.phase) if progress.phase in wanted else 0
+    missing = {
+        phase: why if place == reached else "not reached" for place, phase in enumerate(wanted) if place >= reached
+    }
+    return replace(measured, not_measured={**missing, **measured.not_measured})
+
+
+def _with_host(memory: MemoryUse, seen: HostPeak) -> MemoryUse:
+    """The worker knows every moment of its own process, the supervisor the whole tree at some."""
+    if seen.bytes is None:
+        return memory
+    is_more = memory.host_bytes is None or seen.bytes > memory.host_bytes
+    method = seen.method if is_more or seen.method != "high_water" else memory.host_method
+    return replace(memory, host_bytes=max(seen.bytes, memory.host_bytes or 0), host_method=method)
+
+
+def _told_outcome(reported: Mapping[str, Any]) -> Outcome | None:
+    """A command may say that it was out of memory: it knows what no exit code tells."""
+    outcome = reported.get("outcome")
+    return outcome if outcome in ("oom_device", "oom_host") else None
 
 
 def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec) -> Measured:
@@ -120,26 +173,36 @@ def _with_rates(cost: StepCost, seconds: float) -> StepCost:
     )
 
 
-def _with_reported(measured: Measured, trial_dir: Path, batch_size: int) -> Measured:
+def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, Any], batch_size: int) -> Measured:
     """What a command told: numbers in `metrics.json`, and the log of a `TrainingMonitor` in the trial's folder."""
-    told = read_json(trial_dir / METRICS)
-    reported: dict[str, Any] = told if isinstance(told, dict) else {}
     numbers = {
         name: float(value) for name, value in {**_of_monitor(trial_dir), **reported}.items() if _is_number(value)
     }
     seconds: Any = reported.get("step_seconds")
     is_list = isinstance(seconds, list) and all(_is_number(value) and value > 0 for value in seconds)
     times = step_times([float(value) for value in seconds]) if is_list else None
-    mfu = numbers.get("mfu")
+    shares, notes = _reported_shares(numbers)
     by_steps = batch_size / times.median if times and times.median > 0 else None
     return replace(
         measured,
         steps=times,
         samples_per_s=numbers.get("samples_per_s", by_steps),
         tokens_per_s=numbers.get("tokens_per_s"),
-        cost=StepCost(mfu=mfu, hfu=numbers.get("hfu"), method="reported by the command") if mfu is not None else None,
+        cost=StepCost(**shares, method=REPORTED, notes=notes) if shares or notes else None,
         extra=numbers,
     )
+
+
+def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """MFU and HFU as a command told them; one that no device can reach is no measurement, and the notes say so."""
+    told = {name: numbers[name] for name in ("mfu", "hfu") if name in numbers}
+    shares = {name: value for name, value in told.items() if 0 <= value <= _MOST_OF_PEAK}
+    notes = tuple(
+        f"the command reported {name} = {value:g}, which is left out: it is a share of the peak, 0.45 for 45 %"
+        for name, value in told.items()
+        if name not in shares
+    )
+    return (shares if "mfu" in shares else {}), notes
 
 
 def _of_monitor(trial_dir: Path) -> Mapping[str, Any]:

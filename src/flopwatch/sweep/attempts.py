@@ -7,9 +7,11 @@ go on with it while no runner is there. Standard library only: supervisors use i
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
 from flopwatch.trial_files import log_file, read_json, run_folder, trial_folder
 from flopwatch.trial_records import TrialResult
 
@@ -19,11 +21,28 @@ Attempt: TypeAlias = Mapping[str, Any]
 _SPEC = "spec.json"
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What of an attempt decides something later."""
+
+    state: str | None = None
+    host: str | None = None
+    outcome: str = ""
+
+
 def listed_attempts(sweep: Path, name: str, key: str) -> tuple[Attempt, ...]:
     """What was tried before the attempt whose `spec.json` lies there now, oldest first; nothing of another content."""
     job = read_json(trial_folder(sweep, name) / _SPEC)
     found = job.get("earlier_attempts") if isinstance(job, dict) and job.get("key") == key else None
-    return tuple(entry for entry in found if isinstance(entry, dict)) if isinstance(found, list) else ()
+    return tuple(map(clean_value, filter(_is_whole, found))) if isinstance(found, list) else ()
+
+
+def _is_whole(entry: object) -> bool:
+    try:
+        clean_value(entry)
+        return read_record(_Told, entry) is not None
+    except BrokenRecordError:
+        return False
 
 
 def attempt_from(result: TrialResult, folder: str | None) -> Attempt:

@@ -1,8 +1,8 @@
 """Say how a trial ended, from what is known. Pure: facts in, one word and its reason out.
 
-Order of evidence, strongest first: our own kill, the worker's own exception, the wait status, the kernel's count of
-out-of-memory kills, patterns in the log. An exit code alone proves little: a SIGKILL may be ours, the kernel's or
-anybody's.
+Order of evidence, strongest first: our own kill, what the trial itself said (the exception of our worker, the outcome
+in a command's `metrics.json`), the kernel's count of out-of-memory kills, the memory seen, the wait status. An exit
+code alone proves little: a SIGKILL may be ours, the kernel's or anybody's. Words in a log prove nothing, and are shown.
 """
 
 import re
@@ -11,16 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flopwatch.trial_records import Outcome
+from flopwatch.trial_records import OUT_OF_MEMORY, Outcome
 
-OwnKill = Literal["timeout", "hang", "cancelled"]
+OwnKill = Literal["timeout", "hang", "cancelled", "oom_host"]
 
-# Only what allocators print when they give up; "error" or "memory" alone prove nothing.
-_LOG_PATTERNS: tuple[tuple[str, Outcome], ...] = (
-    (r"torch\.OutOfMemoryError|torch\.cuda\.OutOfMemoryError|CUDA out of memory", "oom_device"),
-    (r"CUDA error: out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED", "oom_device"),
-    (r"DefaultCPUAllocator: (can't|not enough) .*memory|^MemoryError\b|exceeded memory limit", "oom_host"),
+# What allocators print when they give up; "error" or "memory" alone say nothing. A hint for a person, never a reason.
+_MEMORY_WORDS = re.compile(
+    r"OutOfMemoryError|out of memory|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|Cannot allocate memory|"
+    r"DefaultCPUAllocator: (?:can't|not enough) .*memory|\bMemoryError\b|exceeded memory limit",
+    re.IGNORECASE,
 )
+_HINT_CHARACTERS = 200
+
+NEAR_LIMIT = 0.95
+"""A process that dies by SIGKILL or SIGABRT with this much of its limit in use died of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,14 @@ class Ending:
         exit_code: Of the worker; None when a signal ended it.
         signal_number: The signal; None when it left by itself.
         has_finished: True when it said that it is done.
+        has_finished_steps: True when all its steps were measured, whatever came then.
         is_command: A command says nothing, so exit code 0 is success.
         exception: `type`, `message`, `outcome` as the worker wrote them.
+        reported: The outcome a command wrote down itself.
         oom_kills: Kills by the kernel for memory while it ran, in the trial's own group or in one it shares.
         has_own_group: False when a kill may have been another trial's.
+        held_bytes: Host memory that it surely held at some moment of its life; None when not known.
+        limit_bytes: What it was allowed; None when it had no limit.
         log_tail: The end of its log.
     """
 
@@ -45,34 +53,82 @@ class Ending:
     exit_code: int | None = None
     signal_number: int | None = None
     has_finished: bool = False
+    has_finished_steps: bool = False
     is_command: bool = False
     exception: Mapping[str, Any] | None = None
+    reported: Outcome | None = None
     oom_kills: int = 0
     has_own_group: bool = True
+    held_bytes: int | None = None
+    limit_bytes: int | None = None
     log_tail: str = ""
 
 
 def classify(ending: Ending) -> tuple[Outcome, str]:
-    """The outcome and one line for a person."""
+    """The outcome and one line for a person.
+
+    A trial whose steps are measured is `ok`: what comes after them is flopwatch's own, and costs it nothing. Only a
+    cancelled one is left as it is, since it will run again.
+    """
+    outcome, reason = _without_steps(ending)
+    if outcome not in ("ok", "cancelled") and ending.has_finished_steps:
+        return "ok", f"its steps are measured; what came after them is not: {reason}"
+    return outcome, reason
+
+
+def _without_steps(ending: Ending) -> tuple[Outcome, str]:
+    """How it ended, as if nothing was known of its steps."""
     # A worker may have ended by itself just before our kill, and said so; of a command nobody knows.
-    if ending.exit_code == 0 and (ending.has_finished or (ending.is_command and ending.own_kill is None)):
+    if ending.exit_code == 0 and ending.has_finished:
         killed = f"; {ending.oom_kills} of its processes were killed for memory" if ending.oom_kills else ""
         return "ok", f"ran to its end{killed}"
     if ending.own_kill is not None:
         return ending.own_kill, ending.own_kill_detail
-    if ending.exception is not None:
-        return ending.exception["outcome"], f"{ending.exception['type']}: {_first_line(ending.exception['message'])}"
+    if ending.reported is not None:
+        return ending.reported, "it said so itself, in metrics.json"
+    if ending.exception is not None and ending.exception["outcome"] != "error":
+        return ending.exception["outcome"], _exception_text(ending.exception)
+    return _by_memory(ending) or _by_status(ending)
+
+
+def _by_memory(ending: Ending) -> tuple[Outcome, str] | None:
+    """The kernel's count first, then what was seen."""
     is_killed = ending.signal_number == signal.SIGKILL or ending.exit_code == 128 + signal.SIGKILL
     if ending.oom_kills and (is_killed or (ending.has_own_group and ending.signal_number is None)):
-        return "oom_host", "the kernel killed it: its memory limit was reached"
-    said = _outcome_in_log(ending.log_tail)
+        whom = "it" if is_killed else f"{ending.oom_kills} of its processes"
+        return "oom_host", f"the kernel killed {whom}: its memory limit was reached"
+    if ending.limit_bytes is None or ending.held_bytes is None or ending.exception is not None:
+        return None
+    seen = f"it held {_mebibytes(ending.held_bytes)} MiB of the {_mebibytes(ending.limit_bytes)} MiB it may have"
+    is_aborted = ending.signal_number == signal.SIGABRT  # as C++ does after a bad_alloc that nobody caught
+    if (is_killed or is_aborted) and ending.held_bytes > NEAR_LIMIT * ending.limit_bytes:
+        return "oom_host", f"ended by {'SIGKILL' if is_killed else 'SIGABRT'} while {seen}"
+    if ending.signal_number is None and ending.held_bytes > ending.limit_bytes:
+        return "oom_host", f"{seen}; it ended before it could be stopped"
+    return None
+
+
+def _by_status(ending: Ending) -> tuple[Outcome, str]:
+    if ending.exception is not None:
+        return "error", _exception_text(ending.exception)
+    if ending.signal_number == signal.SIGKILL:
+        return "crash", "killed by SIGKILL from outside; the kernel counted no kill for memory in this group"
     if ending.signal_number is not None:
-        return _by_signal(ending, said)
-    if said is not None:
-        return said, f"left with exit code {ending.exit_code}; its log tells of an allocation that failed"
+        return "crash", f"ended by {signal_name(ending.signal_number)}"
+    if ending.exit_code == 0 and ending.is_command:
+        return "ok", "ran to its end"
     if ending.exit_code == 0:
         return "error", "left with exit code 0 before its end; does the trainer call sys.exit()?"
     return "error", f"left with exit code {ending.exit_code}"
+
+
+def memory_hint(ending: Ending, outcome: Outcome) -> str | None:
+    """The log's last line that tells of memory, for an ending that is not explained by it; None when there is none."""
+    if outcome in ("ok", "cancelled", *OUT_OF_MEMORY):
+        return None
+    lines = [line for line in ending.log_tail.splitlines() if _MEMORY_WORDS.search(line)]
+    said = lines[-1].strip()[:_HINT_CHARACTERS] if lines else ""
+    return "".join(letter if letter.isprintable() else " " for letter in said) or None
 
 
 def signal_name(number: int) -> str:
@@ -87,22 +143,13 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _by_signal(ending: Ending, said: Outcome | None) -> tuple[Outcome, str]:
-    number = ending.signal_number or 0
-    name = signal_name(number)
-    if number == signal.SIGABRT and said is not None:  # C++ code aborts after a bad_alloc nobody caught
-        return said, f"ended by {name} after an allocation failed"
-    if number == signal.SIGKILL:
-        return "crash", "killed by SIGKILL from outside; the kernel counted no kill for memory in this group"
-    return "crash", f"ended by {name}"
-
-
-def _outcome_in_log(tail: str) -> Outcome | None:
-    for pattern, outcome in _LOG_PATTERNS:
-        if re.search(pattern, tail, re.MULTILINE):
-            return outcome
-    return None
+def _exception_text(exception: Mapping[str, Any]) -> str:
+    return f"{exception['type']}: {_first_line(exception['message'])}"
 
 
 def _first_line(message: str) -> str:
     return (message.strip().splitlines() or [""])[0][:300]
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.0f}"

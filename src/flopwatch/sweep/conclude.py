@@ -8,13 +8,15 @@ from typing import Any, Literal
 
 from flopwatch.file_reading import UnreadableError, opened_regular
 from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
-from flopwatch.sweep.assemble import EXCEPTION, assemble
-from flopwatch.sweep.classify import Ending, OwnKill, classify, signal_name
+from flopwatch.sweep.assemble import EXCEPTION, assemble, cut_short
+from flopwatch.sweep.classify import Ending, OwnKill, classify, memory_hint, signal_name
 from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.heartbeat import Progress, read_progress
+from flopwatch.sweep.host_facts import host_facts
 from flopwatch.sweep.job_ending import job_evidence, of_job, with_first_cause
+from flopwatch.sweep.tree_memory import HostPeak
 from flopwatch.trial_files import log_file, read_json, trial_folder
-from flopwatch.trial_records import TrialResult, TrialSpec
+from flopwatch.trial_records import Outcome, TrialResult, TrialSpec
 
 _TAIL_BYTES = 6000
 
@@ -38,9 +40,10 @@ class Seen:
         own_kill: Why we killed it; None when we did not.
         own_kill_detail: In words.
         stacks: What its threads did then.
-        peak_rss_bytes: Most resident memory of the tree.
+        host_peak: Most host memory of the tree: of a command in its life, of a worker in its steps.
+        sure_bytes: Least that a single process of it held at its peak, without pages of files.
         oom_kills: Kills for memory by the kernel.
-        memory_limit: How host memory was limited, with the peaks of its whole life: charged, and resident.
+        memory_limit: How host memory was limited, with the peaks of its whole life: seen by us, charged by the kernel.
         would_not_die: Processes left, stuck in the kernel.
         unix_time: When it began.
         seconds: How long it lived.
@@ -52,7 +55,8 @@ class Seen:
     own_kill: OwnKill | None
     own_kill_detail: str
     stacks: str
-    peak_rss_bytes: int
+    host_peak: HostPeak
+    sure_bytes: int
     oom_kills: int
     memory_limit: dict[str, Any]
     would_not_die: list[int]
@@ -63,37 +67,43 @@ class Seen:
 
 def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen: Seen) -> TrialResult:
     folder = trial_folder(sweep, name)
-    measured, environment, is_done = assemble(folder, spec, seen.peak_rss_bytes or None)
+    found = assemble(folder, spec, seen.host_peak)
     ending = Ending(
         own_kill=seen.own_kill,
         own_kill_detail=seen.own_kill_detail,
         exit_code=seen.status if seen.status is not None and seen.status >= 0 else None,
         signal_number=-seen.status if seen.status is not None and seen.status < 0 else None,
-        has_finished=is_done,
+        has_finished=found.is_done,
+        has_finished_steps=found.has_all_steps,
         is_command=spec.trainer == "command",
         exception=_read_exception(folder),
+        reported=found.reported_outcome,
         oom_kills=seen.oom_kills,
         has_own_group=seen.memory_limit.get("by") == "cgroup",
+        held_bytes=seen.sure_bytes or None,
+        limit_bytes=spec.limits.memory_bytes,
         log_tail=tail(log_file(sweep, name)),
     )
     ending = with_first_cause(ending, seen.job_end)
     outcome, reason = of_job(classify(ending), seen.job_end, ending)
-    progress = Progress("done") if outcome == "ok" else read_progress(folder)
+    is_whole = outcome == "ok" and (found.is_done or ending.is_command)
+    progress = Progress("done") if is_whole else read_progress(folder)
+    measured = found.measured if is_whole or outcome != "ok" else cut_short(found.measured, spec, progress, reason)
     return TrialResult(
         name=name,
         key=job.get("key", ""),
         spec=spec,
         outcome=outcome,
         reason=reason,
-        evidence=_evidence(ending, seen),
+        evidence=_evidence(ending, seen, outcome),
         phase=progress.phase,
         step=progress.step,
         measured=measured,
         unix_time=seen.unix_time,
         seconds=seen.seconds,
-        environment={**job.get("environment", {}), "host": os.uname().nodename, **environment},
+        environment={**job.get("environment", {}), **host_facts(), "host": os.uname().nodename, **found.environment},
         command=f"flopwatch trial --spec {shlex.quote(str(folder / 'spec.json'))}",
-        log_tail=ending.log_tail if outcome != "ok" else "",
+        log_tail="" if is_whole else ending.log_tail,
         stacks=seen.stacks,
         earlier_attempts=tuple(job.get("earlier_attempts", ())),
     )
@@ -109,7 +119,7 @@ def _read_exception(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def _evidence(ending: Ending, seen: Seen) -> dict[str, Any]:
+def _evidence(ending: Ending, seen: Seen, outcome: Outcome) -> dict[str, Any]:
     found: dict[str, Any] = {"pid": seen.pid}
     if ending.own_kill is not None:
         found["killed_by"] = "flopwatch"
@@ -123,6 +133,8 @@ def _evidence(ending: Ending, seen: Seen) -> dict[str, Any]:
         found["oom_kills"] = ending.oom_kills
     if seen.memory_limit:
         found["memory_limit"] = seen.memory_limit
+    if hint := memory_hint(ending, outcome):
+        found["hint"] = hint
     found |= job_evidence(seen.job_end)
     if seen.would_not_die:
         found["would_not_die"] = seen.would_not_die

@@ -2,13 +2,17 @@
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from flopwatch.errors import InputError
+from flopwatch.models.presets import PRESETS
+from flopwatch.sweep.spelling import did_you_mean
+from flopwatch.sweep.trainers.names import LABELS, canonical_trainer
 from flopwatch.trial_records import TrialSpec
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
@@ -68,8 +72,40 @@ def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
         except ValueError:
             raise InputError(f"{name} is a number, so it cannot be compared with {value!r}") from None
     if name == "trainer":
-        return _COMPARE[comparison](value in (spec.trainer, spec.label), True)
+        is_named = value in (spec.trainer, spec.label) or _canonical(value) == spec.trainer
+        return _COMPARE[comparison](is_named, True)
     return _COMPARE[comparison](str(actual), value)
 
+
+def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]) -> None:
+    """Raise InputError for one that names what no trial has: it would leave out nothing without a word."""
+    for name, _, value in (part for condition in conditions for part in condition.parts):
+        if name.startswith("options."):
+            known = {f"options.{option}" for spec in specs for option in spec.options}
+            if name not in known:
+                raise InputError(f"`exclude` names {name!r}, which no trial has{did_you_mean(name, sorted(known))}")
+        elif name in _NAMES:
+            known = {str(getattr(spec, field)) for spec in specs for field in _NAMES[name]}
+            near = get_close_matches(value, known | set(_KNOWN[name]), n=1)
+            is_known = value in known or value in _KNOWN[name] or (name == "trainer" and _canonical(value))
+            if not is_known and (near or name == "trainer"):
+                told = did_you_mean(value, sorted(known | set(_KNOWN[name])))
+                raise InputError(f"`exclude` names the {name} {value!r}, which no trial has{told}")
+
+
+def _canonical(trainer: str) -> str | None:
+    try:
+        return canonical_trainer(trainer)[0]
+    except InputError:
+        return None
+
+
+_NAMES = {"trainer": ("trainer", "label"), "model": ("model",), "dtype": ("dtype",), "device": ("device",)}
+_KNOWN = {
+    "trainer": tuple(LABELS),
+    "model": tuple(PRESETS),
+    "dtype": ("fp32", "bf16", "fp16"),
+    "device": ("cpu", "cuda"),
+}
 
 ConditionText = Annotated[Condition, BeforeValidator(parse_condition)]

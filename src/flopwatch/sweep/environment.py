@@ -6,17 +6,21 @@ import platform
 import shlex
 import stat
 import subprocess
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flopwatch.clock import monotonic_seconds
 from flopwatch.file_reading import UnreadableError, opened_regular
+from flopwatch.sweep.host_facts import NAMES as OF_THIS_HOST
+from flopwatch.sweep.host_facts import host_facts
 from flopwatch.trial_records import TrialSpec
 from flopwatch.version import __version__
 
 _PACKAGES = ("torch", "opacus", "transformers")
-_OF_THIS_HOST = ("cpu", "gpus", "driver")
+_SOURCES_LAST_SECONDS = 5.0
+"""Sources are read again after this: a user may edit their trainer while the sweep runs."""
 _LARGEST_SOURCE = 16 << 20
 """A command may name its data too, and gigabytes are not read: size and time stand for a larger file's content."""
 
@@ -27,16 +31,12 @@ _NO_SOURCES = ("/proc/", "/sys/")
 @cache
 def machine() -> dict[str, Any]:
     """Versions and devices of this host."""
-    found: dict[str, Any] = {"flopwatch": __version__, "python": platform.python_version(), "cpu": _cpu()}
+    found: dict[str, Any] = {"flopwatch": __version__, "python": platform.python_version(), **host_facts()}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    gpus = [_line(file, "Model") for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
-    if gpus:
-        found["gpus"] = gpus
-        found["driver"] = Path("/proc/driver/nvidia/version").read_text().split("Module")[-1].split()[0]
     return found
 
 
@@ -49,8 +49,9 @@ def fingerprint(spec: TrialSpec, *, is_here: bool = True) -> dict[str, Any]:
         is_here: False for a cluster, where trials run on other hosts than this one: its devices are left out.
     """
     names = (spec.trainer, spec.model, *filter(None, [spec.batch])) if spec.command is None else _words(spec.command)
-    sources = {name: digest for name in names if (digest := _source_digest(name))}
-    host = {name: fact for name, fact in machine().items() if is_here or name not in _OF_THIS_HOST}
+    moment = int(monotonic_seconds() / _SOURCES_LAST_SECONDS)
+    sources = {name: digest for name in names if (digest := _source_digest(name, moment))}
+    host = {name: fact for name, fact in machine().items() if is_here or name not in OF_THIS_HOST}
     return {**host, **({"sources": sources} if sources else {})}
 
 
@@ -77,8 +78,8 @@ def git_state(folder: str) -> str | None:
     return done.stdout.strip() or None
 
 
-@cache
-def _source_digest(name: str) -> str | None:
+@lru_cache(maxsize=1024)
+def _source_digest(name: str, moment: int) -> str | None:
     """Of the file or package behind `module:Class`, or of a file; None for what is installed, and for other words."""
     module, colon, _ = name.partition(":")
     try:
@@ -109,16 +110,3 @@ def _sources(module: str) -> list[Path]:
         if (place / "__init__.py").is_file():
             return sorted(place.rglob("*.py"))
     return []
-
-
-def _cpu() -> str:
-    names = _line(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
-    return f"{names}, {os.cpu_count()} threads"
-
-
-def _line(file: Path, key: str) -> str:
-    try:
-        text = file.read_text(errors="replace")
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(key)), "")

@@ -1,6 +1,6 @@
 """The largest and the fastest batch of one configuration, found by real trials in a folder of their own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,6 @@ from flopwatch.sweep.runner import Observer, Refusal, Stop, run_plan
 from flopwatch.sweep_reading import read_trial_list
 from flopwatch.trial_files import read_results
 from flopwatch.trial_records import FAILED, OUT_OF_MEMORY, TrialResult, TrialSpec
-
-_FULL = 0.99
-"""Of its limit: a group this full has the page cache in it, which the kernel drops when memory is asked for."""
 
 GIB = 2**30
 
@@ -154,7 +151,7 @@ def probe_of(result: TrialResult) -> Probe:
         fits=True if result.outcome == "ok" else False if is_oom else None,
         outcome=result.outcome,
         reason=result.reason,
-        peak_bytes=_peak_bytes(result),
+        peak_bytes=measured.memory.peak_bytes,
         capacity_bytes=measured.memory.device_bytes or result.spec.limits.memory_bytes,
         samples_per_s=rate,
         slowest_per_s=rate * times.median / times.high if times and rate else None,
@@ -162,20 +159,3 @@ def probe_of(result: TrialResult) -> Probe:
         step_seconds=times.median if times else None,
         is_bare=bool(measured.memory.alloc_retries),
     )
-
-
-def _peak_bytes(result: TrialResult) -> int | None:
-    """What is compared with the capacity: of a limited host the group's own count, while that says something."""
-    memory, limit = result.measured.memory, result.spec.limits.memory_bytes
-    told = result.evidence.get("memory_limit")
-    life = told if isinstance(told, Mapping) else {}
-    charged, resident = _bytes(life.get("peak_bytes")), _bytes(life.get("rss_bytes", memory.peak_bytes))
-    if memory.device_bytes is not None or limit is None:
-        return memory.peak_bytes
-    if charged is None or (charged >= _FULL * limit and resident is not None):
-        return min((int(peak) for peak in (charged, resident) if peak is not None), default=None)
-    return int(charged)
-
-
-def _bytes(value: object) -> int | None:
-    return int(value) if isinstance(value, int | float) and 0 <= value < float("inf") else None

@@ -126,7 +126,7 @@ def prepare(trial: Trial) -> None:
         "name": trial.name,
         "key": trial.key,
         "spec": trial.spec.to_json(),
-        "environment": fingerprint(trial.spec),
+        "environment": fingerprint(trial.spec, is_here=False),  # an engine may run it on another host
         "cwd": os.getcwd(),
         "retries": trial.retries,
         "earlier_attempts": list(trial.earlier_attempts),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flopwatch.sweep.assemble import AFTER_THE_STEPS
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.trial_records import TrialResult, TrialSpec
 
@@ -24,7 +25,7 @@ def proves_too_large(result: TrialResult) -> bool:
     small trial beside a large one; what comes after the steps is flopwatch's own.
     """
     is_its_own = result.outcome in ("oom_device", "oom_host") and "error" not in result.evidence
-    return is_its_own and result.phase not in ("flops", "trace")
+    return is_its_own and result.phase not in AFTER_THE_STEPS
 
 
 def inferred(trial: Trial, failures: Sequence[TrialResult]) -> TrialResult | None:

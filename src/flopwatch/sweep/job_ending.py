@@ -26,8 +26,10 @@ def with_first_cause(ending: Ending, job: JobEnd) -> Ending:
 def of_job(ended: tuple[Outcome, str], job: JobEnd, ending: Ending) -> tuple[Outcome, str]:
     """The outcome with what only the nodes know."""
     outcome, reason = ended
-    if ending.own_kill is not None or outcome == "ok":
+    if ending.own_kill is not None:
         return ended
+    if outcome == "ok":
+        return outcome, f"{reason} ({_who(job.first)})" if job.first is not None else reason
     if job.first is not None:
         return outcome, f"{_who(job.first)}: {reason}"
     if job.is_mute:

@@ -13,12 +13,13 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flopwatch.sweep.first_cause import JobEnd, RankEnd, first_cause, is_certain
 from flopwatch.sweep.job_messages import LISTENER, TOKEN, Message, keep_alive, split_messages, written
+from flopwatch.sweep.tree_memory import HostPeak
 
 _COME_SECONDS = 600.0
 _OTHERS_SECONDS = 5.0
@@ -152,7 +153,7 @@ class JobNodes:
             self.attend()
         if not at_once:
             self._attend_until(self._is_clear, _OTHERS_SECONDS)
-        end = self._job_end()
+        end = replace(self._job_end(), host_peak=self._host_peak())
         for peer in self._peers:
             _tell(peer, {"end": True})
         self._attend_until(lambda: all(peer.is_gone for peer in self._agents().values()), _GO_SECONDS)
@@ -160,6 +161,14 @@ class JobNodes:
             peer.connection.close()
         self._listener.close()
         return end
+
+    def _host_peak(self) -> HostPeak:
+        found = HostPeak()
+        for peer in self._agents().values():
+            told = peer.ended or {}
+            if isinstance(told.get("host_bytes"), int):
+                found = found.at_least(told["host_bytes"], told["host_method"])
+        return found
 
     def _is_clear(self) -> bool:
         first = first_cause(self._ends())

@@ -12,8 +12,9 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.plain_text import cut
-from flopwatch.sweep.conditions import ConditionText
+from flopwatch.sweep.conditions import ConditionText, check_conditions
 from flopwatch.sweep.names import check_label
+from flopwatch.sweep.privacy_settings import PrivacySettings, check_privacy_used
 from flopwatch.sweep.processes import ProcessPoint, check_processes, process_points
 from flopwatch.sweep.sizes import parse_bytes
 from flopwatch.sweep.spelling import did_you_mean
@@ -105,6 +106,7 @@ class Matrix(BaseModel):
     gpus: Annotated[float, Field(ge=0)] | None = None
     cpus: PositiveInt | None = None
     options: dict[str, Any] = {}
+    privacy: PrivacySettings | None = None
     trace: bool = True
     limits: LimitSettings = LimitSettings()
     exclude: list[ConditionText] = []
@@ -138,7 +140,8 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
 def _told(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
     key = ".".join(map(str, place)) or "matrix"
     if kind == "extra_forbidden":
-        known = list(Matrix.model_fields) if len(place) == 1 else list(LimitSettings.model_fields)
+        inner = PrivacySettings if place[0] == "privacy" else LimitSettings
+        known = list((Matrix if len(place) == 1 else inner).model_fields)
         return f"there is no setting {key!r}{did_you_mean(str(place[-1]), [*known, *_ALIASES])}"
     return f"{key}: {message}, got {cut(repr(value), 200)}"
 
@@ -194,6 +197,7 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
         InputError: None is left, or far too many.
     """
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
+    check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
     axes = (
         entries,
         matrix.models,
@@ -214,6 +218,7 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
             f"the matrix has {count:,} trials; {MOST_TRIALS:,} is the most. Use fewer values, or `exclude`"
         )
     specs = [_spec(matrix, *point) for point in itertools.product(*axes, options)]
+    check_conditions(matrix.exclude, specs)
     kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
     if not kept:
         raise InputError(f"nothing to run: the matrix has {count} trials and `exclude` leaves none of them")
@@ -267,6 +272,7 @@ def _spec(
 ) -> TrialSpec:
     settings, trainer, label = entry
     images = image_preset(model)
+    chosen = {**options, **settings.options}
     return TrialSpec(
         trainer=trainer,
         model=model,
@@ -283,7 +289,7 @@ def _spec(
         threads=matrix.threads,
         gpus=matrix.gpus or float(matrix.gpus_per_node or 0),
         cpus=matrix.cpus,
-        options={**options, **settings.options},
+        options=chosen,
         trace=matrix.trace,
         limits=_limits(matrix.limits, is_command=trainer == "command"),
         nodes=place.nodes,
@@ -291,6 +297,7 @@ def _spec(
         layout=place.layout,
         batch=matrix.batch,
         micro_batch_size=micro_batch_size,
+        privacy=matrix.privacy.as_spec(trainer, batch_size, chosen) if matrix.privacy else {},
     )
 
 

@@ -3,7 +3,8 @@
 import json
 import os
 import random
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,24 +12,33 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
+from flopwatch.errors import InputError
 from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
 from flopwatch.models.load import load_model
 from flopwatch.records import Peak
 from flopwatch.sweep.assemble import MEASURED, STEPS, of_rank
+from flopwatch.sweep.engines.slots import GPUS
 from flopwatch.sweep.heartbeat import Heartbeat
+from flopwatch.sweep.privacy_accounting import privacy_spent
 from flopwatch.sweep.rank_group import ALONE, RankGroup
 from flopwatch.sweep.step_cost import count_step
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.checkpointing import enable_checkpointing
 from flopwatch.sweep.trainers.load import load_trainer
 from flopwatch.sweep.trainers.micro_batches import micro_batches
+from flopwatch.sweep.trainers.options import read_options
 from flopwatch.sweep.trainers.protocol import Trainer, TrainerSettings
 from flopwatch.sweep.training_step import StepPart, run_step, step_parts
-from flopwatch.sweep.worker_clock import peak_bytes, reset_peak, status_bytes, timed_step
+from flopwatch.sweep.tree_memory import mapped_data_bytes, resident
+from flopwatch.sweep.worker_clock import host_peak_bytes, peak_bytes, reset_peak, timed_step
 from flopwatch.sweep.worker_environment import describe_worker
 from flopwatch.sweep.worker_outputs import write_scalars, write_trace
 from flopwatch.trial_files import read_lines, write_json
 from flopwatch.trial_records import Measured, MemoryUse, TrialSpec
+
+
+class HostLimitError(MemoryError):
+    """The trial held more host memory than it may."""
 
 
 def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup = ALONE) -> None:
@@ -43,10 +53,13 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks:
         trial.run_steps("warmup", spec.warmup_steps, rows)
         trial.run_steps("measure", spec.steps, rows)
     trial.tell_slowest_steps(own_steps)
-    trial.measure_memory()
-    trial.count_flops()
+    trial.finish_steps()
+    trial.attempt("memory", trial.measure_memory)
+    trial.attempt("flops", trial.count_flops)
+    if spec.privacy:
+        trial.attempt("privacy", trial.account_privacy)
     if spec.trace:
-        trial.record_trace()
+        trial.attempt("trace", trial.record_trace)
     trial.save(is_done=True)
 
 
@@ -57,7 +70,9 @@ class _TrialRun:
         self.device = ranks.device(_device(spec.device))
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
-        self.measured = Measured(memory=MemoryUse(baseline_bytes=status_bytes("VmRSS")))
+        before = resident("self")
+        self.measured = Measured(memory=MemoryUse(baseline_bytes=before.now if before else None))
+        self._has_all_steps = False
         self.environment = describe_worker(self.device)
         self.trainer: Trainer
         self.batch: Mapping[str, Any]
@@ -65,7 +80,7 @@ class _TrialRun:
 
     def build(self) -> None:
         self._heartbeat.beat("build")
-        reset_peak(self.device)
+        can_tell = reset_peak(self.device)
         random.seed(self.spec.seed)
         torch.manual_seed(self.spec.seed)
         model = _model(self.spec, str(self.device))
@@ -76,7 +91,8 @@ class _TrialRun:
         self._batches = micro_batches(self.batch, spec.micro_batch_size)
         settings = TrainerSettings(size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
         self.trainer = load_trainer(self.spec.trainer)(self._ranks.laid_out(model, self.device), settings)
-        self._note_memory("build")
+        if can_tell:
+            self._note_memory("build")
         self.measured = replace(self.measured, parameters=parameters, extra=_positions(whole))
         self.save()
 
@@ -95,20 +111,46 @@ class _TrialRun:
     def _parts(self) -> list[StepPart]:
         return step_parts(self.trainer, self._batches)
 
-    def measure_memory(self) -> None:
-        """One step more, with the peak set back before each part; the whole run's peak is read first."""
-        self._heartbeat.beat("memory")
+    def finish_steps(self) -> None:
+        """From here on nothing can cost the trial what it measured.
+
+        Raises:
+            HostLimitError: It held more than it may, and for too short a time for its supervisor to see it.
+        """
         self.measured = replace(self.measured, memory=_whole_run(self.measured.memory, self.device))
-        for name, part in self._parts():
-            reset_peak(self.device)
-            part()
-            self._note_memory(name)
-        memory = self.measured.memory
-        if self.device.type == "cpu" and memory.rss_bytes is not None:  # this was a step like the others
-            memory = replace(memory, rss_bytes=max([memory.rss_bytes, *memory.by_phase.values()]))
-            self.measured = replace(self.measured, memory=memory)
-        self.measured = replace(self.measured, memory=self._ranks.job_memory(self.measured.memory))
+        held, limit = self.measured.memory.host_bytes, self.spec.limits.memory_bytes
+        if held is not None and limit is not None and held - mapped_data_bytes("self") > limit:
+            raise HostLimitError(f"it held {held / 2**20:,.0f} MiB in its steps, its limit is {limit / 2**20:,.0f} MiB")
+        self._has_all_steps = True
         self.save()
+
+    def attempt(self, phase: str, action: Callable[[], None]) -> None:
+        """What comes after the steps is flopwatch's own: where it fails, the reason is kept and the trial goes on."""
+        self._heartbeat.beat(phase)
+        try:
+            action()
+        except (Exception, SystemExit) as error:
+            if self._ranks.size > 1:  # the others would wait for this process in the next collective
+                raise
+            traceback.print_exc()
+            self._note_missing(phase, f"{type(error).__name__}: {error}"[:300])
+        self.save()
+
+    def _note_missing(self, phase: str, why: str) -> None:
+        self.measured = replace(self.measured, not_measured={**self.measured.not_measured, phase: why})
+
+    def measure_memory(self) -> None:
+        """One step more, with the peak set back before each part."""
+        for name, part in self._parts():
+            can_tell = reset_peak(self.device)
+            part()
+            if can_tell:
+                self._note_memory(name)
+            else:
+                self._note_missing(
+                    "memory", "the peak of each part: this system does not set the mark of the peak back"
+                )
+        self.measured = replace(self.measured, memory=self._ranks.job_memory(self.measured.memory))
 
     def _note_memory(self, part: str) -> None:
         peak = peak_bytes(self.device)
@@ -118,35 +160,43 @@ class _TrialRun:
             self.measured = replace(self.measured, memory=replace(memory, by_phase={**memory.by_phase, part: peak}))
 
     def count_flops(self) -> None:
-        self._heartbeat.beat("flops")
         size = self.spec.micro_batch_size
         cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size)
         cost = self._ranks.job_cost(cost)
         peak = self._ranks.job_peak(self.device, lambda: _peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
-        self.save()
+
+    def account_privacy(self) -> None:
+        """After the steps: the PRV accountant may take hundreds of megabytes."""
+        noise = read_options(self.spec.options).noise_multiplier
+        spent = privacy_spent(self.spec.privacy, self.spec.batch_size, noise)
+        self.measured = replace(self.measured, privacy=spent)
 
     def record_trace(self) -> None:
-        self._heartbeat.beat("trace")
         if self._ranks.rank > 0:  # the recorded process cannot make a step without the others
             run_step(self._parts())
             return
         path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
         self.measured = replace(self.measured, trace=os.path.relpath(path, self.trial_dir.parent.parent))
-        self.save()
 
     def save(self, *, is_done: bool = False) -> None:
         if self._ranks.rank > 0:
             return
         if is_done:
             write_scalars(self.run_dir, self.trial_dir, self.spec, self.measured)
-        content = {"done": is_done, "measured": asdict(self.measured), "environment": self.environment}
+        facts = {"done": is_done, "steps_done": self._has_all_steps}
+        content = {**facts, "measured": asdict(self.measured), "environment": self.environment}
         write_json(self.trial_dir / MEASURED, content)
 
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None and (gpus := os.environ.get(GPUS)):
+            raise InputError(
+                f"the trial was given GPU {gpus}, and torch finds no accelerator; device=cpu asks for the CPU"
+            )
+        return found or torch.device("cpu")
     return torch.device(name)
 
 
@@ -172,7 +222,7 @@ def _whole_run(memory: MemoryUse, device: torch.device) -> MemoryUse:
             alloc_retries=counts.get("num_alloc_retries", 0),
             device_bytes=torch.cuda.get_device_properties(device).total_memory,
         )
-    return replace(memory, rss_bytes=status_bytes("VmHWM"))
+    return replace(memory, host_bytes=host_peak_bytes(), host_method="high_water")
 
 
 def _peak(device: torch.device, dtype: str) -> Peak | None:

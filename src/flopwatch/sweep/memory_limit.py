@@ -1,7 +1,9 @@
-"""A limit on the host memory of a trial's whole process tree: a cgroup where we may make one, else a resource limit.
+"""A wall around the host memory of a trial's whole process tree: a cgroup where we may make one, else a resource limit.
 
-With a cgroup the kernel kills and counts its kills, so the ending is certain. Without one, allocations beyond the limit
-fail inside each process (RLIMIT_DATA: private writable memory, not what torch merely maps).
+The limit itself is kept by the supervisor, which ends a trial whose tree holds more (tree_memory.py). The wall is for
+what grows faster than it looks. With a cgroup the kernel kills and counts its kills, so the ending is certain. Without
+one, allocations far beyond the limit fail inside each process. RLIMIT_DATA counts private writable memory whether it is
+used or not (stacks of threads, what an allocator holds ready), so it stands well above the limit.
 """
 
 import contextlib
@@ -14,6 +16,7 @@ from pathlib import Path
 
 _V1_ROOT = Path("/sys/fs/cgroup/memory")
 _V2_ROOT = Path("/sys/fs/cgroup")
+_LEAST_SLACK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ def limit_memory(limit_bytes: int | None, name: str) -> MemoryLimit:
         folder = parent / f"flopwatch-{os.getpid()}-{name}"
         if _make_group(folder, limit_bytes):
             return MemoryLimit("cgroup", partial(_join_group, folder), folder)
-    return MemoryLimit("rlimit", lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes)))
+    wall = limit_bytes + max(limit_bytes // 2, _LEAST_SLACK_BYTES)
+    return MemoryLimit("rlimit", lambda: resource.setrlimit(resource.RLIMIT_DATA, (wall, wall)))
 
 
 def _join_group(folder: Path) -> None:

@@ -12,6 +12,7 @@ from flopwatch.record_reading import BrokenRecordError
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.environment import fingerprint
 from flopwatch.sweep.folder import record
+from flopwatch.sweep.more_memory import adapted_to_limits
 from flopwatch.sweep.names import trial_names
 from flopwatch.sweep_reading import TrialList
 from flopwatch.sweep_results import SweepResults, gather_results, is_sweep_folder, troubles
@@ -32,6 +33,7 @@ class Plan:
     unlisted: Results that ended after their runner was gone; `record_unlisted` puts them into the list.
     newer: Names of trials that a newer flopwatch wrote: they are neither run nor counted.
     troubles: What of the folder is damaged or of a newer format, a sentence each.
+    asked: Names of the matrix, or of the slice of it that `--limit` chose.
     """
 
     trials: tuple[Trial, ...]
@@ -41,6 +43,7 @@ class Plan:
     unlisted: tuple[TrialResult, ...] = ()
     newer: frozenset[str] = frozenset()
     troubles: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
 
 
 def make_plan(
@@ -67,17 +70,24 @@ def make_plan(
         raise InputError(f"--only takes {', '.join(ONLY)}; got {only!r}")
     for model in dict.fromkeys(spec.model for spec in specs if spec.trainer != "command"):
         check_model_name(model)
-    trials = tuple(
-        Trial(sweep, name, content_key(spec, fingerprint(spec, is_here=engine == "local")), spec)
-        for name, spec in zip(trial_names(specs), specs, strict=True)
-    )
+
+    def key_of(spec: TrialSpec) -> str:
+        return content_key(spec, fingerprint(spec, is_here=engine == "local"))
+
+    trials = tuple(Trial(sweep, name, key_of(spec), spec) for name, spec in zip(trial_names(specs), specs, strict=True))
     earlier = gather_results(sweep) if is_sweep_folder(sweep) else SweepResults(TrialList())
-    _refuse_changes(sweep, trials, earlier.trial_list)
+    adapted = adapted_to_limits(trials, earlier.results, UNSETTLED, key_of)
+    trials, raised = adapted.trials, adapted.raised
+    _refuse_changes(sweep, trials, earlier.trial_list, may_change=raised if only == "oom" else frozenset())
     by_key = {result.key: result for result in earlier.results.values()}
     kept = {trial.name: by_key[trial.key] for trial in trials if trial.key in by_key}
     newer = frozenset(trial.name for trial in trials if trial.name in earlier.newer and trial.name not in kept)
-    wanted = [trial for trial in trials[_slice(limit)] if trial.name not in newer]
-    chosen = [trial for trial in wanted if _is_wanted(kept.get(trial.name), only)]
+
+    def is_wanted(trial: Trial) -> bool:
+        return (only == "oom" and trial.name in raised) or _is_wanted(kept.get(trial.name), only)
+
+    asked = trials[_slice(limit)]
+    chosen = [trial for trial in asked if trial.name not in newer and is_wanted(trial)]
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(chosen)
     again = frozenset(trial.name for trial in chosen if trial.name in kept)
@@ -89,6 +99,7 @@ def make_plan(
         tuple(earlier.results[name] for name in earlier.unlisted),
         newer,
         troubles(earlier),
+        tuple(trial.name for trial in asked),
     )
 
 
@@ -108,7 +119,9 @@ def _is_wanted(result: TrialResult | None, only: str | None) -> bool:
     return result is None or result.outcome in UNSETTLED
 
 
-def _refuse_changes(sweep: Path, trials: Sequence[Trial], listed: TrialList) -> None:
+def _refuse_changes(
+    sweep: Path, trials: Sequence[Trial], listed: TrialList, *, may_change: frozenset[str] = frozenset()
+) -> None:
     """The same name for another configuration would mix two experiments in one table."""
     if listed.newer_format is not None:
         raise InputError(
@@ -117,7 +130,7 @@ def _refuse_changes(sweep: Path, trials: Sequence[Trial], listed: TrialList) -> 
         )
     for trial in trials:
         before = _listed_settings(listed, trial.name)
-        if before is None:
+        if before is None or trial.name in may_change:
             continue
         now = trial.spec.measured_settings()
         changed = [key for key in now if _plain(now[key]) != _plain(before.get(key))]
@@ -125,8 +138,13 @@ def _refuse_changes(sweep: Path, trials: Sequence[Trial], listed: TrialList) -> 
             what = ", ".join(f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in changed)
             raise InputError(
                 f"{trial.name} is already in {sweep} with another configuration ({what}); "
-                "give the new sweep its own folder with --output, or ask for what it was"
+                f"give the new sweep its own folder with --output, or ask for what it was{_more_memory(changed)}"
             )
+
+
+def _more_memory(changed: Sequence[str]) -> str:
+    is_memory = list(changed) == ["memory_bytes"]
+    return "; more memory for those that were out of it is --only oom" if is_memory else ""
 
 
 def _listed_settings(listed: TrialList, name: str) -> dict[str, Any] | None:

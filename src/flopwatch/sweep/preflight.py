@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flopwatch.errors import InputError
 from flopwatch.record_reading import BrokenRecordError, read_record
 from flopwatch.sweep.process_tree import descendants, dies_with
 from flopwatch.sweep.processes import needs_one_process
@@ -23,6 +24,7 @@ from flopwatch.trial_records import TrialSpec
 
 REQUEST = "preflight_request.json"
 PROGRESS = "preflight.jsonl"
+_MOST_MISTAKES = 5
 
 
 class Pair(NamedTuple):
@@ -54,6 +56,8 @@ class PreflightResult:
         seq_len: The smallest one asked for.
         difference: Of a DP trainer's clipped gradients from a loop over the samples, on the tiny copy, relative.
         seconds: What finding this out took.
+        is_mistake: The configuration itself cannot be used (a misspelt name, a package that is missing), so that
+            nothing is said of trainer and model.
     """
 
     trainer: str
@@ -70,6 +74,7 @@ class PreflightResult:
     seq_len: int | None = None
     difference: float | None = None
     seconds: float | None = None
+    is_mistake: bool = False
 
     @property
     def pair(self) -> Pair:
@@ -100,6 +105,19 @@ def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) 
         return result.reason if result is not None and not result.supported and was_tried else None
 
     return why_not
+
+
+def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
+    """Raise InputError before anything runs: a sweep that leaves out what was misspelt would look like a success."""
+    mistakes = [
+        f"{result.trainer} on {result.model}: {result.reason}" for result in found.values() if result.is_mistake
+    ]
+    if mistakes:
+        more = f"; and {len(mistakes) - _MOST_MISTAKES} more" if len(mistakes) > _MOST_MISTAKES else ""
+        raise InputError(
+            f"nothing was run: {'; '.join(mistakes[:_MOST_MISTAKES])}{more}. Correct it, leave it out with --exclude, "
+            "or run the others with --no-preflight"
+        )
 
 
 def read_preflight(sweep: Path) -> dict[Pair, PreflightResult]:

@@ -58,7 +58,8 @@ def preflight(request: Request) -> PreflightResult:
         result = _with_facts(result, request.get("batch"))
         result = _tried(result, request)
     except (InputError, MissingDependencyError) as error:  # the trial would say the same, after taking a slot
-        result = replace(result, supported=False, reason=cut(message_of(error), 1000))
+        is_mistake = not isinstance(error, UnsupportedError)
+        result = replace(result, supported=False, is_mistake=is_mistake, reason=cut(message_of(error), 1000))
     except Exception as error:  # a user's trainer or model may raise anything; that must not cost the other pairs
         result = replace(result, tried=False, reason=f"not tried: {_said(error)}")
     return replace(result, seconds=time.perf_counter() - begin)

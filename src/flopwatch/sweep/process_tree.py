@@ -1,4 +1,4 @@
-"""Processes of a trial: found, counted and killed, those that left the session or lost their parent too.
+"""Processes of a trial: found and killed, those that left the session or lost their parent too.
 
 Linux tells everything through /proc and prctl; elsewhere only the process group is known.
 """
@@ -18,7 +18,6 @@ TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == "linux"
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def die_with_parent(signal_number: int) -> None:
@@ -70,35 +69,6 @@ def is_running(pid: int) -> bool:
         return False
     entry = _read_stat(pid)
     return entry is not None and entry[2] != "Z"
-
-
-def rss_bytes(pids: list[int]) -> int:
-    """Resident memory of these processes together; pages they share count once for each."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            total += int(_read(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
-    return total
-
-
-class TreeMemory:
-    """Resident memory of everything below this process, asked for often beside a trial that is being timed.
-
-    Finding the processes means reading all of /proc, so that is done once a second at most, and takes less than a
-    hundredth of our time however many processes the machine has.
-    """
-
-    def __init__(self) -> None:
-        self._pids: list[int] = []
-        self._next_search = 0.0
-        self.peak_bytes = 0
-
-    def look(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_search:
-            self._pids = descendants(os.getpid())
-            self._next_search = now + max(1.0, 100 * (time.monotonic() - now))
-        self.peak_bytes = max(self.peak_bytes, rss_bytes(self._pids))
 
 
 def marked_processes(trial_dir: Path) -> list[int]:

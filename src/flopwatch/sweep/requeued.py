@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flopwatch.file_reading import read_object
+from flopwatch.record_reading import BrokenRecordError
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.conclude import tail
-from flopwatch.trial_files import log_file, read_json, read_result, trial_folder, write_json
+from flopwatch.trial_files import log_file, read_result, trial_folder, write_json
 from flopwatch.trial_records import TrialResult, TrialSpec
 
 _SPEC, _STARTED, _RESULT = "spec.json", "started.json", "result.json"
@@ -21,12 +23,14 @@ def slurm_life(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Which job of Slurm this is and how often Slurm has run it again; nothing elsewhere.
 
     >>> slurm_life({"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"})
-    {'job': '12_3', 'restarts': 1}
+    {'job': '12_3', 'restarts': 1, 'node': None}
     """
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")
+    if not job:
+        return {}
     count = environment.get("SLURM_RESTART_COUNT", "0")
-    return {"job": job, "restarts": int(count) if count.isdigit() else 0} if job else {}
+    return {"job": job, "restarts": int(count) if count.isdigit() else 0, "node": environment.get("SLURMD_NODENAME")}
 
 
 def takes_over(sweep: Path, name: str, environment: Mapping[str, str] = os.environ) -> bool:
@@ -35,20 +39,27 @@ def takes_over(sweep: Path, name: str, environment: Mapping[str, str] = os.envir
     Whatever else has the trial, another job or this life of the job itself, is left to the claim to find out.
     """
     life, folder = slurm_life(environment), trial_folder(sweep, name)
-    started = read_json(folder / _STARTED)
-    is_ours = isinstance(started, dict) and started.get("job") == life.get("job") and bool(life)
-    if not is_ours or started.get("restarts", 0) >= life["restarts"]:
+    started = read_object(folder / _STARTED)
+    is_ours = bool(life) and started.get("job") == life["job"]
+    if not is_ours or _count(started.get("restarts")) >= life["restarts"]:
         return True
     result = read_result(folder / _RESULT)
     if result is not None and result.outcome != "cancelled":
         return False  # it had ended before Slurm decided
-    job = read_json(folder / _SPEC)
-    ended = _ended_life(sweep, name, job, started, result)
-    if len(ended.earlier_attempts) >= job.get("retries", 0):
+    job = read_object(folder / _SPEC)
+    try:
+        ended = _ended_life(sweep, name, job, started, result)
+    except (BrokenRecordError, KeyError):
+        return True  # a damaged spec.json: whoever reads it next says so
+    if len(ended.earlier_attempts) >= _count(job.get("retries")):
         write_json(folder / _RESULT, ended.to_json())
         return False
     _begin_anew(sweep, name, job, ended)
     return True
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _ended_life(
@@ -56,16 +67,18 @@ def _ended_life(
 ) -> TrialResult:
     """How the earlier life ended, were it the last one."""
     earlier = listed_attempts(sweep, name, job["key"])
+    environment, began = job.get("environment"), started.get("unix_time")
+    where = started.get("node") or started.get("host")
     return TrialResult(
         name=name,
-        key=job["key"],
+        key=str(job["key"]),
         spec=TrialSpec.from_json(job["spec"]),
         outcome="lost",
-        reason=f"Slurm requeued the job ({started.get('host')}): preempted, its node failed, or somebody asked for it",
-        evidence={"state": "REQUEUED", "job": started["job"], "host": started.get("host")},
-        unix_time=started.get("unix_time"),
+        reason=f"Slurm requeued the job (on {where}): preempted, its node failed, or somebody asked for it",
+        evidence={"state": "REQUEUED", "job": started["job"], "host": where},
+        unix_time=began if isinstance(began, int | float) else None,
         seconds=None if result is None else result.seconds,
-        environment=job.get("environment", {}),
+        environment=environment if isinstance(environment, dict) else {},
         log_tail=tail(log_file(sweep, name)),
         earlier_attempts=earlier,
     )

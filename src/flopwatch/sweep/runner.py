@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.file_reading import read_object
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.conclude import tail
@@ -17,6 +18,7 @@ from flopwatch.sweep.inference import inferred, proves_too_large
 from flopwatch.sweep.observing import SafeObserver
 from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
 from flopwatch.sweep.retries import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid
+from flopwatch.sweep.supervisor import STARTED
 from flopwatch.trial_files import SWEEP, log_file, read_result
 from flopwatch.trial_records import TrialResult
 
@@ -239,7 +241,14 @@ def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
     process_tree.kill_marked(folder_of(trial).resolve())
     outcome, reason = ending_from_evidence(evidence)
     log = tail(log_file(trial.sweep, trial.name))
-    attempts = listed_attempts(trial.sweep, trial.name, trial.key)
     return TrialResult(
-        trial.name, trial.key, trial.spec, outcome, reason, dict(evidence), log_tail=log, earlier_attempts=attempts
+        trial.name,
+        trial.key,
+        trial.spec,
+        outcome,
+        reason,
+        dict(evidence),
+        unix_time=read_object(folder_of(trial) / STARTED).get("unix_time"),
+        log_tail=log,
+        earlier_attempts=listed_attempts(trial.sweep, trial.name, trial.key),
     )

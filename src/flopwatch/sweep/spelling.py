@@ -16,4 +16,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     names = list(dict.fromkeys(known))
     near = difflib.get_close_matches(one_line(name, 100).lower(), names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(names)}"
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(names)}" if names else ""

@@ -22,14 +22,16 @@ from typing import Any, TextIO
 from flopwatch.file_reading import UnreadableError, load_json
 from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
 from flopwatch.sweep import process_tree
+from flopwatch.sweep.assemble import AFTER_THE_STEPS
 from flopwatch.sweep.classify import OwnKill, signal_name
 from flopwatch.sweep.conclude import Seen, conclude
 from flopwatch.sweep.deleted import deleted_places, restore_folder, told_deleted
 from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.heartbeat import Progress, read_progress
-from flopwatch.sweep.memory_limit import limit_memory, own_oom_kills
+from flopwatch.sweep.memory_limit import MemoryLimit, limit_memory, own_oom_kills
 from flopwatch.sweep.requeued import slurm_life, takes_over
 from flopwatch.sweep.start_nodes import RunningNodes, start_nodes
+from flopwatch.sweep.tree_memory import HostPeak, TreeMemory, fullest, resident
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
 from flopwatch.trial_files import log_file, trial_folder, write_json
 from flopwatch.trial_records import FORMAT, Limits, TrialResult, TrialSpec
@@ -38,8 +40,6 @@ SPEC, STARTED, RESULT = "spec.json", "started.json", "result.json"
 CORES = "FLOPWATCH_CORES"
 
 _TICK_SECONDS = 0.2
-_AFTER_THE_STEPS = ("memory", "flops", "trace")
-"""What flopwatch does for its own sake: not the memory of a training."""
 
 
 class AlreadyStartedError(Exception):
@@ -59,6 +59,8 @@ class _Job:
     environment: Mapping[str, Any] = field(default_factory=dict)
     cwd: str | None = None
     format: int = FORMAT
+    earlier_attempts: tuple[Mapping[str, Any], ...] = ()
+    retries: int = 0
 
 
 @dataclass
@@ -68,8 +70,8 @@ class _Watch:
     own_kill: OwnKill | None = None
     detail: str = ""
     stacks: str = ""
-    memory: process_tree.TreeMemory = field(default_factory=process_tree.TreeMemory)
-    steps_bytes: int = 0
+    memory: TreeMemory = field(default_factory=TreeMemory)
+    steps_peak: HostPeak = field(default_factory=HostPeak)
 
 
 def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda: None) -> TrialResult:
@@ -128,18 +130,18 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
         job_end = nodes.finish(at_once=watch.own_kill is not None) if nodes else JobEnd()
         seconds = time.monotonic() - began
         would_not_die = process_tree.kill_descendants(os.getpid())
-        # Of the largest single process that has ended; a trial shorter than a tick was never looked at.
-        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        life = {"peak_bytes": limit.peak_bytes(), "rss_bytes": max(watch.memory.peak_bytes, largest)}
+        life = _life_peak(watch)
         return Seen(
             pid=worker.pid,
             status=worker.poll(),
             own_kill=watch.own_kill,
             own_kill_detail=watch.detail,
             stacks=watch.stacks,
-            peak_rss_bytes=_peak_rss_bytes(watch, spec, largest),
+            # Of a command all its life; of a worker its steps, which it knows better itself where it has come so far.
+            host_peak=life if spec.trainer == "command" else fullest(watch.steps_peak, job_end.host_peak),
+            sure_bytes=watch.memory.sure_bytes,
             oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
-            memory_limit={} if limit.kind == "none" else {"by": limit.kind, **life},
+            memory_limit=_limit_facts(limit, spec, life),
             would_not_die=would_not_die,
             unix_time=unix_time,
             seconds=seconds,
@@ -149,9 +151,25 @@ def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Calla
         limit.close()
 
 
-def _peak_rss_bytes(watch: _Watch, spec: TrialSpec, largest: int) -> int:
-    """Of a command all its life; of a worker its steps, which it knows better itself where it has come so far."""
-    return max(watch.memory.peak_bytes, largest) if spec.trainer == "command" else watch.steps_bytes or largest
+def _life_peak(watch: _Watch) -> HostPeak:
+    """Most that was seen, or that the largest process which has ended says: it may have been quicker than our looks.
+
+    A child begins as a copy of this process, so a figure up to our own says nothing of it.
+    """
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    own = resident("self")
+    if own is not None and largest <= own.peak:
+        return watch.memory.peak
+    watch.memory.note_ended(largest)
+    return watch.memory.peak
+
+
+def _limit_facts(limit: MemoryLimit, spec: TrialSpec, life: HostPeak) -> dict[str, Any]:
+    """How memory was limited, and what was seen of it: by us, and by the kernel where it counted."""
+    if limit.kind == "none":
+        return {}
+    facts = {"by": limit.kind, "limit_bytes": spec.limits.memory_bytes, "life_bytes": life.bytes}
+    return {**facts, "charged_bytes": limit.peak_bytes()}
 
 
 @contextlib.contextmanager
@@ -177,24 +195,27 @@ def _watch(
     cancel: Callable[[], str | None],
     nodes: RunningNodes | None = None,
 ) -> _Watch:
-    watch = _Watch()
+    watch = _Watch(memory=TreeMemory(spec.limits.memory_bytes))
     began = moved = time.monotonic()
     progress = Progress()
     wait = waiter(worker)
     while not wait(_TICK_SECONDS):
-        now, latest = time.monotonic(), _latest_progress(folder, spec)
         watch.memory.look()
-        if latest.phase not in _AFTER_THE_STEPS:
-            watch.steps_bytes = watch.memory.peak_bytes
+        now, latest = time.monotonic(), _latest_progress(folder, spec)
+        if latest.phase not in AFTER_THE_STEPS:  # read after the look, which was in the steps too then
+            watch.steps_peak = watch.memory.peak
         if latest != progress:
             progress, moved = latest, now
         if why := cancel():
             watch.own_kill, watch.detail = "cancelled", why
+        elif held := watch.memory.over_limit_bytes():
+            watch.own_kill, watch.detail = "oom_host", _over_limit(held, spec.limits, progress)
         else:
             watch.own_kill, watch.detail = _limit_reached(spec.limits, progress, now - began, now - moved)
         if watch.own_kill is not None:
-            is_command = spec.trainer == "command"
-            wants_stacks = watch.own_kill != "cancelled"
+            # What eats memory is not asked to go, and has no time to tell its stacks.
+            is_command = spec.trainer == "command" and watch.own_kill != "oom_host"
+            wants_stacks = watch.own_kill not in ("cancelled", "oom_host")
             if nodes and wants_stacks:
                 watch.stacks, wants_stacks = nodes.stacks(), False
             stacks = end_worker(worker, folder, is_command=is_command, wants_stacks=wants_stacks)
@@ -215,10 +236,21 @@ def _limit_reached(limits: Limits, progress: Progress, age: float, still: float)
     return None, ""
 
 
+def _over_limit(held: int, limits: Limits, progress: Progress) -> str:
+    most = (limits.memory_bytes or 0) / 2**20
+    return f"its processes held {held / 2**20:,.0f} MiB together, its limit is {most:,.0f} MiB; in {progress.text}"
+
+
 def _ask_who_sent_it(worker: "subprocess.Popen[bytes]", watch: _Watch, cancel: Callable[[], str | None]) -> None:
-    """Slurm sends SIGTERM to every process of a job at once, and the worker may go before we have heard of it."""
-    deadline = time.monotonic() + 0.5
-    while worker.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and time.monotonic() < deadline:
+    """Slurm sends SIGTERM to every process of a job at once, and the worker may go before we have heard of it.
+
+    It may also leave with any exit code, as a shell whose child was ended or a trainer that saves and goes: within a
+    job no end is believed before there was time to hear of it.
+    """
+    is_ended_by_it = worker.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    patience = (0.5 if worker.returncode else 0.05) if slurm_life() else 0.5 if is_ended_by_it else 0.0
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
         if why := cancel():
             watch.own_kill, watch.detail = "cancelled", why
             return

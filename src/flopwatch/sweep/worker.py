@@ -1,7 +1,7 @@
 """The trial itself: `python -m flopwatch.sweep.worker TRIAL_DIR`, started by its supervisor.
 
-Phases: import, build, warmup, measure, memory, flops, trace. What is known is written after each of them, so that an
-end at any moment keeps what was measured.
+Phases: import, build, warmup, measure, memory, flops, privacy, trace. What is known is written after each of them, so
+that an end at any moment keeps what was measured.
 """
 
 import faulthandler

@@ -1,6 +1,5 @@
 """Times of a step and of its parts, and the most memory each part held. Thin: all that differs by device is here."""
 
-import contextlib
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -9,8 +8,13 @@ import torch
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.sweep.training_step import StepPart
+from flopwatch.sweep.tree_memory import resident
 
 PARTS = ("forward", "backward", "optimizer")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+_LEAST_RESET_BYTES = 64 << 20
+"""On machines with many cores the kernel's counters are this far behind."""
 
 
 def timed_step(parts: list[StepPart], device: torch.device) -> dict[str, float]:
@@ -47,26 +51,33 @@ def _by_name(names: list[str], seconds: Iterable[float]) -> dict[str, float]:
     return found
 
 
-def reset_peak(device: torch.device) -> None:
-    """Forget the most memory held so far. On a CPU the kernel does that for this process (proc(5), clear_refs)."""
+def reset_peak(device: torch.device) -> bool:
+    """Forget the most memory held so far; False when that cannot be done, so that no peak of a part can be told.
+
+    On a CPU the kernel does that for this process (proc(5), clear_refs), where /proc is not read-only.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+        return True
+    before = resident("self")
+    try:
+        CLEAR_REFS.write_text("5")
+    except OSError:
+        return False
+    after = resident("self")
+    # Some kernels take the word and do nothing.
+    is_ignored = before and after and after.peak - after.now > _LEAST_RESET_BYTES and after.peak >= before.peak
+    return not is_ignored
 
 
 def peak_bytes(device: torch.device) -> int | None:
     """Most memory held since then: by tensors on the accelerator, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return status_bytes("VmHWM")
+    return host_peak_bytes()
 
 
-def status_bytes(key: str) -> int | None:
-    """A line of /proc/self/status, such as `VmRSS` or `VmHWM`; None where there is no such file."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    return None
+def host_peak_bytes() -> int | None:
+    """Most memory of this process since it began or `reset_peak`; None where the system does not tell."""
+    memory = resident("self")
+    return memory.peak if memory else None

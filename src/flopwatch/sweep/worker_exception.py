@@ -1,6 +1,9 @@
-"""What an exception says about how a trial ended. Told by type and by the allocators' own words, never by guessing."""
+"""What an exception says about how a trial ended. Told by its type; by words only where compiled code raised it."""
 
+import dis
+import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from flopwatch.errors import InputError, UnsupportedError
@@ -45,28 +48,52 @@ def traceback_of(error: BaseException) -> str:
 
 def outcome_of(error: BaseException) -> Outcome:
     """The outcome of a trial that raised this; an out-of-memory may be the cause behind what was raised."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        memory = _memory_outcome(link)
-        if memory is not None:
-            return memory
-        link = link.__cause__ or link.__context__
+    memory = next((outcome for link in _chain(error) if (outcome := _memory_outcome(link)) is not None), None)
+    if memory is not None:
+        return memory
     if isinstance(error, UnsupportedError):
         return "unsupported"
     return "invalid" if isinstance(error, InputError) else "error"
 
 
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """It and what led to it, as Python prints them: `raise ... from None` says that what came before is settled."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        link = waiting.pop()
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        waiting += getattr(link, "exceptions", ())  # of an exception group, which Python 3.10 has not
+        before = link.__cause__ if link.__suppress_context__ else link.__cause__ or link.__context__
+        if before is not None:
+            waiting.append(before)
+
+
 def _memory_outcome(error: BaseException) -> Outcome | None:
-    if any(base.__name__ == "OutOfMemoryError" and base.__module__.startswith("torch") for base in type(error).__mro__):
-        return "oom_device"
     if isinstance(error, MemoryError):
         return "oom_host"
-    if isinstance(error, RuntimeError):
+    out_of_memory = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
+    if out_of_memory is not None and isinstance(error, out_of_memory):
+        return "oom_device"
+    if isinstance(error, RuntimeError) and _is_native(error):
         text = message_of(error)
         if any(words in text for words in _DEVICE_WORDS):
             return "oom_device"
         if any(words in text for words in _HOST_WORDS):
             return "oom_host"
     return None
+
+
+def _is_native(error: BaseException) -> bool:
+    """Whether compiled code raised it: torch's CPU allocator and cuBLAS have no type of their own for want of memory.
+    What a `raise` in Python says is anybody's words.
+    """
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None or place.tb_lasti < 0:
+        return False
+    return not dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]].startswith(("RAISE", "RERAISE"))

@@ -30,7 +30,7 @@ def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
         by_trainer=_by_trainer(pairs),
         only_a=tuple(entry.name for entry in pairing.only_a),
         only_b=tuple(entry.name for entry in pairing.only_b),
-        notes=_notes(in_a, in_b, pairs, environment),
+        notes=(*_troubles(a, b), *_notes(in_a, in_b, pairs, environment)),
     )
 
 
@@ -68,6 +68,10 @@ def _by_trainer(pairs: Sequence[Pair]) -> dict[str, dict[Quantity, Overall]]:
         if pair.ratios:
             members[pair.trainer].append(pair)
     return {trainer: overall(found) for trainer, found in members.items()}
+
+
+def _troubles(a: Capture, b: Capture) -> tuple[str, ...]:
+    return tuple(f"{side}: {one_line(trouble)}" for side, one in (("A", a), ("B", b)) for trouble in one.troubles)
 
 
 def _notes(

@@ -57,4 +57,4 @@ def test_amds_own_variable_is_read_and_set(tmp_path, monkeypatch):
     assert visible_gpus() == ("2", "3")
     with closing(SlotPool(visible_gpus(), 1, tmp_path)) as pool:
         slot = pool.take(1.0)
-    assert slot.environment == {"HIP_VISIBLE_DEVICES": "2"}
+    assert slot.environment["HIP_VISIBLE_DEVICES"] == "2"

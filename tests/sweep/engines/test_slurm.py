@@ -10,6 +10,7 @@ import pytest
 from flopwatch.errors import InputError
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.engines import slurm as slurm_module
+from flopwatch.sweep.engines import slurm_outbox
 from flopwatch.sweep.engines.evidence import ending_from_evidence
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.engines.slurm import SlurmEngine
@@ -92,6 +93,28 @@ def test_a_new_runner_waits_for_what_the_killed_one_had_submitted(tmp_path):
     assert list(SlurmEngine().open(tmp_path, trials)) == []
 
 
+def test_what_is_queued_is_withdrawn_and_what_runs_goes_on(tmp_path):
+    """As a first Ctrl-C does it: four run at once, two of the six come back unrun and can be submitted again."""
+    trials = contract.make_trials(tmp_path, *[COUNT + "while ! test -e {trial_dir}/../../go; do sleep 0.05; done"] * 6)
+    engine = SlurmEngine()
+    engine.open(tmp_path, [])
+    engine.submit(trials)
+    wait_until(lambda: not engine.wait(0.1) and engine.state() == "4 running, 2 queued", "four run")
+    back = list(engine.withdraw())
+    assert len(back) == 2
+    assert engine.withdraw() == []
+    assert not engine.wait(1.5)
+    assert engine.state() == "4 running, 0 queued"
+    (tmp_path / "go").touch()
+    ended = contract.run_all_placed(engine, [trial for trial in trials if trial.name not in back])
+    assert sorted([*ended, *back]) == [trial.name for trial in trials]
+    assert sorted(path.name.removeprefix("ran-") for path in tmp_path.glob("ran-*")) == sorted(ended)
+    again = [trial for trial in trials if trial.name in back]
+    engine.submit(again)
+    contract.run_all_placed(engine, again)
+    assert [contract.outcome(trial) for trial in trials] == ["ok"] * 6
+
+
 def test_another_sweep_of_the_same_user_is_left_alone(tmp_path):
     (trial,) = contract.make_trials(tmp_path / "a", "echo $$ > {trial_dir}/pid; sleep 300")
     engine = SlurmEngine()
@@ -124,7 +147,7 @@ def test_a_node_that_fails_loses_its_trial(tmp_path):
         run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
 
     try:
-        evidence = evidence_of(SlurmEngine(extra={"nodelist": "n2"}), trial, fail)
+        evidence = evidence_of(SlurmEngine(extra={"nodelist": "n2", "no_requeue": True}), trial, fail)
     finally:
         # It may have come back by itself, and then there is nothing to resume.
         subprocess.run(["scontrol", "update", "nodename=n2", "state=resume"], capture_output=True)
@@ -179,13 +202,16 @@ def test_a_refused_submission_says_what_slurm_said(tmp_path):
     (trial,) = contract.make_trials(tmp_path, "true")
     engine = SlurmEngine(partition="nowhere")
     engine.open(tmp_path, [])
-    with pytest.raises(InputError, match="invalid partition"):
-        engine.submit([trial])
+    engine.submit([trial])
+    (evidence,) = contract.run_all_placed(engine, [trial]).values()
+    outcome, reason = ending_from_evidence(evidence)
+    assert outcome == "invalid"
+    assert "invalid partition" in reason
 
 
 def test_what_a_full_queue_does_not_take_is_submitted_later(tmp_path, monkeypatch):
     """A site's limit of submitted jobs, as sbatch words it."""
-    monkeypatch.setattr(slurm_module, "_FULL_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_outbox, "_FULL_PAUSE_SECONDS", 0.5)
     trials = contract.make_trials(tmp_path, "true", "true")
     path = put_before(tmp_path / "bin", "sbatch", "sbatch: error: AssocMaxSubmitJobLimit", monkeypatch)
     engine = SlurmEngine()

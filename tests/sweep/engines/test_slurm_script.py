@@ -36,11 +36,14 @@ def options(script_text):
     return [line.removeprefix("#SBATCH --") for line in script_text.splitlines() if line.startswith("#SBATCH")]
 
 
-def test_the_script_asks_for_what_the_trial_needs_and_never_runs_again(tmp_path):
+def test_the_script_asks_for_what_the_trial_needs_and_may_be_requeued_unless_the_user_says_no(tmp_path):
     asked = options(text(tmp_path, parallelism=2, partition="long", extra={"account": "lab", "exclusive": True}))
     for option in ("array=0-2%2", "partition=long", "cpus-per-task=2", "gres=gpu:1", "mem=500M", "time=10"):
         assert option in asked
-    assert {"no-requeue", "account=lab", "exclusive"} <= set(asked)
+    assert {"requeue", "open-mode=append", "account=lab", "exclusive"} <= set(asked)
+    told = options(text(tmp_path, extra={"no_requeue": True}))
+    assert "no-requeue" in told
+    assert "requeue" not in told
 
 
 def test_an_extra_option_goes_before_ours_and_none_leaves_it_out(tmp_path):

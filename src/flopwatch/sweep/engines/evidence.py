@@ -13,6 +13,7 @@ _SLURM: dict[str, tuple[Outcome, str]] = {
     "PREEMPTED": ("lost", "Slurm preempted the job"),
     "NODE_FAIL": ("lost", "its node failed"),
     "BOOT_FAIL": ("lost", "its node did not boot"),
+    "REQUEUED": ("lost", "Slurm requeued the job"),
     "REVOKED": ("lost", "Slurm moved the job to another cluster"),
 }
 
@@ -71,6 +72,11 @@ def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     state = _state(evidence)
     if state in _SLURM:
         return _SLURM[state]
+    if state == "REFUSED":
+        words = evidence.get("detail")
+        return "invalid", f"Slurm refuses the job: {words}; mend the engine's settings and run it with --only failed"
+    if state == "NOT_TAKEN":
+        return "lost", str(evidence.get("detail"))
     if state == "FAILED" and evidence.get("signal") == _NO_OUTPUT_FILE:
         return "lost", "its node cannot write to the sweep's folder; put it on a file system the nodes share"
     error = str(evidence.get("error") or "")

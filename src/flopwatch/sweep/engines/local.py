@@ -14,7 +14,7 @@ from pathlib import Path
 from flopwatch.errors import InputError
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.engines.protocol import Ended, Trial
-from flopwatch.sweep.engines.slots import Slot, SlotPool, visible_gpus
+from flopwatch.sweep.engines.slots import Slot, SlotPool, core_sets, visible_gpus
 from flopwatch.sweep.folder import is_supervised
 from flopwatch.sweep.worker_process import PARENT
 from flopwatch.trial_files import log_file, trial_folder
@@ -44,6 +44,8 @@ class LocalEngine:
     def __init__(self, gpus: Sequence[str] | None = None, jobs: int = 1) -> None:
         self._gpus = visible_gpus() if gpus is None else tuple(gpus)
         self._jobs = jobs
+        if not self._gpus:
+            core_sets(jobs)  # what cannot be is told before anything is opened
         self._running: dict[str, _Running] = {}
         self._next_slot: Slot | None = None
         self._pool: SlotPool

@@ -12,6 +12,9 @@ from typing import IO
 from flopwatch.errors import InputError
 from flopwatch.sweep.supervisor import CORES
 
+GPUS = "FLOPWATCH_GPUS"
+"""The GPUs of a trial's slot; a worker that then finds no accelerator does not take the CPU."""
+
 _EPSILON = 1e-9
 
 
@@ -38,7 +41,7 @@ class Slot:
     def environment(self) -> dict[str, str]:
         found = {}
         if self.gpus:
-            found[_variable()] = ",".join(self.gpus)
+            found[_variable()] = found[GPUS] = ",".join(self.gpus)
         if self.cores:
             found[CORES] = ",".join(map(str, self.cores))
         return found
@@ -57,7 +60,7 @@ class SlotPool:
         self._sweep = sweep
         self._free_share = dict.fromkeys(gpus, 1.0)
         self._lock_names = {gpu: f"gpu-{uuid}" for gpu, uuid in gpu_uuids(gpus).items()}
-        self._core_sets = [] if gpus else _divided(sorted(os.sched_getaffinity(0)), jobs)
+        self._core_sets = [] if gpus else core_sets(jobs)
         self._locks: dict[str, IO[str]] = {}
         self.waits_for = ""
         _need_folder()
@@ -186,7 +189,27 @@ def gpu_uuids(gpus: Sequence[str]) -> dict[str, str]:
     return {gpu: listed.get(gpu, whole[gpu]) for gpu in gpus}
 
 
-def _divided(cores: list[int], jobs: int) -> list[tuple[int, ...]]:
+def check_gpus(asked: Sequence[str]) -> None:
+    """Raise InputError for a GPU that this machine does not have: torch would quietly take the CPU instead."""
+    known = visible_gpus()
+    if not known and any(Path(place).exists() for place in _UNCOUNTED):
+        return
+    has = f"the GPUs {', '.join(known)}" if known else "no GPU"
+    for gpu in asked:
+        if gpu.isdecimal() and gpu not in known:
+            raise InputError(
+                f"--gpus {gpu} is the device of that number, and this machine has {has}; leave --gpus out, or name "
+                "GPUs it has. How many a trial gets is --gpus-per-trial"
+            )
+
+
+_UNCOUNTED = ("/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/nvidiactl")
+"""There is an accelerator of AMD, WSL or another kind, whose devices are not listed under /proc/driver/nvidia."""
+
+
+def core_sets(jobs: int) -> list[tuple[int, ...]]:
+    """The cores of this process in so many sets."""
+    cores = sorted(os.sched_getaffinity(0))
     if not 1 <= jobs <= len(cores):
         raise InputError(
             f"--jobs {jobs} on {len(cores)} cores: every trial needs a core of its own, so 1 to {len(cores)}"

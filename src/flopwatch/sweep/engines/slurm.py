@@ -29,15 +29,18 @@ from flopwatch.file_reading import UnreadableError, opened_regular, read_object
 from flopwatch.sweep.engines import slurm_commands
 from flopwatch.sweep.engines.protocol import Ended, Trial
 from flopwatch.sweep.engines.sacct import Accounted, Queued
+from flopwatch.sweep.engines.slurm_outbox import Array, Outbox
 from flopwatch.sweep.engines.slurm_script import Request, request_for, script
-from flopwatch.sweep.folder import is_supervised, result_file
+from flopwatch.sweep.folder import has_begun, is_supervised, result_file
 from flopwatch.trial_records import TrialSpec
 
 _TICK_SECONDS = 0.05
 _SQUEUE_EVERY_SECONDS = 1.0
 _FILES_PER_TICK = 256
 _GIVE_UP_SECONDS = 30.0
-_FULL_PAUSE_SECONDS = 20.0
+_WITHDRAW_EVERY_SECONDS = 5.0
+_AVOID_SECONDS = 600.0
+"""How long a trial waits for another node than the one that lost it; that one may be back, and the others never."""
 _LARGEST_ARRAY = 1000
 """Slurm's MaxArraySize is 1001 unless a site changes it."""
 _TAIL_BYTES = 4000
@@ -45,13 +48,19 @@ _TAIL_BYTES = 4000
 
 @dataclass(slots=True)
 class _Task:
-    """A trial that is out; `gone_since` is when Slurm was first seen without it."""
+    """A trial that is out.
+
+    Attributes:
+        gone_since: When Slurm was first seen without it.
+        avoids_until: When it may run on any node, also on the one that lost it.
+    """
 
     trial: Trial
     task: str
     log: Path
     is_pending: bool = True
     gone_since: float | None = None
+    avoids_until: float | None = None
 
 
 class SlurmEngine:
@@ -66,6 +75,7 @@ class SlurmEngine:
         array_parallelism: Most tasks of one array at once.
         queue_ahead: Trials waiting in Slurm's queue, at least; as many as are running, if those are more.
         extra: Further options of sbatch: `{"account": "lab", "qos": "long", "exclusive": True}`.
+        patience_hours: How long an array is offered to a Slurm that fails to take it, before its trials are lost.
 
     The sweep's folder must be on a file system the nodes share.
     """
@@ -82,6 +92,7 @@ class SlurmEngine:
         array_parallelism: int | None = None,
         queue_ahead: int = 32,
         extra: Mapping[str, Any] | None = None,
+        patience_hours: float = 24.0,
     ) -> None:
         self._partition, self._parallelism, self._extra = partition, array_parallelism, dict(extra or {})
         self._minutes, self._memory_megabytes = time_minutes, memory_megabytes
@@ -89,9 +100,10 @@ class SlurmEngine:
         self._queue_ahead = queue_ahead
         self._tasks: dict[str, _Task] = {}
         self._turn: deque[str] = deque()
-        self._held_back: list[Trial] = []
+        self._patience_seconds = 3600 * patience_hours
+        self._refused: list[Ended] = []
         self._next_squeue = 0.0
-        self._next_submit = 0.0
+        self._next_withdrawal = 0.0
         self._silent_since: float | None = None
         self._is_cancelled = False
 
@@ -102,10 +114,11 @@ class SlurmEngine:
         self._folder = self._sweep / "slurm"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._job_name = "flopwatch-" + hashlib.sha256(str(self._sweep).encode()).hexdigest()[:12]
+        self._outbox = Outbox(self._job_name, self._patience_seconds)
         queue = slurm_commands.queue(self._job_name)
         if queue is None:
             raise InputError("Slurm does not answer (squeue failed); see whether `squeue` works here")
-        trials = {trial.name: trial for trial in unfinished if not result_file(sweep, trial.name).exists()}
+        trials = {trial.name: trial for trial in unfinished if not self._has_final_result(trial.name)}
         for entry in queue:
             index = int(entry.task.rpartition("_")[2])
             names = Path(entry.script).with_suffix(".names")
@@ -116,40 +129,40 @@ class SlurmEngine:
 
     def room(self, next_up: TrialSpec) -> int:
         """Enough that no node waits for us, in steps of half of it so that arrays stay large."""
-        if self._held_back:
+        if len(self._outbox):
             return 0
         pending = sum(task.is_pending for task in self._tasks.values())
         wanted = max(self._queue_ahead, len(self._tasks) - pending)
         return min(wanted - pending, _LARGEST_ARRAY) if pending <= wanted // 2 else 0
 
     def submit(self, trials: Sequence[Trial]) -> None:
-        """One array for all that ask for the same. What a full queue does not take is submitted later."""
-        by_request: dict[Request, list[Trial]] = {}
+        """One array for all that ask for the same. What Slurm does not take now is submitted later."""
+        by_request: dict[tuple[Request, tuple[str, ...]], list[Trial]] = {}
         for trial in trials:
-            by_request.setdefault(self._request(trial.spec), []).append(trial)
-        for request, alike in by_request.items():
-            try:
-                self._submit_array(request, alike)
-            except slurm_commands.QueueFullError:
-                self._held_back += alike
-                self._next_submit = time.monotonic() + _FULL_PAUSE_SECONDS
+            by_request.setdefault((self._request(trial.spec), trial.avoid), []).append(trial)
+        for (request, avoid), alike in by_request.items():
+            self._outbox.add(self._array(request, avoid, alike))
+        self._send()
 
-    def _submit_held_back(self) -> None:
-        if self._held_back and time.monotonic() > self._next_submit:
-            trials, self._held_back = self._held_back, []
-            self.submit(trials)
+    def _send(self) -> None:
+        sent = self._outbox.send()
+        self._refused += sent.ended
+        for array, job in sent.placed:
+            for index, trial in enumerate(array.trials):
+                until = time.monotonic() + _AVOID_SECONDS if trial.avoid else None
+                self._add(_Task(trial, f"{job}_{index}", _log(array.names, index), avoids_until=until))
 
     def _request(self, spec: TrialSpec) -> Request:
         memory, minutes = self._memory_megabytes, self._minutes
         return request_for(spec, cpus=self._cpus, gpus=self._gpus, memory_megabytes=memory, minutes=minutes)
 
-    def _submit_array(self, request: Request, trials: Sequence[Trial]) -> None:
-        batch = uuid.uuid4().hex[:12]
-        names, file = self._folder / f"{batch}.names", self._folder / f"{batch}.sh"
+    def _array(self, request: Request, avoid: Sequence[str], trials: Sequence[Trial]) -> Array:
+        names = self._folder / f"{uuid.uuid4().hex[:12]}.names"
         names.write_text("".join(f"{trial.name}\n" for trial in trials))
         command = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep)]
-        file.write_text(
-            script(
+
+        def write_script(is_avoiding: bool) -> None:
+            text = script(
                 self._job_name,
                 request,
                 names,
@@ -158,11 +171,11 @@ class SlurmEngine:
                 parallelism=self._parallelism,
                 partition=self._partition,
                 extra=self._extra,
+                avoid=avoid if is_avoiding else (),
             )
-        )
-        job = slurm_commands.submit(file, self._job_name)
-        for index, trial in enumerate(trials):
-            self._add(_Task(trial, f"{job}_{index}", _log(names, index)))
+            names.with_suffix(".sh").write_text(text)
+
+        return Array(trials, names, write_script)
 
     def _add(self, task: _Task) -> None:
         self._tasks[task.trial.name] = task
@@ -171,18 +184,13 @@ class SlurmEngine:
     def wait(self, seconds: float) -> Sequence[Ended]:
         deadline = time.monotonic() + seconds
         while True:
-            ended = self._withdrawn()
-            self._submit_held_back()
+            self._send()
+            ended, self._refused = self._refused, []
             ended = ended or self._finished() or self._vanished()
             left = deadline - time.monotonic()
             if ended or left <= 0:
                 return ended
             time.sleep(min(left, _TICK_SECONDS))
-
-    def _withdrawn(self) -> list[Ended]:
-        """Cancelled before Slurm took them."""
-        trials, self._held_back = (self._held_back, []) if self._is_cancelled else ([], self._held_back)
-        return [Ended(trial.name, {"state": "CANCELLED"}) for trial in trials]
 
     def _finished(self) -> list[Ended]:
         """Trials with a result. Files are looked at in turns: thousands at once would burden the file system."""
@@ -232,6 +240,11 @@ class SlurmEngine:
             if entry is None:
                 task.gone_since = task.gone_since or now
                 gone.append(task)
+                continue
+            task.gone_since = None  # requeued, and there again
+            if task.is_pending and task.avoids_until is not None and now > task.avoids_until:
+                task.avoids_until = None
+                slurm_commands.allow_all_nodes(task.task)
         return gone
 
     def _ending(self, task: _Task, known: Mapping[str, Accounted], now: float) -> dict[str, Any] | None:
@@ -252,9 +265,36 @@ class SlurmEngine:
         task = self._tasks.pop(name)
         return Ended(name, {"job": task.task, **evidence})
 
+    def withdraw(self) -> Sequence[str]:
+        """Pending tasks leave Slurm's queue; one that begins at this moment runs on, or says that it was cancelled."""
+        back = [trial.name for trial in self._take_back()]
+        pending = [task for task in self._tasks.values() if task.is_pending]
+        if not pending or time.monotonic() < self._next_withdrawal:
+            return back
+        self._next_withdrawal = time.monotonic() + _WITHDRAW_EVERY_SECONDS
+        slurm_commands.cancel((task.task for task in pending), only_pending=True)
+        queue = slurm_commands.queue(self._job_name)
+        if queue is None:
+            return back
+        there = {entry.task for entry in queue}
+        names = [task.trial.name for task in pending if task.task not in there]
+        unrun = [name for name in names if not has_begun(self._sweep, name)]
+        for name in unrun:
+            del self._tasks[name]
+        return back + unrun
+
     def cancel(self) -> None:
         self._is_cancelled = True
+        self._refused += [Ended(trial.name, {"state": "CANCELLED"}) for trial in self._take_back()]
         slurm_commands.cancel(task.task for task in self._tasks.values())
+
+    def _take_back(self) -> list[Trial]:
+        """What Slurm has not taken; an array it took without our hearing of it is cancelled."""
+        arrays = self._outbox.take_back()
+        unheard = {str(array.script) for array in arrays if array.tries}
+        arrived = (slurm_commands.queue(self._job_name) or ()) if unheard else ()
+        slurm_commands.cancel(entry.task for entry in arrived if entry.script in unheard)
+        return [trial for array in arrays for trial in array.trials]
 
     def close(self) -> None:
         """Nothing is held."""
@@ -263,10 +303,8 @@ class SlurmEngine:
         if self._silent_since is not None:
             return f"Slurm has not answered for {time.monotonic() - self._silent_since:.0f} s"
         pending = sum(task.is_pending for task in self._tasks.values())
-        held_back = (
-            f", {len(self._held_back)} held back: Slurm takes no more jobs of this user" if self._held_back else ""
-        )
-        return f"{len(self._tasks) - pending} running, {pending} queued{held_back}"
+        counted, held_back = f"{len(self._tasks) - pending} running, {pending} queued", self._outbox.state()
+        return f"{counted}, {held_back}" if held_back else counted
 
 
 def _evidence(task: _Task, found: Accounted | None) -> dict[str, Any]:

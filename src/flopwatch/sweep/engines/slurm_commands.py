@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,10 +19,36 @@ from flopwatch.sweep.engines.sacct import (
 
 _COMMAND_SECONDS = 60.0
 _JOBS_PER_CALL = 500
-_SUBMIT_ATTEMPTS = 6
 
-# Said while the controller restarts or is busy; everything else is an answer.
-_PASSING = ("unable to contact", "timed out", "temporarily", "connection refused", "try again")
+# Words of slurm_strerror and of sbatch that name what is wrong with the request. Everything else may pass.
+_BAD_REQUEST = (
+    "invalid partition",
+    "invalid account",
+    "invalid qos",
+    "invalid generic resource",
+    "invalid feature",
+    "invalid node name",
+    "invalid job array",
+    "invalid license",
+    "invalid wckey",
+    "invalid reservation",
+    "requested reservation is invalid",
+    "time limit is invalid",
+    "invalid --",
+    "invalid directive",
+    "invalid numeric value",
+    "invalid time limit",
+    "invalid trackable resource",
+    "unrecognized option",
+    "unknown option",
+    "node configuration is not available",
+    "node count specification invalid",
+    "more processors requested than permitted",
+    "memory specification can not be satisfied",
+    "memory required by task is not available",
+    "not permitted to use this partition",
+    "permission denied",
+)
 
 # The user has as many jobs as the site allows: AssocMaxSubmitJobLimit, QOSMaxSubmitJobPerUserLimit, "job submit limit".
 _FULL = ("maxsubmitjob", "job submit limit")
@@ -31,6 +56,14 @@ _FULL = ("maxsubmitjob", "job submit limit")
 
 class QueueFullError(Exception):
     """Slurm takes no more jobs of this user for now."""
+
+
+class RefusedError(Exception):
+    """Slurm names what is wrong with the request; the message is its words."""
+
+
+class NotNowError(Exception):
+    """Slurm does not answer, or says something that may pass; the message is its words."""
 
 
 def need_commands() -> None:
@@ -64,35 +97,58 @@ def accounted(tasks: Iterable[str]) -> dict[str, Accounted]:
     return {task: found[task] for task in wanted & set(found)}
 
 
-def submit(script: Path, job_name: str) -> str:
-    """Submit and return the array's job number. A submission that timed out may have arrived: it is looked for.
+def submit(script: Path, job_name: str, *, may_have_arrived: bool) -> str:
+    """Submit and return the array's job number.
+
+    Args:
+        script: What to submit; its path is how it is found again.
+        job_name: Of the arrays of this sweep.
+        may_have_arrived: It was offered before and no answer came: it is looked for first, so as not to run twice.
 
     Raises:
         QueueFullError: The user has as many jobs as the site allows.
-        InputError: Slurm refuses.
+        RefusedError: The request is bad.
+        NotNowError: Anything else.
     """
-    refusal = ""
-    for attempt in range(_SUBMIT_ATTEMPTS):
-        if attempt:
-            time.sleep(2.0**attempt)
-            arrived = [entry for entry in queue(job_name) or () if entry.script == str(script)]
-            if arrived:
-                return arrived[0].task.partition("_")[0]
-        answer = _ask("sbatch", "--parsable", str(script))
-        if answer is not None and not answer.returncode:
-            return answer.stdout.strip().partition(";")[0]
-        refusal = "no answer" if answer is None else answer.stderr.strip()
-        if any(text in refusal.lower() for text in _FULL):
-            raise QueueFullError(refusal)
-        if answer is not None and not any(text in refusal.lower() for text in _PASSING):
-            break
-    raise InputError(f"sbatch refused {script}: {refusal}; mend the engine's settings and start the sweep again")
+    if may_have_arrived:
+        there = queue(job_name)
+        if there is None:
+            raise NotNowError("squeue does not answer")
+        if arrived := [entry for entry in there if entry.script == str(script)]:
+            return arrived[0].task.partition("_")[0]
+    answer = _ask("sbatch", "--parsable", str(script))
+    if answer is None:
+        raise NotNowError("sbatch does not answer")
+    number = answer.stdout.strip().partition(";")[0]
+    if not answer.returncode and number.isdigit():
+        return number
+    raise submission_error(answer.stderr.strip() or answer.stdout.strip() or f"exit code {answer.returncode}")
 
 
-def cancel(tasks: Iterable[str]) -> None:
+def submission_error(words: str) -> Exception:
+    """What sbatch's words mean.
+
+    >>> type(submission_error("sbatch: error: Slurm controller in standby mode")).__name__
+    'NotNowError'
+    """
+    text, line = words.lower(), " ".join(words.split())
+    # First the limits: "job violates accounting/QOS policy (job submit limit, user's size and/or time limits)".
+    if any(part in text for part in _FULL):
+        return QueueFullError(line)
+    return RefusedError(line) if any(part in text for part in _BAD_REQUEST) else NotNowError(line)
+
+
+def cancel(tasks: Iterable[str], *, only_pending: bool = False) -> None:
+    """End the whole arrays of these tasks, or what of them has not begun."""
     jobs = job_list(tasks)
+    which = ("--state=PENDING",) if only_pending else ()
     for start in range(0, len(jobs), _JOBS_PER_CALL):
-        _ask("scancel", *jobs[start : start + _JOBS_PER_CALL])
+        _ask("scancel", *which, *jobs[start : start + _JOBS_PER_CALL])
+
+
+def allow_all_nodes(task: str) -> None:
+    """Let a waiting task run on the nodes it was kept from."""
+    _ask("scontrol", "update", f"jobid={task}", "excnodelist=")
 
 
 def _ask(*command: str) -> "subprocess.CompletedProcess[str] | None":

@@ -63,8 +63,10 @@ def script(
     parallelism: int | None,
     partition: str | None,
     extra: Mapping[str, object],
+    avoid: Sequence[str] = (),
 ) -> str:
     """The whole script. Task i runs the command for the name in line i + 1 of the names file, in place of the shell."""
+    wanted = {key.replace("_", "-"): value for key, value in extra.items()}
     options: dict[str, object] = {
         "job-name": job_name,
         "array": f"0-{tasks - 1}" + (f"%{parallelism}" if parallelism else ""),
@@ -77,10 +79,14 @@ def script(
         "gres": f"gpu:{request.gpus}" if request.gpus else None,
         "mem": None if request.memory_megabytes is None else f"{request.memory_megabytes}M",
         "time": request.minutes,
-        # What Slurm runs again by itself would run twice.
-        "no-requeue": True,
-        **{key.replace("_", "-"): value for key, value in extra.items()},
+        "exclude": ",".join(avoid) or None,
+        # After preemption or the death of its node Slurm runs the job again; see flopwatch.sweep.requeued.
+        "requeue": True,
+        "open-mode": "append",
+        **wanted,
     }
+    if wanted.get("no-requeue"):
+        del options["requeue"]
     return "\n".join(
         [
             "#!/bin/sh",

@@ -1,18 +1,21 @@
-"""What the built-in trainers can be told, and the optimizer they share."""
+"""What the built-in trainers can be told, and the optimizer they share. Loads torch only where a model is there."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from math import isfinite
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.sweep.trainers.protocol import TrainerSettings
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from flopwatch.sweep.trainers.protocol import TrainerSettings
+
+_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,9 @@ def read_options(options: Mapping[str, Any]) -> TrainerOptions:
     known = [field.name for field in fields(TrainerOptions)]
     for name, value in options.items():
         if name not in known:
-            raise InputError(f"the built-in trainers have no option {name!r}; they have {', '.join(known)}")
+            raise InputError(
+                f"the built-in trainers have no option {name!r}; they have {', '.join(known)}{_meant(name, known)}"
+            )
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
             raise InputError(f"option {name} is a number of at least 0, got {value!r}")
     if options.get("max_grad_norm") == 0:
@@ -47,22 +52,31 @@ def read_options(options: Mapping[str, Any]) -> TrainerOptions:
     return TrainerOptions(**options)
 
 
-def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def _meant(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
+
+
+def make_optimizer(model: "nn.Module", lr: float) -> "torch.optim.Optimizer":
     """AdamW for every trainer: what transformers are trained with.
 
     Its two states per parameter belong in the memory figure, and the same optimizer everywhere leaves the trainers'
     own cost as the only difference between them.
     """
+    import torch
+
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise UnsupportedError(f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one")
     return torch.optim.AdamW(trainable, lr=lr)
 
 
-def autocast(settings: TrainerSettings) -> AbstractContextManager[Any]:
+def autocast(settings: "TrainerSettings") -> AbstractContextManager[Any]:
     """What the forward pass runs in."""
     if settings.dtype == "fp32":
         return nullcontext()
     if settings.dtype not in _AUTOCAST:
         raise InputError(f"dtype is fp32, bf16 or fp16, got {settings.dtype!r}")
-    return torch.autocast(settings.device.type, dtype=_AUTOCAST[settings.dtype])
+    import torch
+
+    return torch.autocast(settings.device.type, dtype=getattr(torch, _AUTOCAST[settings.dtype]))

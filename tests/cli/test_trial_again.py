@@ -1,0 +1,86 @@
+"""The command printed for a failed trial works from anywhere, and never makes things worse."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from flopwatch.trial_files import read_results
+
+pytestmark = pytest.mark.slow
+
+FLOPWATCH = [sys.executable, "-m", "flopwatch"]
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path, monkeypatch):
+    for name in ("started", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "started")
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+
+
+def run(*words):
+    done = subprocess.run([*FLOPWATCH, *words], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_printed_command_works_from_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "started" / "job.sh").write_text("test -e mended && pwd")
+    words = ("sweep", "--command", "sh job.sh", "batch_size=1", "seq_len=8", "-o", "s")
+    assert run(*words)[0] == 1
+    (result,) = read_results(tmp_path / "started" / "s").values()
+    (tmp_path / "started" / "mended").touch()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run(*shlex.split(result.command)[1:])[0] == 0
+    assert (tmp_path / "started/s/logs/Command_bs1_seq8.log").read_text() == f"{tmp_path / 'started'}\n"
+    monkeypatch.chdir(tmp_path / "started")
+    code, text = run(*words)
+    assert (code, "1 of 1 trials are done already" in text) == (0, True), "the sweep knows the new result as its own"
+
+
+def test_a_good_result_stands_when_the_next_attempt_fails(tmp_path):
+    words = ("sweep", "--command", "echo first; test ! -e broken", "batch_size=1", "seq_len=8", "-o", "s")
+    assert run(*words)[0] == 0
+    sweep = tmp_path / "started" / "s"
+    before = json.loads((sweep / "trials/Command_bs1_seq8/result.json").read_text())
+    (tmp_path / "started" / "broken").touch()
+    code, text = run("trial", "--spec", str(sweep / "trials/Command_bs1_seq8/spec.json"))
+    assert code == 1
+    assert "error (left with exit code 1)" in text
+    assert "The earlier result (ok) stands" in text
+    assert json.loads((sweep / "trials/Command_bs1_seq8/result.json").read_text()) == before
+    assert (sweep / "logs/Command_bs1_seq8.log").read_text() == "first\n"
+    assert [result.outcome for result in read_results(sweep).values()] == ["ok"]
+    assert json.loads((sweep / "earlier/Command_bs1_seq8.2/result.json").read_text())["outcome"] == "error"
+    assert run(*words)[0] == 0
+
+
+def test_a_trial_that_runs_on_another_host_does_not_carry_this_ones_devices(tmp_path):
+    assert run("sweep", "--command", "true", "batch_size=1", "seq_len=8", "-o", "s")[0] == 0
+    sweep = tmp_path / "started" / "s"
+    assert "cpu" not in json.loads((sweep / "trials/Command_bs1_seq8/spec.json").read_text())["environment"]
+    (result,) = read_results(sweep).values()
+    assert result.environment["cpu"], "the supervisor says where it ran"
+
+
+def test_more_memory_for_those_that_were_out_of_it(tmp_path):
+    command = """python3 -c "x = bytearray({batch_size} * 100 * 2**20)" """
+    words = ("sweep", "--command", command, "batch_size=1,4", "seq_len=8", "-o", "s", "--memory")
+    sweep = tmp_path / "started" / "s"
+    run(*words, "250MiB")
+    first = read_results(sweep)
+    assert first["Command_bs1_seq8"].outcome == "ok"
+    assert first["Command_bs4_seq8"].outcome != "ok"
+    if first["Command_bs4_seq8"].outcome not in ("oom_host", "oom_device"):
+        pytest.skip("this host cannot tell an end for memory")
+    code, text = run(*words, "800MiB")
+    assert (code, "--only oom" in text) == (2, True)
+    assert run(*words, "800MiB", "--only", "oom")[0] == 0
+    second = read_results(sweep)
+    assert second["Command_bs4_seq8"].outcome == "ok"
+    assert second["Command_bs1_seq8"] == first["Command_bs1_seq8"], "what fitted stands"
+    assert run(*words, "800MiB")[0] == 0
+    assert read_results(sweep) == second, "and nothing is run again"

@@ -1,0 +1,162 @@
+"""A name that cannot be is told before anything runs, with what to write instead."""
+
+import subprocess
+import sys
+import time
+from datetime import date
+
+import pytest
+
+from flopwatch.errors import InputError
+from flopwatch.sweep.asked_names import check_names
+from flopwatch.sweep.matrix import expand, layered, read_matrix
+from flopwatch.sweep.names import trial_names
+from flopwatch.sweep.overrides import parse_overrides
+from flopwatch.trial_records import TrialSpec
+
+OWN_TRAINER = """
+class Plain: ...
+try:
+    from elsewhere import Fast
+except ImportError:
+    Fast = Plain
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+    (tmp_path / "mine.py").write_text(OWN_TRAINER)
+    (tmp_path / "star.py").write_text("from mine import *\n")
+    (tmp_path / "broken.py").write_text("class Plain\n")
+
+
+def checked(settings):
+    specs = expand(read_matrix(None, settings))
+    check_names(specs)
+    return specs
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"trainers": "nosuch:Class"}, "there is no module 'nosuch'"),
+        ({"trainers": "mine:Plan"}, "defines no 'Plan'; did you mean 'Plain'?"),
+        ({"trainers": "broken:Plain"}, "broken.py, line 1"),
+        ({"models": "mine:nope"}, "defines no 'nope'"),
+        ({"models": "torch.nnn:Linear"}, "there is no module 'torch.nnn'"),
+        ({"dtypes": "fp8"}, "there is no dtype 'fp8'"),
+        ({"device": "tpu9"}, "there is no device 'tpu9'"),
+        ({"options": {"lrr": 1}}, "Did you mean 'lr'?"),
+        ({"exclude": [""]}, "would leave out everything"),
+        ({"exclude": ["options.typo=1"]}, "`exclude` names 'options.typo', which no trial has"),
+        ({"exclude": ["trainer=ghst"]}, "did you mean 'ghost'?"),
+        ({"trainers": [{"command": "run {bacth_size}"}]}, "did you mean {batch_size}?"),
+        ({"batchsize": 4}, "there is no setting 'batchsize'"),
+        ({"limits": {"memroy": "4GiB"}}, "did you mean 'memory'?"),
+        ({"options": {"start": date(2026, 1, 1)}}, "option start is a date (2026-01-01)"),
+        ({"batch_size": 1, "batch_sizes": [2]}, "batch_size and batch_sizes are the same setting"),
+    ],
+)
+def test_a_wrong_name_is_told(settings, told):
+    with pytest.raises(InputError) as caught:
+        checked(settings)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"trainers": "mine:Plain"},
+        {"trainers": "mine:Fast"},
+        {"trainers": "star:Whatever"},  # only its import would tell
+        {"models": "torch.nn:Linear"},
+        {
+            "trainers": [{"command": "awk '{print}' ${batch} {batch_size} {rank}"}],
+            "options": {"rank": 3},
+            "dtype": "fp8",
+        },
+        {"device": "cuda:1"},
+        {"trainers": "standard,ghost", "exclude": ["trainer=dp-ghost"]},
+    ],
+)
+def test_a_right_name_is_taken(settings):
+    assert checked(settings)
+
+
+def test_a_trainer_is_excluded_by_any_of_its_names():
+    specs = checked({"trainers": "standard,ghost", "exclude": ["trainer=dp-ghost"]})
+    assert {spec.trainer for spec in specs} == {"standard"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["options=3", "options.lr=0.1"], "'options.lr=0.1' sets a part of 'options'"),
+        (["options.lr=0.1", "options=3"], "'options=3' sets the whole of 'options'"),
+        (["options.=3"], "a name is missing"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(words, told):
+    with pytest.raises(InputError, match=told.replace(".", r"\.")):
+        parse_overrides(words)
+
+
+def test_a_date_that_is_none_is_text():
+    assert parse_overrides(["options.day=2026-13-45"]) == {"options": {"day": "2026-13-45"}}
+
+
+def test_any_name_of_a_setting_goes_over_any_other(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text("batch_sizes: [4, 8]\nseq_len: 16\nmodel: tiny\n")
+    specs = expand(read_matrix(file, layered({"batch_size": 2}, {"seq_lens": [64]})))
+    assert [(spec.batch_size, spec.seq_len, spec.model) for spec in specs] == [(2, 64, "tiny")]
+
+
+def test_20_000_colliding_names_are_different_and_take_no_quadratic_time():
+    specs = [TrialSpec("command", "x", 1, 8, label="Command", steps=steps) for steps in range(1, 20_001)]
+    seconds = {}
+    for count in (4_000, 20_000):
+        began = time.perf_counter()
+        assert len(set(trial_names(specs[:count]))) == count
+        seconds[count] = time.perf_counter() - began
+    assert seconds[20_000] < 12 * seconds[4_000], "25 times where it is quadratic"
+
+
+def flopwatch(*words):
+    done = subprocess.run([sys.executable, "-m", "flopwatch", *words], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--engine", "k8s"], "there is no engine 'k8s'"),
+        (["--jobs", "4000"], "every trial needs a core of its own"),
+        (["--gpus", "77"], "is the device of that number"),
+        (["--trainers", "nosuch:Class"], "there is no module 'nosuch'"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(tmp_path, words, told):
+    code, text = flopwatch("sweep", *words, "--dry-run")
+    assert (code, told in text, "Traceback" in text) == (2, True, False), text
+
+
+@pytest.mark.slow
+def test_a_slot_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", "/proc/nowhere")
+    code, text = flopwatch("sweep", "--command", "true", "batch_size=1", "seq_len=8")
+    assert code == 2
+    assert "name another folder with FLOPWATCH_SLOT_DIR" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_what_only_the_preflight_can_see_stops_the_sweep_before_anything_runs(tmp_path):
+    (tmp_path / "star.py").write_text("from mine import *\n")
+    code, text = flopwatch("sweep", "--trainers", "standard,star:Whatever", "--quick")
+    assert code == 2
+    assert "nothing was run: star:Whatever on tiny: cannot load the trainer" in text
+    assert not list((tmp_path / "flopwatch-quick").glob("trials/*"))

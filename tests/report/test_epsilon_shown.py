@@ -1,0 +1,74 @@
+"""Epsilon in the report: with what it is for, in every form, and told where nobody asked."""
+
+import io
+import json
+from dataclasses import replace
+
+from rich.console import Console
+
+from flopwatch.report.as_json import report_json
+from flopwatch.report.markdown import report_markdown
+from flopwatch.report.page import report_page
+from flopwatch.report.privacy import epsilon_text
+from flopwatch.report.terminal import draw_report
+from flopwatch.trial_records import PrivacySpent
+from report.few_results import ended, ran, summary_of
+
+SPENT = PrivacySpent(1.83831, 1e-5, 0.8, 0.01, 25_000, "prv")
+
+
+def spending(trainer, batch, spent, **more):
+    result = ran(trainer, batch, 32, **more)
+    return replace(result, measured=replace(result.measured, privacy=spent))
+
+
+def texts(summary):
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(draw_report(summary, width=120))
+    return {"terminal": console.export_text(), "markdown": report_markdown(summary), "page": report_page(summary)}
+
+
+def test_trainers_that_spend_the_same_stand_in_one_row_with_all_that_epsilon_is_for():
+    summary = summary_of(
+        ran("standard", 8, 32),
+        spending("ghost", 8, SPENT),
+        spending("fast", 8, SPENT),
+        spending("fast", 16, replace(SPENT, sample_rate=0.02, epsilon=2.5, note="a warning of Opacus's")),
+    )
+    first, second = summary.groups[0].privacy_spent
+
+    assert (first.batch_size, first.trainers, second.trainers) == (8, ("ghost", "fast"), ("fast",))
+    for form, text in texts(summary).items():
+        words = " ".join(text.replace("\\", "").split())
+        for part in ("1.839", "25,000", "1e-05", "0.01", "prv", "ghost, fast", "Batch 16: a warning", "Poisson"):
+            assert part in words, (form, part)
+
+
+def test_where_nobody_asked_the_report_says_so():
+    asked_nothing = texts(summary_of(ran("ghost", 8, 32)))
+    not_private = texts(summary_of(ran("standard", 8, 32)))
+
+    assert all("Epsilon was not asked for" in " ".join(text.split()) for text in asked_nothing.values())
+    assert not any("Epsilon" in text for text in not_private.values())
+
+
+def test_json_has_epsilon_unrounded_for_each_trial_and_each_group():
+    summary = summary_of(spending("ghost", 8, SPENT), ended("dpsgd", 8, 32, "oom_host"))
+    content = json.loads(report_json(summary))
+
+    assert content["groups"][0]["privacy_spent"][0]["spent"]["epsilon"] == 1.83831
+    assert [row["epsilon"] for row in content["trials"]] == [1.83831, None]
+
+
+def test_an_epsilon_that_is_not_known_is_a_dash_and_its_reason():
+    text = texts(summary_of(spending("ghost", 8, replace(SPENT, epsilon=None, note="no epsilon holds"))))["terminal"]
+
+    assert "Batch 8: no epsilon holds." in text
+    assert "–" in text
+
+
+def test_a_bound_is_never_rounded_down():
+    assert epsilon_text(1.0001) == "1.001"
+    assert epsilon_text(0.123400001) == "0.1235"
+    assert epsilon_text(123456.0) == "1.235e+05"
+    assert epsilon_text(2.5) == "2.5"

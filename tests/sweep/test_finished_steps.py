@@ -1,0 +1,85 @@
+"""A trial that finished its steps keeps what it measured, whatever flopwatch's own phases after them do."""
+
+import pytest
+
+from flopwatch.report.capture import capture_sweep
+from flopwatch.report.summarise import summarise
+from flopwatch.sweep.engines.local import LocalEngine
+from flopwatch.sweep.inference import proves_too_large
+from flopwatch.trial_records import Limits, TrialSpec
+from sweeping import TESTS, left_behind, run_sweep
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def findable_trainers(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+
+
+@pytest.fixture
+def trial(monkeypatch):
+    """A trial that fails in this way in this phase."""
+
+    def make(phase, way, limits=None):
+        monkeypatch.setenv("LATE_FAILURE", f"{phase} {way}")
+        return spec_with(limits or Limits(120.0, None))
+
+    return make
+
+
+def spec_with(limits):
+    return TrialSpec(
+        "late_failures:Late", "tiny", 2, 16, device="cpu", steps=STEPS, warmup_steps=1,
+        threads=1, limits=limits,
+    )  # fmt: skip
+
+
+def check(folder, spec, missing):
+    """It is ok with its measurements, and the record and the report say what is missing."""
+    (result,) = run_sweep(folder, [spec], LocalEngine()).values()
+    assert result.outcome == "ok", (result.reason, result.log_tail)
+    assert result.measured.steps.count == STEPS
+    assert result.measured.tokens_per_s > 0
+    assert result.measured.memory.host_bytes > 50 * MIB
+    assert set(result.measured.not_measured) == set(missing), result.measured.not_measured
+    assert not proves_too_large(result)
+    summary = summarise(capture_sweep(folder))
+    assert summary.totals.by_outcome == {"ok": 1}
+    told = " ".join(summary.warnings)
+    assert all(f"{phase} not measured" in told for phase in missing)
+    assert left_behind(folder) == []
+    return result
+
+
+@pytest.mark.parametrize(
+    ("phase", "missing"),
+    [("memory", ("memory", "flops", "trace")), ("flops", ("flops", "trace")), ("trace", ("trace",))],
+)
+def test_killed_in_a_later_phase(trial, tmp_path, phase, missing):
+    result = check(tmp_path / "s", trial(phase, "kill"), missing)
+    assert result.phase == phase
+    assert "SIGKILL" in result.reason
+    assert result.evidence["signal"] == "SIGKILL"
+
+
+@pytest.mark.parametrize("way", ["raise", "memory"])
+def test_what_each_later_phase_raises_costs_only_that_phase(trial, tmp_path, way):
+    result = check(tmp_path / "s", trial("all", way), ("memory", "trace"))
+    # A trainer whose executed FLOPs cannot be counted has a note of its own; the model's are counted.
+    assert result.measured.cost.model_flops > 0
+    assert result.measured.cost.mfu > 0
+
+
+def test_hung_in_a_later_phase(trial, tmp_path):
+    result = check(tmp_path / "s", trial("flops", "hang", Limits(None, 20.0)), ("flops", "trace"))
+    assert "nothing moved" in result.reason
+
+
+def test_out_of_memory_in_a_later_phase(trial, tmp_path):
+    result = check(tmp_path / "s", trial("trace", "eat", Limits(120.0, None, 900 * MIB)), ("trace",))
+    assert result.measured.memory.host_bytes < 600 * MIB

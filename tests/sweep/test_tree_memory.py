@@ -1,0 +1,119 @@
+"""Host memory of a trial is that of its whole tree, each page once, and the same figure in record, fit and limit."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.fit import probe_of
+from flopwatch.sweep.folder import held_folder, prepare
+from flopwatch.sweep.memory_limit import limit_memory
+from flopwatch.sweep.supervisor import supervise
+from flopwatch.trial_files import read_result, trial_folder
+from flopwatch.trial_records import Limits, TrialSpec
+
+MIB = 2**20
+
+LOADERS = f"""
+import os, sys, time
+count, shared, own = (int(word) for word in sys.argv[1:4])
+held = bytearray(os.urandom(1)) * (shared * {MIB})
+for _ in range(count):
+    if not os.fork():
+        mine = b"x" * (own * {MIB})
+        time.sleep(600)
+time.sleep(float(sys.argv[4]))
+os._exit(0)
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    with held_folder(tmp_path / "sweep"):
+        (tmp_path / "loaders.py").write_text(LOADERS)
+        yield tmp_path / "sweep"
+
+
+def ready(sweep, words, name="one", limit=None):
+    command = f"exec {sys.executable} {sweep.parent / 'loaders.py'} {words}"
+    spec = TrialSpec("command", "tiny", 3, 7, command=command, limits=Limits(60.0, None, limit))
+    prepare(Trial(sweep, name, "key", spec))
+    return name
+
+
+def pss_bytes(mark):
+    """By the kernel, asked by this test: PSS of every process that carries the trial's mark."""
+    total = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as environ, open(f"/proc/{pid}/smaps_rollup") as rollup:
+                if mark.encode() in environ.read().split(b"\0"):
+                    total += next(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) * 1024
+        except (OSError, StopIteration):
+            continue
+    return total
+
+
+def start(sweep, name):
+    return subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), name])
+
+
+def result_of(sweep, name):
+    return read_result(trial_folder(sweep, name) / "result.json")
+
+
+def supervised(sweep, name):
+    child = os.fork()  # with what the test has patched, and without the test's own children below it
+    if not child:
+        try:
+            supervise(sweep, name)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return result_of(sweep, name)
+
+
+@pytest.fixture(params=["cgroup", "rlimit"])
+def kind(request, monkeypatch):
+    if request.param == "rlimit":
+        monkeypatch.setattr("flopwatch.sweep.memory_limit._places", list)
+    else:
+        probe = limit_memory(2**28, "probe")
+        probe.close()
+        if probe.kind != "cgroup":
+            pytest.skip("no cgroup may be made here")
+    return request.param
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="no smaps_rollup")
+def test_what_eight_loaders_share_counts_once(sweep):
+    name = ready(sweep, "8 500 5 3")
+    supervisor = start(sweep, name)
+    mark, truth = f"FLOPWATCH_TRIAL_DIR={trial_folder(sweep, name).resolve()}", 0
+    while supervisor.poll() is None:
+        truth = max(truth, pss_bytes(mark))
+        time.sleep(0.1)
+    result = result_of(sweep, name)
+    assert truth > 540 * MIB
+    assert result.measured.memory.peak_bytes == pytest.approx(truth, rel=0.05)
+
+
+def test_four_children_of_400_mib_are_over_a_limit_of_600(sweep, kind):
+    result = supervised(sweep, ready(sweep, "4 1 400 4", limit=600 * MIB))
+    assert result.outcome == "oom_host", result.reason
+    seen = result.evidence["memory_limit"]["life_bytes"]
+    assert seen > 600 * MIB or "the kernel killed" in result.reason
+
+
+def test_record_fit_and_limit_say_the_same(sweep, kind):
+    free = supervised(sweep, ready(sweep, "4 200 40 2.5"))
+    peak = free.measured.memory.peak_bytes
+    assert 360 * MIB < peak < 450 * MIB
+    above = supervised(sweep, ready(sweep, "4 200 40 2.5", name="above", limit=int(1.05 * peak)))
+    below = supervised(sweep, ready(sweep, "4 200 40 2.5", name="below", limit=int(0.95 * peak)))
+    assert (above.outcome, below.outcome) == ("ok", "oom_host"), (above.reason, below.reason)
+    assert above.measured.memory.peak_bytes == pytest.approx(peak, rel=0.05)
+    assert probe_of(above).peak_bytes == above.measured.memory.peak_bytes

@@ -1,0 +1,192 @@
+"""Trials that delete or damage their own files, and clocks that jump: told as what it is, and not run for ever."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from flopwatch.sweep.assemble import assemble
+from flopwatch.sweep.engines.local import LocalEngine
+from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.folder import held_folder, prepare
+from flopwatch.sweep.heartbeat import Progress, read_progress
+from flopwatch.trial_files import read_result, trial_folder
+from flopwatch.trial_records import Limits, TrialSpec
+from sweeping import Listener, run_sweep
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    with held_folder(tmp_path / "sweep"):
+        yield tmp_path / "sweep"
+
+
+def run(sweep, command, **changes):
+    """Under a supervisor in a process of its own, as engines do."""
+    spec = replace(TrialSpec("command", "tiny", 3, 7, command=command, limits=Limits(60.0, None)), **changes)
+    prepare(Trial(sweep, "one", "key", spec))
+    subprocess.run([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), "one"], check=True)
+    return read_result(trial_folder(sweep, "one") / "result.json")
+
+
+@pytest.mark.parametrize("command", ["rm -r {trial_dir}", "rm {trial_dir}/*", "rm -r {trial_dir}; mkdir {trial_dir}"])
+def test_a_trial_that_deletes_its_folder_is_told_so(sweep, command):
+    result = run(sweep, f"echo '{{\"samples_per_s\": 1}}' > {{trial_dir}}/metrics.json; {command}")
+    assert result.outcome == "error"
+    assert "it ran, and its folder was deleted while it did" in result.reason
+    assert "ran to its end" in result.reason
+    assert result.evidence["deleted_while_it_ran"] == ["its folder"]
+    assert json.loads((trial_folder(sweep, "one") / "spec.json").read_text())["name"] == "one"
+
+
+def test_a_trial_that_deletes_its_folder_and_is_killed_keeps_its_outcome(sweep):
+    result = run(sweep, "rm -r {trial_dir}; sleep 60", limits=Limits(0.5, None))
+    assert result.outcome == "timeout"
+    assert "its folder was deleted while it ran" in result.reason
+
+
+def test_a_trial_that_deletes_its_log_is_ok_and_told_so(sweep):
+    result = run(sweep, "rm {trial_dir}/../../logs/one.log")
+    assert (result.outcome, result.reason) == ("ok", "ran to its end; its log was deleted while it ran")
+
+
+def specs(*commands):
+    return [
+        TrialSpec("command", "none", batch + 1, 8, command=command, limits=Limits(60.0, None))
+        for batch, command in enumerate(commands)
+    ]
+
+
+@pytest.mark.parametrize("what", ["{trial_dir}", "$(realpath {trial_dir}/../..)"])
+def test_a_trial_that_deletes_its_folder_or_the_sweep_is_not_run_at_every_resume(tmp_path, monkeypatch, what):
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
+    matrix = specs("true", f"rm -rf {what}", "true")
+    run_sweep(tmp_path / "s", matrix[:1], LocalEngine())
+    run_sweep(tmp_path / "s", matrix, LocalEngine(), shuffle_seed=None)
+    again = Listener()
+    found = run_sweep(tmp_path / "s", matrix, LocalEngine(), listener=again)
+    assert again.begun == []
+    assert [found[f"command_bs{batch}_seq8"].outcome for batch in (1, 2, 3)] == ["ok", "error", "ok"]
+    whose = "its folder" if what == "{trial_dir}" else "the sweep's folder"
+    assert f"{whose} was deleted" in found["command_bs2_seq8"].reason
+    assert len(json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]) == 3
+
+
+@pytest.mark.parametrize("jump_seconds", [-7200.0, 266_400.0])
+def test_a_jump_of_the_systems_clock_does_not_change_how_long_a_trial_took(sweep, jump_seconds):
+    spec = TrialSpec("command", "tiny", 3, 7, command="sleep 0.3", limits=Limits(60.0, None))
+    prepare(Trial(sweep, "one", "key", spec))
+    # A clock that is set between the first time it is read and the next ones.
+    program = f"""
+import itertools, sys, time
+from pathlib import Path
+from flopwatch.sweep.supervisor import supervise
+real, calls = time.time, itertools.count()
+time.time = lambda: real() + (0 if next(calls) < 2 else {jump_seconds})
+supervise(Path(sys.argv[1]), "one")
+"""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", program, str(sweep)], check=True)
+    took = time.monotonic() - began
+    result = read_result(trial_folder(sweep, "one") / "result.json")
+    assert 0.3 <= result.seconds <= took
+    content = json.loads((trial_folder(sweep, "one") / "result.json").read_text())
+    assert 0.3 <= content["seconds"] <= took
+
+
+MEASURED = {"steps.jsonl": b'{"phase": "measure", "seconds": 1, "forward": 0.5, "backward": 0.25, "optimizer": 0.25}\n'}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"3",
+        b'{"measured": 3}',
+        b'{"measured": {"memory": {"rss_bytes": "x"}}}',
+        b'{"done": 1}',
+        b'{"measured": {"cost": {"peak": {}, "model_flops": 1}}, "more": 1}',
+        b"\xff",
+        b'{"measured": {"cost": {"model_flops": 1, "peak": {"flops_per_s": "x"}}}}',
+    ],
+)
+def test_a_measured_json_that_cannot_be_read_costs_only_itself(tmp_path, content):
+    (tmp_path / "measured.json").write_bytes(content)
+    (tmp_path / "steps.jsonl").write_bytes(MEASURED["steps.jsonl"])
+    measured, environment, is_done = assemble(tmp_path, TrialSpec("standard", "tiny", 2, 8), 5)
+    assert (measured.samples_per_s, measured.memory.rss_bytes, environment, is_done) == (2.0, 5, {}, False)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [b"{}", b"[]", b'{"phase": "measure"}', b'{"phase": "measure", "seconds": "x"}', b'{"phase": 3, "seconds": 1}',
+     b'{"phase": "measure", "seconds": 0, "forward": 0, "backward": 0, "optimizer": 0}',
+     b'{"phase": "measure", "seconds": NaN, "forward": 0, "backward": 0, "optimizer": 0}', b"\0\0", b"{" * 5000],
+)  # fmt: skip
+def test_a_damaged_step_is_left_out(tmp_path, row):
+    (tmp_path / "steps.jsonl").write_bytes(row + b"\n" + MEASURED["steps.jsonl"] + row)
+    measured, _, _ = assemble(tmp_path, TrialSpec("standard", "tiny", 2, 8), None)
+    assert (measured.steps.count, measured.phase_seconds["forward"]) == (1, 0.5)
+
+
+def test_numbers_of_a_command_that_no_float_holds_are_left_out(tmp_path):
+    (tmp_path / "metrics.json").write_text(json.dumps({"mfu": 10**400, "loss": -(10**350), "samples_per_s": 3}))
+    measured, _, _ = assemble(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), None)
+    assert (measured.extra, measured.samples_per_s) == ({"samples_per_s": 3.0}, 3.0)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"type": 3}', '{"type": "E", "message": "m", "outcome": "ok"}', "null"]
+)
+def test_an_exception_json_that_is_none_is_not_believed(sweep, content):
+    result = run(sweep, f"echo '{content}' > {{trial_dir}}/exception.json; exit 3")
+    assert (result.outcome, result.reason) == ("error", "left with exit code 3")
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "mkfifo {trial_dir}/metrics.json",
+        "mkdir {trial_dir}/measured.json {trial_dir}/heartbeat.json {trial_dir}/exception.json",
+        "ln -s metrics.json {trial_dir}/metrics.json",
+        "mkfifo {trial_dir}/training_log.jsonl {trial_dir}/heartbeat.json {trial_dir}/exception.json",
+        "printf '\\377\\000{{' > {trial_dir}/training_log.jsonl",
+        "echo '{\"record\": 3}' > {trial_dir}/training_log.jsonl",
+    ],
+)
+def test_whatever_a_command_leaves_in_its_folder_it_has_an_end(sweep, harm):
+    assert run(sweep, harm).outcome == "ok"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"phase": ["measure"], "step": 1}', b'{"phase": "measure", "step": "x"}', b"\xff"]
+)
+def test_a_heartbeat_that_cannot_be_read_is_none(tmp_path, content):
+    (tmp_path / "heartbeat.json").write_bytes(content)
+    assert read_progress(tmp_path) == Progress()
+
+
+def test_a_heartbeat_that_is_a_fifo_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "heartbeat.json")
+    assert read_progress(tmp_path) == Progress()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b'{"spec": 3}', b'{"format": 2}', b"\xff"])
+def test_a_supervisor_without_a_spec_it_can_read_says_so_and_runs_nothing(sweep, content):
+    prepare(Trial(sweep, "one", "key", TrialSpec("command", "tiny", 3, 7, command="true")))
+    file = trial_folder(sweep, "one") / "spec.json"
+    if content == b'{"format": 2}':
+        content = json.dumps({**json.loads(file.read_text()), "format": 2}).encode()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    words = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), "one"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "spec.json" in done.stderr
+    assert sorted(os.listdir(file.parent)) == ([] if content is None else ["spec.json"])
