@@ -55,6 +55,7 @@ campaign: install
 	$(BIN)/python benchmarks/sweep_scale.py --trials 10000
 	$(BIN)/python benchmarks/sweep_isolation.py --trials 1000
 	$(BIN)/python benchmarks/sweep_campaign.py
+	$(BIN)/python benchmarks/folder_corruptions.py --count 200
 	$(BIN)/python benchmarks/ranks_overhead.py
 	$(BIN)/python benchmarks/ranks_overhead.py --link
 	$(BIN)/python benchmarks/ranks_growth.py

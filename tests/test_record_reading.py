@@ -160,6 +160,11 @@ def test_nesting_that_could_not_be_written_again_is_told():
         TrialResult.from_json(content(evidence={"a": deep}))
 
 
+def test_an_epsilon_that_is_infinite_or_not_known_stands():
+    assert TrialResult.from_json(changed("measured.privacy.epsilon", None)).measured.privacy.epsilon is None
+    assert TrialResult.from_json(content()).measured.privacy.epsilon == float("inf")
+
+
 def test_half_a_surrogate_pair_is_made_writable():
     read = TrialResult.from_json(content(reason="a\ud800b", evidence={"\udfff": ["\ud800"]}))
     assert read.reason == "a?b"

@@ -85,7 +85,10 @@ def _joint(error: BrokenRecordError) -> str:
 
 
 def _field_reader(annotation: Any, field: "Field[Any]") -> Read:
-    return _any_float if field.metadata.get("may_be_infinite") else _reader(annotation)
+    if not field.metadata.get("may_be_infinite"):
+        return _reader(annotation)
+    is_optional = type(None) in get_args(annotation)
+    return lambda value: None if value is None and is_optional else _any_float(value)
 
 
 def _reader(annotation: Any) -> Read:

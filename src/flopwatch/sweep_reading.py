@@ -16,7 +16,9 @@ SWEEP = "sweep.json"
 RESULTS = "results.jsonl"
 PREFLIGHT = "preflight.json"
 RESULT = "result.json"
+RUNNERS = "runners"
 LOCK = "lock"
+"""Held by the runner before there was `runners`; tells the folder of a sweep."""
 
 _LATEST_UNIX_TIME = 1e11
 """Some thousand years ahead; what is beyond it is no time."""

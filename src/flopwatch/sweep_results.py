@@ -15,6 +15,7 @@ from flopwatch.sweep_reading import (
     LOCK,
     RESULT,
     RESULTS,
+    RUNNERS,
     SWEEP,
     NewerFormatError,
     TrialList,
@@ -77,7 +78,7 @@ def read_results(sweep: Path) -> dict[str, TrialResult]:
 
 def is_sweep_folder(sweep: Path) -> bool:
     """Whether a sweep wrote there; one that lost its lists still has its trials."""
-    return any(os.path.lexists(sweep / name) for name in (SWEEP, RESULTS, LOCK)) or any(
+    return any(os.path.lexists(sweep / name) for name in (SWEEP, RESULTS, RUNNERS, LOCK)) or any(
         os.path.lexists(sweep / "trials" / name / file)
         for name in _trial_folders(sweep)
         for file in (RESULT, "spec.json")
@@ -155,9 +156,10 @@ def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[s
     listed = found.results.get(name)
     is_known = (name, own.key, own.unix_time) in attempts
     is_better = listed is not None and listed.outcome in UNSETTLED and own.outcome not in UNSETTLED
-    if name not in found.newer and (listed is None or not is_known or is_better):
+    if listed is None or not is_known or is_better:
         found.results[name] = own
         found.unlisted.append(name)
+        found.newer.pop(name, None)
 
 
 def troubles(found: SweepResults) -> tuple[str, ...]:

@@ -262,6 +262,9 @@ class InProcessEngine:
         self._ended.clear()
         return ended
 
+    def end(self, names: Sequence[str]) -> None:
+        pass
+
     def withdraw(self) -> Sequence[str]:
         return ()
 

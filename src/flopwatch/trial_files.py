@@ -3,11 +3,11 @@
 DIR/
   sweep.json            the trials of the sweep, in the order they were asked for
   results.jsonl         one result per line, appended by the runner as trials end
-  lock                  held by the runner
+  runners/              who has run this sweep; the highest number holds it
   preflight.json        which trainer can train which model, and how
   report.html           ...
-  trials/NAME/          spec.json, started.json, heartbeat.json, steps.jsonl, measured.json, exception.json,
-                        result.json
+  trials/NAME/          spec.json, started.json, supervisor.json, heartbeat.json, steps.jsonl, measured.json,
+                        exception.json, result.json
   logs/NAME.log         everything the trial printed
   runs/NAME/            TensorBoard scalars and the Kineto trace
   earlier/NAME.1/       a trial that was run again: what lay in trials/NAME, and its log

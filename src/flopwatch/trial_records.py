@@ -359,6 +359,7 @@ class TrialResult:
         stacks: What all threads did when it was ended for want of progress.
         earlier_attempts: How attempts before this one ended, oldest first: `outcome`, `reason`, `host`, `unix_time`,
             `seconds`, `folder`; only those that were lost and tried again in the same run of the sweep.
+        attempt: The token of the attempt, as in `spec.json`: a late result of an earlier one is told apart by it.
     """
 
     name: str
@@ -378,6 +379,7 @@ class TrialResult:
     stacks: str = ""
     format: int = FORMAT
     earlier_attempts: tuple[Mapping[str, Any], ...] = ()
+    attempt: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -98,9 +98,9 @@ def test_input_that_makes_no_sense_is_explained(fit, arguments, said):
     assert said in errors
 
 
-def test_another_limit_in_the_same_folder_is_refused(fit):
-    fit("--memory", "200MiB", "--max-batch", "1")
-    status, _, errors = fit("--memory", "300MiB", "--max-batch", "1")
+def test_a_smaller_limit_in_the_same_folder_is_refused(fit):
+    fit("--memory", "300MiB", "--max-batch", "1")
+    status, _, errors = fit("--memory", "200MiB", "--max-batch", "1")
     assert status != 0
     assert "--output" in errors
 
@@ -146,3 +146,17 @@ def test_the_smaller_of_two_equally_fast_batches_is_named():
         "No limit found up to 64: a batch of 64 fits.",
         "Fastest: 32, 410.0 samples/s (64 is not measurably faster).",
     ]
+
+
+def test_a_batch_at_the_edge_of_the_limit_may_fail_another_time_and_that_is_said():
+    probes = [Probe(8, True, "ok", "", 990 << 20, 1000 << 20), Probe(9, False, "oom_host", capacity_bytes=1000 << 20)]
+    said = sentences(found_with(probes, largest=8, too_large=9), 4096)
+    assert said[1:] == ["At 99.0 % of the limit it may fail another time: the same trial differs by up to 3 %."]
+    far = [Probe(8, True, "ok", "", 900 << 20, 1000 << 20), probes[1]]
+    assert len(sentences(found_with(far, largest=8, too_large=9), 4096)) == 1
+
+
+def test_an_edge_that_was_seen_on_both_sides_is_told_as_such():
+    probes = [Probe(7, True, "ok"), Probe(8, False, "oom_host"), Probe(9, True, "ok")]
+    said = sentences(found_with(probes, largest=7, too_large=8), 4096)
+    assert said[1] == "The edge is not sharp: 9 ran as well, though 8 did not."

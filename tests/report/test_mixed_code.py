@@ -9,6 +9,7 @@ from flopwatch.report.denominators import peak_warnings
 from flopwatch.report.environments import mixed_warnings
 from flopwatch.sweep.assemble import assemble
 from flopwatch.sweep.environment import fingerprint
+from flopwatch.sweep.tree_memory import HostPeak
 from flopwatch.trial_records import TrialResult, TrialSpec
 
 
@@ -50,7 +51,7 @@ def test_an_edit_during_the_sweep_is_seen(tmp_path, monkeypatch):
 def test_a_reported_mfu_that_cannot_be_is_left_out_and_said(tmp_path, mfu, kept):
     (tmp_path / "metrics.json").write_text(json.dumps({"mfu": mfu, "samples_per_s": 3}))
     spec = TrialSpec("command", "tiny", 1, 8, command="true")
-    measured = assemble(tmp_path, spec, None)[0]
+    measured = assemble(tmp_path, spec, HostPeak()).measured
     assert measured.cost.mfu == kept
     assert measured.extra["mfu"] == mfu, "what it said is still there"
     assert measured.samples_per_s == 3

@@ -215,3 +215,10 @@ def test_loading_a_sweep_loads_neither_torch_nor_pandas(sweep):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_every_column_stands_in_the_documentation_in_its_order():
+    page = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text()
+    table = page[page.index("| columns, always in this order") :]
+    found = re.findall(r"`([a-z0-9_]+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
+    assert found[: len(report.COLUMNS)] == [column.name for column in report.COLUMNS]

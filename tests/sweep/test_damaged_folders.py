@@ -155,6 +155,7 @@ def test_a_trials_end_that_is_anothers_is_damaged(sweep):
 def test_a_trial_of_a_newer_format_is_told_and_left_alone(sweep, file):
     if file == "results.jsonl":
         write_lines(sweep, [{**line, "format": 2} if line["name"] == TWO else line for line in lines(sweep)])
+        own(sweep, TWO).unlink()
     else:
         write_lines(sweep, [line for line in lines(sweep) if line["name"] != TWO])
         own(sweep, TWO).write_text(json.dumps({**json.loads(own(sweep, TWO).read_text()), "format": 2}))

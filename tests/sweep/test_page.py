@@ -86,6 +86,17 @@ def test_the_pages_own_trainer_and_a_quick_sweep(place):
     assert (place / "report.html").exists()
 
 
+def test_the_pages_own_batch_is_swept_as_the_page_says(place):
+    (code,) = [text for text in blocks("python", PAGES[:1]) if "pictures.py" in text]
+    (place / "pictures.py").write_text(code)
+    (line,) = [line for line in commands() if "pictures:images" in line]
+    done = run(line, "steps=1", "warmup_steps=1", "--no-trace")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = read_results(place / "flopwatch-sweep").values()
+    assert [result.outcome for result in results] == ["ok", "ok"]
+    assert {result.measured.tokens_per_s for result in results} == {None}
+
+
 @pytest.mark.parametrize(
     "line", dict.fromkeys(line for line in commands() if line.startswith(("flopwatch trial", "flopwatch fit")))
 )

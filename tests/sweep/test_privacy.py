@@ -98,6 +98,14 @@ def test_without_noise_there_is_no_epsilon():
     assert found.note == "without noise no epsilon holds"
 
 
+def test_a_batch_larger_than_the_data_has_no_epsilon():
+    """`flopwatch fit` tries larger batches than the matrix named."""
+    found = privacy_spent({"dataset_size": 10, "steps": 5, "delta": 1e-5, "accountant": "rdp"}, 16, 1.0)
+
+    assert found.epsilon is None
+    assert found.note == "a batch of 16 is larger than the data set"
+
+
 def test_a_grid_of_gigabytes_is_not_made_and_the_bound_of_rdp_is_given_by_its_name():
     found = privacy_spent({"sample_rate": 0.1, "steps": 1000, "delta": 1e-5, "accountant": "prv"}, 4, 0.3)
 

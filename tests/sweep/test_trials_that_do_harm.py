@@ -14,6 +14,7 @@ from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.folder import held_folder, prepare
 from flopwatch.sweep.heartbeat import Progress, read_progress
+from flopwatch.sweep.tree_memory import HostPeak
 from flopwatch.trial_files import read_result, trial_folder
 from flopwatch.trial_records import Limits, TrialSpec
 from sweeping import Listener, run_sweep
@@ -118,8 +119,9 @@ MEASURED = {"steps.jsonl": b'{"phase": "measure", "seconds": 1, "forward": 0.5, 
 def test_a_measured_json_that_cannot_be_read_costs_only_itself(tmp_path, content):
     (tmp_path / "measured.json").write_bytes(content)
     (tmp_path / "steps.jsonl").write_bytes(MEASURED["steps.jsonl"])
-    measured, environment, is_done = assemble(tmp_path, TrialSpec("standard", "tiny", 2, 8), 5)
-    assert (measured.samples_per_s, measured.memory.rss_bytes, environment, is_done) == (2.0, 5, {}, False)
+    left = assemble(tmp_path, TrialSpec("standard", "tiny", 2, 8), HostPeak(5, "samples"))
+    assert (left.measured.samples_per_s, left.measured.memory.host_bytes) == (2.0, 5)
+    assert (left.environment, left.is_done) == ({}, False)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +132,13 @@ def test_a_measured_json_that_cannot_be_read_costs_only_itself(tmp_path, content
 )  # fmt: skip
 def test_a_damaged_step_is_left_out(tmp_path, row):
     (tmp_path / "steps.jsonl").write_bytes(row + b"\n" + MEASURED["steps.jsonl"] + row)
-    measured, _, _ = assemble(tmp_path, TrialSpec("standard", "tiny", 2, 8), None)
+    measured = assemble(tmp_path, TrialSpec("standard", "tiny", 2, 8), HostPeak()).measured
     assert (measured.steps.count, measured.phase_seconds["forward"]) == (1, 0.5)
 
 
 def test_numbers_of_a_command_that_no_float_holds_are_left_out(tmp_path):
     (tmp_path / "metrics.json").write_text(json.dumps({"mfu": 10**400, "loss": -(10**350), "samples_per_s": 3}))
-    measured, _, _ = assemble(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), None)
+    measured = assemble(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
     assert (measured.extra, measured.samples_per_s) == ({"samples_per_s": 3.0}, 3.0)
 
 

@@ -1,5 +1,6 @@
 """A fit on the screen: a line for each batch tried, then a table and what follows from it."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,9 @@ from flopwatch.sweep.heartbeat import read_progress
 from flopwatch.sweep.plan import folder_of
 from flopwatch.sweep.runner import Stop
 from flopwatch.trial_records import TrialResult
+
+_EDGE = 0.03
+"""How much the memory of the same trial differed from run to run (benchmarks/sweep_memory.py)."""
 
 
 class ProbeStatus:
@@ -63,7 +67,7 @@ def probe_line(probe: Probe) -> str:
     'batch 8: ok, 512 MiB, 102.3 samples/s'
     """
     if probe.fits is None:
-        return f"batch {probe.batch_size}: {probe.outcome}: {one_line(probe.reason, 1000)}"
+        return one_line(f"batch {probe.batch_size}: {probe.outcome}: {probe.reason}", 1000)
     parts = [f"batch {probe.batch_size}: {_outcome(probe)}"]
     if probe.fits and probe.peak_bytes is not None:
         parts.append(bytes_text(probe.peak_bytes))
@@ -106,6 +110,7 @@ def sentences(found: Found, max_batch: int) -> list[str]:
     if found.largest is None:
         return [*said, f"No batch fits: even 1 is out of memory{_limit(found)}."] if found.too_large == 1 else said
     said.append(_largest(found, max_batch))
+    said += _edge(found)
     if (fastest := _fastest(found)) is not None:
         said.append(fastest)
     return said
@@ -119,6 +124,23 @@ def _largest(found: Found, max_batch: int) -> str:
     if found.too_large is None:
         return f"No limit found up to {max_batch}: a batch of {found.largest} fits{barely}."
     return f"Largest batch that fits{barely}: {found.largest} ({found.too_large} does not{_limit(found, '; ')})."
+
+
+def _edge(found: Found) -> list[str]:
+    """The same trial twice differs a little in what it holds, so an edge is no line."""
+    lucky = [
+        probe.batch_size for probe in found.probes if probe.fits and probe.batch_size > (found.too_large or math.inf)
+    ]
+    if lucky:
+        return [f"The edge is not sharp: {max(lucky)} ran as well, though {found.too_large} did not."]
+    largest = next((probe for probe in found.probes if probe.batch_size == found.largest), None)
+    is_on_host = any(probe.outcome == "oom_host" for probe in found.probes)
+    if not is_on_host or largest is None or largest.peak_bytes is None or not largest.capacity_bytes:
+        return []
+    used = largest.peak_bytes / largest.capacity_bytes
+    if used < 1 - _EDGE:
+        return []
+    return [f"At {100 * used:.1f} % of the limit it may fail another time: the same trial differs by up to 3 %."]
 
 
 def _limit(found: Found, before: str = ": ") -> str:

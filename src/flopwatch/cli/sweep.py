@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from flopwatch.sweep.engines.protocol import Engine, Trial
     from flopwatch.sweep.matrix import Matrix
     from flopwatch.sweep.plan import Plan
+    from flopwatch.sweep.retries import RetryPolicy
+    from flopwatch.sweep.runner import Stop
 
 _QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1}
 
@@ -51,6 +53,18 @@ def sweep(
     gpus_per_trial: Annotated[float | None, typer.Option(help="A fraction shares one GPU.")] = None,
     only: Annotated[str | None, typer.Option(help="failed, oom or missing: run just those.")] = None,
     limit: Annotated[str | None, typer.Option(help="A slice of the matrix: 20, or 100:200.")] = None,
+    retries: Annotated[
+        int | None, typer.Option(help="How often a lost or preempted trial is tried again. Default: 2.")
+    ] = None,
+    retry_on: Annotated[
+        str | None, typer.Option(help="Try these again too: error,crash,timeout,hang. Default: none.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Start nothing new after this time, such as 8h or 90m; what runs is finished.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Run on in the background; see `flopwatch sweep attach DIR`.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the order trials run in.")] = 0,
     in_order: Annotated[bool, typer.Option("--in-order", help="Run in the order of the matrix.")] = False,
     quick: Annotated[
@@ -75,11 +89,18 @@ def sweep(
 ) -> None:
     """Measure every configuration of a matrix, each in its own process; run it again to resume.
 
-    Ctrl-C once finishes what runs, twice ends it.
+    Ctrl-C once withdraws what is queued and finishes what runs, twice ends it. `flopwatch sweep attach DIR` shows a
+    sweep that runs elsewhere, `flopwatch sweep stop DIR` is Ctrl-C for it.
     """
+    if words and words[0] in ("attach", "stop"):
+        from flopwatch.cli.sweep_attach import attach_or_stop
+
+        attach_or_stop(words)
+        return
     from flopwatch.cli.lasting_output import lasting_output
     from flopwatch.sweep.asked_names import check_names
     from flopwatch.sweep.matrix import expand
+    from flopwatch.sweep.retries import retry_policy
 
     flags: dict[str, Any] = {
         "trainers": _trainers(trainers, command),
@@ -92,6 +113,9 @@ def sweep(
         "exclude": exclude or None,
         "trace": False if no_trace else None,
         "limits": _limits(memory, timeout, no_progress),
+        "retries": retries,
+        "retry_on": retry_on,
+        "budget": budget,
     }
     matrix = _matrix(words or [], {key: value for key, value in flags.items() if value is not None}, quick=quick)
     specs = expand(matrix)
@@ -115,8 +139,26 @@ def sweep(
     from flopwatch.cli.sweep_tracking import refuse_missing_packages, tracked
 
     refuse_missing_packages(wandb, mlflow)
+    policy = retry_policy(matrix.retries, matrix.retry_on)
+    if detach:
+        from flopwatch.cli.sweep_detach import run_detached
+        from flopwatch.sweep.plan import make_plan
+
+        make_plan(output, specs, only=only, limit=limit, engine=engine)  # what is refused is told here, not in a log
+        run_detached(output)
+        return
     with lasting_output(), tracked(output, wandb, mlflow):
-        _run(output, specs, placed, only, limit, None if in_order else seed, with_preflight=not no_preflight)
+        _run(
+            output,
+            specs,
+            placed,
+            only,
+            limit,
+            None if in_order else seed,
+            with_preflight=not no_preflight,
+            retries=policy,
+            budget_seconds=matrix.budget,
+        )
 
 
 def _trainers(trainers: str | None, command: str | None) -> list[Any] | None:
@@ -163,14 +205,17 @@ def _run(
     shuffle_seed: int | None,
     *,
     with_preflight: bool,
+    retries: "RetryPolicy",
+    budget_seconds: float | None,
 ) -> None:
     from flopwatch.cli.sweep_live import watched
     from flopwatch.plain_text import one_line
     from flopwatch.sweep.folder import held_folder, write_trial_list
     from flopwatch.sweep.plan import make_plan, record_unlisted
     from flopwatch.sweep.runner import run_plan
+    from flopwatch.sweep.runner_file import noted_runner
 
-    with held_folder(output):
+    with held_folder(output), noted_runner(output) as noted:
         plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=shuffle_seed, engine=engine.name)
         for trouble in plan.troubles:
             typer.echo(one_line(f"warning: {trouble}", 1000), err=True)
@@ -178,8 +223,10 @@ def _run(
         write_trial_list(output, plan.trials, engine.name)
         refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)
         with watched(plan, output) as (observer, stop):
-            counts = run_plan(plan, engine, observer, stop, refuse) if plan.todo else {}
-    _say_what_next(output, plan, counts, was_stopped=stop.finish or stop.kill)
+            seen = noted.before(observer, stop)
+            limits: dict[str, Any] = {"retries": retries, "budget_seconds": budget_seconds}
+            counts = run_plan(plan, engine, seen, stop, refuse, **limits) if plan.todo else {}
+    _say_what_next(output, plan, counts, stop)
 
 
 def _preflight(output: Path, plan: "Plan") -> "Callable[[Trial], str | None]":
@@ -195,18 +242,19 @@ def _preflight(output: Path, plan: "Plan") -> "Callable[[Trial], str | None]":
     return lambda trial: why_not(trial.spec)
 
 
-def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], *, was_stopped: bool) -> None:
+def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], stop: "Stop") -> None:
     import shlex
 
     from flopwatch.cli.quantities import plural
     from flopwatch.plain_text import one_line
-    from flopwatch.sweep.exit_status import STOPPED, exit_status, failed_before, trials_left
+    from flopwatch.sweep.exit_status import OVER_BUDGET, STOPPED, exit_status, failed_before, trials_left
 
     typer.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")
     if before := failed_before(plan):
         typer.echo(f"{plural(before, 'trial')} failed in an earlier run; --only failed runs them again.")
-    status = exit_status(plan, counts, was_stopped=was_stopped)
-    if status == STOPPED:
-        typer.echo(f"{plural(trials_left(plan, counts), 'trial')} left; the same command goes on.")
+    status = exit_status(plan, counts, was_stopped=stop.finish or stop.kill, is_over_budget=stop.is_over_budget)
+    if status in (STOPPED, OVER_BUDGET):
+        why = "The budget is used up: " if status == OVER_BUDGET else ""
+        typer.echo(f"{why}{plural(trials_left(plan, counts), 'trial')} left; the same command goes on.")
     if status:
         raise typer.Exit(status)

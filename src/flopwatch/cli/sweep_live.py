@@ -1,6 +1,7 @@
 """What a person sees while a sweep runs: a live table on a terminal, a line per ended trial elsewhere."""
 
 import contextlib
+import re
 import signal
 import sys
 from collections import deque
@@ -51,15 +52,15 @@ def print_line(console: Console) -> Any:
 
 @contextlib.contextmanager
 def _interrupts(stop: Stop, say: Any) -> Iterator[None]:
-    """Ctrl-C once finishes what runs, twice ends it. A terminal that goes away ends nothing."""
+    """Ctrl-C once finishes what runs; twice, or SIGTERM, ends it. A terminal that goes away ends nothing."""
 
     def note(number: int, frame: object) -> None:
-        stop.finish, stop.kill = True, stop.finish
+        stop.finish, stop.kill = True, stop.finish or number == signal.SIGTERM
         if not sys.stdout.isatty():
             say("ending what runs" if stop.kill else "finishing what runs; Ctrl-C again ends it")
 
     # A terminal that is closed sends SIGHUP; a function and not SIG_IGN, which the trials' processes would inherit.
-    handlers = {signal.SIGINT: note, signal.SIGHUP: lambda number, frame: None}
+    handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: lambda number, frame: None}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -86,18 +87,32 @@ class PlainLines:
         name = one_line(result.name, _LONGEST_LINE)
         self._say(f"[{self._done:>{len(str(self._total))}}/{self._total}] {name} {_one_line(result)}")
 
+    def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
+        self._say(f"{one_line(lost.name, _LONGEST_LINE)} {_one_line(lost)}; trying again ({retry} of {most})")
+
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        """Silence while another sweep holds the slots would look like a hang."""
-        if not running and engine_state.startswith("waiting") and engine_state != self._waiting_for:
-            self._waiting_for = engine_state
-            self._say(one_line(engine_state, _LONGEST_LINE))
+        """Silence while another sweep holds the slots, or while Slurm takes no jobs, would look like a hang."""
+        is_stuck = "held back" in engine_state or "not answered" in engine_state
+        worth_telling = engine_state if is_stuck or (not running and engine_state.startswith("waiting")) else ""
+        without_numbers = re.sub(r"[0-9]+", "", worth_telling)
+        if worth_telling and without_numbers != self._waiting_for:
+            self._say(one_line(worth_telling, _LONGEST_LINE))
+        self._waiting_for = without_numbers or self._waiting_for
 
 
 class LiveTable:
     """Running trials with phase and step, the last that ended, counts by outcome, and the time left."""
 
-    def __init__(self, plan: Plan, output: Path, stop: Stop, clock: Clock = monotonic_seconds) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        output: Path,
+        stop: Stop,
+        clock: Clock = monotonic_seconds,
+        leave: str = "Ctrl-C again ends it",
+    ) -> None:
         self._plan, self._output, self._stop, self._clock = plan, output, stop, clock
+        self._leave, self._tried_again = leave, 0
         self._began = clock()
         self._since: dict[str, float] = {}
         self._running: Mapping[str, Trial] = {}
@@ -119,6 +134,10 @@ class LiveTable:
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         self._running, self._engine_state = dict(running), engine_state
+
+    def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
+        self._since.pop(lost.name, None)
+        self._tried_again += 1
 
     def drawn(self) -> Group | Text:
         """As `render`, and a sentence where that fails: it is called by a thread of rich, whose end would be ours."""
@@ -166,10 +185,13 @@ class LiveTable:
         if self._stop.kill:
             return Text("ending what runs", style="bold")
         if self._stop.finish:
-            return Text("finishing what runs; Ctrl-C again ends it", style="bold")
+            return Text(f"finishing what runs; {self._leave}", style="bold")
+        if self._stop.is_over_budget:
+            return Text("the budget is used up: finishing what runs", style="bold")
         left = self._seconds_left()
         parts = [
             one_line(self._engine_state, _LONGEST_LINE),
+            f"{self._tried_again} tried again" if self._tried_again else "",
             f"about {duration(left)} left" if left is not None else "",
         ]
         return Text("   ".join(part for part in parts if part), style="dim")

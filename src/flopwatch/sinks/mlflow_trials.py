@@ -56,17 +56,17 @@ class MlflowTrials:
         is_new = not run_id
         run_id = run_id or self._create(run)
         known[run.id] = (run_id, "")
+        milliseconds = int(1000 * (run.end_unix_seconds or 0))
+        self._client.set_terminated(run_id, _STATUS[run.state], milliseconds or None)
         # Params cannot be changed, and those of a trial with the same key are the same.
         params = [self._entities.Param(*param) for param in _params(run.config)] if is_new else []
-        for start in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(run_id, (), params[start : start + _MOST_PARAMS], ())
-        milliseconds = int(1000 * (run.end_unix_seconds or 0))
+        first = max(len(params) - _MOST_PARAMS, 0)
+        for start in range(0, first, _MOST_PARAMS):
+            self._client.log_batch(run_id, (), params[start : min(start + _MOST_PARAMS, first)], ())
         metrics = [self._entities.Metric(key, value, milliseconds, 0) for key, value in _metrics(run.figures)]
-        tags = [self._entities.RunTag(*tag) for tag in _tags(run)]
-        self._client.log_batch(run_id, metrics, (), tags)
-        self._client.set_terminated(run_id, _STATUS[run.state], milliseconds or None)
-        # Last: a run with this tag is whole.
-        self._client.set_tag(run_id, DIGEST_TAG, _digest(run))
+        # The digest goes with what is sent last: a run that has it is whole.
+        tags = [self._entities.RunTag(*tag) for tag in (*_tags(run), (DIGEST_TAG, _digest(run)))]
+        self._client.log_batch(run_id, metrics, params[first:], tags)
         known[run.id] = (run_id, _digest(run))
 
     def _find_experiment(self, name: str) -> str:

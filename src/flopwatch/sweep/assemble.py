@@ -3,9 +3,11 @@
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from flopwatch.plain_text import cut
 from flopwatch.record_reading import BrokenRecordError, read_record
 from flopwatch.sweep.heartbeat import Progress
 from flopwatch.sweep.step_statistics import median, step_times
@@ -22,6 +24,9 @@ _PHASES = ("forward", "backward", "optimizer")
 _LARGEST_NUMBER = 1e300
 _MOST_OF_PEAK = 1.05
 """A little above 1 for peaks that are a little wrong."""
+
+_MOST_NUMBERS = 500
+"""Of a command's `metrics.json`; every one of them stands in each list of results."""
 
 REPORTED = "reported by the command"
 
@@ -189,7 +194,7 @@ def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, A
         samples_per_s=numbers.get("samples_per_s", by_steps),
         tokens_per_s=numbers.get("tokens_per_s"),
         cost=StepCost(**shares, method=REPORTED, notes=notes) if shares or notes else None,
-        extra=numbers,
+        extra={cut(name, 200): value for name, value in islice(numbers.items(), _MOST_NUMBERS)},
     )
 
 

@@ -72,8 +72,13 @@ def classify(ending: Ending) -> tuple[Outcome, str]:
     """
     outcome, reason = _without_steps(ending)
     if outcome not in ("ok", "cancelled") and ending.has_finished_steps:
-        return "ok", f"its steps are measured; what came after them is not: {reason}"
+        return after_its_steps(reason)
     return outcome, reason
+
+
+def after_its_steps(reason: str) -> tuple[Outcome, str]:
+    """Of a trial that ended so when its steps were measured."""
+    return "ok", f"its steps are measured; what came after them is not: {reason}"
 
 
 def _without_steps(ending: Ending) -> tuple[Outcome, str]:

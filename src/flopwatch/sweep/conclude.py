@@ -2,23 +2,25 @@
 
 import os
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from flopwatch.file_reading import UnreadableError, opened_regular
+from flopwatch.plain_text import cut
 from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
 from flopwatch.sweep.assemble import EXCEPTION, assemble, cut_short
-from flopwatch.sweep.classify import Ending, OwnKill, classify, memory_hint, signal_name
+from flopwatch.sweep.classify import Ending, OwnKill, after_its_steps, classify, memory_hint, signal_name
 from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.heartbeat import Progress, read_progress
 from flopwatch.sweep.host_facts import host_facts
 from flopwatch.sweep.job_ending import job_evidence, of_job, with_first_cause
 from flopwatch.sweep.tree_memory import HostPeak
 from flopwatch.trial_files import log_file, read_json, trial_folder
-from flopwatch.trial_records import Outcome, TrialResult, TrialSpec
+from flopwatch.trial_records import OUT_OF_MEMORY, Outcome, TrialResult, TrialSpec
 
 _TAIL_BYTES = 6000
+_LONGEST_TEXT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,28 @@ def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen:
     )
 
 
+def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
+    """The same for a trial that was ended together with its supervisor, as Slurm does for memory or time: once its
+    steps were measured they count. One that was lost or cancelled runs again anyway.
+    """
+    if result.outcome not in (*OUT_OF_MEMORY, "timeout") or result.measured.not_measured:
+        return result
+    found = assemble(folder, result.spec, HostPeak())
+    if not found.has_all_steps:
+        return result
+    _, reason = after_its_steps(result.reason)
+    progress = read_progress(folder)
+    return replace(
+        result,
+        outcome="ok",
+        reason=reason,
+        phase=progress.phase,
+        step=progress.step,
+        measured=cut_short(found.measured, result.spec, progress, reason),
+        environment={**result.environment, **found.environment},
+    )
+
+
 def _read_exception(folder: Path) -> dict[str, Any] | None:
     content = read_json(folder / EXCEPTION)
     try:
@@ -116,7 +140,8 @@ def _read_exception(folder: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = clean_value(content)
     except BrokenRecordError:
         return None
-    return found
+    # The worker cuts its own; any other process of the trial may have written this file.
+    return {name: cut(value, _LONGEST_TEXT) if isinstance(value, str) else value for name, value in found.items()}
 
 
 def _evidence(ending: Ending, seen: Seen, outcome: Outcome) -> dict[str, Any]:

@@ -1,19 +1,22 @@
 """The sweep's folder on the runner's side: held by one runner, kept whole, nothing in it ever overwritten."""
 
 import contextlib
-import fcntl
 import os
+import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from flopwatch.errors import InputError
-from flopwatch.file_reading import UnreadableError, opened_regular, read_object
+from flopwatch.file_reading import read_object
 from flopwatch.sweep.attempts import free_name, put_aside
+from flopwatch.sweep.claims import PULSE, Watcher, withdraw
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.environment import fingerprint
+from flopwatch.sweep.holders import hold
 from flopwatch.sweep.supervisor import RESULT, SPEC, STARTED
-from flopwatch.sweep_reading import LOCK, read_trial_list
+from flopwatch.sweep_reading import LOCK, RUNNERS, read_result, read_trial_list
 from flopwatch.sweep_results import is_sweep_folder
 from flopwatch.trial_files import (
     PREFLIGHT,
@@ -27,27 +30,28 @@ from flopwatch.trial_files import (
 )
 from flopwatch.trial_records import FORMAT, TrialResult
 
-_FOLDERS = ("trials", "logs", "runs")
+_FOLDERS = ("trials", "logs", "runs", RUNNERS)
+_WATCHER = Watcher()
+"""What this process has seen of all supervisors: a reader's own clock is the one that counts."""
 
 
 @contextlib.contextmanager
-def held_folder(sweep: Path) -> Iterator[None]:
-    """Make the folder if need be and keep every other runner out of it."""
+def held_folder(sweep: Path, tell: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Make the folder if need be and keep every other runner out of it.
+
+    Args:
+        sweep: The folder.
+        tell: Is told in a line when it takes time to find out whether the last runner lives; None writes to stderr.
+    """
     _make_folders(sweep)
-    with (sweep / LOCK).open("a+", errors="replace") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            raise InputError(
-                f"another sweep is running in {sweep} ({lock.read().strip() or 'unknown process'}); "
-                "wait for it, or choose another folder with --output"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {os.uname().nodename}")
-        lock.flush()
+    with hold(sweep, tell or _say):
         _close_torn_line(sweep / RESULTS)
         yield
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"flopwatch: {line}\n".encode(errors="replace"))
 
 
 def _close_torn_line(file: Path) -> None:
@@ -67,8 +71,6 @@ def _make_folders(sweep: Path) -> None:
         _clear_the_way(sweep)
         for name in _FOLDERS:
             (sweep / name).mkdir(parents=True, exist_ok=True)
-        with (sweep / LOCK).open("a"):
-            pass
     except OSError as error:
         raise InputError(f"cannot write to {sweep}: {error.strerror}; choose another folder with --output") from None
 
@@ -111,8 +113,7 @@ def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
 def prepare(trial: Trial) -> None:
     """Make the trial's folder with its `spec.json`; what an earlier attempt left is moved aside."""
     folder = trial_folder(trial.sweep, trial.name)
-    if has_begun(trial.sweep, trial.name):
-        put_aside(trial.sweep, trial.name)
+    _make_room(trial)
     for file, is_right in (
         (log_file(trial.sweep, trial.name), Path.is_file),
         (run_folder(trial.sweep, trial.name), Path.is_dir),
@@ -128,10 +129,36 @@ def prepare(trial: Trial) -> None:
         "spec": trial.spec.to_json(),
         "environment": fingerprint(trial.spec, is_here=False),  # an engine may run it on another host
         "cwd": os.getcwd(),
+        "attempt": uuid.uuid4().hex,
         "retries": trial.retries,
         "earlier_attempts": list(trial.earlier_attempts),
     }
     write_json(folder / SPEC, content)
+
+
+def _make_room(trial: Trial) -> None:
+    """An attempt nobody has begun is withdrawn, so that a job still in some queue finds nothing to start.
+
+    Raises:
+        InputError: An earlier attempt still runs.
+    """
+    folder = trial_folder(trial.sweep, trial.name)
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if is_supervised(trial.sweep, trial.name):
+        raise InputError(f"{trial.name} still runs: {folder / STARTED} says where; nothing is run twice")
+    if folder.is_dir() and {file.name for file in folder.iterdir()} == {SPEC} and withdraw(folder):
+        _discard(trial.sweep, folder)
+    elif os.path.lexists(folder):
+        withdraw(folder)
+        put_aside(trial.sweep, trial.name)
+
+
+def _discard(sweep: Path, folder: Path) -> None:
+    """What was asked for and never began. Renamed first, so that it is there as a whole or not at all."""
+    (sweep / "earlier").mkdir(exist_ok=True)
+    gone = folder.rename(sweep / "earlier" / f".{folder.name}.{uuid.uuid4().hex}")
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def has_begun(sweep: Path, name: str) -> bool:
@@ -145,16 +172,27 @@ def has_begun(sweep: Path, name: str) -> bool:
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
-    """True while a supervisor of this trial lives on a host that shares this folder's locks."""
-    try:
-        with opened_regular(trial_folder(sweep, name) / STARTED) as claim:
-            try:
-                fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-    except (FileNotFoundError, UnreadableError):
-        return False
-    return False
+    """False once no supervisor of this trial lives; on another host that takes some time to be certain of."""
+    folder = trial_folder(sweep, name)
+    return _WATCHER.is_alive(folder / STARTED, folder / PULSE)
+
+
+def silent_seconds(sweep: Path, name: str) -> float:
+    """For how long this process has seen the supervisor's sign of life unchanged."""
+    return _WATCHER.silent_seconds(trial_folder(sweep, name) / PULSE)
+
+
+def own_result(sweep: Path, name: str) -> TrialResult | None:
+    """The end of the attempt in the trial's folder; None while it is not in sight, or when it is another attempt's."""
+    result = read_result(result_file(sweep, name))
+    attempt = attempt_of(sweep, name)
+    is_anothers = result is not None and result.attempt and attempt and result.attempt != attempt
+    return None if is_anothers else result
+
+
+def attempt_of(sweep: Path, name: str) -> str:
+    """The token of the attempt that was prepared last."""
+    return str(read_object(trial_folder(sweep, name) / SPEC).get("attempt", ""))
 
 
 def restore_lists(sweep: Path, trials: Sequence[Trial], kept: Iterable[TrialResult], engine: str) -> None:

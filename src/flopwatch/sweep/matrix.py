@@ -13,6 +13,7 @@ from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.plain_text import cut
 from flopwatch.sweep.conditions import ConditionText, check_conditions
+from flopwatch.sweep.durations import parse_seconds
 from flopwatch.sweep.names import check_label
 from flopwatch.sweep.privacy_settings import PrivacySettings, check_privacy_used
 from flopwatch.sweep.processes import ProcessPoint, check_processes, process_points
@@ -110,6 +111,9 @@ class Matrix(BaseModel):
     trace: bool = True
     limits: LimitSettings = LimitSettings()
     exclude: list[ConditionText] = []
+    retries: Annotated[int, Field(ge=0)] = 2
+    retry_on: Annotated[list[str], Several] = []
+    budget: Annotated[float | None, BeforeValidator(parse_seconds)] = None
 
 
 _ALIASES = {

@@ -99,6 +99,11 @@ def _make_group(folder: Path, limit_bytes: int) -> bool:
     return True
 
 
+def group_places() -> list[Path]:
+    """Where groups of trials may lie."""
+    return _places()
+
+
 def _places() -> list[Path]:
     """Where a group may be made: beside our own (version 2 forbids groups below one with processes), or below it."""
     return [place for own in own_groups() for place in ([own.parent, own] if own != _V2_ROOT else [own])]

@@ -36,6 +36,8 @@ def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier:
     rate, steps = training_plan(privacy, batch_size)
     accountant, target = privacy["accountant"], privacy.get("target_epsilon")
     asked = PrivacySpent(None, privacy["delta"], noise_multiplier, float(rate), steps, accountant)
+    if rate > 1:
+        return _noted(asked, f"a batch of {batch_size} is larger than the data set")
     load_opacus()  # first: it keeps what importing Opacus does to the program's log away
     try:
         with warnings.catch_warnings():  # of noise that was only tried

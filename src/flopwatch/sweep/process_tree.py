@@ -15,6 +15,9 @@ from pathlib import Path
 TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
 """Environment variable every process of a trial inherits; tells whose an orphan is."""
 
+ATTEMPT_MARK = "FLOPWATCH_TRIAL_ATTEMPT"
+"""Another one, so that the guard of an earlier attempt leaves a later one alone."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == "linux"
@@ -71,13 +74,16 @@ def is_running(pid: int) -> bool:
     return entry is not None and entry[2] != "Z"
 
 
-def marked_processes(trial_dir: Path) -> list[int]:
-    """Every process that carries this trial's mark, whoever is its parent."""
-    mark = f"{TRIAL_MARK}={trial_dir}".encode()
+def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
+    """Every process that carries this trial's mark, whoever is its parent; with an attempt, of that attempt only."""
+    marks = {f"{TRIAL_MARK}={trial_dir}".encode()}
+    if attempt:
+        marks.add(f"{ATTEMPT_MARK}={attempt}".encode())
     found = []
     for entry in _process_entries():
         with contextlib.suppress(OSError):
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
+            content = (entry / "environ").read_bytes()
+            if marks <= set(content.split(b"\0")):
                 found.append(int(entry.name))
     return [pid for pid in found if pid != os.getpid()]
 
@@ -87,9 +93,9 @@ def kill_descendants(pid: int, patience_seconds: float = 10.0) -> list[int]:
     return _kill_until_gone(lambda: descendants(pid), patience_seconds)
 
 
-def kill_marked(trial_dir: Path, patience_seconds: float = 10.0) -> list[int]:
+def kill_marked(trial_dir: Path, patience_seconds: float = 10.0, attempt: str = "") -> list[int]:
     """SIGKILL every process that carries the trial's mark; returns what would not go."""
-    return _kill_until_gone(lambda: marked_processes(trial_dir), patience_seconds)
+    return _kill_until_gone(lambda: marked_processes(trial_dir, attempt), patience_seconds)
 
 
 def _kill_until_gone(find: Callable[[], list[int]], patience_seconds: float) -> list[int]:

@@ -38,19 +38,16 @@ class RetryPolicy:
 DEFAULT_POLICY = RetryPolicy()
 
 
-def retry_policy(most: int, also: str | None = None) -> RetryPolicy:
-    """From what a user writes: `3` and `error,crash`.
+def retry_policy(most: int, also: Sequence[str] = ()) -> RetryPolicy:
+    """What is lost, and whatever else a user names.
 
-    >>> retry_policy(3, "error, crash").outcomes
-    ('lost', 'error', 'crash')
+    >>> retry_policy(3, ["error", "crash"]).outcomes
+    ('lost', 'crash', 'error')
     """
-    if most < 0:
-        raise InputError(f"--retries takes 0 or more, got {most}")
-    named = [word.strip() for word in (also or "").split(",") if word.strip()]
     allowed = [outcome for outcome in FAILED if outcome != "invalid"]
-    if unknown := [word for word in named if word not in allowed]:
+    if unknown := [word for word in also if word not in allowed]:
         raise InputError(f"--retry-on takes {', '.join(allowed)}; got {', '.join(unknown)}")
-    return RetryPolicy(most, tuple(dict.fromkeys((*LOST, *(outcome for outcome in allowed if outcome in named)))))
+    return RetryPolicy(most, tuple(dict.fromkeys((*LOST, *(outcome for outcome in allowed if outcome in also)))))
 
 
 def hosts_to_avoid(attempts: Sequence[Attempt]) -> tuple[str, ...]:

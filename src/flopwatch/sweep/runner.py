@@ -10,16 +10,18 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.file_reading import read_object
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
-from flopwatch.sweep.conclude import tail
+from flopwatch.sweep.conclude import tail, with_finished_steps
 from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
-from flopwatch.sweep.folder import has_begun, prepare, record, restore_lists, result_file
+from flopwatch.sweep.folder import has_begun, own_result, prepare, record, restore_lists
 from flopwatch.sweep.inference import inferred, proves_too_large
+from flopwatch.sweep.late_ends import LateEnds
 from flopwatch.sweep.observing import SafeObserver
 from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
 from flopwatch.sweep.retries import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid
+from flopwatch.sweep.stuck import StuckSupervisors
 from flopwatch.sweep.supervisor import STARTED
-from flopwatch.trial_files import SWEEP, log_file, read_result
+from flopwatch.trial_files import SWEEP, log_file
 from flopwatch.trial_records import TrialResult
 
 _TICK_SECONDS = 0.25
@@ -65,12 +67,13 @@ class Stop:
 
 @dataclass
 class _Round:
-    """The state of one run."""
+    """The state of one run. `elsewhere` are trials of an earlier runner that may still run, unknown to the engine."""
 
     waiting: deque[Trial]
     stop: Stop
     retries: RetryPolicy
     running: dict[str, Trial] = field(default_factory=dict)
+    elsewhere: dict[str, Trial] = field(default_factory=dict)
     out_of_memory: list[TrialResult] = field(default_factory=list)
     is_cancelled: bool = False
 
@@ -111,16 +114,21 @@ def run_plan(
 
     known = [result for result in plan.kept.values() if proves_too_large(result)]
     state = _Round(deque(plan.todo), stop, retries, out_of_memory=known)
-    _adopt(engine, plan, state, note)
+    late, stuck = LateEnds(), StuckSupervisors()
+    _adopt(engine, plan, state)
+    _look_elsewhere(state, plan, late, note)
     try:
-        while state.running or (state.waiting and not stop.is_finishing):
+        while state.running or ((state.waiting or state.elsewhere) and not stop.is_finishing):
             stop.is_over_budget = budget_seconds is not None and clock() - began >= budget_seconds
             if stop.is_finishing:
                 _wind_down(engine, state)
             else:
                 _fill(engine, state, observer, note, refuse)
-            for ended in engine.wait(_TICK_SECONDS if state.running else 0.05):
-                _settle(ended, state, note, observer)
+            _look_elsewhere(state, plan, late, note)
+            stuck.end_them(engine, state.running)
+            ended = engine.wait(_TICK_SECONDS if state.running else 0.05)
+            for end in late.sift(ended, state.running, is_patient=not state.is_cancelled):
+                _settle(stuck.explain(end), state, note, observer)
             observer.ticked(state.running, len(state.waiting), engine.state())
     finally:
         if state.running:
@@ -133,25 +141,28 @@ def _sweep(plan: Plan) -> Path:
     return plan.trials[0].sweep
 
 
-def _adopt(engine: Engine, plan: Plan, state: _Round, note: Callable[[TrialResult], None]) -> None:
-    """Wait for what an earlier runner started and an engine still runs, instead of starting it again.
-
-    Once the engine has said what runs, nothing else does, so a result that came since the plan was made is final.
-    """
+def _adopt(engine: Engine, plan: Plan, state: _Round) -> None:
+    """Wait for what an earlier runner started and an engine still runs, instead of starting it again."""
     begun = [_with_attempts(trial, plan) for trial in plan.todo if folder_of(trial).exists()]
     adopted = set(engine.open(_sweep(plan), begun))
     state.running = {trial.name: trial for trial in begun if trial.name in adopted}
-    ended = set()
-    for trial in begun:
-        result = read_result(result_file(trial.sweep, trial.name))
-        is_new = trial.name not in adopted | plan.again
-        if result is not None and is_new and result.key == trial.key and result.outcome not in UNSETTLED:
-            ended.add(trial.name)
+    state.elsewhere = {trial.name: trial for trial in begun if trial.name not in adopted}
+    state.waiting = deque(trial for trial in plan.todo if trial.name not in adopted | set(state.elsewhere))
+
+
+def _look_elsewhere(state: _Round, plan: Plan, late: LateEnds, note: Callable[[TrialResult], None]) -> None:
+    """Trials that nobody runs any more are ours: a result that came since the plan was made is final, others wait."""
+    freed = [trial for trial in state.elsewhere.values() if late.is_over(trial)]
+    for trial in freed:
+        del state.elsewhere[trial.name]
+        result = own_result(trial.sweep, trial.name) if trial.name not in plan.again else None
+        if result is not None and result.key == trial.key and result.outcome not in UNSETTLED:
             note(result)
-    known = {trial.name: trial for trial in begun}
-    state.waiting = deque(
-        known.get(trial.name, trial) for trial in plan.todo if trial.name not in adopted and trial.name not in ended
-    )
+        else:
+            state.waiting.append(trial)
+    if freed:
+        order = {trial.name: place for place, trial in enumerate(plan.todo)}
+        state.waiting = deque(sorted(state.waiting, key=lambda trial: order[trial.name]))
 
 
 def _with_attempts(trial: Trial, plan: Plan) -> Trial:
@@ -220,10 +231,11 @@ def _settle(ended: Ended, state: _Round, note: Callable[[TrialResult], None], ob
 
 
 def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult:
-    result = read_result(result_file(trial.sweep, trial.name)) or _without_result(trial, ended.evidence)
+    result = own_result(trial.sweep, trial.name) or _without_result(trial, ended.evidence)
     if result.outcome == "cancelled" and not is_cancelled and (better := explained(ended.evidence)):
         evidence = {**result.evidence, **ended.evidence}
         result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
+    result = with_finished_steps(result, folder_of(trial))
     return replace(result, earlier_attempts=result.earlier_attempts or trial.earlier_attempts)
 
 
@@ -241,6 +253,7 @@ def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
     process_tree.kill_marked(folder_of(trial).resolve())
     outcome, reason = ending_from_evidence(evidence)
     log = tail(log_file(trial.sweep, trial.name))
+    began = read_object(folder_of(trial) / STARTED).get("unix_time")
     return TrialResult(
         trial.name,
         trial.key,
@@ -248,7 +261,7 @@ def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
         outcome,
         reason,
         dict(evidence),
-        unix_time=read_object(folder_of(trial) / STARTED).get("unix_time"),
+        unix_time=began if isinstance(began, int | float) and 0 < began < 1e11 else None,
         log_tail=log,
         earlier_attempts=listed_attempts(trial.sweep, trial.name, trial.key),
     )

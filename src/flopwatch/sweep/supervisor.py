@@ -3,31 +3,35 @@
 Starts the worker in a session of its own, watches its heartbeat, ends it at its limits after asking for its stacks,
 kills everything it left behind, says how it ended and writes `result.json`. Standard library only: it starts quickly
 and stays small beside a trial that needs the memory.
+
+Started with a third word, ATTEMPT, it runs that attempt or nothing: one that comes late, after the trial was placed
+again, leaves. The process that is started becomes the guard of the supervisor (`trial_guard.py`), which is its child.
 """
 
 import contextlib
-import fcntl
-import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from flopwatch.file_reading import UnreadableError, load_json
+from flopwatch.file_reading import UnreadableError, load_json, read_object
 from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
-from flopwatch.sweep import process_tree
+from flopwatch.sweep import claims, process_tree
 from flopwatch.sweep.assemble import AFTER_THE_STEPS
+from flopwatch.sweep.claims import Pulse, claim, visible_seconds
 from flopwatch.sweep.classify import OwnKill, signal_name
 from flopwatch.sweep.conclude import Seen, conclude
 from flopwatch.sweep.deleted import deleted_places, restore_folder, told_deleted
 from flopwatch.sweep.first_cause import JobEnd
+from flopwatch.sweep.guarded import leave_guard_behind
 from flopwatch.sweep.heartbeat import Progress, read_progress
+from flopwatch.sweep.leftovers import clear_earlier_life, group_name
 from flopwatch.sweep.memory_limit import MemoryLimit, limit_memory, own_oom_kills
 from flopwatch.sweep.requeued import slurm_life, takes_over
 from flopwatch.sweep.start_nodes import RunningNodes, start_nodes
@@ -36,10 +40,14 @@ from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, wai
 from flopwatch.trial_files import log_file, trial_folder, write_json
 from flopwatch.trial_records import FORMAT, Limits, TrialResult, TrialSpec
 
-SPEC, STARTED, RESULT = "spec.json", "started.json", "result.json"
+SPEC, STARTED, RESULT = "spec.json", claims.STARTED, "result.json"
 CORES = "FLOPWATCH_CORES"
 
 _TICK_SECONDS = 0.2
+_SPEC_TICK_SECONDS = 0.25
+_SILENCE_SECONDS = 600.0
+GUARD_PATIENCE_SECONDS = 30.0
+"""Beyond its trial's limits, for a supervisor that is busy killing or reading; less than a runner's patience."""
 
 
 class AlreadyStartedError(Exception):
@@ -74,7 +82,13 @@ class _Watch:
     steps_peak: HostPeak = field(default_factory=HostPeak)
 
 
-def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda: None) -> TrialResult:
+def supervise(
+    sweep: Path,
+    name: str,
+    cancel: Callable[[], str | None] = lambda: None,
+    attempt: str | None = None,
+    guard: int | None = None,
+) -> TrialResult:
     """Run one trial to its end, whatever that is; the result is also in `trials/NAME/result.json`.
 
     Call it in a process without other children: whatever is below it at the end is killed.
@@ -83,23 +97,59 @@ def supervise(sweep: Path, name: str, cancel: Callable[[], str | None] = lambda:
         sweep: The sweep's folder.
         name: The trial, whose `spec.json` is there.
         cancel: Asked several times a second; a text means stop, and says why.
+        attempt: The token in `spec.json`; None takes whichever is there.
+        guard: A pipe to the guard, which is told that we live.
 
     Raises:
-        AlreadyStartedError: It was started before.
+        AlreadyStartedError: It was started before, or was given to somebody else.
         UnusableSpecError: Its `spec.json` cannot be read.
     """
     sweep = sweep.resolve()
     folder = trial_folder(sweep, name)
-    job, spec = _read_job(folder)
+    job, spec = _wait_for_job(folder, attempt)
     process_tree.adopt_orphans()
-    with _started(folder) as claim:
-        seen = _run(sweep, name, spec, job.get("cwd"), cancel)
-        deleted = deleted_places(sweep, name, claim)
-        result = told_deleted(conclude(sweep, name, job, spec, seen), deleted)
+    token = str(job.get("attempt", ""))
+    with _started(folder, token) as claimed:
+        if guard is not None:
+            os.write(guard, f"{allowed_silence(spec.limits) + GUARD_PATIENCE_SECONDS:g}\n".encode())
+        pulse = Pulse(folder, token, guard)
+        pulse.beat()
+        clear_earlier_life(folder)
+        os.environ[process_tree.ATTEMPT_MARK] = token  # every process of the trial inherits it
+        seen = _run(sweep, name, spec, job, cancel, pulse)
+        deleted = deleted_places(sweep, name, claimed)
+        result = replace(told_deleted(conclude(sweep, name, job, spec, seen), deleted), attempt=token)
+        if pulse.look_again():
+            raise AlreadyStartedError(f"{folder / STARTED} is another's by now: this attempt was given up")
         if deleted:
             restore_folder(sweep, name, job)
         write_json(folder / RESULT, result.to_json())
+        pulse.end()
     return result
+
+
+def allowed_silence(limits: Limits) -> float:
+    """Longest time a supervisor may give no sign of life: as long as its trial may, ten minutes without a limit."""
+    known = [seconds for seconds in (limits.wall_seconds, limits.no_progress_seconds) if seconds is not None]
+    return min([*known, _SILENCE_SECONDS])
+
+
+def _wait_for_job(folder: Path, attempt: str | None) -> tuple[dict[str, Any], TrialSpec]:
+    """What the runner's host has written may come into sight here late, or what stood there before first."""
+    deadline = time.monotonic() + visible_seconds()
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            job, spec = _read_job(folder)
+            if attempt in (None, job.get("attempt")):
+                return job, spec
+        claimed = read_object(folder / STARTED)
+        is_anothers = bool(claimed) and attempt is not None and claimed.get("attempt") != attempt
+        if is_anothers or time.monotonic() > deadline:
+            break
+        time.sleep(_SPEC_TICK_SECONDS)
+    if (folder / SPEC).exists():
+        raise AlreadyStartedError(f"{folder / SPEC} is not of attempt {attempt}: the trial was placed again since")
+    raise UnusableSpecError(f"{folder / SPEC} does not exist")
 
 
 def _read_job(folder: Path) -> tuple[dict[str, Any], TrialSpec]:
@@ -108,8 +158,6 @@ def _read_job(folder: Path) -> tuple[dict[str, Any], TrialSpec]:
         content = load_json(folder / SPEC)
         job = read_record(_Job, content)
         cleaned: dict[str, Any] = clean_value(content)
-    except FileNotFoundError:
-        raise UnusableSpecError(f"{folder / SPEC} does not exist") from None
     except (UnreadableError, BrokenRecordError) as error:
         raise UnusableSpecError(f"{folder / SPEC} is damaged: {error}") from None
     if job.format > FORMAT:
@@ -119,14 +167,17 @@ def _read_job(folder: Path) -> tuple[dict[str, Any], TrialSpec]:
     return cleaned, job.spec
 
 
-def _run(sweep: Path, name: str, spec: TrialSpec, cwd: str | None, cancel: Callable[[], str | None]) -> Seen:
+def _run(
+    sweep: Path, name: str, spec: TrialSpec, job: Mapping[str, Any], cancel: Callable[[], str | None], pulse: Pulse
+) -> Seen:
     # The system's clock may jump, by an hour or by the years a machine without a battery is behind.
     unix_time, began, kills_before = time.time(), time.monotonic(), own_oom_kills()
-    limit = limit_memory(spec.limits.memory_bytes, name[-40:])
+    folder, attempt = trial_folder(sweep, name), str(job.get("attempt", ""))
+    limit = limit_memory(spec.limits.memory_bytes, group_name(folder, attempt))
     try:
-        nodes = start_nodes(sweep, name, spec, limit, cwd)
-        worker = nodes.agent if nodes else start_worker(sweep, name, spec, limit, cwd)
-        watch = _watch(worker, trial_folder(sweep, name), spec, cancel, nodes)
+        nodes = start_nodes(sweep, name, spec, limit, job.get("cwd"))
+        worker = nodes.agent if nodes else start_worker(sweep, name, spec, limit, job.get("cwd"))
+        watch = _watch(worker, folder, spec, cancel, pulse, nodes)
         job_end = nodes.finish(at_once=watch.own_kill is not None) if nodes else JobEnd()
         seconds = time.monotonic() - began
         would_not_die = process_tree.kill_descendants(os.getpid())
@@ -173,16 +224,12 @@ def _limit_facts(limit: MemoryLimit, spec: TrialSpec, life: HostPeak) -> dict[st
 
 
 @contextlib.contextmanager
-def _started(folder: Path) -> Any:
-    """Claim the trial. The lock is held as long as we live, so that a runner can see whether we do."""
+def _started(folder: Path, attempt: str) -> Iterator[int]:
+    """Claim the trial. The claim stays open, so that we see whether the trial deletes it."""
+    if not claim(folder, attempt, slurm_life()):
+        raise AlreadyStartedError(f"{folder / STARTED} exists: this trial was started before")
+    handle = os.open(folder / STARTED, os.O_RDONLY)
     try:
-        handle = os.open(folder / STARTED, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        raise AlreadyStartedError(f"{folder / STARTED} exists: this trial was started before") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        facts = {"pid": os.getpid(), "host": os.uname().nodename, "unix_time": time.time(), **slurm_life()}
-        os.write(handle, json.dumps(facts).encode())
         yield handle
     finally:
         os.close(handle)
@@ -193,6 +240,7 @@ def _watch(
     folder: Path,
     spec: TrialSpec,
     cancel: Callable[[], str | None],
+    pulse: Pulse,
     nodes: RunningNodes | None = None,
 ) -> _Watch:
     watch = _Watch(memory=TreeMemory(spec.limits.memory_bytes))
@@ -200,13 +248,14 @@ def _watch(
     progress = Progress()
     wait = waiter(worker)
     while not wait(_TICK_SECONDS):
+        pulse.beat()
         watch.memory.look()
         now, latest = time.monotonic(), _latest_progress(folder, spec)
         if latest.phase not in AFTER_THE_STEPS:  # read after the look, which was in the steps too then
             watch.steps_peak = watch.memory.peak
         if latest != progress:
             progress, moved = latest, now
-        if why := cancel():
+        if why := cancel() or pulse.superseded():
             watch.own_kill, watch.detail = "cancelled", why
         elif held := watch.memory.over_limit_bytes():
             watch.own_kill, watch.detail = "oom_host", _over_limit(held, spec.limits, progress)
@@ -270,6 +319,11 @@ def _latest_progress(folder: Path, spec: TrialSpec) -> Progress:
 
 def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
     sweep, name = Path(arguments[0]), arguments[1]
+    process_tree.die_with_parent(signal.SIGTERM)
+    expected = os.environ.get(PARENT)
+    if expected is not None and os.getppid() != int(expected):
+        return 1  # who asked for this trial is gone already
+    guard = leave_guard_behind(sweep, name)
     stop: list[str] = []
 
     def note(number: int, frame: object) -> None:
@@ -277,16 +331,13 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
-    process_tree.die_with_parent(signal.SIGTERM)
-    expected = os.environ.get(PARENT)
-    if expected is not None and os.getppid() != int(expected):
-        return 1  # who asked for this trial is gone already
     if cores := os.environ.get(CORES):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    attempt = arguments[2] if len(arguments) > 2 else None
     if not takes_over(sweep.resolve(), name):
         return 0
     try:
-        supervise(sweep, name, cancel=lambda: stop[0] if stop else None)
+        supervise(sweep, name, cancel=lambda: stop[0] if stop else None, attempt=attempt, guard=guard)
     except AlreadyStartedError as error:
         errors.write(f"flopwatch: {error}; nothing was run\n")
     except UnusableSpecError as error:

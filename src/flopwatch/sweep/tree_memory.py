@@ -20,13 +20,14 @@ from flopwatch.trial_records import HostMethod
 
 _SEARCH_SECONDS = 1.0
 _SEARCH_LIMITED_SECONDS = 0.2
-"""How often children are looked for; more often where a limit must be kept."""
+_SEARCH_SHARE = 100
+"""How often children are looked for; more often where a limit must be kept, less often where that takes long."""
 
 _ROLLUP_SECONDS = 1.0
 _ROLLUP_URGENT_SECONDS = 0.2
 _ROLLUP_SHARE = 100
 _ROLLUP_URGENT_SHARE = 10
-"""Between two readings of smaps_rollup pass so many times what one took; fewer while something is in question."""
+"""Between two readings of smaps_rollup pass so many times the processor time of one; fewer in case of doubt."""
 
 _WORTH_A_ROLLUP = 0.05
 """Of what is known: new processes smaller than that wait for the next rollup."""
@@ -132,9 +133,10 @@ class TreeMemory:
     def _search(self) -> None:
         now = time.monotonic()
         if now >= self._next_search:
+            began = time.process_time()
             self._pids = descendants(os.getpid())
             least = _SEARCH_SECONDS if self._limit_bytes is None else _SEARCH_LIMITED_SECONDS
-            self._next_search = now + max(least, 100 * (time.monotonic() - now))
+            self._next_search = now + max(least, _SEARCH_SHARE * (time.process_time() - began))
 
     def _peak_before(self, pid: int) -> int:
         return self._seen[pid].peak if pid in self._seen else 0
@@ -153,12 +155,12 @@ class TreeMemory:
             self._next_rollup = min(self._next_rollup, self._urgent_rollup)
 
     def _read_rollup(self, found: Mapping[int, Resident]) -> "Rollup | None":
-        began = time.monotonic()
+        began = time.process_time()
         rollup = read_rollup(found)
-        ended = time.monotonic()
+        took, now = time.process_time() - began, time.monotonic()
         self._method = "samples" if rollup else "rss"
-        self._urgent_rollup = ended + max(_ROLLUP_URGENT_SECONDS, _ROLLUP_URGENT_SHARE * (ended - began))
-        self._next_rollup = ended + max(_ROLLUP_SECONDS, _ROLLUP_SHARE * (ended - began))
+        self._urgent_rollup = now + max(_ROLLUP_URGENT_SECONDS, _ROLLUP_URGENT_SHARE * took)
+        self._next_rollup = now + max(_ROLLUP_SECONDS, _ROLLUP_SHARE * took)
         return rollup
 
     def _followed(self, found: Mapping[int, Resident]) -> int:

@@ -10,10 +10,15 @@ from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
         ({"state": "DEADLINE"}, "timeout"),
         ({"state": "OUT_OF_MEMORY", "signal": 125}, "oom_host"),
         (
-            {"state": "FAILED", "signal": 9, "log": "error: StepId=3.batch exceeded memory limit"},
+            {"state": "FAILED", "signal": 9, "log": "slurmstepd: error: StepId=3.batch exceeded memory limit"},
             "oom_host",
         ),
-        ({"state": "COMPLETED", "exit_code": 0, "log": "Detected 1 oom-kill event(s) in StepId=3.batch"}, "oom_host"),
+        (
+            {"state": "COMPLETED", "exit_code": 0, "log": "slurmstepd: error: Detected 1 oom_kill event in StepId=3"},
+            "oom_host",
+        ),
+        ({"state": "FAILED", "signal": 9, "log": "no oom-kill, says a supervisor"}, "lost"),
+        ({"exit_code": 1, "log": "slurmstepd: error: exceeded memory limit, under Ray"}, "lost"),
         ({"state": "CANCELLED by 1000"}, "cancelled"),
         ({"state": "CANCELLED+"}, "cancelled"),
         ({"state": "NODE_FAIL", "exit_code": 1}, "lost"),

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 
 import pytest
@@ -15,7 +14,7 @@ from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.engines.slots import SlotPool, visible_gpus
 from flopwatch.trial_files import read_result
 from sweep.engines import contract
-from sweep.engines.contract import folder_of, make_trials, outcome, run_all
+from sweep.engines.contract import folder_of, make_trials, run_all
 
 
 @pytest.fixture(autouse=True)
@@ -113,25 +112,3 @@ def test_slots_of_a_dead_sweep_are_free(tmp_path):
 def test_visible_gpus_follow_the_environment(monkeypatch, value, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert visible_gpus() == gpus
-
-
-def test_an_orphan_of_a_killed_runner_is_gone_before_its_trial_runs_again(tmp_path):
-    """The supervisor too was killed, and what the trial had put into a session of its own went on."""
-    (trial,) = make_trials(tmp_path / "s", "setsid sleep 300 & echo $PPID > {trial_dir}/supervisor; sleep 300")
-    engine = LocalEngine(gpus=(), jobs=1)
-    engine.open(tmp_path / "s", [])
-    assert engine.room(trial.spec) == 1
-    engine.submit([trial])
-    os.kill(int(contract.wait_for_file(folder_of(trial) / "supervisor", engine)), signal.SIGKILL)
-    while not engine.wait(0.1):
-        pass
-    engine.close()
-    deadline = time.monotonic() + 10
-    while not contract.left_behind([trial]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert contract.left_behind([trial]), "without an orphan this test shows nothing"
-    again = LocalEngine(gpus=(), jobs=1)
-    again.open(tmp_path / "s", [trial])
-    again.close()
-    assert contract.left_behind([trial]) == []
-    assert outcome(trial) is None

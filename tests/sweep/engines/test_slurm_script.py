@@ -52,13 +52,13 @@ def test_an_extra_option_goes_before_ours_and_none_leaves_it_out(tmp_path):
     assert not [option for option in asked if option.startswith("mem")]
 
 
-def test_each_task_runs_the_name_in_its_line_whatever_it_holds(tmp_path):
+def test_each_task_runs_the_name_and_attempt_in_its_line_whatever_the_name_holds(tmp_path):
     names = ["plain", 'it\'s $HOME `x` "q" 100%', "ünï"]
-    (tmp_path / "batch.names").write_text("".join(f"{name}\n" for name in names))
+    (tmp_path / "batch.names").write_text("".join(f"{name} token\n" for name in names))
     file = Path(tmp_path / "a script")
     file.write_text(text(tmp_path))
     for index, name in enumerate(names):
         answer = subprocess.run(
             ["sh", file], env={"SLURM_ARRAY_TASK_ID": str(index), "PATH": "/usr/bin:/bin"}, capture_output=True
         )
-        assert answer.stdout.decode() == f"{name}|"
+        assert answer.stdout.decode() == f"{name}|token|"

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flopwatch.errors import UnsupportedError
@@ -108,6 +110,34 @@ def test_the_flops_of_a_step_in_parts_are_those_torch_counts_op_by_op(model_name
         assert [cost.hardware_flops for cost in costs] == by_torch
     assert costs[0].hardware_flops == costs[1].hardware_flops > 0
     assert costs[0].model_flops == costs[1].model_flops > 0
+
+
+def test_replicas_exchange_gradients_once_for_each_step(tmp_path):
+    model, batch = model_and_batch("tiny")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
+    try:
+        counts, gradients = [], []
+        for size in (None, 2):
+            replica = DistributedDataParallel(copy.deepcopy(model))
+            exchanged = []
+
+            def note(state, bucket, exchanged=exchanged):
+                exchanged.append(bucket.index())
+                done = torch.futures.Future()
+                done.set_result(bucket.buffer())
+                return done
+
+            replica.register_comm_hook(None, note)
+            made = load_trainer("standard")(replica, TrainerSettings(ROWS, CPU, micro_batch_size=size))
+            made.optimizer.zero_grad = lambda: None
+            run_step(step_parts(made, micro_batches(batch, size)))
+            counts.append(len(exchanged))
+            gradients.append(torch.cat([p.grad.flatten() for p in replica.parameters()]))
+    finally:
+        dist.destroy_process_group()
+
+    assert counts[0] == counts[1] > 0
+    assert torch.allclose(*gradients, rtol=1e-9)
 
 
 def test_a_trainer_that_cannot_keep_gradients_is_told_so():

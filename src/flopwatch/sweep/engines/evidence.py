@@ -29,7 +29,9 @@ _RAY: dict[str, tuple[Outcome, str]] = {
     "RaySystemError": ("lost", "Ray itself failed"),
 }
 
-# Slurm without cgroups kills with SIGKILL, calls it FAILED and tells the reason only in the job's output.
+# Slurm without cgroups kills with SIGKILL, calls it FAILED and tells the reason only in the job's output, in lines of
+# its own. What the trial prints is in another file.
+_SLURM_SAYS = "slurmstepd"
 _OVER_MEMORY = ("exceeded memory limit", "exceeded job memory limit", "oom-kill", "oom_kill")
 
 _NO_OUTPUT_FILE = 53
@@ -41,7 +43,8 @@ def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
 
     Args:
         evidence: What `Ended.evidence` holds: `state` (Slurm's word), `error` (the name of Ray's exception), `detail`,
-            `exit_code` and `signal` of the supervisor, `log` (the end of what the supervisor or Slurm printed), `host`.
+            `exit_code` and `signal` of the supervisor, `log` (the end of what the supervisor or Slurm printed), `host`,
+            `stuck` (why we ended a supervisor that did nothing).
 
     >>> ending_from_evidence({"state": "NODE_FAIL", "host": "n1"})
     ('lost', 'its node failed (n1)')
@@ -61,13 +64,17 @@ def explained(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
     ('timeout', None)
     """
     outcome, reason = ending_from_evidence(evidence)
-    is_known = outcome != "lost" or _state(evidence) in _SLURM or evidence.get("error") in _RAY
+    is_known = (
+        outcome != "lost" or bool(evidence.get("stuck")) or _state(evidence) in _SLURM or evidence.get("error") in _RAY
+    )
     return (outcome, reason) if is_known else None
 
 
 def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
+    if stuck := evidence.get("stuck"):
+        return "lost", str(stuck)
     log = str(evidence.get("log") or "")
-    if any(text in log.lower() for text in _OVER_MEMORY):
+    if _state(evidence) and _is_over_memory(log):
         return "oom_host", "the job used more host memory than it had asked for; ask for more memory"
     state = _state(evidence)
     if state in _SLURM:
@@ -83,6 +90,11 @@ def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     if error in _RAY:
         return _RAY[error]
     return "lost", _how_it_left(evidence, state, error) + _last_line(log)
+
+
+def _is_over_memory(log: str) -> bool:
+    lines = [line for line in log.lower().splitlines() if line.startswith(_SLURM_SAYS)]
+    return any(text in line for line in lines for text in _OVER_MEMORY)
 
 
 def _state(evidence: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The default engine: supervisors as processes of this machine, one per GPU or set of cores. Needs nothing else."""
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -12,16 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flopwatch.errors import InputError
+from flopwatch.file_reading import read_json
 from flopwatch.sweep import process_tree
+from flopwatch.sweep.claims import STARTED, is_alive_here, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended, Trial
 from flopwatch.sweep.engines.slots import Slot, SlotPool, core_sets, visible_gpus
-from flopwatch.sweep.folder import is_supervised
+from flopwatch.sweep.folder import attempt_of, is_supervised
 from flopwatch.sweep.worker_process import PARENT
 from flopwatch.trial_files import log_file, trial_folder
 from flopwatch.trial_records import TrialSpec
 
 _CANCEL_PATIENCE_SECONDS = 20.0
-_EARLIER_PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +50,18 @@ class LocalEngine:
             core_sets(jobs)  # what cannot be is told before anything is opened
         self._running: dict[str, _Running] = {}
         self._next_slot: Slot | None = None
+        self._give_up: dict[str, float] = {}
         self._pool: SlotPool
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
         """Supervisors end with their runner; those of a killed one may still be cleaning up."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
-        deadline = time.monotonic() + _EARLIER_PATIENCE_SECONDS
+        for trial in unfinished:
+            is_supervised(sweep, trial.name)  # all at once, so that those of other hosts are watched together
+        deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
         for trial in unfinished:
             while is_supervised(sweep, trial.name) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            process_tree.kill_marked(trial_folder(sweep.resolve(), trial.name))
         return ()
 
     def room(self, next_up: TrialSpec) -> int:
@@ -80,9 +84,10 @@ class LocalEngine:
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         self._sleep_until_one_ends(seconds)
-        gone = [running for running in self._running.values() if running.process.poll() is not None]
+        gone = [running for running in self._running.values() if _is_gone(running) or self._is_given_up(running)]
         for running in gone:
             del self._running[running.trial.name]
+            self._give_up.pop(running.trial.name, None)
             self._pool.give_back(running.slot)
         return [_ended(running) for running in gone]
 
@@ -99,6 +104,21 @@ class LocalEngine:
         finally:
             for handle in handles:
                 os.close(handle)
+
+    def end(self, names: Sequence[str]) -> None:
+        for name in names:
+            running = self._running[name]
+            running.process.kill()
+            claimed = read_json(trial_folder(running.trial.sweep, name) / STARTED)
+            if isinstance(claimed, dict) and is_alive_here(claimed):  # the guard's child does not die with it
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(claimed["pid"], signal.SIGKILL)
+            process_tree.kill_marked(trial_folder(running.trial.sweep.resolve(), name))
+            self._give_up[name] = time.monotonic() + _CANCEL_PATIENCE_SECONDS
+
+    def _is_given_up(self, running: _Running) -> bool:
+        """Stuck in the kernel: it will be gone when that lets go of it."""
+        return time.monotonic() > self._give_up.get(running.trial.name, math.inf)
 
     def withdraw(self) -> Sequence[str]:
         """Nothing is queued: what is placed runs."""
@@ -128,9 +148,10 @@ class LocalEngine:
 
 
 def _start(trial: Trial, slot: Slot) -> "subprocess.Popen[bytes]":
+    attempt = attempt_of(trial.sweep, trial.name)
     with log_file(trial.sweep, trial.name).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flopwatch.sweep.supervisor", str(trial.sweep), trial.name],
+            [sys.executable, "-m", "flopwatch.sweep.supervisor", str(trial.sweep), trial.name, attempt],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -139,6 +160,13 @@ def _start(trial: Trial, slot: Slot) -> "subprocess.Popen[bytes]":
         )
 
 
+def _is_gone(running: _Running) -> bool:
+    """Not while a supervisor whose guard was killed still cleans up."""
+    return running.process.poll() is not None and not is_supervised(running.trial.sweep, running.trial.name)
+
+
 def _ended(running: _Running) -> Ended:
     status = running.process.returncode
+    if status is None:
+        return Ended(running.trial.name, {"signal": signal.SIGKILL.value})
     return Ended(running.trial.name, {"signal": -status} if status < 0 else {"exit_code": status})

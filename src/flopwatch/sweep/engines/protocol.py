@@ -64,6 +64,11 @@ class Engine(Protocol):
     def wait(self, seconds: float) -> Sequence[Ended]:
         """The trials that ended since; returns at the first end, or with nothing after so many seconds."""
 
+    def end(self, names: Sequence[str]) -> None:
+        """Kill these alone, with SIGKILL: their supervisors do not answer. Their ends come out of `wait` within a
+        minute, also of those that would not die. An engine without this method cannot, and they are waited for.
+        """
+
     def withdraw(self) -> Sequence[str]:
         """Take back what is placed and has not begun; the names of those that are back since the last call.
 

@@ -4,6 +4,7 @@ Nodes that see the sweep's folder write into it. Elsewhere the trial runs in a f
 back as the task's value; a heartbeat is then not seen until the end.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flopwatch.sweep.worker_process import PARENT
 from flopwatch.trial_files import log_file, run_folder, trial_folder
 
 TOKEN = ".ray-token"
@@ -20,7 +22,6 @@ TOKEN = ".ray-token"
 
 SUPERVISOR = ("-m", "flopwatch.sweep.supervisor")
 
-_GUARD = Path(__file__).with_name("ray_guard.py")
 _FILE_BYTES = 4 << 20
 _ALL_BYTES = 64 << 20
 _TAIL_BYTES = 4000
@@ -100,16 +101,16 @@ def _supervise_all(sweep: Path, order: Order) -> dict[str, Any]:
 
 
 def _supervise(sweep: Path, order: Order, sockets: Sequence[int] = ()) -> dict[str, Any]:
-    supervisor = [sys.executable, *SUPERVISOR, str(sweep), order.name]
-    guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
+    attempt = str(json.loads(order.spec).get("attempt", ""))
+    supervisor = [sys.executable, *SUPERVISOR, str(sweep), order.name, attempt]
     with tempfile.TemporaryFile() as output:
         status = subprocess.call(
-            [*guard, *supervisor],
+            supervisor,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=order.cwd if os.path.isdir(order.cwd) else None,
-            env={**os.environ, **order.environment},
+            env={**os.environ, **order.environment, PARENT: str(os.getpid())},
             pass_fds=sockets,
             start_new_session=True,  # Ray sends SIGKILL to the worker's whole process group
         )
@@ -119,14 +120,12 @@ def _supervise(sweep: Path, order: Order, sockets: Sequence[int] = ()) -> dict[s
 
 
 def status_evidence(status: int) -> dict[str, int]:
-    """Of the guard, which hands on its child's signal as a shell does.
+    """Of the guard, which ends by the signal that ended the supervisor.
 
-    >>> status_evidence(139)
+    >>> status_evidence(-11)
     {'signal': 11}
     """
-    if status < 0:
-        return {"signal": -status}
-    return {"signal": status - 128} if status > 128 else {"exit_code": status}
+    return {"signal": -status} if status < 0 else {"exit_code": status}
 
 
 def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from flopwatch.errors import InputError
+from flopwatch.plain_text import one_line
 from flopwatch.sweep.supervisor import CORES
 
 GPUS = "FLOPWATCH_GPUS"
@@ -142,7 +143,7 @@ class SlotPool:
             file.close()
             return False
         file.truncate(0)
-        file.write(f"pid {os.getpid()}, sweep in {self._sweep}")
+        file.write(f"pid {os.getpid()}, sweep in {one_line(str(self._sweep))}")
         file.flush()
         self._locks[name] = file
         return True
@@ -249,4 +250,4 @@ def _open_lock(name: str) -> IO[str]:
     except FileExistsError:
         # Without O_CREAT: the kernel refuses it for another user's file in such a folder (fs.protected_regular).
         handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
-    return os.fdopen(handle, "r+")
+    return os.fdopen(handle, "r+", encoding="utf-8", errors="replace")

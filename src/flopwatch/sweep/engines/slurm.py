@@ -5,7 +5,7 @@ Submitted with a script of our own: the same through submitit cost 0.8 s more pe
 could not run, since submitit puts its pickles in place only afterwards.
 
 DIR/slurm/
-  BATCH.names         one trial per line, written before the array is submitted
+  BATCH.names         one trial and its attempt per line, written before the array is submitted
   BATCH.sh            the script of the array: how its tasks are found again by a new runner
   BATCH-INDEX.log     what Slurm and the supervisor printed
 
@@ -31,7 +31,7 @@ from flopwatch.sweep.engines.protocol import Ended, Trial
 from flopwatch.sweep.engines.sacct import Accounted, Queued
 from flopwatch.sweep.engines.slurm_outbox import Array, Outbox
 from flopwatch.sweep.engines.slurm_script import Request, request_for, script
-from flopwatch.sweep.folder import has_begun, is_supervised, result_file
+from flopwatch.sweep.folder import attempt_of, has_begun, is_supervised, result_file
 from flopwatch.trial_records import TrialSpec
 
 _TICK_SECONDS = 0.05
@@ -122,8 +122,9 @@ class SlurmEngine:
         for entry in queue:
             index = int(entry.task.rpartition("_")[2])
             names = Path(entry.script).with_suffix(".names")
-            name = _line(names, index)
-            if name in trials and name not in self._tasks:
+            name, attempt = _line(names, index)
+            # A job of an earlier attempt finds another's token and leaves.
+            if name in trials and name not in self._tasks and attempt == attempt_of(sweep, name):
                 self._add(_Task(trials[name], entry.task, _log(names, index), entry.is_pending))
         return list(self._tasks)
 
@@ -158,7 +159,7 @@ class SlurmEngine:
 
     def _array(self, request: Request, avoid: Sequence[str], trials: Sequence[Trial]) -> Array:
         names = self._folder / f"{uuid.uuid4().hex[:12]}.names"
-        names.write_text("".join(f"{trial.name}\n" for trial in trials))
+        names.write_text("".join(f"{trial.name} {attempt_of(self._sweep, trial.name)}\n" for trial in trials))
         command = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep)]
 
         def write_script(is_avoiding: bool) -> None:
@@ -173,7 +174,8 @@ class SlurmEngine:
                 extra=self._extra,
                 avoid=avoid if is_avoiding else (),
             )
-            names.with_suffix(".sh").write_text(text)
+            # A folder's name is any bytes, and this gives them back.
+            names.with_suffix(".sh").write_text(text, encoding="utf-8", errors="surrogateescape")
 
         return Array(trials, names, write_script)
 
@@ -265,6 +267,10 @@ class SlurmEngine:
         task = self._tasks.pop(name)
         return Ended(name, {"job": task.task, **evidence})
 
+    def end(self, names: Sequence[str]) -> None:
+        """Slurm sends SIGTERM, and SIGKILL to everything of the job after its KillWait."""
+        slurm_commands.cancel(self._tasks[name].task for name in names if name in self._tasks)
+
     def withdraw(self) -> Sequence[str]:
         """Pending tasks leave Slurm's queue; one that begins at this moment runs on, or says that it was cancelled."""
         back = [trial.name for trial in self._take_back()]
@@ -318,12 +324,15 @@ def _evidence(task: _Task, found: Accounted | None) -> dict[str, Any]:
     return evidence
 
 
-def _line(file: Path, index: int) -> str | None:
+def _line(file: Path, index: int) -> tuple[str, str]:
+    """A trial and its attempt; empty where the file says nothing."""
     try:
         with opened_regular(file) as names:
-            return names.read().decode(errors="replace").splitlines()[index]
+            line = names.read().decode(errors="replace").splitlines()[index]
     except (FileNotFoundError, UnreadableError, IndexError):
-        return None
+        return "", ""
+    name, _, attempt = line.rpartition(" ")
+    return name, attempt
 
 
 def _log(names: Path, index: int) -> Path:

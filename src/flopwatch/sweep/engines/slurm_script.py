@@ -65,7 +65,10 @@ def script(
     extra: Mapping[str, object],
     avoid: Sequence[str] = (),
 ) -> str:
-    """The whole script. Task i runs the command for the name in line i + 1 of the names file, in place of the shell."""
+    """The whole script. Task i runs the command, in place of the shell, for line i + 1 of the names file.
+
+    A line holds a trial's name, a blank and its attempt.
+    """
     wanted = {key.replace("_", "-"): value for key, value in extra.items()}
     options: dict[str, object] = {
         "job-name": job_name,
@@ -91,9 +94,9 @@ def script(
         [
             "#!/bin/sh",
             *(_option(key, value) for key, value in options.items() if value is not None and value is not False),
-            f'name=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(names_file))})',
+            f'trial=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(names_file))})',
             "unset FLOPWATCH_PARENT_PID",
-            f'exec {shlex.join(command)} "$name"',
+            f'exec {shlex.join(command)} "${{trial% *}}" "${{trial##* }}"',
             "",
         ]
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  the name everybody knows
+from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import UnsupportedError
 
@@ -43,7 +44,8 @@ def own_loss(model: nn.Module, output: Any, batch: Mapping[str, Any]) -> torch.T
 
 def takes_labels(model: nn.Module) -> bool:
     """Whether the labels go into the model's forward, as in transformers, or beside it, as with most image models."""
-    parameters = inspect.signature(getattr(model, "module", model).forward).parameters.values()
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    parameters = inspect.signature(inner.forward).parameters.values()
     return any(one.name == "labels" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
 

@@ -1,0 +1,122 @@
+"""`flopwatch sweep attach DIR` and `flopwatch sweep stop DIR`: a sweep that another process runs, seen and stopped."""
+
+import os
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from flopwatch.cli.lasting_output import lasting_output
+from flopwatch.cli.quantities import plural
+from flopwatch.cli.sweep_live import LiveTable, PlainLines, print_line
+from flopwatch.errors import InputError
+from flopwatch.sweep.following import Follower
+from flopwatch.sweep.runner import Stop
+from flopwatch.sweep.runner_file import RunnerState, is_alive, is_here, read_runner
+from flopwatch.sweep_results import is_sweep_folder
+from flopwatch.trial_records import TrialResult
+
+_LOOK_EVERY_SECONDS = 0.5
+
+
+def attach_or_stop(words: list[str]) -> None:
+    """What `flopwatch sweep attach DIR` and `flopwatch sweep stop DIR` do."""
+    if len(words) > 2:
+        raise InputError(f"`flopwatch sweep {words[0]}` takes one folder, got {', '.join(words[1:])}")
+    sweep = Path(words[1] if len(words) == 2 else "flopwatch-sweep")
+    if not is_sweep_folder(sweep):
+        raise InputError(f"{sweep} is not the folder of a sweep; name the folder that --output named")
+    (attach if words[0] == "attach" else stop)(sweep)
+
+
+def stop(sweep: Path) -> None:
+    """A Ctrl-C for the runner, wherever its terminal is."""
+    state = read_runner(sweep)
+    if state is None or is_alive(state) is False:
+        raise InputError(f"nothing runs the sweep in {sweep}; the command that began it goes on with it")
+    if not is_here(state):
+        command = f"flopwatch sweep stop {shlex.quote(str(sweep.resolve()))}"
+        raise InputError(f"the sweep in {sweep} is run by process {state.pid} on {state.host}; there, say: {command}")
+    os.kill(state.pid, signal.SIGINT)
+    is_second = state.stopping in ("finish", "kill")
+    told = "what runs is ended" if is_second else "what is queued is withdrawn, what runs is finished; again ends it"
+    typer.echo(f"Told process {state.pid} to stop: {told}.")
+
+
+class FollowedTable(LiveTable):
+    """The live table of a sweep that somebody else runs."""
+
+    def __init__(self, follower: Follower, sweep: Path) -> None:
+        self._stopping = Stop()
+        super().__init__(follower.plan, sweep, self._stopping, leave="flopwatch sweep stop again ends it")
+        self._counted = {name: result.outcome for name, result in follower.plan.kept.items()}
+
+    def ended(self, result: TrialResult) -> None:
+        """A trial that ended before, and was run again, counts once."""
+        if (before := self._counted.get(result.name)) is not None:
+            self._counts[before] -= 1
+        self._counted[result.name] = result.outcome
+        super().ended(result)
+
+    def look(self, follower: Follower, state: RunnerState | None) -> None:
+        for result in follower.new_results():
+            self.ended(result)
+        if state is not None:
+            stopping, now = state.stopping, self._clock()
+            self._stopping.kill, self._stopping.finish = stopping == "kill", stopping in ("finish", "kill")
+            self._stopping.is_over_budget = stopping == "budget"
+            self._since = {name: now - float(seconds) for name, seconds in (state.running or {}).items()}
+        engine_state = state.engine_state if state is not None else "nothing runs it"
+        self.ticked(follower.running(state), 0, engine_state)
+
+
+def attach(sweep: Path) -> None:
+    """Show the sweep until it is over; Ctrl-C ends the showing alone."""
+    follower, console = Follower(sweep), Console()
+    try:
+        with lasting_output():
+            if console.is_terminal:
+                _draw(follower, sweep, console)
+            else:
+                _print(follower, console)
+    except KeyboardInterrupt:
+        folder = shlex.quote(str(sweep))
+        typer.echo(f"\nThe sweep goes on. See it again: flopwatch sweep attach {folder}")
+        return
+    _say_how_it_stands(sweep)
+
+
+def _draw(follower: Follower, sweep: Path, console: Console) -> None:
+    table = FollowedTable(follower, sweep)
+    with Live(get_renderable=table.drawn, console=console, refresh_per_second=4, transient=False):
+        while True:
+            state = follower.runner()  # before the results: what ended just before the runner left is seen
+            table.look(follower, state)
+            if state is None:
+                return
+            time.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _print(follower: Follower, console: Console) -> None:
+    lines = PlainLines(follower.plan, print_line(console))
+    while True:
+        state = follower.runner()
+        for result in follower.new_results():
+            lines.ended(result)
+        if state is None:
+            return
+        lines.ticked(follower.running(state), state.waiting, state.engine_state)
+        time.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _say_how_it_stands(sweep: Path) -> None:
+    plan = Follower(sweep).plan
+    folder = shlex.quote(str(sweep))
+    typer.echo(f"Nothing runs the sweep in {sweep} any more. Next: flopwatch report {folder}")
+    if plan.todo:
+        typer.echo(f"{plural(len(plan.todo), 'trial')} left; the command that began it goes on.")
+        raise typer.Exit(1)
