@@ -23,7 +23,7 @@ from flopwatch.sweep.tree_memory import HostPeak
 
 _COME_SECONDS = 600.0
 _OTHERS_SECONDS = 5.0
-_GO_SECONDS = 20.0
+_GO_SECONDS = 12.0
 _STACKS_SECONDS = 5.0
 
 

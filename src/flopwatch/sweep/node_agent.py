@@ -59,7 +59,8 @@ class _Supervisor:
 class _Agent:
     def __init__(self, trial_dir: Path, node: int) -> None:
         self._trial_dir, self._node = trial_dir, node
-        self.spec = TrialSpec.from_json(read_json(trial_dir / "spec.json")["spec"])
+        job = read_json(trial_dir / "spec.json")
+        self.spec, self.attempt = TrialSpec.from_json(job["spec"]), str(job.get("attempt", ""))
         self._ranks = range(node * self.spec.processes, (node + 1) * self.spec.processes)
         self.memory = NodeMemory(trial_dir, self._ranks[0], self.spec.limits.memory_bytes)
 
@@ -127,7 +128,7 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     if node:  # on the first one the supervisor sees to it
         limit.join()
         agent.memory.start()
-    os.environ[process_tree.TRIAL_MARK] = str(trial_dir)
+    os.environ |= {process_tree.TRIAL_MARK: str(trial_dir), process_tree.ATTEMPT_MARK: agent.attempt}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // agent.spec.processes)))
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ def laid_out(model: nn.Module, layout: str | None, device: torch.device) -> nn.M
         return ReplicatedModel(model, device_ids=None if device.type == "cpu" else [device])
     if layout != "fsdp":
         raise InputError(f"layout is ddp or fsdp, got {layout!r}")
-    for block in blocks(model):
+    for block in dict.fromkeys(blocks(model)):  # a model may run one block several times
         fully_shard(block)
     fully_shard(model)
     return model
