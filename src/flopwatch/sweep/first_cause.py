@@ -32,6 +32,7 @@ class JobEnd:
     Attributes:
         first: The one whose end ended the others; None when all went well, or when only torchrun itself speaks.
         lost: Why a node is not there any more; empty otherwise.
+        lost_host: That node.
         error: What torchrun said when the processes could not meet; empty otherwise.
         oom_kills: Kills for memory on the other nodes.
         host_peak: Most host memory on one of the other nodes.
@@ -40,6 +41,7 @@ class JobEnd:
 
     first: RankEnd | None = None
     lost: str = ""
+    lost_host: str = ""
     error: str = ""
     oom_kills: int = 0
     is_mute: bool = False

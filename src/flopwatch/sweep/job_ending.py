@@ -43,6 +43,8 @@ def job_evidence(job: JobEnd) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if job.first is not None:
         found |= {"rank": job.first.rank, "rank_host": job.first.host}
+    if job.lost_host:
+        found["host"] = job.lost_host
     if job.error:
         found["torchrun"] = job.error
     return found

@@ -161,7 +161,9 @@ class _TrialRun:
 
     def count_flops(self) -> None:
         size = self.spec.micro_batch_size
-        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size)
+        is_alone = self._ranks.size == 1
+        model = _model(self.spec, "meta")
+        cost = count_step(self.trainer, model, self.batch, micro_batch_size=size, is_alone=is_alone)
         cost = self._ranks.job_cost(cost)
         peak = self._ranks.job_peak(self.device, lambda: _peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))

@@ -59,7 +59,7 @@ class _Supervisor:
 class _Agent:
     def __init__(self, trial_dir: Path, node: int) -> None:
         self._trial_dir, self._node = trial_dir, node
-        job = read_json(trial_dir / "spec.json")
+        job = _job(trial_dir)
         self.spec, self.attempt = TrialSpec.from_json(job["spec"]), str(job.get("attempt", ""))
         self._ranks = range(node * self.spec.processes, (node + 1) * self.spec.processes)
         self.memory = NodeMemory(trial_dir, self._ranks[0], self.spec.limits.memory_bytes)
@@ -122,7 +122,7 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     if PARENT in os.environ:  # a guard, on a node where an engine has placed us
         process_tree.die_with_parent(signal.SIGTERM)
     agent, supervisor = _Agent(trial_dir, node), _Supervisor(hosts, port)
-    supervisor.tell({"token": os.environ.pop(TOKEN), "node": node, "host": os.uname().nodename})
+    supervisor.tell({"token": os.environ.pop(TOKEN), "node": node, "host": _host()})
     threading.Thread(target=supervisor.obey, args=[agent], daemon=True).start()
     limit = limit_memory(agent.spec.limits.memory_bytes if node else None, trial_dir.name[-40:])
     if node:  # on the first one the supervisor sees to it
@@ -141,6 +141,18 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     process_tree.kill_descendants(os.getpid())
     limit.close()
     return int(ended["code"])
+
+
+def _job(trial_dir: Path) -> dict[str, Any]:
+    """What `spec.json` holds. On a shared file system the folder may come into sight here later than elsewhere."""
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while not isinstance(job := read_json(trial_dir / "spec.json"), dict):
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"{trial_dir / 'spec.json'} is not seen on {_host()}; do the nodes share the folder?"
+            )
+        time.sleep(0.2)
+    return job
 
 
 def _connected(hosts: list[str], port: int) -> tuple[str, socket.socket]:
@@ -164,6 +176,11 @@ def _handles(pid: int, number: int) -> bool:
         status = Path(f"/proc/{pid}/status").read_text()
         return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
     return False
+
+
+def _host() -> str:
+    """As Slurm calls it, where it is Slurm's: a later attempt may have to keep away from it."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def _node(text: str, environment: Any = os.environ) -> int:

@@ -271,6 +271,7 @@ def _watch(
             watch.stacks = watch.stacks or stacks
             break
         if nodes and nodes.is_over():
+            _ask_who_sent_it(worker, watch, cancel)
             break
     else:
         _ask_who_sent_it(worker, watch, cancel)
@@ -297,7 +298,7 @@ def _ask_who_sent_it(worker: "subprocess.Popen[bytes]", watch: _Watch, cancel: C
     job no end is believed before there was time to hear of it.
     """
     is_ended_by_it = worker.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-    patience = (0.5 if worker.returncode else 0.05) if slurm_life() else 0.5 if is_ended_by_it else 0.0
+    patience = (0.05 if worker.returncode == 0 else 0.5) if slurm_life() else 0.5 if is_ended_by_it else 0.0
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if why := cancel():
