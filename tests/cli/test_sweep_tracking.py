@@ -52,6 +52,13 @@ def test_torn_and_foreign_lines_are_left_out_and_a_line_in_two_pieces_is_read(tm
     assert [result.name for result in follow_results(folder, 0, is_over)] == [RESULTS[0].name]
 
 
+def test_a_list_that_is_written_anew_is_read_from_its_beginning(tmp_path):
+    folder = write_sweep(tmp_path / "s", RESULTS)
+    offset = (folder / "results.jsonl").stat().st_size
+    write_sweep(folder, RESULTS[:2])
+    assert [result.name for result in follow_results(folder, offset, lambda: True)] == [one.name for one in RESULTS[:2]]
+
+
 @pytest.mark.slow
 def test_a_service_that_is_away_leaves_the_sweep_as_it_is_and_is_told_once_with_what_to_do(tmp_path):
     folder = tmp_path / "s"
