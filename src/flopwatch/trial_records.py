@@ -4,7 +4,6 @@ A sweep is many trials; `sweep` writes these records, `report` reads them, and n
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -407,9 +406,4 @@ def is_trial_name(name: str) -> bool:
     >>> is_trial_name("standard_bs1_seq8"), is_trial_name("../x")
     (True, False)
     """
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        return False
-    try:
-        return len(os.fsencode(name)) < 256
-    except UnicodeEncodeError:  # half a character
-        return False
+    return name not in ("", ".", "..") and "/" not in name and name.isprintable() and len(name.encode()) < 256

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flopwatch.sweep.retries import RetryPolicy
     from flopwatch.sweep.runner import Stop
 
-_QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1}
+_QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1, "batch": None}
 
 
 def sweep(
