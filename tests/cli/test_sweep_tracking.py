@@ -128,6 +128,19 @@ def test_waiting_for_a_follower_that_hangs_has_an_end(tmp_path, monkeypatch, cap
     assert "logging trials was ended after" in capsys.readouterr().err
 
 
+def test_a_follower_that_is_killed_is_told(tmp_path, monkeypatch, capsys):
+    from flopwatch.cli import sweep_tracking
+
+    (tmp_path / "killed_follower.py").write_text(
+        "import os\nprint('all is well', flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(sweep_tracking, "FOLLOWER", "killed_follower")
+    with sweep_tracking.tracked(tmp_path, "x", None):
+        pass
+    assert "was ended by signal 9" in capsys.readouterr().err
+
+
 def test_an_error_inside_the_block_is_the_one_that_is_raised(tmp_path, monkeypatch):
     from flopwatch.cli import sweep_tracking
 
