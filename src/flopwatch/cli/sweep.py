@@ -136,9 +136,9 @@ def sweep(
         with held_folder(output):
             _preflight(output, make_plan(output, specs, only=only, limit=limit, engine=engine))
         return
-    from flopwatch.cli.sweep_tracking import refuse_missing_packages, tracked
+    from flopwatch.cli.sweep_tracking import refuse_unusable, tracked
 
-    refuse_missing_packages(wandb, mlflow)
+    refuse_unusable(wandb, mlflow)
     policy = retry_policy(matrix.retries, matrix.retry_on)
     if detach:
         from flopwatch.cli.sweep_detach import run_detached
