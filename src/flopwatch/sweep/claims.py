@@ -23,6 +23,7 @@ BEAT_SECONDS = 5.0
 WITHDRAWN = "withdrawn"
 
 _BEAT_BYTES = 160
+_WORD_SECONDS = 1.0
 _ENDED = "ended"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -174,10 +175,12 @@ class Pulse:
         self._me = own_identity()
         self._sign = SignOfLife(folder / PULSE, {"attempt": attempt})
         self._is_superseded = False
+        self._next_word = 0.0
 
     def beat(self) -> None:
         """Called as often as one likes."""
-        if self._guard is not None:
+        if self._guard is not None and time.monotonic() >= self._next_word:
+            self._next_word = time.monotonic() + _WORD_SECONDS
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._guard, b".")
         if self._sign.is_due() and not self.look_again():

@@ -11,6 +11,7 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.file_reading import read_json
 from flopwatch.record_reading import BrokenRecordError, read_record
 from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.observing import SafeObserver
 from flopwatch.sweep.runner import Observer, Stop
 from flopwatch.trial_files import write_json
 from flopwatch.trial_records import TrialResult
@@ -97,7 +98,7 @@ class NotedRunner:
         }
 
     def before(self, observer: Observer, stop: Stop) -> "NotedRunner":
-        self._behind, self._stop = observer, stop
+        self._behind, self._stop = SafeObserver(observer), stop
         return self
 
     def started(self, trial: Trial) -> None:
