@@ -32,8 +32,6 @@ _ROLLUP_URGENT_SHARE = 10
 _WORTH_A_ROLLUP = 0.05
 """Of what is known: new processes smaller than that wait for the next rollup."""
 
-_NEAR_LIMIT = 0.9
-
 
 @dataclass(frozen=True, slots=True)
 class Resident:
@@ -175,12 +173,12 @@ class TreeMemory:
         return self._rollup.total + sum(since)
 
     def _is_in_question(self, found: Mapping[int, Resident]) -> bool:
-        """Whether what is not known yet could matter: large new processes, or a limit that may have been reached."""
+        """Whether what is not known yet could matter: large new processes, or a limit that seems to be passed."""
         known = self._rollup.anonymous if self._rollup else found
         unknown = sum(one.now for pid, one in found.items() if pid not in known)
         if unknown > _WORTH_A_ROLLUP * self._now_bytes:
             return True
-        return self._limit_bytes is not None and self._now_bytes > _NEAR_LIMIT * self._limit_bytes
+        return self._limit_bytes is not None and self._now_bytes > self._limit_bytes
 
 
 def listed_descendants(pid: int) -> list[int]:
