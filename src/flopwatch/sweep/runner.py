@@ -1,5 +1,7 @@
 """Runs what is left of a sweep on an engine. Light: it holds no result longer than it takes to write it down."""
 
+import contextlib
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +19,7 @@ from flopwatch.sweep.folder import has_begun, own_result, prepare, record, resto
 from flopwatch.sweep.inference import inferred, proves_too_large
 from flopwatch.sweep.late_ends import LateEnds
 from flopwatch.sweep.observing import SafeObserver
+from flopwatch.sweep.passing_errors import Ledger, Pause, may_pass
 from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
 from flopwatch.sweep.retries import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid
 from flopwatch.sweep.stuck import StuckSupervisors
@@ -75,6 +78,7 @@ class _Round:
     running: dict[str, Trial] = field(default_factory=dict)
     elsewhere: dict[str, Trial] = field(default_factory=dict)
     out_of_memory: list[TrialResult] = field(default_factory=list)
+    pause: Pause = field(default_factory=Pause)
     is_cancelled: bool = False
 
 
@@ -105,10 +109,15 @@ def run_plan(
     counts: dict[str, int] = {}
     observer = SafeObserver(observer)
 
-    def note(result: TrialResult) -> None:
+    def write(result: TrialResult) -> None:
         if not (_sweep(plan) / SWEEP).exists():
             restore_lists(_sweep(plan), plan.trials, plan.kept.values(), engine.name)
         record(_sweep(plan), result)
+
+    ledger = Ledger(write)
+
+    def note(result: TrialResult) -> None:
+        ledger.add(result)
         counts[result.outcome] = counts.get(result.outcome, 0) + 1
         observer.ended(result)
 
@@ -129,11 +138,15 @@ def run_plan(
             ended = engine.wait(_TICK_SECONDS if state.running else 0.05)
             for end in late.sift(ended, state.running, is_patient=not state.is_cancelled):
                 _settle(stuck.explain(end), state, note, observer)
-            observer.ticked(state.running, len(state.waiting), engine.state())
+            ledger.catch_up()
+            trouble = state.pause.why or ledger.pause.why
+            observer.ticked(state.running, len(state.waiting), trouble or engine.state())
     finally:
         if state.running:
             engine.cancel()
         engine.close()
+        if unwritten := ledger.close():
+            sys.stderr.write(f"flopwatch: {unwritten} results could not be listed; {ledger.pause.why}\n")
     return counts
 
 
@@ -188,7 +201,7 @@ def _fill(
     engine: Engine, state: _Round, observer: Observer, note: Callable[[TrialResult], None], refuse: Refusal
 ) -> None:
     """Give the engine as many trials as it takes; those that need not run are settled on the way."""
-    while state.waiting and (room := engine.room(state.waiting[0].spec)) > 0:
+    while state.waiting and state.pause.is_over() and (room := engine.room(state.waiting[0].spec)) > 0:
         batch: list[Trial] = []
         while state.waiting and len(batch) < room:
             trial = state.waiting.popleft()
@@ -197,7 +210,8 @@ def _fill(
                 note(settled)
                 continue
             trial = replace(trial, retries=state.retries.most)
-            prepare(trial)
+            if not _is_prepared(trial, state):
+                break
             batch.append(trial)
         if not batch:
             return
@@ -205,6 +219,20 @@ def _fill(
         for trial in batch:
             state.running[trial.name] = trial
             observer.started(trial)
+
+
+def _is_prepared(trial: Trial, state: _Round) -> bool:
+    """False, and the trial is first in line again, while the disk is full."""
+    try:
+        prepare(trial)
+    except OSError as error:
+        if not may_pass(error):
+            raise
+        state.waiting.appendleft(trial)
+        state.pause.begin(error)
+        return False
+    state.pause.end()
+    return True
 
 
 def _refused(trial: Trial, refuse: Refusal) -> TrialResult | None:
@@ -244,7 +272,8 @@ def _again(trial: Trial, result: TrialResult) -> Trial:
     folder = put_aside(trial.sweep, trial.name) if has_begun(trial.sweep, trial.name) else None
     attempts = (*result.earlier_attempts, attempt_from(result, folder))
     trial = replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts))
-    prepare(trial)  # at once: should this runner be killed now, the next one knows of the attempt
+    with contextlib.suppress(OSError):  # it is written again before it runs
+        prepare(trial)  # at once: should this runner be killed now, the next one knows of the attempt
     return trial
 
 
