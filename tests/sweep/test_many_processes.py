@@ -48,13 +48,13 @@ def test_the_flops_and_rates_of_the_job_are_those_of_the_whole_batch(tmp_path):
         assert job.measured.steps.count == 3
         assert (tmp_path / job.measured.trace).exists()
         # Two processes hold more than one does.
-        assert job.measured.memory.rss_bytes > alone.measured.memory.rss_bytes
+        assert job.measured.memory.host_bytes > alone.measured.memory.host_bytes
 
 
 @pytest.mark.parametrize("trainer", ENDINGS)
 def test_the_trial_ends_as_the_process_that_ended_first_and_leaves_nothing(tmp_path, monkeypatch, trainer):
     monkeypatch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    silence = 6.0 if trainer == "OneHangs" else 120.0
+    silence = 20.0 if trainer == "OneHangs" else 120.0
     limits = Limits(240.0, silence)
     (result,) = run(tmp_path, spec(f"rank_endings:{trainer}", processes=2, layout="ddp", limits=limits))
     outcome, words = ENDINGS[trainer]

@@ -52,6 +52,18 @@ def test_an_unknown_layout_and_a_command_on_several_nodes_are_refused():
         trials(nodes=2, trainers=[{"command": "true"}])
 
 
+def test_a_command_starts_its_processes_itself_so_it_has_no_layout():
+    (spec,) = trials(
+        trainers=[{"command": "torchrun --nproc-per-node={processes} t.py"}], processes=3, layout="ddp,fsdp"
+    )
+    assert (spec.processes, spec.layout) == (3, None)
+
+
+def test_gpus_cannot_be_asked_for_twice():
+    with pytest.raises(InputError, match="leave one out"):
+        trials(gpus=4, gpus_per_node=8)
+
+
 def test_a_private_trainer_is_refused_several_processes_before_a_slot_is_used():
     (spec,) = trials(trainers="ghost", processes=2)
     assert "runs in one process" in refusals({}, [spec])(spec)

@@ -2,8 +2,10 @@
 
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from flopwatch.sweep.tree_memory import HostPeak
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +32,20 @@ class JobEnd:
     Attributes:
         first: The one whose end ended the others; None when all went well, or when only torchrun itself speaks.
         lost: Why a node is not there any more; empty otherwise.
+        lost_host: That node.
         error: What torchrun said when the processes could not meet; empty otherwise.
         oom_kills: Kills for memory on the other nodes.
+        host_peak: Most host memory on one of the other nodes.
+        is_mute: Torchrun on the first node ended without a word; its status, which the supervisor sees, says how.
     """
 
     first: RankEnd | None = None
     lost: str = ""
+    lost_host: str = ""
     error: str = ""
     oom_kills: int = 0
+    is_mute: bool = False
+    host_peak: HostPeak = field(default_factory=HostPeak)
 
 
 def exception_file(rank: int) -> str:

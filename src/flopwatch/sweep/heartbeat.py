@@ -35,8 +35,8 @@ class Heartbeat:
         os.pwrite(self._handle, content.ljust(_SIZE), 0)
 
 
-def read_progress(trial_dir: Path) -> Progress:
+def read_progress(trial_dir: Path, file: str = FILE) -> Progress:
     try:
-        return read_record(Progress, read_json(trial_dir / FILE))
+        return read_record(Progress, read_json(trial_dir / file))
     except BrokenRecordError:
         return Progress()

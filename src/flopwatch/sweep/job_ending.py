@@ -26,10 +26,14 @@ def with_first_cause(ending: Ending, job: JobEnd) -> Ending:
 def of_job(ended: tuple[Outcome, str], job: JobEnd, ending: Ending) -> tuple[Outcome, str]:
     """The outcome with what only the nodes know."""
     outcome, reason = ended
-    if ending.own_kill is not None or outcome == "ok":
+    if ending.own_kill is not None:
         return ended
+    if outcome == "ok":
+        return outcome, f"{reason} ({_who(job.first)})" if job.first is not None else reason
     if job.first is not None:
         return outcome, f"{_who(job.first)}: {reason}"
+    if job.is_mute:
+        return outcome, f"torchrun on the first node: {reason}"
     if job.lost:
         return "lost", job.lost
     return ("error", f"its processes could not be brought together: {_first_line(job.error)}") if job.error else ended
@@ -39,6 +43,8 @@ def job_evidence(job: JobEnd) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if job.first is not None:
         found |= {"rank": job.first.rank, "rank_host": job.first.host}
+    if job.lost_host:
+        found["host"] = job.lost_host
     if job.error:
         found["torchrun"] = job.error
     return found

@@ -13,16 +13,17 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flopwatch.sweep.first_cause import JobEnd, RankEnd, first_cause, is_certain
 from flopwatch.sweep.job_messages import LISTENER, TOKEN, Message, keep_alive, split_messages, written
+from flopwatch.sweep.tree_memory import HostPeak
 
 _COME_SECONDS = 600.0
 _OTHERS_SECONDS = 5.0
-_GO_SECONDS = 20.0
+_GO_SECONDS = 12.0
 _STACKS_SECONDS = 5.0
 
 
@@ -57,7 +58,7 @@ class JobNodes:
         self._listener.setblocking(False)
         self._peers: list[_Peer] = []
         self._made = time.monotonic()
-        self._has_begun = False
+        self.has_begun = False
         self._gone: Message = {}
 
     @property
@@ -80,8 +81,8 @@ class JobNodes:
             if peer.connection in ready:
                 self._hear(peer)
         agents = self._agents()
-        if not self._has_begun and len(agents) == self.nodes and all(peer.is_ready for peer in agents.values()):
-            self._has_begun = True
+        if not self.has_begun and len(agents) == self.nodes and all(peer.is_ready for peer in agents.values()):
+            self.has_begun = True
             for peer in agents.values():
                 _tell(peer, {"begin": agents[0].port})
 
@@ -130,8 +131,12 @@ class JobNodes:
         failed = any(peer.is_gone if peer.ended is None else peer.ended["code"] != 0 for peer in agents)
         return failed or bool(self._gone or self._missing())
 
+    def give_up(self, why: str) -> None:
+        """The other nodes will not come."""
+        self._gone = self._gone or {"gone": 1, "why": why, "is_lost": False}
+
     def _missing(self) -> list[int]:
-        is_late = not self._has_begun and time.monotonic() - self._made > _COME_SECONDS
+        is_late = not self.has_begun and time.monotonic() - self._made > _COME_SECONDS
         return [node for node in range(self.nodes) if node not in self._agents()] if is_late else []
 
     def stacks(self) -> str:
@@ -152,7 +157,7 @@ class JobNodes:
             self.attend()
         if not at_once:
             self._attend_until(self._is_clear, _OTHERS_SECONDS)
-        end = self._job_end()
+        end = replace(self._job_end(), host_peak=self._host_peak())
         for peer in self._peers:
             _tell(peer, {"end": True})
         self._attend_until(lambda: all(peer.is_gone for peer in self._agents().values()), _GO_SECONDS)
@@ -160,6 +165,14 @@ class JobNodes:
             peer.connection.close()
         self._listener.close()
         return end
+
+    def _host_peak(self) -> HostPeak:
+        found = HostPeak()
+        for peer in self._agents().values():
+            told = peer.ended or {}
+            if isinstance(told.get("host_bytes"), int):
+                found = found.at_least(told["host_bytes"], told["host_method"])
+        return found
 
     def _is_clear(self) -> bool:
         first = first_cause(self._ends())
@@ -188,14 +201,19 @@ class JobNodes:
         first, oom_kills = first_cause(self._ends()), sum(report.get("oom_kills", 0) for report in reports)
         if first is not None and is_certain(first):
             return JobEnd(first, oom_kills=oom_kills)
+        if 0 in agents and agents[0].is_gone and not agents[0].ended:
+            return JobEnd(oom_kills=oom_kills, is_mute=True)
+        if self._gone and not self._gone["is_lost"]:
+            return JobEnd(error=f"on node {self._gone['gone']} of {self.nodes}: {self._gone['why']}")
+        gone = {node: peer.host for node, peer in agents.items() if peer.is_gone and not peer.ended}
         if self._gone:
-            where, why = f"node {self._gone['gone']} of {self.nodes}", self._gone["why"]
-            is_lost = self._gone["is_lost"]
-            return JobEnd(lost=f"{where} is gone: {why}") if is_lost else JobEnd(error=f"on {where}: {why}")
-        gone = [f"{node} ({peer.host})" for node, peer in agents.items() if node and peer.is_gone and not peer.ended]
-        # The first node's agent is the supervisor's own child, whose end it sees itself.
+            gone.setdefault(self._gone["gone"], self._gone["why"])
         if gone:
-            return JobEnd(lost=f"node {', '.join(gone)} of the trial is gone", oom_kills=oom_kills)
+            names = ", ".join(f"{node} ({host})" for node, host in gone.items())
+            hosts = [agents[node].host for node in gone if node in agents]
+            return JobEnd(
+                lost=f"node {names} of {self.nodes} is gone", lost_host=hosts[0] if hosts else "", oom_kills=oom_kills
+            )
         if missing := self._missing():
             names = ", ".join(map(str, missing))
             return JobEnd(lost=f"node {names} of {self.nodes} did not come within {_COME_SECONDS:.0f} s")

@@ -200,6 +200,11 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
     Raises:
         InputError: None is left, or far too many.
     """
+    if matrix.gpus is not None and matrix.gpus_per_node not in (None, matrix.gpus):
+        raise InputError(
+            f"gpus: {matrix.gpus:g} and gpus_per_node: {matrix.gpus_per_node} both say how many GPUs a trial has on "
+            "each node; leave one out"
+        )
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
     check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
     axes = (
@@ -298,7 +303,7 @@ def _spec(
         limits=_limits(matrix.limits, is_command=trainer == "command"),
         nodes=place.nodes,
         processes=place.processes,
-        layout=place.layout,
+        layout=None if trainer == "command" else place.layout,  # a command's processes are its own affair
         batch=matrix.batch,
         micro_batch_size=micro_batch_size,
         privacy=matrix.privacy.as_spec(trainer, batch_size, chosen) if matrix.privacy else {},

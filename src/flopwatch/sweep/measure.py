@@ -130,6 +130,8 @@ class _TrialRun:
         try:
             action()
         except (Exception, SystemExit) as error:
+            if self._ranks.size > 1:  # the others would wait for this process in the next collective
+                raise
             traceback.print_exc()
             self._note_missing(phase, f"{type(error).__name__}: {error}"[:300])
         self.save()
@@ -159,7 +161,9 @@ class _TrialRun:
 
     def count_flops(self) -> None:
         size = self.spec.micro_batch_size
-        cost = count_step(self.trainer, _model(self.spec, "meta"), self.batch, micro_batch_size=size)
+        is_alone = self._ranks.size == 1
+        model = _model(self.spec, "meta")
+        cost = count_step(self.trainer, model, self.batch, micro_batch_size=size, is_alone=is_alone)
         cost = self._ranks.job_cost(cost)
         peak = self._ranks.job_peak(self.device, lambda: _peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))

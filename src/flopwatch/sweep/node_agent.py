@@ -22,6 +22,7 @@ from flopwatch.sweep.assemble import of_rank
 from flopwatch.sweep.first_cause import exception_file
 from flopwatch.sweep.job_messages import TOKEN, Message, keep_alive, read_lines_of, written
 from flopwatch.sweep.memory_limit import limit_memory
+from flopwatch.sweep.node_memory import NodeMemory
 from flopwatch.sweep.worker_process import PARENT, STACKS
 from flopwatch.trial_files import read_json
 from flopwatch.trial_records import TrialSpec
@@ -58,8 +59,10 @@ class _Supervisor:
 class _Agent:
     def __init__(self, trial_dir: Path, node: int) -> None:
         self._trial_dir, self._node = trial_dir, node
-        self.spec = TrialSpec.from_json(read_json(trial_dir / "spec.json")["spec"])
+        job = _job(trial_dir)
+        self.spec, self.attempt = TrialSpec.from_json(job["spec"]), str(job.get("attempt", ""))
         self._ranks = range(node * self.spec.processes, (node + 1) * self.spec.processes)
+        self.memory = NodeMemory(trial_dir, self._ranks[0], self.spec.limits.memory_bytes)
 
     def torchrun(self, master: str, port: int) -> Message:
         """Every process of this node, to the end of all: how they ended."""
@@ -87,6 +90,8 @@ class _Agent:
 
     def _failures(self, statuses: dict[int, int]) -> Message:
         told = {rank: read_json(self._trial_dir / exception_file(rank)) for rank in self._ranks}
+        if self.memory.over_limit is not None:
+            told[self._ranks[0]] = self.memory.over_limit
         ranks = {
             rank: {"status": statuses.get(rank, 0), "exception": told[rank]}
             for rank in self._ranks
@@ -117,11 +122,13 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     if PARENT in os.environ:  # a guard, on a node where an engine has placed us
         process_tree.die_with_parent(signal.SIGTERM)
     agent, supervisor = _Agent(trial_dir, node), _Supervisor(hosts, port)
-    supervisor.tell({"token": os.environ.pop(TOKEN), "node": node, "host": os.uname().nodename})
+    supervisor.tell({"token": os.environ.pop(TOKEN), "node": node, "host": _host()})
     threading.Thread(target=supervisor.obey, args=[agent], daemon=True).start()
     limit = limit_memory(agent.spec.limits.memory_bytes if node else None, trial_dir.name[-40:])
-    limit.join()  # on the first node the supervisor has seen to it
-    os.environ[process_tree.TRIAL_MARK] = str(trial_dir)
+    if node:  # on the first one the supervisor sees to it
+        limit.join()
+        agent.memory.start()
+    os.environ |= {process_tree.TRIAL_MARK: str(trial_dir), process_tree.ATTEMPT_MARK: agent.attempt}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // agent.spec.processes)))
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -130,10 +137,22 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True) if node == 0 else None
     supervisor.tell({"port": store.port if store else None})
     ended = agent.torchrun("127.0.0.1" if node == 0 else supervisor.host, supervisor.begins.get())
-    supervisor.tell({"ended": {**ended, "oom_kills": limit.oom_kills()}})
+    supervisor.tell({"ended": {**ended, "oom_kills": limit.oom_kills(), **agent.memory.report()}})
     process_tree.kill_descendants(os.getpid())
     limit.close()
     return int(ended["code"])
+
+
+def _job(trial_dir: Path) -> dict[str, Any]:
+    """What `spec.json` holds. On a shared file system the folder may come into sight here later than elsewhere."""
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while not isinstance(job := read_json(trial_dir / "spec.json"), dict):
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"{trial_dir / 'spec.json'} is not seen on {_host()}; do the nodes share the folder?"
+            )
+        time.sleep(0.2)
+    return job
 
 
 def _connected(hosts: list[str], port: int) -> tuple[str, socket.socket]:
@@ -157,6 +176,11 @@ def _handles(pid: int, number: int) -> bool:
         status = Path(f"/proc/{pid}/status").read_text()
         return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
     return False
+
+
+def _host() -> str:
+    """As Slurm calls it, where it is Slurm's: a later attempt may have to keep away from it."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def _node(text: str, environment: Any = os.environ) -> int:

@@ -28,6 +28,7 @@ from flopwatch.trial_files import SWEEP, log_file
 from flopwatch.trial_records import TrialResult
 
 _TICK_SECONDS = 0.25
+_OF_ONE_FOLDER = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 
 Refusal = Callable[[Trial], str | None]
 
@@ -210,8 +211,18 @@ def _fill(
                 note(settled)
                 continue
             trial = replace(trial, retries=state.retries.most)
-            if not _is_prepared(trial, state):
-                break
+            try:
+                prepare(trial)
+            except OSError as error:
+                if may_pass(error):  # first in line again, until the disk has room
+                    state.waiting.appendleft(trial)
+                    state.pause.begin(error)
+                    break
+                if not isinstance(error, _OF_ONE_FOLDER):
+                    raise
+                note(_without_a_place(trial, error))
+                continue
+            state.pause.end()
             batch.append(trial)
         if not batch:
             return
@@ -221,18 +232,10 @@ def _fill(
             observer.started(trial)
 
 
-def _is_prepared(trial: Trial, state: _Round) -> bool:
-    """False, and the trial is first in line again, while the disk is full."""
-    try:
-        prepare(trial)
-    except OSError as error:
-        if not may_pass(error):
-            raise
-        state.waiting.appendleft(trial)
-        state.pause.begin(error)
-        return False
-    state.pause.end()
-    return True
+def _without_a_place(trial: Trial, error: OSError) -> TrialResult:
+    """One folder that cannot be used is no reason for the others not to run."""
+    reason = f"could not be started: {error.strerror}: {error.filename}; make it readable and writable, or remove it"
+    return TrialResult(trial.name, trial.key, trial.spec, "lost", reason, {"from": "the sweep's folder"})
 
 
 def _refused(trial: Trial, refuse: Refusal) -> TrialResult | None:

@@ -40,6 +40,8 @@ class RunningNodes:
     def is_over(self) -> bool:
         """Looked at several times a second: also hears what the agents say."""
         self.nodes.attend()
+        if self.srun is not None and self.srun.poll() and not self.nodes.has_begun:
+            self.nodes.give_up(f"srun left with exit code {self.srun.returncode}; see the end of the log")
         return self.nodes.is_over
 
     def stacks(self) -> str:
@@ -69,11 +71,17 @@ def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd
     nodes, folder = JobNodes(spec.nodes), trial_folder(sweep, name)
     secret = {TOKEN: nodes.token}
     agent = start_worker(sweep, name, spec, limit, cwd, nodes.agent_command(folder, 0), secret)
-    if spec.nodes == 1 or os.environ.pop(LISTENER, "") != "":
+    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):
         return RunningNodes(folder, nodes, agent)
-    here = os.uname().nodename
-    command = [*srun_command(spec), *nodes.agent_command(folder, "slurm", here)]
-    return RunningNodes(folder, nodes, agent, start_worker(sweep, name, spec, limit, cwd, command, secret))
+    if "SLURM_JOB_ID" not in os.environ:
+        nodes.give_up(f"a trial over {spec.nodes} nodes runs under --engine slurm or ray only")
+        return RunningNodes(folder, nodes, agent)
+    command = [*srun_command(spec), *nodes.agent_command(folder, "slurm", os.uname().nodename)]
+    try:
+        return RunningNodes(folder, nodes, agent, start_worker(sweep, name, spec, limit, cwd, command, secret))
+    except OSError as error:
+        nodes.give_up(f"srun cannot be started on the job's first node: {error}")
+        return RunningNodes(folder, nodes, agent)
 
 
 def srun_command(spec: TrialSpec) -> list[str]:

@@ -28,6 +28,7 @@ def count_step(
     *,
     attention: AttentionConvention = "full",
     micro_batch_size: int | None = None,
+    is_alone: bool = True,
 ) -> StepCost:
     """Count one step; MFU and HFU come later, when its time and the peak are known (`assemble.py`).
 
@@ -41,6 +42,7 @@ def count_step(
         attention: `full` or `causal`.
         micro_batch_size: Samples the trainer takes at once; None is the whole batch. The mathematics stays the same;
             what is executed is the sum over the micro-batches.
+        is_alone: False for one process of several: its step needs the others, so none is made.
     """
     batches = micro_batches(batch, micro_batch_size)
     try:
@@ -50,12 +52,24 @@ def count_step(
     if type(trainer) is StandardTrainer and len(batches) == 1:
         return cost
     cost = replace(cost, hardware_flops=None)
+    if not is_alone:
+        return _without_a_step(cost, trainer, model, batches)
     try:
         executed = count_executed(trainer, batches, attention)
     except Exception as error:  # a user's trainer may raise anything, and the rest of the trial is measured already
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return _noted(cost, f"what the trainer executes could not be counted: {said}")
     return _with_executed(cost, executed)
+
+
+def _without_a_step(
+    cost: StepCost, trainer: Trainer, model: nn.Module, batches: Sequence[Mapping[str, Any]]
+) -> StepCost:
+    """The standard trainer executes the model's passes on each micro-batch; what others do is not known."""
+    if type(trainer) is not StandardTrainer or cost.model_flops is None:
+        return _noted(cost, "what the trainer executes is not counted in one process of several")
+    counts = [count_plain(model, batch, cost.attention) for batch in batches]  # type: ignore[arg-type]
+    return replace(cost, hardware_flops=sum(count.hardware_flops for count in counts))
 
 
 def count_executed(

@@ -35,7 +35,7 @@ from flopwatch.sweep.leftovers import clear_earlier_life, group_name
 from flopwatch.sweep.memory_limit import MemoryLimit, limit_memory, own_oom_kills
 from flopwatch.sweep.requeued import slurm_life, takes_over
 from flopwatch.sweep.start_nodes import RunningNodes, start_nodes
-from flopwatch.sweep.tree_memory import HostPeak, TreeMemory, resident
+from flopwatch.sweep.tree_memory import HostPeak, TreeMemory, fullest, resident
 from flopwatch.sweep.worker_process import PARENT, end_worker, start_worker, waiter
 from flopwatch.trial_files import log_file, trial_folder, write_json
 from flopwatch.trial_records import FORMAT, Limits, TrialResult, TrialSpec
@@ -189,7 +189,7 @@ def _run(
             own_kill_detail=watch.detail,
             stacks=watch.stacks,
             # Of a command all its life; of a worker its steps, which it knows better itself where it has come so far.
-            host_peak=life if spec.trainer == "command" else watch.steps_peak,
+            host_peak=life if spec.trainer == "command" else fullest(watch.steps_peak, job_end.host_peak),
             sure_bytes=watch.memory.sure_bytes,
             oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
             memory_limit=_limit_facts(limit, spec, life),
@@ -271,6 +271,7 @@ def _watch(
             watch.stacks = watch.stacks or stacks
             break
         if nodes and nodes.is_over():
+            _ask_who_sent_it(worker, watch, cancel)
             break
     else:
         _ask_who_sent_it(worker, watch, cancel)
@@ -297,7 +298,7 @@ def _ask_who_sent_it(worker: "subprocess.Popen[bytes]", watch: _Watch, cancel: C
     job no end is believed before there was time to hear of it.
     """
     is_ended_by_it = worker.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-    patience = (0.5 if worker.returncode else 0.05) if slurm_life() else 0.5 if is_ended_by_it else 0.0
+    patience = (0.05 if worker.returncode == 0 else 0.5) if slurm_life() else 0.5 if is_ended_by_it else 0.0
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if why := cancel():

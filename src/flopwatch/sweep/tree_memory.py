@@ -72,6 +72,15 @@ class HostPeak:
         return self if self.bytes is not None and self.bytes >= size else HostPeak(size, method)
 
 
+def fullest(*peaks: HostPeak) -> HostPeak:
+    """Of several nodes.
+
+    >>> fullest(HostPeak(5, "samples"), HostPeak(), HostPeak(7, "rss")).bytes
+    7
+    """
+    return max(peaks, key=lambda peak: peak.bytes or 0)
+
+
 class TreeMemory:
     """Looked at several times a second beside a trial that is being timed: takes about a hundredth of a core.
 

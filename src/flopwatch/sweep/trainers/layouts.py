@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,9 +32,10 @@ def laid_out(model: nn.Module, layout: str | None, device: torch.device) -> nn.M
         return ReplicatedModel(model, device_ids=None if device.type == "cpu" else [device])
     if layout != "fsdp":
         raise InputError(f"layout is ddp or fsdp, got {layout!r}")
-    for block in blocks(model):
-        fully_shard(block)
-    fully_shard(model)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # else it would take a GPU that is not asked for
+    for block in dict.fromkeys(blocks(model)):  # a model may run one block several times
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
 
 
