@@ -36,6 +36,7 @@ ENDINGS = {
     "OneLeaves": "error",
     "OneHangs": "hang",
 }
+SILENCE_SECONDS = 40.0  # longer than torchrun and its processes need to start on a busy machine
 KILLS = {
     "supervisor": (None, "lost"),
     "agent 0": ("crash",),
@@ -45,7 +46,7 @@ KILLS = {
 
 
 def spec(engine: str, trainer: str = "standard", **settings: Any) -> TrialSpec:
-    limits = Limits(300.0, 12.0 if trainer.endswith("OneHangs") else 200.0)
+    limits = Limits(300.0, SILENCE_SECONDS if trainer.endswith("OneHangs") else 200.0)
     shape = {"processes": 2} if engine == "local" else {"nodes": 2}
     fixed: dict[str, Any] = {"steps": 5, "warmup_steps": 1, "trace": False, "device": "cpu", "limits": limits}
     return TrialSpec(trainer, "tiny", 4, 16, **{**fixed, **shape, "layout": "ddp", **settings})
@@ -112,6 +113,8 @@ def row(engine: str, what: str, expected: tuple[str | None, ...], result: TrialR
         left = left_behind(sweep)
     verdict = "right" if told in expected and not left else "WRONG"
     reason = "" if result is None else result.reason
+    if told == "hang" and result is not None:
+        reason += "; its stack is told" if "go_wrong" in result.stacks.partition("rank 1:")[2] else "; NO STACK"
     print(f"{verdict} | {engine} | {what} | {told} | {len(left)} left | {reason}", flush=True)
 
 
