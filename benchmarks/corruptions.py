@@ -82,8 +82,11 @@ def _whole_folder(folder: Path, chance: random.Random) -> str:
     places = [folder / name for name in ("trials", "logs", "runs", "earlier")]
     places += list((folder / "trials").iterdir()) if (folder / "trials").is_dir() else []
     place = chance.choice([path for path in places if path.is_dir() and not path.is_symlink()] or [folder / "trials"])
+    kind = chance.choice(("deleted", "file", "fifo", "loop", "locked"))
+    if kind == "locked":
+        place.chmod(0)  # root does not mind
+        return f"folder-locked {place.relative_to(folder)}"
     shutil.rmtree(place, ignore_errors=True)
-    kind = chance.choice(("deleted", "file", "fifo", "loop"))
     if kind != "deleted" and not os.path.lexists(place):
         _REPLACE[kind](place)
     return f"folder-{kind} {place.relative_to(folder)}"

@@ -67,6 +67,7 @@ def run_campaign(
 ) -> Figures:
     """Corrupt copies of real folders, and look at each through every door."""
     os.environ.setdefault("FLOPWATCH_SLOT_DIR", str(place / "slots"))
+    os.environ.setdefault("FLOPWATCH_VISIBLE_SECONDS", "2")  # how long a runner with damaged files is watched for life
     templates = make_templates(place, f"batch_sizes: {list(batch_sizes)}\n{_SIZES}", with_torch=with_torch)
     figures = Figures()
     for number in range(count):
@@ -74,7 +75,7 @@ def run_campaign(
         few = templates[:-1] if with_torch and chance.random() < 0.9 else templates
         template = chance.choice(few)
         folder = place / "corrupted"
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         shutil.copytree(template.folder, folder, symlinks=True)
         kinds = [corrupt(folder, chance) for _ in range(chance.choice((1, 1, 2, 3, 5)))]
         figures.corruptions += 1
@@ -86,6 +87,15 @@ def run_campaign(
             figures.problems[place_in_list] = f"#{number} of {template.folder.name} ({'; '.join(kinds)}): {problem}"
             print(figures.problems[place_in_list], flush=True)
     return figures
+
+
+def _remove(folder: Path) -> None:
+    """Also what may not be read."""
+    for root, _, _ in os.walk(folder):
+        for path in Path(root).iterdir():
+            if path.is_dir() and not path.is_symlink():
+                path.chmod(0o755)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_templates(place: Path, sizes: str, *, with_torch: bool) -> list[Template]:
@@ -137,7 +147,7 @@ def _look(folder: Path, template: Template, figures: Figures) -> None:
     if code == 2:
         return
     after = _report(folder, figures) or {}
-    left_alone = _newer(before)
+    left_alone = _newer(before) | _locked(folder)
     for name, outcome in template.outcomes.items():
         if after.get(name) != outcome and name not in left_alone:
             tell(f"after the resume {name} is {after.get(name)}, not {outcome}")
@@ -159,7 +169,10 @@ def whole_trials(folder: Path, template: Template) -> list[str]:
 
 def _bytes(file: Path) -> bytes:
     """Of a regular file; else nothing."""
-    return file.read_bytes() if file.is_file() else b""
+    try:
+        return file.read_bytes() if file.is_file() else b""
+    except OSError:
+        return b""
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -180,8 +193,13 @@ def _newer(files: dict[str, bytes]) -> set[str]:
                 with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError):
                     record = json.loads(line)
                     if record.get("format", 0) > 1:
-                        found.add(record.get("name"))
+                        found.add(record.get("name") if path == "results.jsonl" else Path(path).parts[1])
     return found
+
+
+def _locked(folder: Path) -> set[str]:
+    """Trials whose folder may not be read; root may."""
+    return {place.name for place in (folder / "trials").iterdir() if not os.access(place, os.R_OK | os.X_OK)}
 
 
 def _nothing_overwritten(folder: Path, before: dict[str, bytes], tell: object) -> None:

@@ -60,7 +60,7 @@ def hostile_results(texts: list[str]) -> list[TrialResult]:
 def _check_screens(results: list[TrialResult], texts: list[str], folder: Path) -> None:
     trials = tuple(Trial(folder / "s", result.name, result.key, result.spec) for result in results)
     plan = Plan(trials, trials, {})
-    for width in (40, 100):
+    for width in (70,):
         stream = io.StringIO()
         console = Console(file=stream, width=width, color_system=None, force_terminal=False)
         lines, table = PlainLines(plan, print_line(console)), LiveTable(plan, Path(texts[0]), Stop())
@@ -69,7 +69,8 @@ def _check_screens(results: list[TrialResult], texts: list[str], folder: Path) -
                 observer.started(trial)
                 observer.ticked({trial.name: trial}, 1, f"waiting {result.reason}")
                 observer.ended(result)
-            console.print(table.render())
+            if result.outcome == "error":
+                console.print(table.render())
         print_dry_run(plan, Path(texts[-1]), console)
         with redirect_stdout(stream):
             for result in results:

@@ -134,7 +134,8 @@ def _trial_folders(sweep: Path) -> dict[str, float]:
     try:
         with os.scandir(sweep / "trials") as entries:
             for entry in entries:
-                folders[entry.name] = entry.stat(follow_symlinks=False).st_mtime
+                if is_trial_name(entry.name):
+                    folders[entry.name] = entry.stat(follow_symlinks=False).st_mtime
     except OSError:
         pass
     return folders

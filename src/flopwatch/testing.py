@@ -5,11 +5,14 @@ Nothing in the package imports this module.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from os import getpid, sysconf
 from pathlib import Path
+from random import Random
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
 from flopwatch.hardware.facts import DeviceFacts
 from flopwatch.hardware.matmul_search import Shape, matmul_flops
@@ -276,3 +279,45 @@ class InProcessEngine:
 
     def state(self) -> str:
         return "in this process"
+
+
+class FlakyEngine(InProcessEngine):
+    """An engine without processes whose trials do nothing and are lost now and then, as if their node had failed.
+
+    Which attempts are lost depends on the trial's name, its attempt and the seed, so that a new runner meets the same.
+
+    >>> FlakyEngine(share_lost=0.5).name
+    'in-process'
+
+    Args:
+        share_lost: Probability of an attempt to be lost.
+        seed: Of which ones.
+        room: Trials it takes at once.
+    """
+
+    def __init__(self, share_lost: float = 0.01, seed: int = 0, room: int = 8) -> None:
+        super().__init__(self._answer, room)
+        self._share_lost, self._seed = share_lost, seed
+
+    def _answer(self, trial: Trial) -> TrialResult | None:
+        chance = Random(f"{trial.name} {len(trial.earlier_attempts)} {self._seed}").random()
+        if chance < self._share_lost:
+            write_json(trial_folder(trial.sweep, trial.name) / "started.json", {"pid": 0, "host": "n1"})
+            return None
+        facts: dict[str, float] = {"runner_pid": getpid(), "runner_rss_bytes": _own_rss_bytes()}
+        facts["end_monotonic_seconds"] = monotonic_seconds()
+        return TrialResult(trial.name, trial.key, trial.spec, "ok", "ran to its end", facts, seconds=0.0)
+
+    def submit(self, trials: Sequence[Trial]) -> None:
+        super().submit(trials)
+        self.submitted.clear()  # a week of names is none of a fake's business
+
+    def wait(self, seconds: float) -> Sequence[Ended]:
+        return [Ended(ended.name, {"state": "NODE_FAIL", "host": "n1"}) for ended in super().wait(seconds)]
+
+
+def _own_rss_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

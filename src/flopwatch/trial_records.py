@@ -406,4 +406,4 @@ def is_trial_name(name: str) -> bool:
     >>> is_trial_name("standard_bs1_seq8"), is_trial_name("../x")
     (True, False)
     """
-    return name not in ("", ".", "..") and "/" not in name and "\0" not in name and len(name.encode()) < 256
+    return name not in ("", ".", "..") and "/" not in name and name.isprintable() and len(name.encode()) < 256

@@ -131,6 +131,16 @@ def groups_of(trial):
     return [name for place in group_places() for name in os.listdir(place) if tag in name]
 
 
+def test_whoever_carries_a_trials_variable_and_started_us_is_spared(sweep):
+    """A shell in which somebody looked into a trial by hand, and runs the sweep again."""
+    trial = ready(sweep, "echo ran")
+    mark = {**os.environ, "FLOPWATCH_TRIAL_DIR": str(folder_of(trial))}
+    shell = f"{' '.join(SUPERVISOR)} {sweep} one; echo the shell lives"
+    done = subprocess.run(["/bin/sh", "-c", shell], env=mark, capture_output=True, text=True, check=True)
+    assert done.stdout == "the shell lives\n"
+    assert own_result(sweep, "one").outcome == "ok"
+
+
 def test_a_stopped_supervisor_is_killed_by_its_guard_with_the_whole_tree(sweep, monkeypatch):
     monkeypatch.setattr(supervisor, "GUARD_PATIENCE_SECONDS", 1.0)
     trial = ready(sweep, TREE, Limits(1.0, None))

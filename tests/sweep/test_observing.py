@@ -3,6 +3,8 @@
 import pytest
 from rich.errors import MarkupError
 
+from flopwatch.sweep.runner import Stop
+from flopwatch.sweep.runner_file import NotedRunner, read_runner
 from flopwatch.testing import InProcessEngine
 from flopwatch.trial_records import TrialResult, TrialSpec
 from sweeping import Listener, run_sweep
@@ -41,3 +43,13 @@ def test_an_observer_that_fails_is_told_of_once_and_the_sweep_goes_on(tmp_path, 
     told = capsys.readouterr().err
     assert told.count("the sweep goes on unseen") == 1
     assert type(error).__name__ in told
+
+
+def test_a_display_that_fails_does_not_hide_the_runner_from_others(tmp_path):
+    """`sweep attach` and `sweep stop` read runner.json, whatever the runner's own terminal does."""
+    (tmp_path / "s").mkdir()
+    noted = NotedRunner(tmp_path / "s", clock=iter(range(0, 1000, 5)).__next__)
+    noted.before(Failing("ticked", MarkupError("x")), Stop())
+    noted.ticked({}, 7, "first")
+    noted.ticked({}, 6, "second")
+    assert read_runner(tmp_path / "s").waiting == 6

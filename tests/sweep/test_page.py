@@ -45,9 +45,16 @@ def run(line, *more):
     )
 
 
+def _write_pictures(place):
+    """The page's own model and batch, in a file beside the user."""
+    (code,) = [text for text in blocks("python", PAGES[:1]) if "pictures.py" in text]
+    (place / "pictures.py").write_text(code)
+
+
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith("flopwatch sweep")])
 def test_every_sweep_on_the_page_has_a_matrix(place, line):
     """Dry, so that the page may name real sizes and engines; commands cost nothing and run."""
+    _write_pictures(place)
     done = run(line) if "--command" in line else run(line, "--dry-run")
     assert done.returncode == 0, done.stderr
     if "--command" in line:
@@ -87,8 +94,7 @@ def test_the_pages_own_trainer_and_a_quick_sweep(place):
 
 
 def test_the_pages_own_batch_is_swept_as_the_page_says(place):
-    (code,) = [text for text in blocks("python", PAGES[:1]) if "pictures.py" in text]
-    (place / "pictures.py").write_text(code)
+    _write_pictures(place)
     (line,) = [line for line in commands() if "pictures:images" in line]
     done = run(line, "steps=1", "warmup_steps=1", "--no-trace")
     assert done.returncode == 0, done.stdout + done.stderr

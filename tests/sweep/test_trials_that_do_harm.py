@@ -179,7 +179,8 @@ def test_a_heartbeat_that_is_a_fifo_is_not_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"spec": 3}', b'{"format": 2}', b"\xff"])
-def test_a_supervisor_without_a_spec_it_can_read_says_so_and_runs_nothing(sweep, content):
+def test_a_supervisor_without_a_spec_it_can_read_says_so_and_runs_nothing(sweep, content, monkeypatch):
+    monkeypatch.setenv("FLOPWATCH_VISIBLE_SECONDS", "0.5")
     prepare(Trial(sweep, "one", "key", TrialSpec("command", "tiny", 3, 7, command="true")))
     file = trial_folder(sweep, "one") / "spec.json"
     if content == b'{"format": 2}':

@@ -67,6 +67,15 @@ def test_five_steps_decide_nothing():
     assert ratios["time"].low is None
 
 
+def test_an_unstable_time_is_marked_whatever_it_decides():
+    found = compared([ran("standard", 4, 64, 1.0, spread=0.04)], [ran("standard", 4, 64, 2.0, spread=0.01)])
+    (pair,) = found.pairs
+    assert (pair.ratios["time"].verdict, pair.is_unstable) == ("worse", True)
+    assert any("quiet machine" in note for note in found.notes)
+    assert "**slower** ~" in comparison_markdown(found)
+    assert not only_pair(ran("standard", 4, 64, 1.0), ran("standard", 4, 64, 2.0)).is_unstable
+
+
 def test_memory_differs_from_one_percent_on_and_less_is_better():
     for gib, verdict in ((1.009, "not told apart"), (1.02, "worse"), (0.5, "better")):
         pair = only_pair(ran("standard", 4, 64, gib=1), ran("standard", 4, 64, gib=gib))
@@ -82,12 +91,27 @@ def test_mfu_varies_as_the_time_does_and_more_is_better():
     assert ratio.high == pytest.approx(2 * 1.01 / 0.99)
 
 
-def test_the_mfu_of_a_lower_bound_and_the_memory_of_another_kind_of_device_have_no_ratio():
+def test_the_mfu_of_a_lower_bound_has_no_ratio():
     a = ran("standard", 4, 64, gib=1, mfu=0.2)
-    cost = replace(a.measured.cost, is_lower_bound=True)
-    memory = MemoryUse(reserved_bytes=2**30, device_bytes=2**34)
-    b = replace(a, measured=replace(a.measured, cost=cost, memory=memory))
-    assert set(only_pair(a, b).ratios) == {"time", "samples_per_s"}
+    b = replace(a, measured=replace(a.measured, cost=replace(a.measured.cost, is_lower_bound=True)))
+    assert set(only_pair(a, b).ratios) == {"time", "samples_per_s", "memory"}
+
+
+KINDS = (
+    MemoryUse(reserved_bytes=2**30, host_bytes=2**31, host_method="samples"),
+    MemoryUse(host_bytes=2**30, host_method="high_water"),
+    MemoryUse(rss_bytes=2**30),
+)
+
+
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(3))
+def test_memory_of_another_kind_is_not_divided_and_that_is_told(a, b):
+    good = ran("standard", 4, 64)
+    one, other = (replace(good, measured=replace(good.measured, memory=KINDS[kind])) for kind in (a, b))
+    found = compared([one], [other])
+    assert ("memory" in found.pairs[0].ratios) == (a == b)
+    assert any("not compared" in note for note in found.notes) == (a != b)
 
 
 def test_the_mean_is_geometric_so_that_twice_and_half_cancel():

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     from flopwatch.cli.app import app
 
+    _take_every_character()
     try:
         app(args=None if arguments is None else list(arguments))
     except FlopwatchError as error:
@@ -30,6 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.errno not in _OUTPUT_IS_GONE or error.filename is not None:
             raise
         _leave_without_output(error)
+
+
+def _take_every_character() -> None:
+    """A path may hold half a character, and a stream may know few letters: what cannot be written is spelled out."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _leave_without_output(error: OSError) -> None:

@@ -33,6 +33,8 @@ def refuse_mixed(a: str, b: str) -> None:
     from flopwatch.errors import InputError
 
     sweep, other = (a, b) if is_sweep(a) else (b, a)
+    if not Path(other).expanduser().exists():
+        raise InputError(f"{other!r} is not there, and {sweep!r} is the folder of a sweep: name another sweep's folder")
     raise InputError(
         f"{sweep!r} is the folder of a sweep and {other!r} is not: compare two sweeps, or two runs "
         "(folders with a training_log.jsonl)"

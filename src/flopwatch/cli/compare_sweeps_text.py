@@ -8,7 +8,7 @@ import typer
 
 from flopwatch.plain_text import one_line
 from flopwatch.report.figures import UNKNOWN
-from flopwatch.sweep_comparison.records import Difference, Pair, Quantity, Ratio, SweepComparison
+from flopwatch.sweep_comparison.records import Difference, Pair, Quantity, SweepComparison
 from flopwatch.sweep_comparison.words import (
     HOW_DECIDED,
     TITLES,
@@ -19,6 +19,7 @@ from flopwatch.sweep_comparison.words import (
     ratio_text,
     shown_quantities,
     side_text,
+    unstable_mark,
     verdict_mark,
 )
 
@@ -27,7 +28,7 @@ _MOST_PAIRS = 30
 _MOST_NAMES = 5
 _MOST_TRAINERS = 12
 _FACT_WIDTH = 36
-_CELL_WIDTH = 17
+_CELL_WIDTH = 18
 _INTERVAL_WIDTH = 17
 _WIDTH_FOR_INTERVALS = 96
 
@@ -111,20 +112,21 @@ def _print_pairs(comparison: SweepComparison, width: int) -> None:
     for pair in pairs:
         typer.echo(f"  {_ends(one_line(pair.trial), name_width):<{name_width}}", nl=False)
         for quantity, cell in zip(shown, widths, strict=True):
-            _print_ratio(quantity, pair.ratios.get(quantity), cell)
+            _print_ratio(quantity, pair, cell)
         typer.echo()
         for difference in pair.differences:
             words = f"{difference.what} {difference.a or UNKNOWN} → {difference.b or UNKNOWN}"
             typer.secho(_cut(f"    {one_line(words)}", width), fg="yellow")
 
 
-def _print_ratio(quantity: Quantity, ratio: Ratio | None, width: int) -> None:
+def _print_ratio(quantity: Quantity, pair: Pair, width: int) -> None:
+    ratio = pair.ratios.get(quantity)
     if ratio is None:
         typer.echo(f"  {UNKNOWN:<{width - 2}}", nl=False)
         return
     interval = f" {interval_text(ratio):<{_INTERVAL_WIDTH - 1}}" if width > _CELL_WIDTH else ""
     colour = {"better": "green", "worse": "red"}.get(ratio.verdict)
-    text = f"{ratio_text(ratio.ratio)}{interval} {verdict_mark(quantity, ratio.verdict)}"
+    text = f"{ratio_text(ratio.ratio)}{interval} {verdict_mark(quantity, ratio.verdict)}{unstable_mark(quantity, pair)}"
     typer.secho(f"  {text:<{width - 2}}", fg=colour, nl=False)
 
 

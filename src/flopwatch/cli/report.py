@@ -38,12 +38,14 @@ def report(
 ) -> None:
     """What a sweep found: what to run, memory and time and MFU of every trainer, what failed and why."""
     from flopwatch.cli.report_exports import STANDARD_OUTPUT, refuse_two_on_standard_output, write_tables
+    from flopwatch.cli.sweep_tracking import refuse_unusable
     from flopwatch.cli.trial_tracking import log_capture
     from flopwatch.report.capture import capture_sweep
     from flopwatch.report.summarise import summarise
 
     metrics = _metrics(metric)
     refuse_two_on_standard_output(csv, parquet, as_json=as_json)
+    refuse_unusable(wandb, mlflow)
     capture = capture_sweep(_sweep_folder(directory, logs_dir))
     written = write_tables(capture, csv, parquet)
     is_printed = STANDARD_OUTPUT in (csv, parquet)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flopwatch.sweep.retries import RetryPolicy
     from flopwatch.sweep.runner import Stop
 
-_QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1}
+_QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1, "batch": None}
 
 
 def sweep(
@@ -136,9 +136,9 @@ def sweep(
         with held_folder(output):
             _preflight(output, make_plan(output, specs, only=only, limit=limit, engine=engine))
         return
-    from flopwatch.cli.sweep_tracking import refuse_missing_packages, tracked
+    from flopwatch.cli.sweep_tracking import refuse_unusable, tracked
 
-    refuse_missing_packages(wandb, mlflow)
+    refuse_unusable(wandb, mlflow)
     policy = retry_policy(matrix.retries, matrix.retry_on)
     if detach:
         from flopwatch.cli.sweep_detach import run_detached

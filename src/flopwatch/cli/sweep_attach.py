@@ -14,6 +14,7 @@ from flopwatch.cli.lasting_output import lasting_output
 from flopwatch.cli.quantities import plural
 from flopwatch.cli.sweep_live import LiveTable, PlainLines, print_line
 from flopwatch.errors import InputError
+from flopwatch.sweep.exit_status import GREEN
 from flopwatch.sweep.following import Follower
 from flopwatch.sweep.runner import Stop
 from flopwatch.sweep.runner_file import RunnerState, is_alive, is_here, read_runner
@@ -119,4 +120,5 @@ def _say_how_it_stands(sweep: Path) -> None:
     typer.echo(f"Nothing runs the sweep in {sweep} any more. Next: flopwatch report {folder}")
     if plan.todo:
         typer.echo(f"{plural(len(plan.todo), 'trial')} left; the command that began it goes on.")
+    if plan.todo or any(result.outcome not in GREEN for result in plan.kept.values()):
         raise typer.Exit(1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from flopwatch.plain_text import plain
 from flopwatch.sweep.folder import held_folder
 from flopwatch.sweep.runner_file import LOG, read_runner
 
@@ -34,7 +35,7 @@ def run_detached(sweep: Path) -> None:
     if runner.returncode:
         with (sweep / LOG).open("rb") as log:
             log.seek(said_before)
-            typer.echo(log.read().decode(errors="replace"), nl=False, err=True)
+            typer.echo(plain(log.read().decode(errors="replace")), nl=False, err=True)
         raise typer.Exit(runner.returncode)
     folder = shlex.quote(str(sweep))
     typer.echo(f"The sweep runs on as process {runner.pid}; what it says is in {sweep / LOG}.")

@@ -14,7 +14,7 @@ from typing import IO
 
 import typer
 
-from flopwatch.errors import MissingDependencyError
+from flopwatch.errors import InputError, MissingDependencyError
 
 FOLLOWER = "flopwatch.cli.follow_trials"
 _PATIENCE_SECONDS = 300.0
@@ -22,9 +22,11 @@ _SILENT_SECONDS = 2.0
 _LONGEST_LINE = 2000
 
 
-def refuse_missing_packages(wandb: str | None, mlflow: str | None) -> None:
+def refuse_unusable(wandb: str | None, mlflow: str | None) -> None:
     """Before the first trial, not after a week."""
     for package, wanted in (("wandb", wandb), ("mlflow", mlflow)):
+        if wanted is not None and not wanted.strip():
+            raise InputError(f"--{package} needs a name: of the {'project' if package == 'wandb' else 'experiment'}")
         if wanted is not None and find_spec(package) is None:
             raise MissingDependencyError(
                 f"--{package} needs the package {package!r}, which is not installed; "

@@ -17,6 +17,7 @@ from flopwatch.report.failures import group_failures
 from flopwatch.report.incomplete import host_memory_warnings, incomplete_warnings
 from flopwatch.report.privacy import privacy_rows
 from flopwatch.report.records import Cell, Group, SweepSummary, TrialRow
+from flopwatch.report.retried import retried_warnings
 from flopwatch.report.selection import MOST_COLUMNS
 from flopwatch.report.totals import sweep_totals, trainer_totals
 from flopwatch.trial_records import TrialResult, TrialSpec
@@ -46,7 +47,12 @@ def summarise(capture: Capture) -> SweepSummary:
         failures=group_failures(results, _largest_ok(results)),
         environments=distinct_environments(results),
         preflight=capture.preflight,
-        warnings=(*capture.troubles, *_warnings(groups, totals.by_outcome), *incomplete_warnings(results)),
+        warnings=(
+            *capture.troubles,
+            *_warnings(groups, totals.by_outcome),
+            *incomplete_warnings(results),
+            *retried_warnings(results),
+        ),
         rows=_rows(members),
     )
 

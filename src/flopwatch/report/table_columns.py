@@ -79,6 +79,18 @@ def _is_ok(trial: Trial) -> bool:
     return trial.cell.outcome == "ok"
 
 
+def _not_measured(trial: Trial) -> str | None:
+    if trial.result is None or not _is_ok(trial):
+        return None
+    return "; ".join(f"{phase}: {why}" for phase, why in trial.result.measured.not_measured.items())
+
+
+def _host_method(trial: Trial) -> str | None:
+    """Sweeps that have resident memory only are from before the others."""
+    memory = trial.memory
+    return memory.host_method or ("rss" if memory.host_bytes is None and memory.rss_bytes is not None else None)
+
+
 def _attempts(trial: Trial) -> int | None:
     if trial.result is None:
         return None
@@ -125,6 +137,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("outcome", "text", "how it ended; missing: no result yet", _cell("outcome")),
     Column("reason", "text", "one line for a person", _result("reason")),
     Column("phase", "text", "where it was at its end", _result("phase")),
+    Column("not_measured", "text", "what of an ok trial could not be measured after its steps, and why", _not_measured),
     Column("attempts", "integer", "how often it was started; 0 when it was not run", _attempts),
     Column("start_unix_seconds", "number", "when the last attempt began", _result("unix_time")),
     Column("total_seconds", "number", "from start to end of its worker", _result("seconds")),
@@ -149,6 +162,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("reserved_bytes", "integer", "most held by its allocator", _part("memory", "reserved_bytes")),
     Column("alloc_retries", "integer", "above 0 it barely fits", _part("memory", "alloc_retries")),
     Column("host_bytes", "integer", "most host memory of its process tree", _part("memory", "host_peak_bytes")),
+    Column("host_method", "text", "high_water, samples, or rss: shared pages count for each process", _host_method),
     Column("baseline_bytes", "integer", "host memory before the model was built", _part("memory", "baseline_bytes")),
     Column("build_peak_bytes", "integer", "peak while the model is built", _phase_bytes("build")),
     Column("forward_peak_bytes", "integer", "peak of the forward pass", _phase_bytes("forward")),
@@ -171,6 +185,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("sample_rate", "number", "chance of a sample to be in a batch", _part("privacy", "sample_rate")),
     Column("privacy_steps", "integer", "steps of the training, not of the trial", _part("privacy", "steps")),
     Column("accountant", "text", "rdp, prv or gdp", _part("privacy", "accountant")),
+    Column("privacy_note", "text", "what a reader of epsilon must know", _part("privacy", "note")),
     Column("host", "text", "machine it ran on", _environment("host")),
     Column("device", "text", "such as cuda:0", _environment("device")),
     Column("device_name", "text", "of the accelerator", _environment("device_name")),

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,14 +11,15 @@ from flopwatch.plain_text import plain
 from flopwatch.report.table import Table
 from flopwatch.report.table_columns import Kind
 
-_BEGINS_A_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
+# Also after what some spreadsheets take for the end of a cell: those that expect semicolons do not see our quotes.
+_BEGINS_A_FORMULA = re.compile(r"(?:^|(?<=[;\t\n]))(?=\s*[=+\-@＝＋－＠])")
 
 
 def table_csv(table: Table) -> str:
     """UTF-8 with a header; numbers unrounded, flags as true and false, nothing where nothing is known.
 
-    Text that a spreadsheet would run as a formula gets an apostrophe in front, the way OWASP advises: what a training
-    raises reaches a reader's machine by this file. Escape sequences and control codes are taken out.
+    What a spreadsheet would run as a formula gets an apostrophe in front, the way OWASP advises: what a training raises
+    reaches a reader's machine by this file. Escape sequences and control codes are taken out.
     """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -76,5 +78,4 @@ def _cell_text(value: Any) -> str:
 
 
 def _harmless(text: str) -> str:
-    text = plain(text)
-    return f"'{text}" if text.lstrip().startswith(_BEGINS_A_FORMULA) else text
+    return _BEGINS_A_FORMULA.sub("'", plain(text))

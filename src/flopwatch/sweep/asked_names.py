@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from flopwatch.errors import InputError
 from flopwatch.models.names import check_model_name, is_config
-from flopwatch.models.presets import PRESETS
+from flopwatch.models.presets import PRESETS, image_preset
 from flopwatch.plain_text import one_line
 from flopwatch.sweep.find_module import check_attribute
 from flopwatch.sweep.spelling import did_you_mean
@@ -16,7 +16,7 @@ from flopwatch.trial_records import TrialSpec
 
 DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
-_PLACEHOLDERS = ("batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
+_PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 _ALIKE = 0.75
 
@@ -49,7 +49,7 @@ def _check_modules(specs: Sequence[TrialSpec]) -> None:
         check_attribute("trainer", trainer)
     for model in _distinct(spec.model for spec in specs):
         check_model_name(model)
-        if model not in PRESETS and not is_config(model):
+        if model not in PRESETS and image_preset(model) is None and not is_config(model):
             check_attribute("model", model)
     for batch in _distinct(spec.batch for spec in specs if spec.batch is not None):
         check_attribute("batch", batch)

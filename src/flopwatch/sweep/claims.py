@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flopwatch.file_reading import read_json
+from flopwatch.file_reading import UnreadableError, opened_regular, read_json
 
 STARTED = "started.json"
 PULSE = "supervisor.json"
@@ -23,6 +23,7 @@ BEAT_SECONDS = 5.0
 WITHDRAWN = "withdrawn"
 
 _BEAT_BYTES = 160
+_WORD_SECONDS = 1.0
 _ENDED = "ended"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -116,7 +117,9 @@ def withdraw(folder: Path) -> bool:
     content = {**own_identity(), "attempt": WITHDRAWN, "unix_time": time.time()}
     try:
         return make_exclusively(folder / STARTED, content) or is_withdrawn(read_json(folder / STARTED))
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
+        if folder.is_dir():
+            raise
         return True  # no folder: nothing to start
 
 
@@ -172,10 +175,12 @@ class Pulse:
         self._me = own_identity()
         self._sign = SignOfLife(folder / PULSE, {"attempt": attempt})
         self._is_superseded = False
+        self._next_word = 0.0
 
     def beat(self) -> None:
         """Called as often as one likes."""
-        if self._guard is not None:
+        if self._guard is not None and time.monotonic() >= self._next_word:
+            self._next_word = time.monotonic() + _WORD_SECONDS
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._guard, b".")
         if self._sign.is_due() and not self.look_again():
@@ -251,13 +256,14 @@ def has_ended(sign: Path) -> bool:
     """True when its writer said that it leaves."""
     try:
         content: Any = json.loads(_read(sign))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("state") == _ENDED
 
 
 def _read(file: Path) -> bytes:
     try:
-        return file.read_bytes()
-    except OSError:
+        with opened_regular(file) as stream:
+            return stream.read(4096)
+    except (FileNotFoundError, UnreadableError):
         return b""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from flopwatch.errors import InputError
-from flopwatch.models.presets import PRESETS
+from flopwatch.models.presets import IMAGE_PRESETS, PRESETS
 from flopwatch.sweep.spelling import did_you_mean
 from flopwatch.sweep.trainers.names import LABELS, canonical_trainer
 from flopwatch.trial_records import TrialSpec
@@ -103,7 +103,7 @@ def _canonical(trainer: str) -> str | None:
 _NAMES = {"trainer": ("trainer", "label"), "model": ("model",), "dtype": ("dtype",), "device": ("device",)}
 _KNOWN = {
     "trainer": tuple(LABELS),
-    "model": tuple(PRESETS),
+    "model": (*PRESETS, *IMAGE_PRESETS),
     "dtype": ("fp32", "bf16", "fp16"),
     "device": ("cpu", "cuda"),
 }

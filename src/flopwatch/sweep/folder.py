@@ -57,7 +57,7 @@ def _say(line: str) -> None:
 def _close_torn_line(file: Path) -> None:
     """A line cut short by a full disk must not swallow the next one."""
     if file.exists() and file.stat().st_size:
-        with file.open("rb+") as stream:
+        with file.open("ab+") as stream:
             stream.seek(-1, os.SEEK_END)
             if stream.read(1) != b"\n":
                 stream.write(b"\n")
@@ -71,8 +71,12 @@ def _make_folders(sweep: Path) -> None:
         _clear_the_way(sweep)
         for name in _FOLDERS:
             (sweep / name).mkdir(parents=True, exist_ok=True)
+            os.listdir(sweep / name)
+        with (sweep / RESULTS).open("a"):
+            pass
     except OSError as error:
-        raise InputError(f"cannot write to {sweep}: {error.strerror}; choose another folder with --output") from None
+        where = error.filename or sweep
+        raise InputError(f"cannot write to {where}: {error.strerror}; choose another folder with --output") from None
 
 
 def _clear_the_way(sweep: Path) -> None:
@@ -147,11 +151,17 @@ def _make_room(trial: Trial) -> None:
         return
     if is_supervised(trial.sweep, trial.name):
         raise InputError(f"{trial.name} still runs: {folder / STARTED} says where; nothing is run twice")
-    if folder.is_dir() and {file.name for file in folder.iterdir()} == {SPEC} and withdraw(folder):
+    if _is_only_asked_for(folder) and withdraw(folder):
         _discard(trial.sweep, folder)
     elif os.path.lexists(folder):
         withdraw(folder)
         put_aside(trial.sweep, trial.name)
+
+
+def _is_only_asked_for(folder: Path) -> bool:
+    """Nothing but a `spec.json` of this version, as `prepare` makes it."""
+    is_bare = folder.is_dir() and [file.name for file in folder.iterdir()] == [SPEC]
+    return is_bare and read_object(folder / SPEC).get("format") == FORMAT
 
 
 def _discard(sweep: Path, folder: Path) -> None:

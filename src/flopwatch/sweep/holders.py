@@ -112,7 +112,7 @@ def _beat(folder: Path, number: int, sign: SignOfLife, ended: threading.Event) -
 def _highest(folder: Path) -> int:
     with contextlib.suppress(OSError):
         names = [name.removesuffix(".runner") for name in os.listdir(folder) if name.endswith(".runner")]
-        return max((int(name) for name in names if name.isdigit()), default=0)
+        return max((int(name) for name in names if name.isdecimal()), default=0)
     return 0
 
 

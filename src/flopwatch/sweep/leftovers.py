@@ -25,7 +25,7 @@ _GROUP_PATIENCE_SECONDS = 5.0
 
 def group_tag(trial_dir: Path) -> str:
     """Names a trial among all trials of this host, in the names of its cgroups."""
-    return f"{zlib.crc32(str(trial_dir).encode()):08x}-{trial_dir.name[-40:]}"
+    return f"{zlib.crc32(os.fsencode(trial_dir)):08x}-{trial_dir.name[-40:]}"
 
 
 def group_name(trial_dir: Path, attempt: str) -> str:

@@ -76,7 +76,7 @@ def is_running(pid: int) -> bool:
 
 def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
     """Every process that carries this trial's mark, whoever is its parent; with an attempt, of that attempt only."""
-    marks = {f"{TRIAL_MARK}={trial_dir}".encode()}
+    marks = {os.fsencode(f"{TRIAL_MARK}={trial_dir}")}
     if attempt:
         marks.add(f"{ATTEMPT_MARK}={attempt}".encode())
     found = []
@@ -85,7 +85,19 @@ def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
             content = (entry / "environ").read_bytes()
             if marks <= set(content.split(b"\0")):
                 found.append(int(entry.name))
-    return [pid for pid in found if pid != os.getpid()]
+    # A shell may have the variable from somebody who looked into a trial, and may have started us.
+    spared = _own_line()
+    return [pid for pid in found if pid not in spared]
+
+
+def _own_line() -> set[int]:
+    """Our own process, its parent, and so on."""
+    line, pid = set(), os.getpid()
+    while pid > 0 and pid not in line:
+        line.add(pid)
+        entry = _read_stat(pid)
+        pid = entry[1] if entry is not None else 0
+    return line
 
 
 def kill_descendants(pid: int, patience_seconds: float = 10.0) -> list[int]:

@@ -197,7 +197,11 @@ def _fill(
                 note(settled)
                 continue
             trial = replace(trial, retries=state.retries.most)
-            prepare(trial)
+            try:
+                prepare(trial)
+            except (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+                note(_without_a_place(trial, error))
+                continue
             batch.append(trial)
         if not batch:
             return
@@ -205,6 +209,12 @@ def _fill(
         for trial in batch:
             state.running[trial.name] = trial
             observer.started(trial)
+
+
+def _without_a_place(trial: Trial, error: OSError) -> TrialResult:
+    """One folder that cannot be used is no reason for the others not to run."""
+    reason = f"could not be started: {error.strerror}: {error.filename}; make it readable and writable, or remove it"
+    return TrialResult(trial.name, trial.key, trial.spec, "lost", reason, {"from": "the sweep's folder"})
 
 
 def _refused(trial: Trial, refuse: Refusal) -> TrialResult | None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.file_reading import read_object
+from flopwatch.file_reading import read_json
+from flopwatch.record_reading import BrokenRecordError, read_record
 from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.observing import SafeObserver
 from flopwatch.sweep.runner import Observer, Stop
 from flopwatch.trial_files import write_json
 from flopwatch.trial_records import TrialResult
@@ -46,11 +48,11 @@ class RunnerState:
 
 def read_runner(sweep: Path) -> RunnerState | None:
     """What the last runner told; None where none ever did."""
-    content = read_object(sweep / FILE)
-    known = {name: content[name] for name in RunnerState.__dataclass_fields__ if name in content}
-    state = RunnerState(**known)
-    is_whole = isinstance(state.pid, int) and state.pid > 0 and isinstance(state.host, str)
-    return state if is_whole and isinstance(state.running or {}, dict) else None
+    try:
+        state = read_record(RunnerState, read_json(sweep / FILE))
+    except BrokenRecordError:
+        return None
+    return state if state.pid > 0 else None
 
 
 def is_here(state: RunnerState) -> bool:
@@ -94,7 +96,7 @@ class NotedRunner:
         }
 
     def before(self, observer: Observer, stop: Stop) -> "NotedRunner":
-        self._behind, self._stop = observer, stop
+        self._behind, self._stop = SafeObserver(observer), stop
         return self
 
     def started(self, trial: Trial) -> None:

@@ -61,7 +61,7 @@ def _command(folder: Path, spec: TrialSpec) -> list[str]:
     values = {"batch_size": spec.batch_size, "seq_len": spec.seq_len, "model": shlex.quote(spec.model)}
     values |= {name: shlex.quote(str(value)) for name, value in spec.options.items()}
     values |= {"dtype": spec.dtype, "seed": spec.seed, "trial_dir": shlex.quote(str(folder))}
-    values |= {"processes": spec.processes}
+    values |= {"processes": spec.processes, "micro_batch_size": spec.micro_batch_size or spec.batch_size}
     command = spec.command or ""
     for key, value in values.items():  # not str.format: shell commands are full of braces of their own
         command = command.replace("{" + key + "}", str(value))

@@ -15,6 +15,7 @@ from flopwatch.sweep_comparison.words import (
     ratio_text,
     shown_quantities,
     side_text,
+    unstable_mark,
     verdict_word,
 )
 
@@ -83,12 +84,15 @@ def _pairs(comparison: SweepComparison) -> Iterator[str]:
 
 
 def _pair_cells(pair: Pair, shown: Sequence[Quantity]) -> tuple[str, ...]:
-    cells = [escaped(pair.trial)]
-    for quantity in shown:
-        ratio = pair.ratios.get(quantity)
-        interval = f" ({interval_text(ratio)})" if ratio and ratio.low is not None else ""
-        cells += [ratio_text(ratio.ratio) + interval, _emphasised(quantity, ratio.verdict)] if ratio else [UNKNOWN, ""]
-    return tuple(cells)
+    return (escaped(pair.trial), *(cell for quantity in shown for cell in _ratio_cells(pair, quantity)))
+
+
+def _ratio_cells(pair: Pair, quantity: Quantity) -> tuple[str, str]:
+    ratio = pair.ratios.get(quantity)
+    if ratio is None:
+        return UNKNOWN, ""
+    interval = f" ({interval_text(ratio)})" if ratio.low is not None else ""
+    return ratio_text(ratio.ratio) + interval, _emphasised(quantity, ratio.verdict) + unstable_mark(quantity, pair)
 
 
 def _emphasised(quantity: Quantity, verdict: Verdict) -> str:

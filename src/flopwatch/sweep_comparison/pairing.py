@@ -16,6 +16,8 @@ SIZES = ("model", "batch_size", "seq_len")
 """Trials that differ in these do different work, and are never paired."""
 _NO_SETTINGS = ("label", "trace", "limits", "options")
 
+_LONGEST_VALUE = 300
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -127,7 +129,7 @@ def _shown(value: str | None) -> str | None:
     if value is None or value == "null":
         return None
     content = json.loads(value)
-    return one_line(content if isinstance(content, str) else value)
+    return one_line(content if isinstance(content, str) else value, _LONGEST_VALUE)
 
 
 def _matched(

@@ -27,8 +27,6 @@ def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
         one, other = _figure(a, quantity), _figure(b, quantity)
         if one is None or other is None:
             continue
-        if quantity == "memory" and (a.device_bytes is None) != (b.device_bytes is None):
-            continue  # an accelerator's memory against a host's
         if quantity == "mfu" and (a.is_lower_bound or b.is_lower_bound):
             continue  # the ratio of two bounds bounds nothing
         ratio = _ratio(one, other, quantity)

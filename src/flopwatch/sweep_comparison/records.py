@@ -57,6 +57,8 @@ class Pair:
         reason_b: One line, of B.
         ratios: By quantity; empty unless both are `ok`.
         differences: Settings in which just this pair differs: found by name and not by settings.
+        is_unstable: The interval of one of the two times is wider than 5 % of it: something disturbed the machine, and
+            may have disturbed the other trial in another way.
     """
 
     trial: str
@@ -68,6 +70,7 @@ class Pair:
     reason_b: str
     ratios: Mapping[Quantity, Ratio]
     differences: tuple[Difference, ...] = ()
+    is_unstable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,10 @@ def verdict_mark(quantity: Quantity, verdict: Verdict) -> str:
     return {"not told apart": "≈", "too few steps": "?"}.get(verdict) or verdict_word(quantity, verdict)
 
 
+def unstable_mark(quantity: Quantity, pair: Pair) -> str:
+    return " ~" if pair.is_unstable and quantity != "memory" else ""
+
+
 def side_text(side: Side) -> str:
     """Counts by outcome.
 

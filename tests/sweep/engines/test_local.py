@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import closing
 
+import psutil
 import pytest
 
 from flopwatch.errors import InputError
@@ -112,3 +113,27 @@ def test_slots_of_a_dead_sweep_are_free(tmp_path):
 def test_visible_gpus_follow_the_environment(monkeypatch, value, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert visible_gpus() == gpus
+
+
+def test_one_trial_that_does_not_answer_is_ended_alone_and_its_slot_is_free(tmp_path):
+    """Supervisor and guard are stopped, as by a file system that hangs: no signal but SIGKILL reaches them."""
+    tree = "setsid sleep 300 & echo $PPID > {trial_dir}/supervisor; sleep 300"
+    trials = make_trials(tmp_path / "s", tree, tree)
+    engine = LocalEngine(gpus=(), jobs=2)
+    engine.open(tmp_path / "s", [])
+    for trial in trials:
+        assert engine.room(trial.spec)
+        engine.submit([trial])
+    assert not engine.room(trials[0].spec)
+    supervisors = [int(contract.wait_for_file(folder_of(trial) / "supervisor", engine)) for trial in trials]
+    for stopped in (psutil.Process(supervisors[0]).parent(), psutil.Process(supervisors[0])):
+        stopped.suspend()
+    engine.end([trials[0].name])
+    (ended,) = contract.run_all_placed(engine, trials[:1])
+    assert ended == trials[0].name
+    assert engine.room(trials[0].spec)
+    assert contract.left_behind(trials[:1]) == []
+    assert contract.left_behind(trials[1:]), "the other one runs on"
+    engine.cancel()
+    contract.run_all_placed(engine, trials[1:])
+    engine.close()

@@ -14,9 +14,11 @@ from flopwatch.sweep import process_tree
 from flopwatch.sweep.engines import ray_task
 from flopwatch.sweep.engines.evidence import ending_from_evidence
 from flopwatch.sweep.engines.ray import RayEngine, fits, spare
+from flopwatch.trial_files import read_result
 from flopwatch.trial_records import TrialSpec
 from real_ray import need_ray, real_ray
 from sweep.engines import contract
+from wait_until import wait_until
 
 TELL_GPUS = 'echo "gpus=$CUDA_VISIBLE_DEVICES" > {trial_dir}/gpus; '
 
@@ -129,6 +131,71 @@ def test_a_node_that_does_not_see_the_folder_sends_the_files_back(tmp_path, monk
 
 
 @on_ray
+def test_a_file_too_large_to_travel_is_named_in_the_result_and_the_logs_end_comes(tmp_path):
+    """Five MiB beside the trial's own files, and a log of six."""
+    big = "head -c 5242880 /dev/zero > {trial_dir}/checkpoint; yes line | head -c 6291456; echo last words"
+    (trial,) = contract.make_trials(tmp_path, big)
+    engine = RayEngine()
+    engine.open(tmp_path, [])
+    (tmp_path / ray_task.TOKEN).write_text("of somebody else")
+    (evidence,) = contract.run_all(engine, [trial]).values()
+    engine.close()
+    result = read_result(contract.folder_of(trial) / "result.json")
+    assert result.outcome == "ok"
+    assert result.evidence["left_on_the_node"] == evidence["left_on_the_node"] == ["trials/t0/checkpoint"]
+    assert not (contract.folder_of(trial) / "checkpoint").exists()
+    log = (tmp_path / "logs" / "t0.log").read_text()
+    assert log.endswith("last words\n")
+    assert 1 << 20 < len(log) <= 4 << 20
+
+
+@on_ray
+def test_what_no_node_has_begun_is_withdrawn_and_what_runs_goes_on(tmp_path):
+    ran, go = "{trial_dir}/../../ran-$FLOPWATCH_TRIAL_NAME", "{trial_dir}/../../go"
+    hold = f"echo $$ >> {ran}; while ! test -e {go}; do sleep 0.05; done"
+    trials = contract.make_trials(tmp_path, *[hold] * 6)
+    engine = RayEngine()
+    engine.open(tmp_path, [])
+    engine.submit(trials)
+    wait_until(lambda: not engine.wait(0.1) and len(list(tmp_path.glob("ran-*"))) == 4, "four run")
+    back = []
+    wait_until(lambda: back.extend(engine.withdraw()) or (not engine.wait(0.1) and len(back) == 2), "two come back")
+    (tmp_path / "go").touch()
+    ended = contract.run_all_placed(engine, [trial for trial in trials if trial.name not in back])
+    assert sorted([*ended, *back]) == [trial.name for trial in trials]
+    again = [trial for trial in trials if trial.name in back]
+    engine.submit(again)
+    contract.run_all_placed(engine, again)
+    engine.close()
+    assert [contract.outcome(trial) for trial in trials] == ["ok"] * 6
+    assert [len((tmp_path / f"ran-{trial.name}").read_text().split()) for trial in trials] == [1] * 6
+
+
+@on_ray
+def test_a_cluster_that_does_not_answer_for_a_while_is_waited_out_and_told(tmp_path, monkeypatch):
+    trials = contract.make_trials(tmp_path, "echo hello", "echo hello")
+    engine = RayEngine(address="auto")
+    engine.open(tmp_path, [])
+    nodes = engine._ray.nodes
+
+    def silent():
+        raise ConnectionError("failed to connect to the head")
+
+    monkeypatch.setattr(engine._ray, "nodes", silent)
+    monkeypatch.setattr(engine, "_nodes_read", -1e9)
+    assert engine.room(trials[0].spec) == 0
+    engine.submit(trials)
+    assert not engine.wait(1.2)
+    assert engine.state().startswith("Ray has not answered for ")
+    assert "failed to connect to the head" in engine.state()
+    monkeypatch.setattr(engine._ray, "nodes", nodes)
+    contract.run_all_placed(engine, trials)
+    assert [contract.outcome(trial) for trial in trials] == ["ok", "ok"]
+    assert engine.room(trials[0].spec) > 0
+    engine.close()
+
+
+@on_ray
 def test_room_is_what_runs_at_once_and_a_few(tmp_path):
     engine = RayEngine()
     engine.open(tmp_path, [])
@@ -167,6 +234,7 @@ RUNNER = """
 import sys, time
 from pathlib import Path
 from sweep.engines import contract
+from wait_until import wait_until
 from flopwatch.sweep.engines.ray import RayEngine
 sweep = Path(sys.argv[1])
 trials = contract.make_trials(sweep, "setsid sleep 300 & echo $! > {trial_dir}/pid; sleep 300")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import psutil
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from flopwatch.sweep.engines import ray as engine_module
 from flopwatch.sweep.engines.evidence import ending_from_evidence
 from flopwatch.sweep.engines.ray import RayEngine
+from flopwatch.trial_records import Limits, TrialSpec
 from real_ray import ray_cluster
 from sweep.engines import contract
+from sweeping import left_behind, run_sweep
 from wait_until import wait_until
 
 pytestmark = pytest.mark.slow
@@ -68,3 +71,26 @@ def test_a_trial_on_a_node_that_is_cut_off_is_lost(cluster, engine, tmp_path, mo
     assert ending_from_evidence(evidence)[0] == "lost"
     psutil.wait_procs([supervisor], timeout=30)
     assert contract.left_behind([trial]) == []
+
+
+def test_a_sweep_whose_node_dies_ends_green_on_another(cluster, tmp_path, monkeypatch):
+    """The whole runner: the attempt on the dead node is listed, the next one runs elsewhere."""
+    monkeypatch.setattr(engine_module, "_NODES_EVERY_SECONDS", 0.5)
+    sweep = tmp_path / "s"
+    command = "test -e ../met || { echo $$ > ../pid; sleep 300; }; echo second".replace("..", str(tmp_path))
+    spec = TrialSpec("command", "none", 1, 1, command=command, device="cpu", limits=Limits(wall_seconds=200.0))
+    node, found = cluster.add_node(num_cpus=1), {}
+    runner = threading.Thread(target=lambda: found.update(run_sweep(sweep, [spec], RayEngine(cluster.address))))
+    runner.start()
+    contract.wait_for_file(tmp_path / "pid")
+    (tmp_path / "met").touch()
+    cluster.remove_node(node, allow_graceful=False)
+    other = cluster.add_node(num_cpus=1)
+    runner.join(120)
+    cluster.remove_node(other)
+    (result,) = found.values()
+    assert result.outcome == "ok", result
+    (attempt,) = result.earlier_attempts
+    assert attempt["outcome"] == "lost"
+    assert (sweep / attempt["folder"] / "started.json").exists()
+    assert left_behind(sweep) == []

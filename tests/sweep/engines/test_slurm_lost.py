@@ -151,7 +151,12 @@ def node_of_the_long_one():
     return run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%N").split()[0]
 
 
-@pytest.mark.parametrize(("settings", "state"), [({"extra": {"no_requeue": True}}, "NODE_FAIL"), ({}, "REQUEUED")])
+REQUEUED_BY_SLURM = pytest.param(
+    {}, "REQUEUED", marks=pytest.mark.skipif("FLOPWATCH_LONG" not in os.environ, reason="40 s more: FLOPWATCH_LONG=1")
+)
+
+
+@pytest.mark.parametrize(("settings", "state"), [({"extra": {"no_requeue": True}}, "NODE_FAIL"), REQUEUED_BY_SLURM])
 def test_a_node_that_dies_costs_an_attempt_and_another_takes_over(tmp_path, revived, settings, state):
     node = []
 

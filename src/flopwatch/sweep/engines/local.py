@@ -132,8 +132,7 @@ class LocalEngine:
         for running in self._running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 running.process.wait(max(0.0, deadline - time.monotonic()))
-            if running.process.poll() is None:
-                running.process.kill()
+        self.end([name for name, running in self._running.items() if running.process.poll() is None])
 
     def close(self) -> None:
         if self._next_slot is not None:

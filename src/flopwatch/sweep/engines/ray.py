@@ -16,8 +16,9 @@ from typing import Any
 from flopwatch.errors import InputError
 from flopwatch.sweep.engines import ray_nodes, ray_task
 from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.sweep.engines.ray_silence import RaySilence
 from flopwatch.sweep.engines.ray_start import import_ray, in_environment, join, local_environment, start_local
-from flopwatch.sweep.folder import is_supervised
+from flopwatch.sweep.folder import has_begun, is_supervised
 from flopwatch.trial_files import trial_folder
 from flopwatch.trial_records import TrialSpec
 
@@ -72,6 +73,10 @@ class RayEngine:
         self._nodes: list[dict[str, Any]] = []
         self._nodes_read = -math.inf
         self._is_cancelled = False
+        self._unsent: list[Trial] = []
+        self._recalled: set[str] = set()
+        self._unrun: list[str] = []
+        self._silence = RaySilence(can_come_back=address is not None)
         self._opened = ExitStack()
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
@@ -104,7 +109,10 @@ class RayEngine:
 
     def room(self, next_up: TrialSpec) -> int:
         """A few more than run at once, so that no slot waits for us; not more, so that what is inferred is not run."""
-        self._refresh_nodes_if_old()
+        with self._silence.waited_out():
+            self._refresh_nodes_if_old()
+        if self._silence.since is not None or self._unsent:
+            return 0
         need = self._need(next_up)
         if next_up.nodes > 1:
             return self._room_for_group(next_up.nodes, need)
@@ -131,20 +139,27 @@ class RayEngine:
         return max(0, capacity - len(self._groups))
 
     def submit(self, trials: Sequence[Trial]) -> None:
-        for trial in trials:
-            need = self._need(trial.spec)
-            # A task's GPUs are always on one node, so that several need no placement group.
-            options: dict[str, Any] = {
-                "num_cpus": need["CPU"],
-                "num_gpus": need["GPU"],
-                "name": f"flopwatch {trial.name}",
-            }
-            if trial.spec.nodes > 1:
-                self._groups[trial.name] = group = ray_nodes.place_group(trial.spec.nodes, need)
-                options["scheduling_strategy"] = ray_nodes.on_bundle(group, 0)
-            reference = self._remote.options(**options).remote(self._order(trial, need))
-            self._references[reference] = trial.name
-            self._trials[trial.name], self._needs[trial.name] = trial, need
+        """What Ray cannot take now goes to it when it answers again."""
+        self._unsent += trials
+        while self._unsent and self._silence.since is None:
+            with self._silence.waited_out():
+                self._place(self._unsent[0])
+                del self._unsent[0]
+
+    def _place(self, trial: Trial) -> None:
+        need = self._need(trial.spec)
+        # A task's GPUs are always on one node, so that several need no placement group.
+        options: dict[str, Any] = {
+            "num_cpus": need["CPU"],
+            "num_gpus": need["GPU"],
+            "name": f"flopwatch {trial.name}",
+        }
+        if trial.spec.nodes > 1:
+            self._groups[trial.name] = group = ray_nodes.place_group(trial.spec.nodes, need)
+            options["scheduling_strategy"] = ray_nodes.on_bundle(group, 0)
+        reference = self._remote.options(**options).remote(self._order(trial, need))
+        self._references[reference] = trial.name
+        self._trials[trial.name], self._needs[trial.name] = trial, need
 
     def _order(self, trial: Trial, need: Mapping[str, float]) -> ray_task.Order:
         environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
@@ -158,11 +173,15 @@ class RayEngine:
         deadline = time.monotonic() + seconds
         while True:
             left = max(0.0, deadline - time.monotonic())
-            self._collect(min(left, _TICK_SECONDS) if self._leaving else left)
-            self._give_up_dead_nodes()
+            with self._silence.waited_out():
+                self._collect(min(left, _TICK_SECONDS) if self._leaving else left)
+                self._give_up_dead_nodes()
+            self.submit(())
             ended = self._gone()
             if ended or time.monotonic() >= deadline:
                 return ended
+            if self._silence.since is not None:
+                time.sleep(min(1.0, left))
 
     def _collect(self, seconds: float) -> None:
         """Move tasks that are over to those leaving."""
@@ -190,6 +209,11 @@ class RayEngine:
         self._needs.pop(name, None)
         if name in self._groups:
             ray_nodes.remove_group(self._groups.pop(name))
+        if name in self._recalled and not has_begun(self._sweep, name):
+            self._recalled.remove(name)
+            self._unrun.append(name)
+            del self._trials[name]
+            return
         self._leaving[name] = _Leaving(evidence, time.monotonic() + _LEAVE_SECONDS)
         ray_task.forget(self._token, name)
 
@@ -217,6 +241,18 @@ class RayEngine:
                 del self._references[reference]
                 self._end_task(name, {"error": "NodeDiedError", "host": dead[node]})
 
+    def withdraw(self) -> Sequence[str]:
+        """Tasks that no node has begun are cancelled, and come back when Ray has let go of them."""
+        self._unrun += [trial.name for trial in self._unsent]
+        self._unsent = []
+        with self._silence.waited_out():
+            for reference, name in self._references.items():
+                if name not in self._recalled and ray_task.announced(self._token, name) is None:
+                    self._ray.cancel(reference, force=True)
+                    self._recalled.add(name)
+        back, self._unrun = self._unrun, []
+        return back
+
     def end(self, names: Sequence[str]) -> None:
         """The guard on the trial's node kills what is left there, if the node still answers to itself."""
         for reference, name in list(self._references.items()):
@@ -237,6 +273,8 @@ class RayEngine:
         self._opened.close()
 
     def state(self) -> str:
+        if told := self._silence.state():
+            return told
         nodes = len(self._resources())
         return f"{nodes} {'node' if nodes == 1 else 'nodes'}, {len(self._references)} with Ray"
 
@@ -253,7 +291,7 @@ class RayEngine:
         return [node["Resources"] for node in self._nodes if node["Alive"]]
 
     def _refresh_nodes_if_old(self) -> bool:
-        is_old = time.monotonic() - self._nodes_read > _NODES_EVERY_SECONDS
+        is_old = time.monotonic() - self._nodes_read > _NODES_EVERY_SECONDS or self._silence.since is not None
         if is_old:
             self._refresh_nodes()
         return is_old
@@ -261,6 +299,7 @@ class RayEngine:
     def _refresh_nodes(self) -> None:
         """Nodes join and leave while we run."""
         self._nodes, self._nodes_read = self._ray.nodes(), time.monotonic()
+        self._silence.heard()
 
 
 def fits(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:

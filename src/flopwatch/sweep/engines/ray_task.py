@@ -87,7 +87,24 @@ def _run_apart(sweep: Path, order: Order) -> Returned:
     (trial_folder(sweep, order.name) / "spec.json").write_bytes(order.spec)
     evidence = _supervise_all(sweep, order)
     files, left_out = collect(sweep, order.name)
-    return Returned({**evidence, **({"left_on_the_node": left_out} if left_out else {})}, files)
+    if not left_out:
+        return Returned(evidence, files)
+    told = {"left_on_the_node": left_out}
+    return Returned({**evidence, **told}, _with_evidence(files, str(_result(order.name)), told))
+
+
+def _result(name: str) -> Path:
+    return trial_folder(Path(), name) / "result.json"
+
+
+def _with_evidence(files: dict[str, bytes], path: str, told: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files with this in the result's evidence: what did not travel is known wherever the result is."""
+    try:
+        content = json.loads(files[path])
+        content["evidence"] = {**content.get("evidence", {}), **told}
+        return {**files, path: json.dumps(content).encode()}
+    except (KeyError, ValueError, TypeError, AttributeError):  # no result, or none that can be read
+        return files
 
 
 def _supervise_all(sweep: Path, order: Order) -> dict[str, Any]:
@@ -138,6 +155,8 @@ def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:
         path, size = str(file.relative_to(sweep)), file.stat().st_size
         if file == log_file(sweep, name):
             files[path] = _tail(file)
+        elif file == sweep / _result(name):  # without it the trial would be lost
+            files[path] = file.read_bytes()
         elif size > _FILE_BYTES or total + size > _ALL_BYTES:
             left_out.append(path)
         else:

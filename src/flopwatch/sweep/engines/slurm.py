@@ -113,7 +113,7 @@ class SlurmEngine:
         self._sweep = sweep.resolve()
         self._folder = self._sweep / "slurm"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._job_name = "flopwatch-" + hashlib.sha256(str(self._sweep).encode()).hexdigest()[:12]
+        self._job_name = "flopwatch-" + hashlib.sha256(os.fsencode(self._sweep)).hexdigest()[:12]
         self._outbox = Outbox(self._job_name, self._patience_seconds)
         queue = slurm_commands.queue(self._job_name)
         if queue is None:
