@@ -126,7 +126,8 @@ def attach_and_leave(folder: Path) -> bool:
     seen = b""
     while b" of " not in seen and (piece := _read(main)):
         seen += piece
-    viewer.send_signal(signal.SIGINT)
+    if (state := read_runner(folder)) is not None and state.stopping != "over":  # else it leaves by itself
+        viewer.send_signal(signal.SIGINT)
     while piece := _read(main):
         seen += piece
     os.close(main)
