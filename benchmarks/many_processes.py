@@ -34,8 +34,10 @@ ENDINGS = {
     "OneSegfaults": "crash",
     "OneIsOutOfMemory": "oom_host",
     "OneLeaves": "error",
+    "OneEatsMemory": "oom_host",
     "OneHangs": "hang",
 }
+SILENCE_SECONDS = 40.0  # longer than torchrun and its processes need to start on a busy machine
 KILLS = {
     "supervisor": (None, "lost"),
     "agent 0": ("crash",),
@@ -45,7 +47,8 @@ KILLS = {
 
 
 def spec(engine: str, trainer: str = "standard", **settings: Any) -> TrialSpec:
-    limits = Limits(300.0, 12.0 if trainer.endswith("OneHangs") else 200.0)
+    memory = 1500 << 20 if trainer.endswith("OneEatsMemory") else None
+    limits = Limits(300.0, SILENCE_SECONDS if trainer.endswith("OneHangs") else 200.0, memory)
     shape = {"processes": 2} if engine == "local" else {"nodes": 2}
     fixed: dict[str, Any] = {"steps": 5, "warmup_steps": 1, "trace": False, "device": "cpu", "limits": limits}
     return TrialSpec(trainer, "tiny", 4, 16, **{**fixed, **shape, "layout": "ddp", **settings})
@@ -112,6 +115,8 @@ def row(engine: str, what: str, expected: tuple[str | None, ...], result: TrialR
         left = left_behind(sweep)
     verdict = "right" if told in expected and not left else "WRONG"
     reason = "" if result is None else result.reason
+    if told == "hang" and result is not None:
+        reason += "; its stack is told" if "go_wrong" in result.stacks.partition("rank 1:")[2] else "; NO STACK"
     print(f"{verdict} | {engine} | {what} | {told} | {len(left)} left | {reason}", flush=True)
 
 
@@ -162,6 +167,7 @@ def engines(name: str) -> Iterator[Callable[[], Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["local", "slurm", "ray"])
+    parser.add_argument("--endings", nargs="+", default=list(ENDINGS))
     parser.add_argument("--parts", nargs="+", default=["figures", "endings", "kills"])
     asked = parser.parse_args()
     os.environ["PYTHONPATH"] = f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -170,7 +176,8 @@ def main() -> None:
         with engines(name) as make:
             if "figures" in asked.parts:
                 figures(name, make, root)
-            for trainer, outcome in ENDINGS.items() if "endings" in asked.parts else ():
+            for trainer in asked.endings if "endings" in asked.parts else ():
+                outcome = ENDINGS[trainer]
                 result = placed(make(), root / trainer, spec(name, f"rank_endings:{trainer}"), leave_alone)
                 row(name, trainer, (outcome,), result, root / trainer)
             for what, expected in KILLS.items() if "kills" in asked.parts else ():

@@ -72,3 +72,11 @@ class ItsNodeIsGoneOnce(_OneOfMany):
 class OneLeaves(_OneOfMany):
     def go_wrong(self):
         os._exit(3)
+
+
+class OneEatsMemory(_OneOfMany):
+    def go_wrong(self):
+        held = []
+        while True:
+            held.append(os.urandom(16 << 20))
+            time.sleep(0.02)

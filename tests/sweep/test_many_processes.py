@@ -10,14 +10,10 @@ from sweeping import TESTS, left_behind, run_sweep
 
 pytestmark = pytest.mark.slow
 
+# All of them, under every engine, are in benchmarks/many_processes.py.
 ENDINGS = {
-    "OneRaises": ("error", "ValueError: a mistake on one process"),
     "OneRaisesInBackward": ("error", "ValueError: a mistake while the others wait"),
     "OneIsKilled": ("crash", "SIGKILL"),
-    "OneSegfaults": ("crash", "SIGSEGV"),
-    "OneIsOutOfMemory": ("oom_host", "MemoryError"),
-    "OneHangs": ("hang", "nothing moved"),
-    "OneLeaves": ("error", "exit code 3"),
 }
 
 
@@ -54,16 +50,11 @@ def test_the_flops_and_rates_of_the_job_are_those_of_the_whole_batch(tmp_path):
 @pytest.mark.parametrize("trainer", ENDINGS)
 def test_the_trial_ends_as_the_process_that_ended_first_and_leaves_nothing(tmp_path, monkeypatch, trainer):
     monkeypatch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    silence = 20.0 if trainer == "OneHangs" else 120.0
-    limits = Limits(240.0, silence)
-    (result,) = run(tmp_path, spec(f"rank_endings:{trainer}", processes=2, layout="ddp", limits=limits))
+    (result,) = run(tmp_path, spec(f"rank_endings:{trainer}", processes=2, layout="ddp"))
     outcome, words = ENDINGS[trainer]
-    assert (result.outcome, result.evidence.get("rank")) == (outcome, None if outcome == "hang" else 1), result.reason
+    assert (result.outcome, result.evidence.get("rank")) == (outcome, 1), result.reason
+    assert result.reason.startswith("rank 1 on ")
     assert words in result.reason
-    if outcome == "hang":
-        assert "go_wrong" in result.stacks.partition("rank 1:")[2]
-    else:
-        assert result.reason.startswith("rank 1 on ")
 
 
 def test_a_private_trainer_says_that_it_runs_in_one_process(tmp_path):

@@ -21,6 +21,8 @@ from flopwatch.sweep.first_cause import JobEnd, RankEnd, first_cause, is_certain
 from flopwatch.sweep.job_messages import LISTENER, TOKEN, Message, keep_alive, split_messages, written
 from flopwatch.sweep.tree_memory import HostPeak
 
+_LONGEST_GREETING = 4096
+_MOST_STRANGERS = 256
 _COME_SECONDS = 600.0
 _OTHERS_SECONDS = 5.0
 _GO_SECONDS = 12.0
@@ -90,6 +92,9 @@ class JobNodes:
         with contextlib.suppress(OSError):
             while True:
                 connection = self._listener.accept()[0]
+                if sum(peer.node is None and not peer.is_gone for peer in self._peers) >= _MOST_STRANGERS:
+                    connection.close()
+                    continue
                 connection.setblocking(False)
                 keep_alive(connection)
                 self._peers.append(_Peer(connection))
@@ -100,19 +105,20 @@ class JobNodes:
             messages, peer.buffer = split_messages(peer.buffer + data)
         except BlockingIOError:
             return
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             data, messages = b"", []
         for message in messages:
             if peer.node is None:
                 self._welcome(peer, message)
             else:
                 _note(peer, message)
-        if not data:
+        is_stranger = peer.node is None and len(peer.buffer) > _LONGEST_GREETING
+        if not data or is_stranger:
             _leave(peer)
 
     def _welcome(self, peer: _Peer, message: Message) -> None:
         told, node = str(message.get("token")), message.get("node")
-        is_ours = hmac.compare_digest(told.encode(), self.token.encode())
+        is_ours = hmac.compare_digest(told.encode(errors="replace"), self.token.encode())
         if is_ours and "gone" in message:
             self._gone = message
             _leave(peer)
@@ -161,10 +167,13 @@ class JobNodes:
         for peer in self._peers:
             _tell(peer, {"end": True})
         self._attend_until(lambda: all(peer.is_gone for peer in self._agents().values()), _GO_SECONDS)
+        self.close()
+        return end
+
+    def close(self) -> None:
         for peer in self._peers:
             peer.connection.close()
         self._listener.close()
-        return end
 
     def _host_peak(self) -> HostPeak:
         found = HostPeak()

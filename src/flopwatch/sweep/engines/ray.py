@@ -155,14 +155,16 @@ class RayEngine:
             "name": f"flopwatch {trial.name}",
         }
         if trial.spec.nodes > 1:
-            self._groups[trial.name] = group = ray_nodes.place_group(trial.spec.nodes, need)
+            group = self._groups.get(trial.name) or ray_nodes.place_group(trial.spec.nodes, need)
+            self._groups[trial.name] = group
             options["scheduling_strategy"] = ray_nodes.on_bundle(group, 0)
         reference = self._remote.options(**options).remote(self._order(trial, need))
         self._references[reference] = trial.name
         self._trials[trial.name], self._needs[trial.name] = trial, need
 
     def _order(self, trial: Trial, need: Mapping[str, float]) -> ray_task.Order:
-        environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        handed_on = [name for name in os.environ if name == "PYTHONPATH" or name.startswith(("NCCL_", "GLOO_"))]
+        environment = {name: os.environ[name] for name in handed_on}
         if not need["GPU"]:  # Ray leaves it unset, and the trial would sit on somebody's GPU 0
             environment["CUDA_VISIBLE_DEVICES"] = ""
         spec = (trial_folder(trial.sweep, trial.name) / "spec.json").read_bytes()

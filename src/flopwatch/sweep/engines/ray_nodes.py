@@ -36,7 +36,8 @@ def place_group(nodes: int, need: Mapping[str, float]) -> Any:
 def remove_group(group: Any) -> None:
     from ray.util import remove_placement_group
 
-    remove_placement_group(group)
+    with contextlib.suppress(Exception):  # where Ray does not answer, the group goes with us
+        remove_placement_group(group)
 
 
 def on_bundle(group: Any, index: int) -> Any:
