@@ -32,7 +32,8 @@ _COMMANDS = r"""
 """
 _SIZES = "seq_lens: [16]\nsteps: 3\nwarmup_steps: 1\ntrace: false\n"
 _PATIENCE_SECONDS = 240
-_REWRITTEN = ("sweep.json", "lock", "preflight.json", "preflight_request.json", "preflight.jsonl")
+_REWRITTEN = ("sweep.json", "lock", "runner.json", "preflight.json", "preflight_request.json", "preflight.jsonl")
+_PASSING = ("logs/", "runners/")
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def _nothing_overwritten(folder: Path, before: dict[str, bytes], tell: object) -
     after = _files(folder)
     contents = set(after.values())
     for path, content in before.items():
-        if path in _REWRITTEN or path.startswith("logs/") or not content:
+        if path in _REWRITTEN or path.startswith(_PASSING) or not content:
             continue
         if path == "results.jsonl" and after.get(path, b"").startswith(content.rstrip(b"\n")):
             continue

@@ -11,6 +11,7 @@ own; torch trials are the smallest model there is.
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -126,15 +127,16 @@ class Campaign:
     def start(self) -> "subprocess.Popen[bytes]":
         sizes = ",".join(map(str, range(1, self.trials + 1)))
         words = [f"batch_size={sizes}", f"seq_len={1 if self.kind == 'shell' else 8}", "--output", "sweep"]
-        return subprocess.Popen(
-            [sys.executable, "-m", "flopwatch", "sweep", *words, *self._trainer(), "--no-preflight", *self.engine],
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=(self.folder / "errors.txt").open("ab"),
-            env={**os.environ, "FLOPWATCH_SLOT_DIR": str(self.folder / "slots"), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+        with (self.folder / "errors.txt").open("ab") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-m", "flopwatch", "sweep", *words, *self._trainer(), "--no-preflight", *self.engine],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={**os.environ, "FLOPWATCH_SLOT_DIR": str(self.folder / "slots"), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
 
     def _trainer(self) -> list[str]:
         if self.kind == "torch":
@@ -281,9 +283,13 @@ def cluster(engine: str) -> Iterator[list[str]]:
 def ray_head() -> Iterator[str]:
     """A Ray that outlives its runners, as a lab's does: one node on loopback, in a process of its own."""
     code = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); from real_ray import ray_cluster\n"
+        "import json, os, sys; sys.path.insert(0, sys.argv[1]); from real_ray import ray_cluster\n"
         "with ray_cluster() as cluster:\n"
-        "    cluster.add_node(num_cpus=2); print(cluster.address, flush=True); sys.stdin.read()"
+        "    cluster.add_node(num_cpus=2)\n"
+        "    names = [name for name in os.environ if name.startswith('RAY_')] + ['PYTHONPATH']\n"
+        "    environment = {name: os.environ[name] for name in names}\n"
+        "    print(json.dumps({'address': cluster.address, 'environment': environment}), flush=True)\n"
+        "    sys.stdin.read()"
     )
     tests = str(Path(__file__).parents[1] / "tests")
     with subprocess.Popen(
@@ -293,7 +299,9 @@ def ray_head() -> Iterator[str]:
         assert head.stdin is not None
         try:
             lines = iter(head.stdout.readline, "")
-            yield next(line.strip() for line in lines if line.startswith("127.0.0.1:"))
+            told = json.loads(next(line for line in lines if line.startswith("{")))
+            os.environ.update(told["environment"])  # runners need its token, and must not look for another address
+            yield told["address"]
         finally:
             head.stdin.close()
             head.wait(60)
@@ -316,11 +324,15 @@ def main() -> None:
         sys.exit(1)
 
 
-def _one(asked: argparse.Namespace, kind: str, words: list[str]) -> Tally:
-    folder = Path(tempfile.mkdtemp(prefix=f"never-twice-{asked.engine}-{kind}-"))
+def make_ready(folder: Path) -> None:
     folder.chmod(0o755)
     (folder / "locked.py").write_text(_LOCKED)
     (folder / "locked_trainer.py").write_text(TRAINER)
+
+
+def _one(asked: argparse.Namespace, kind: str, words: list[str]) -> Tally:
+    folder = Path(tempfile.mkdtemp(prefix=f"never-twice-{asked.engine}-{kind}-"))
+    make_ready(folder)
     trials = asked.trials or max(4, asked.kills * (4 if kind == "shell" else 2))
     longest = asked.longest or (2.0 if kind == "shell" else 8.0)
     tally = run(Campaign(folder, words, kind, trials), asked.kills, asked.seed, longest)

@@ -1,15 +1,17 @@
 """What the memory figure of a trial is worth: against the kernel's own PSS, from run to run, and what looking costs.
 
-    python benchmarks/sweep_memory.py --parts loaders,repeats,cost
+    python benchmarks/sweep_memory.py --parts loaders,repeats,looking,cost
 
 `loaders`: trees of forked loaders that share memory, the reported figure against the PSS that this process reads from
 smaps_rollup meanwhile. `repeats`: the same trial several times, how far its figures lie apart: the jitter of the edge.
-`cost`: step times of the same trial with the supervisor looking at its memory and without, in turns.
+`looking`: processor time of looking at such trees, as a share of a core. `cost`: step times of the same trial with the
+supervisor looking at its memory and without, in turns; it needs a quiet machine.
 """
 
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +37,7 @@ for _ in range(count):
     if not os.fork():
         mine = b"y" * (own * {MIB})
         time.sleep(600)
-time.sleep(4)
+time.sleep(float(sys.argv[4]))
 """
 
 TRAINER = f"""
@@ -57,7 +59,7 @@ class WithLoaders(StandardTrainer):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="loaders,repeats,cost")
+    parser.add_argument("--parts", default="loaders,repeats,looking,cost")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=40)
     asked = parser.parse_args()
@@ -65,7 +67,7 @@ def main() -> None:
     (folder / "loaders.py").write_text(LOADERS)
     (folder / "with_loaders.py").write_text(TRAINER)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    parts = {"loaders": measure_loaders, "repeats": measure_repeats, "cost": measure_cost}
+    parts = {"loaders": measure_loaders, "repeats": measure_repeats, "looking": measure_looking, "cost": measure_cost}
     try:
         with held_folder(folder / "sweep"):
             for part in asked.parts.split(","):
@@ -77,7 +79,7 @@ def main() -> None:
 def measure_loaders(sweep: Path, rounds: int, steps: int) -> None:
     for count, shared, own in ((8, 500, 5), (4, 100, 50), (1, 800, 20), (16, 50, 10)):
         script = sweep.parent / "loaders.py"
-        command = f"exec {sys.executable} {script} {count} {shared} {own}"
+        command = f"exec {sys.executable} {script} {count} {shared} {own} 4"
         name = _prepared(sweep, TrialSpec("command", "none", 1, 1, command=command, limits=Limits(60.0, None)))
         supervisor = subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), name])
         truth = before = 0
@@ -115,6 +117,29 @@ def measure_repeats(sweep: Path, rounds: int, steps: int) -> None:
             f"{spread / MIB:.1f} MiB apart ({100 * spread / middle:.2f} %)",
             flush=True,
         )
+
+
+def measure_looking(sweep: Path, rounds: int, steps: int) -> None:
+    for count, shared, own, limit in ((0, 500, 0, None), (8, 500, 5, None), (8, 500, 5, 600)):
+        words = [sys.executable, str(sweep.parent / "loaders.py"), str(count), str(shared), str(own), "60"]
+        loaders = subprocess.Popen(words, start_new_session=True)
+        try:
+            time.sleep(4)
+            share = _looking_share(TreeMemory(None if limit is None else limit * MIB), seconds=8.0)
+        finally:
+            os.killpg(loaders.pid, signal.SIGKILL)
+            loaders.wait()
+        print(f"{count} loaders, {shared} MiB shared, limit {limit}: {100 * share:.2f} % of a core", flush=True)
+
+
+def _looking_share(memory: TreeMemory, seconds: float) -> float:
+    """As a supervisor looks: five times a second. The first look, which reads everything, is not counted."""
+    memory.look()
+    began, used = time.monotonic(), time.process_time()
+    while time.monotonic() - began < seconds:
+        memory.look()
+        time.sleep(0.2)
+    return (time.process_time() - used) / (time.monotonic() - began)
 
 
 def measure_cost(sweep: Path, rounds: int, steps: int) -> None:

@@ -119,21 +119,29 @@ def progress(runner: RunnerState, folder: Path) -> Iterator[int]:
 def attach_and_leave(folder: Path) -> bool:
     """A viewer on a terminal of its own, left by Ctrl-C; True when it drew the table and the runner went on."""
     main, other = pty.openpty()
-    viewer = subprocess.Popen([*_FLOPWATCH, "sweep", "attach", str(folder)], stdin=other, stdout=other, stderr=other)
+    command = [*_FLOPWATCH, "sweep", "attach", str(folder)]
+    wide = {**os.environ, "COLUMNS": "250"}
+    viewer = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, env=wide)
     os.close(other)
-    seen, deadline = b"", time.monotonic() + 60
-    while b" of " not in seen and time.monotonic() < deadline:
-        seen += os.read(main, 65536)
-    before = read_runner(folder)
-    viewer.send_signal(signal.SIGINT)
-    while True:
-        try:
-            if not os.read(main, 65536):
-                break
-        except OSError:
-            break
+    seen = b""
+    while b" of " not in seen and (piece := _read(main)):
+        seen += piece
+    if (state := read_runner(folder)) is not None and state.stopping != "over":  # else it leaves by itself
+        viewer.send_signal(signal.SIGINT)
+    while piece := _read(main):
+        seen += piece
     os.close(main)
-    return viewer.wait(60) == 0 and b" of " in seen and before is not None and is_alive(before) is not False
+    if viewer.wait(60) or b" of " not in seen:
+        raise RuntimeError(f"the viewer left with {viewer.returncode}: {seen[-2000:].decode(errors='replace')}")
+    return True
+
+
+def _read(terminal: int) -> bytes:
+    """What is written there; empty when its last writer is gone."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""
 
 
 def summed_up(week: Week, folder: Path, kills: int, attached: int, runners: int, seconds: float) -> Figures:

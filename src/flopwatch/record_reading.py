@@ -53,7 +53,10 @@ def clean_value(value: Any) -> Any:
 @cache
 def _record_reader(kind: Any) -> Read:
     hints = get_type_hints(kind)
-    readers = [(field.name, _field_reader(hints[field.name], field)) for field in fields(kind)]
+    readers = [
+        (field.name, _field_reader(hints[field.name], field), type(None) in get_args(hints[field.name]))
+        for field in fields(kind)
+    ]
     required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
     why_broken: Callable[[Any], str | None] | None = getattr(kind, "why_broken", None)
 
@@ -61,10 +64,12 @@ def _record_reader(kind: Any) -> Read:
         if type(content) is not dict:
             raise _wrong(content, "an object")
         values = {}
-        for name, read_value in readers:
+        for name, read_value, may_be_none in readers:
             if name in content:
+                value = content[name]
                 try:
-                    values[name] = read_value(content[name])
+                    # Half the fields of a record are not known, and a call for each would take as long as the rest.
+                    values[name] = None if value is None and may_be_none else read_value(value)
                 except BrokenRecordError as error:
                     raise BrokenRecordError(f"{name}{_joint(error)}{error}") from None
         if len(values) < len(readers):
@@ -81,14 +86,14 @@ def _record_reader(kind: Any) -> Read:
 
 def _joint(error: BrokenRecordError) -> str:
     """`spec.steps is ...`, or `spec: it has no ...`."""
-    return "." if not str(error).startswith(("is ", "it ")) else " " if str(error).startswith("is ") else ": "
+    return "." if not str(error).startswith(("is ", "it ", "its ")) else " " if str(error).startswith("is ") else ": "
 
 
 def _field_reader(annotation: Any, field: "Field[Any]") -> Read:
-    if not field.metadata.get("may_be_infinite"):
-        return _reader(annotation)
-    is_optional = type(None) in get_args(annotation)
-    return lambda value: None if value is None and is_optional else _any_float(value)
+    """Of a value that is not None."""
+    if field.metadata.get("may_be_infinite"):
+        return _any_float
+    return _known_value(annotation) if type(None) in get_args(annotation) else _reader(annotation)
 
 
 def _reader(annotation: Any) -> Read:
@@ -99,7 +104,8 @@ def _reader(annotation: Any) -> Read:
     if origin is Literal:
         return _one_of(frozenset(arguments))
     if origin in (Union, types.UnionType):
-        return _optional([argument for argument in arguments if argument is not type(None)])
+        read_known = _known_value(annotation)
+        return lambda value: None if value is None else read_known(value)
     if origin is tuple:
         return _sequence(_reader(arguments[0]))
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -109,12 +115,12 @@ def _reader(annotation: Any) -> Read:
     raise TypeError(f"no reader for {annotation}")
 
 
-def _optional(kinds: list[Any]) -> Read:
-    """Of one type or None: all that records here have."""
+def _known_value(annotation: Any) -> Read:
+    """Of one type or None, which is all that records here have; whoever calls it has seen to None."""
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     if len(kinds) != 1:
         raise TypeError(f"no reader for {kinds}")
-    read = _finite_or_none if kinds[0] is float else _reader(kinds[0])
-    return lambda value: None if value is None else read(value)
+    return _finite_or_none if kinds[0] is float else _reader(kinds[0])
 
 
 def _one_of(words: frozenset[Any]) -> Read:

@@ -13,6 +13,7 @@ DIR/
   earlier/NAME.1/       a trial that was run again: what lay in trials/NAME, and its log
 """
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -63,10 +64,13 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def append_line(file: Path, content: Mapping[str, Any]) -> None:
-    """One line, in one write."""
+    """One line, in one write. What a full disk takes of it is taken back: half a line would spoil the next."""
     line = (json.dumps(content) + "\n").encode()
     handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(handle, line)
+        before = os.fstat(handle).st_size
+        if os.write(handle, line) < len(line):
+            os.ftruncate(handle, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
     finally:
         os.close(handle)

@@ -58,6 +58,12 @@ def test_markdown_goes_to_standard_output_for_a_dash(flopwatch, sweeps):
     assert out.startswith("## Two sweeps compared")
 
 
+def test_json_and_markdown_do_not_share_standard_output(flopwatch, sweeps):
+    status, out, err = flopwatch("compare", *sweeps, "--json", "--md", "-")
+    assert (status, out) == (2, "")
+    assert "would both write to standard output" in err
+
+
 def test_a_sweep_is_not_told_apart_from_itself(flopwatch, sweeps):
     status, out, _ = flopwatch("compare", sweeps[0], sweeps[0], "--fail-if-slower", "0")
     assert status == 0

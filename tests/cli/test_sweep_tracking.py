@@ -52,6 +52,13 @@ def test_torn_and_foreign_lines_are_left_out_and_a_line_in_two_pieces_is_read(tm
     assert [result.name for result in follow_results(folder, 0, is_over)] == [RESULTS[0].name]
 
 
+def test_a_list_that_is_written_anew_is_read_from_its_beginning(tmp_path):
+    folder = write_sweep(tmp_path / "s", RESULTS)
+    offset = (folder / "results.jsonl").stat().st_size
+    write_sweep(folder, RESULTS[:2])
+    assert [result.name for result in follow_results(folder, offset, lambda: True)] == [one.name for one in RESULTS[:2]]
+
+
 @pytest.mark.slow
 def test_a_service_that_is_away_leaves_the_sweep_as_it_is_and_is_told_once_with_what_to_do(tmp_path):
     folder = tmp_path / "s"
@@ -119,6 +126,19 @@ def test_waiting_for_a_follower_that_hangs_has_an_end(tmp_path, monkeypatch, cap
         pass
     assert time.monotonic() - began < 60
     assert "logging trials was ended after" in capsys.readouterr().err
+
+
+def test_a_follower_that_is_killed_is_told(tmp_path, monkeypatch, capsys):
+    from flopwatch.cli import sweep_tracking
+
+    (tmp_path / "killed_follower.py").write_text(
+        "import os\nprint('all is well', flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(sweep_tracking, "FOLLOWER", "killed_follower")
+    with sweep_tracking.tracked(tmp_path, "x", None):
+        pass
+    assert "was ended by signal 9" in capsys.readouterr().err
 
 
 def test_an_error_inside_the_block_is_the_one_that_is_raised(tmp_path, monkeypatch):

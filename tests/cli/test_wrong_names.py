@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from datetime import date
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +113,11 @@ def test_any_name_of_a_setting_goes_over_any_other(tmp_path):
     file.write_text("batch_sizes: [4, 8]\nseq_len: 16\nmodel: tiny\n")
     specs = expand(read_matrix(file, layered({"batch_size": 2}, {"seq_lens": [64]})))
     assert [(spec.batch_size, spec.seq_len, spec.model) for spec in specs] == [(2, 64, "tiny")]
+
+
+def test_a_device_is_no_matrix():
+    with pytest.raises(InputError, match="no matrix"):
+        read_matrix(Path("/dev/zero"), {})
 
 
 def test_20_000_colliding_names_are_different_and_take_no_quadratic_time():

@@ -37,6 +37,8 @@ def _place(path):
     if isinstance(path, int) or path is None:
         return None
     path = os.path.abspath(os.fsdecode(path))
+    if "/slots" in path:  # where tests lock cores: it stands for a disk of this machine
+        return None
     return path if path == ROOT or path.startswith(f"{ROOT}/") else None
 
 

@@ -69,5 +69,5 @@ def test_a_job_ended_for_memory_with_its_supervisor_keeps_the_steps_it_has(tmp_p
     assert result.outcome == outcome
     if steps_done:
         assert result.measured.samples_per_s == 2.0
-        assert list(result.measured.not_measured) == ["flops", "trace"]
+        assert list(result.measured.not_measured) == ["memory", "flops", "trace"]
         assert "Slurm ended the job" in result.reason

@@ -1,10 +1,15 @@
 """What is lost is tried again, up to a cap; what the trainer did wrong is not. An engine in this process answers."""
 
+import errno
 import itertools
+import json
+import os
 
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.sweep import passing_errors
+from flopwatch.sweep import runner as runner_module
 from flopwatch.sweep.durations import parse_seconds
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import held_folder, write_trial_list
@@ -12,7 +17,7 @@ from flopwatch.sweep.plan import make_plan
 from flopwatch.sweep.retries import RetryPolicy, hosts_to_avoid, retry_policy
 from flopwatch.sweep.runner import Stop, run_plan
 from flopwatch.testing import FakeClock, InProcessEngine
-from flopwatch.trial_files import read_results
+from flopwatch.trial_files import append_line, read_results
 from flopwatch.trial_records import TrialResult, TrialSpec
 from sweeping import Listener
 
@@ -233,3 +238,55 @@ def test_what_is_queued_comes_back_and_stays_unrun(tmp_path):
         counts = run_plan(plan, Queueing(), listener, stop)
         assert counts == {"ok": 1}
         assert len(make_plan(tmp_path / "s", SPECS).todo) == 2
+
+
+def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path, monkeypatch):
+    """As it is before a trial's folder is made and when its end is listed; the order of the list stays."""
+    monkeypatch.setattr(passing_errors, "_PAUSE_SECONDS", 0.1)
+    full = {"prepare": 2, "record": 2}
+    states = []
+
+    def failing(name, function):
+        def called(*arguments):
+            if full[name]:
+                full[name] -= 1
+                raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+            return function(*arguments)
+
+        return called
+
+    monkeypatch.setattr(runner_module, "prepare", failing("prepare", runner_module.prepare))
+    monkeypatch.setattr(runner_module, "record", failing("record", runner_module.record))
+
+    class Watching(Told):
+        def ticked(self, running, waiting, engine_state):
+            states.append(engine_state)
+
+    told = Watching()
+    assert run(tmp_path / "s", Losing(1), listener=told).outcome == "ok"
+    assert len(read_results(tmp_path / "s")) == 3
+    assert full == {"prepare": 0, "record": 0}
+    assert "waiting: No space left on device (somewhere)" in states
+    listed = [json.loads(line)["name"] for line in (tmp_path / "s" / "results.jsonl").read_text().splitlines()]
+    assert listed == [result.name for result in told.results]
+
+
+def test_an_error_that_will_not_pass_is_raised(tmp_path, monkeypatch):
+    def refused(trial):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(runner_module, "prepare", refused)
+    with pytest.raises(OSError, match="Invalid argument"):
+        run(tmp_path / "s", Losing(0))
+
+
+def test_half_a_line_is_taken_back(tmp_path, monkeypatch):
+    file = tmp_path / "results.jsonl"
+    append_line(file, {"name": "a"})
+    whole = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda handle, data: whole(handle, data[:5]))
+        with pytest.raises(OSError, match="No space left"):
+            append_line(file, {"name": "b"})
+    append_line(file, {"name": "c"})
+    assert [json.loads(line)["name"] for line in file.read_text().splitlines()] == ["a", "c"]

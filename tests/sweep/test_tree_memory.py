@@ -4,14 +4,18 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
+from flopwatch.sweep import tree_memory
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.fit import probe_of
 from flopwatch.sweep.folder import held_folder, prepare
 from flopwatch.sweep.memory_limit import limit_memory
+from flopwatch.sweep.process_tree import descendants
 from flopwatch.sweep.supervisor import supervise
+from flopwatch.sweep.tree_memory import Resident, TreeMemory, distinct, listed_descendants, mapped_data_bytes
 from flopwatch.trial_files import read_result, trial_folder
 from flopwatch.trial_records import Limits, TrialSpec
 
@@ -119,3 +123,84 @@ def test_record_fit_and_limit_say_the_same(sweep, kind):
     assert (above.outcome, below.outcome) == ("ok", "oom_host"), (above.reason, below.reason)
     assert above.measured.memory.peak_bytes == pytest.approx(peak, rel=0.05)
     assert probe_of(above).peak_bytes == above.measured.memory.peak_bytes
+
+
+MAPPER = """
+import mmap, sys, time
+with open(sys.argv[1], "r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 0)
+    total = sum(mapped[at] for at in range(0, len(mapped), 4096))
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child():
+    """Starts programs below a process that looks, and ends them."""
+    started = []
+
+    def start_child(*words):
+        started.append(subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout.readline() == "ready\n"
+        return started[-1]
+
+    yield start_child
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_pages_of_a_mapped_dataset_are_told_and_are_no_reason_to_end_a_trial(child, tmp_path):
+    data = tmp_path / "dataset"
+    data.write_bytes(bytes(200 * MIB))
+    process = child("-c", MAPPER, str(data))
+    assert mapped_data_bytes(process.pid) == pytest.approx(200 * MIB, rel=0.02)
+    memory = TreeMemory(limit_bytes=100 * MIB)
+    memory.look()
+    assert memory.peak.bytes > 200 * MIB
+    assert memory.over_limit_bytes() is None
+
+
+HOLDER = f"""
+import time
+held = b"x" * (150 * {MIB})
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_process_itself_holds_is(child):
+    child("-c", HOLDER)
+    memory = TreeMemory(limit_bytes=100 * MIB)
+    memory.look()
+    assert memory.over_limit_bytes() > 150 * MIB
+    assert memory.peak.method == "high_water"
+
+
+def test_where_the_kernel_does_not_tell_what_is_shared_the_record_says_so(child, monkeypatch):
+    child("-c", HOLDER)
+    child("-c", HOLDER)
+    memory = TreeMemory()
+    memory.look()
+    assert memory.peak.method == "samples"
+    assert memory.peak.bytes > 300 * MIB
+    monkeypatch.setattr(tree_memory, "_rollup_of", lambda pid: {})
+    memory = TreeMemory()
+    memory.look()
+    assert memory.peak.method == "rss"
+    assert memory.peak.bytes > 300 * MIB
+
+
+def test_a_child_that_still_runs_in_its_parents_memory_is_not_counted():
+    parent = Resident(100, 100, 90, 10, parent=1, figures=(b"100 kB", b"7 kB"))
+    same, copy = replace(parent, parent=5), replace(parent, parent=5, figures=(b"100 kB", b"6 kB"))
+    assert set(distinct({5: parent, 6: same, 7: copy})) == {5, 7}
+
+
+def test_the_lists_of_children_name_the_same_processes_as_the_whole_of_proc(child):
+    process = child("-c", "import subprocess as s; p = s.Popen(['sleep', '60']); print('ready', flush=True); p.wait()")
+    assert set(listed_descendants(os.getpid())) == set(descendants(os.getpid()))
+    (below,) = descendants(process.pid)
+    os.kill(below, 9)

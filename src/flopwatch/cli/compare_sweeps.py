@@ -43,9 +43,12 @@ def refuse_mixed(a: str, b: str) -> None:
 
 def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if_slower: float | None) -> None:
     """Print or write the comparison; exit status 0, unless `fail_if_slower` says otherwise."""
+    from flopwatch.errors import InputError
     from flopwatch.report.capture import capture_sweep
     from flopwatch.sweep_comparison import compare_sweeps
 
+    if as_json and md == "-":
+        raise InputError("--json and --md - would both write to standard output; name a file for the Markdown")
     comparison = compare_sweeps(capture_sweep(Path(a).expanduser()), capture_sweep(Path(b).expanduser()))
     if md is not None:
         from flopwatch.cli.report_exports import write_file

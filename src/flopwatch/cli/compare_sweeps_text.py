@@ -38,8 +38,8 @@ def print_sweep_comparison(comparison: SweepComparison) -> None:
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     typer.echo()
     for name, side in (("A", comparison.a), ("B", comparison.b)):
-        typer.secho(_cut(f"{name}  {side.folder}", width), bold=True)
-        typer.secho(_cut(f"   {side_text(side)}", width), dim=True)
+        typer.secho(_cut(f"{name}  {one_line(side.folder)}", width), bold=True)
+        typer.secho(_cut(f"   {one_line(side_text(side))}", width), dim=True)
     _print_differences((*comparison.settings, *comparison.environment))
     for note in comparison.notes:
         typer.secho(_wrapped(note[:1].upper() + note[1:] + ".", width), fg="yellow")

@@ -84,11 +84,10 @@ def attach(sweep: Path) -> None:
                 _draw(follower, sweep, console)
             else:
                 _print(follower, console)
+        _say_how_it_stands(sweep)
     except KeyboardInterrupt:
         folder = shlex.quote(str(sweep))
         typer.echo(f"\nThe sweep goes on. See it again: flopwatch sweep attach {folder}")
-        return
-    _say_how_it_stands(sweep)
 
 
 def _draw(follower: Follower, sweep: Path, console: Console) -> None:

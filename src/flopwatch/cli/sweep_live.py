@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwatch.cli.outcome_style import outcome_text
+from flopwatch.cli.patient_lines import PatientLines
 from flopwatch.cli.quantities import bytes_text, duration, step_seconds
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.plain_text import one_line
@@ -36,14 +37,17 @@ def watched(plan: Plan, output: Path, console: Console | None = None) -> Iterato
     """An observer that draws, and a `Stop` that Ctrl-C sets."""
     console = console or Console()
     stop = Stop()
-    say = print_line(console)
-    with _interrupts(stop, say):
-        if not console.is_terminal:
-            yield PlainLines(plan, say), stop
-            return
-        table = LiveTable(plan, output, stop)
-        with Live(get_renderable=table.drawn, console=console, refresh_per_second=4, transient=False):
-            yield table, stop
+    if not console.is_terminal:
+        lines = PatientLines(print_line(console))
+        with contextlib.closing(lines), _interrupts(stop, lines):
+            yield PlainLines(plan, lines), stop
+        return
+    table = LiveTable(plan, output, stop)
+    with (
+        _interrupts(stop, print_line(console)),
+        Live(get_renderable=table.drawn, console=console, refresh_per_second=4, transient=False),
+    ):
+        yield table, stop
 
 
 def print_line(console: Console) -> Any:

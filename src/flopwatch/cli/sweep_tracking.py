@@ -74,13 +74,16 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
         with contextlib.suppress(OSError):  # it may be gone
             follower.stdin.close()
     try:
-        return _waited(follower), _last_line(said)
+        status = _waited(follower)
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as end:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(follower.pid, signal.SIGKILL)
         follower.wait()
         why = "by Ctrl-C" if isinstance(end, KeyboardInterrupt) else f"after {_PATIENCE_SECONDS:.0f} s"
         return 1, f"logging trials was ended {why}"
+    if status < 0:
+        return status, f"the process that logs trials was ended by signal {-status}"
+    return status, _last_line(said)
 
 
 def _tell(status: int, told: str, folder: Path, wandb: str | None, mlflow: str | None) -> None:

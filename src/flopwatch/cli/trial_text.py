@@ -91,7 +91,7 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
         rows.append(("MFU", f"{100 * cost.mfu:.3g} %{hfu}{peak}"))
     if measured.privacy is not None:
         rows.append(("epsilon", _privacy_text(measured.privacy)))
-    rows += [(f"no {phase}", why) for phase, why in measured.not_measured.items()]
+    rows += [("not measured", f"{phase}: {why}") for phase, why in measured.not_measured.items()]
     if result.seconds is not None:
         rows.append(("took", duration(result.seconds)))
     return [row for row in rows if row[1]]

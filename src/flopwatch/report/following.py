@@ -1,6 +1,7 @@
 """Results of a sweep as they are written, while it runs."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,8 @@ def follow_results(folder: Path, offset: int, is_over: Callable[[], bool]) -> It
 def _appended(file: Path, offset: int) -> tuple[bytes, int]:
     try:
         with file.open("rb") as stream:
+            if stream.seek(0, os.SEEK_END) < offset:
+                offset = 0  # written anew, as by a person who mends it; what is read twice does no harm
             stream.seek(offset)
             content = stream.read()
     except OSError:  # not written yet, or a shared file system that stutters

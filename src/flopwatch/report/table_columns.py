@@ -179,7 +179,9 @@ COLUMNS: tuple[Column, ...] = (
     Column("device_peak_kind", "text", "where that figure is from", _peak("kind")),
     Column("mfu", "number", "model FLOPs over the peak, as a fraction", _cell("mfu")),
     Column("hfu", "number", "hardware FLOPs over the peak, as a fraction", _cell("hfu")),
-    Column("epsilon", "number", "privacy spent by the training; inf without noise", _part("privacy", "epsilon"), True),
+    Column(
+        "epsilon", "number", "privacy spent; where none holds, privacy_note says why", _part("privacy", "epsilon"), True
+    ),
     Column("delta", "number", "for which", _part("privacy", "delta")),
     Column("noise_multiplier", "number", "epsilon is for it", _part("privacy", "noise_multiplier")),
     Column("sample_rate", "number", "chance of a sample to be in a batch", _part("privacy", "sample_rate")),

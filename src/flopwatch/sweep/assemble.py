@@ -118,12 +118,15 @@ def _read_left(trial_dir: Path) -> _Left:
 def cut_short(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
     """Of a trial that ended after its steps: what is missing, by phase, and why."""
     is_asked = {"trace": spec.trace, "privacy": bool(spec.privacy)}
-    wanted = [phase for phase in AFTER_THE_STEPS if is_asked.get(phase, True)]
-    reached = wanted.index(progress.phase) if progress.phase in wanted else 0
-    missing = {
-        phase: why if place == reached else "not reached" for place, phase in enumerate(wanted) if place >= reached
+    is_there = {
+        "memory": "optimizer" in measured.memory.by_phase,
+        "flops": measured.cost is not None,
+        "privacy": measured.privacy is not None,
+        "trace": measured.trace is not None,
     }
-    return replace(measured, not_measured={**missing, **measured.not_measured})
+    missing = [phase for phase in AFTER_THE_STEPS if is_asked.get(phase, True) and not is_there[phase]]
+    reasons = {phase: why if phase == progress.phase else "not reached" for phase in missing}
+    return replace(measured, not_measured={**reasons, **measured.not_measured})
 
 
 def _with_host(memory: MemoryUse, seen: HostPeak) -> MemoryUse:

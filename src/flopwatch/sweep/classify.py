@@ -78,7 +78,7 @@ def classify(ending: Ending) -> tuple[Outcome, str]:
 
 def after_its_steps(reason: str) -> tuple[Outcome, str]:
     """Of a trial that ended so when its steps were measured."""
-    return "ok", f"its steps are measured; what came after them is not: {reason}"
+    return "ok", f"its steps are measured; it ended after them: {reason}"
 
 
 def _without_steps(ending: Ending) -> tuple[Outcome, str]:

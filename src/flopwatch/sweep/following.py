@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.file_reading import UnreadableError, opened_regular
 from flopwatch.record_reading import BrokenRecordError
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.plan import Plan
@@ -30,7 +31,7 @@ class Follower:
     def __init__(self, sweep: Path, clock: Clock = monotonic_seconds) -> None:
         self._sweep, self._clock = sweep, clock
         self._file = sweep / RESULTS
-        self._offset = self._file.stat().st_size if self._file.exists() else 0
+        self._offset = self._file.stat().st_size if self._file.is_file() else 0
         self._trials = _listed_trials(sweep)
         results = read_results(sweep)
         settled = {name: result for name, result in results.items() if result.outcome not in UNSETTLED}
@@ -43,17 +44,17 @@ class Follower:
     def new_results(self) -> Iterator[TrialResult]:
         """Ends since the last call; a line that is only half there waits for the next."""
         try:
-            with self._file.open("rb") as stream:
+            with opened_regular(self._file) as stream:
                 stream.seek(self._offset)
                 content = stream.read()
-        except OSError:
+        except (FileNotFoundError, UnreadableError):
             return
         whole, newline, _ = content.rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         for line in whole.splitlines():
             try:
                 yield result_from(json.loads(line))
-            except (ValueError, BrokenRecordError, NewerFormatError):
+            except (ValueError, RecursionError, BrokenRecordError, NewerFormatError):
                 continue  # the next run of the sweep tells of it
 
     def running(self, state: RunnerState | None) -> dict[str, Trial]:

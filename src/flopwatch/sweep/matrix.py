@@ -24,6 +24,7 @@ from flopwatch.trial_records import Limits, TrialSpec
 
 MOST_TRIALS = 100_000
 _MOST_MISTAKES = 5
+_LARGEST_FILE = 16 << 20
 
 
 def _as_list(value: Any) -> Any:
@@ -181,9 +182,15 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:  # also a pipe, as `<(...)` of a shell
+            text = stream.read(_LARGEST_FILE + 1)
+        if len(text) > _LARGEST_FILE:
+            raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB and is no matrix; name a YAML file")
+        content = yaml.safe_load(text.decode("utf-8"))
     except OSError as error:
         raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
+    except InputError:
+        raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or a date such as 2026-13-45
         raise InputError(f"{file} is not YAML: {cut(str(error), 500)}") from None
     if not isinstance(content, dict):

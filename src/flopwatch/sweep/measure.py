@@ -3,7 +3,7 @@
 import json
 import os
 import random
-import traceback
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from flopwatch.sweep.training_step import StepPart, run_step, step_parts
 from flopwatch.sweep.tree_memory import mapped_data_bytes, resident
 from flopwatch.sweep.worker_clock import host_peak_bytes, peak_bytes, reset_peak, timed_step
 from flopwatch.sweep.worker_environment import describe_worker
+from flopwatch.sweep.worker_exception import message_of, traceback_of
 from flopwatch.sweep.worker_outputs import write_scalars, write_trace
 from flopwatch.trial_files import read_lines, write_json
 from flopwatch.trial_records import Measured, MemoryUse, TrialSpec
@@ -132,8 +133,11 @@ class _TrialRun:
         except (Exception, SystemExit) as error:
             if self._ranks.size > 1:  # the others would wait for this process in the next collective
                 raise
-            traceback.print_exc()
-            self._note_missing(phase, f"{type(error).__name__}: {error}"[:300])
+            sys.stderr.write(traceback_of(error))
+            self._note_missing(phase, f"{type(error).__name__}: {message_of(error)[:300]}")
+            if self._ranks.size > 1:  # the others would wait for this one; the steps are safe, so the trial may end
+                self.save()
+                raise
         self.save()
 
     def _note_missing(self, phase: str, why: str) -> None:

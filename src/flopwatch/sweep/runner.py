@@ -1,5 +1,7 @@
 """Runs what is left of a sweep on an engine. Light: it holds no result longer than it takes to write it down."""
 
+import contextlib
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +19,7 @@ from flopwatch.sweep.folder import has_begun, own_result, prepare, record, resto
 from flopwatch.sweep.inference import inferred, proves_too_large
 from flopwatch.sweep.late_ends import LateEnds
 from flopwatch.sweep.observing import SafeObserver
+from flopwatch.sweep.passing_errors import Ledger, Pause, may_pass
 from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
 from flopwatch.sweep.retries import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid
 from flopwatch.sweep.stuck import StuckSupervisors
@@ -25,6 +28,7 @@ from flopwatch.trial_files import SWEEP, log_file
 from flopwatch.trial_records import TrialResult
 
 _TICK_SECONDS = 0.25
+_OF_ONE_FOLDER = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 
 Refusal = Callable[[Trial], str | None]
 
@@ -75,6 +79,7 @@ class _Round:
     running: dict[str, Trial] = field(default_factory=dict)
     elsewhere: dict[str, Trial] = field(default_factory=dict)
     out_of_memory: list[TrialResult] = field(default_factory=list)
+    pause: Pause = field(default_factory=Pause)
     is_cancelled: bool = False
 
 
@@ -105,10 +110,15 @@ def run_plan(
     counts: dict[str, int] = {}
     observer = SafeObserver(observer)
 
-    def note(result: TrialResult) -> None:
+    def write(result: TrialResult) -> None:
         if not (_sweep(plan) / SWEEP).exists():
             restore_lists(_sweep(plan), plan.trials, plan.kept.values(), engine.name)
         record(_sweep(plan), result)
+
+    ledger = Ledger(write)
+
+    def note(result: TrialResult) -> None:
+        ledger.add(result)
         counts[result.outcome] = counts.get(result.outcome, 0) + 1
         observer.ended(result)
 
@@ -129,11 +139,15 @@ def run_plan(
             ended = engine.wait(_TICK_SECONDS if state.running else 0.05)
             for end in late.sift(ended, state.running, is_patient=not state.is_cancelled):
                 _settle(stuck.explain(end), state, note, observer)
-            observer.ticked(state.running, len(state.waiting), engine.state())
+            ledger.catch_up()
+            trouble = state.pause.why or ledger.pause.why
+            observer.ticked(state.running, len(state.waiting), trouble or engine.state())
     finally:
         if state.running:
             engine.cancel()
         engine.close()
+        if unwritten := ledger.close():
+            sys.stderr.write(f"flopwatch: {unwritten} results could not be listed; {ledger.pause.why}\n")
     return counts
 
 
@@ -188,7 +202,7 @@ def _fill(
     engine: Engine, state: _Round, observer: Observer, note: Callable[[TrialResult], None], refuse: Refusal
 ) -> None:
     """Give the engine as many trials as it takes; those that need not run are settled on the way."""
-    while state.waiting and (room := engine.room(state.waiting[0].spec)) > 0:
+    while state.waiting and state.pause.is_over() and (room := engine.room(state.waiting[0].spec)) > 0:
         batch: list[Trial] = []
         while state.waiting and len(batch) < room:
             trial = state.waiting.popleft()
@@ -199,9 +213,16 @@ def _fill(
             trial = replace(trial, retries=state.retries.most)
             try:
                 prepare(trial)
-            except (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+            except OSError as error:
+                if may_pass(error):  # first in line again, until the disk has room
+                    state.waiting.appendleft(trial)
+                    state.pause.begin(error)
+                    break
+                if not isinstance(error, _OF_ONE_FOLDER):
+                    raise
                 note(_without_a_place(trial, error))
                 continue
+            state.pause.end()
             batch.append(trial)
         if not batch:
             return
@@ -254,7 +275,8 @@ def _again(trial: Trial, result: TrialResult) -> Trial:
     folder = put_aside(trial.sweep, trial.name) if has_begun(trial.sweep, trial.name) else None
     attempts = (*result.earlier_attempts, attempt_from(result, folder))
     trial = replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts))
-    prepare(trial)  # at once: should this runner be killed now, the next one knows of the attempt
+    with contextlib.suppress(OSError):  # it is written again before it runs
+        prepare(trial)  # at once: should this runner be killed now, the next one knows of the attempt
     return trial
 
 

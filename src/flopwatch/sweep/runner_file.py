@@ -52,7 +52,9 @@ def read_runner(sweep: Path) -> RunnerState | None:
         state = read_record(RunnerState, read_json(sweep / FILE))
     except BrokenRecordError:
         return None
-    return state if state.pid > 0 else None
+    # Without its mark the process of that number may be anybody's, and a signal would reach the wrong one.
+    is_marked = bool(state.process_start) or not process_start(os.getpid())
+    return state if state.pid > 0 and is_marked else None
 
 
 def is_here(state: RunnerState) -> bool:

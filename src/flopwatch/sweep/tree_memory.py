@@ -32,8 +32,6 @@ _ROLLUP_URGENT_SHARE = 10
 _WORTH_A_ROLLUP = 0.05
 """Of what is known: new processes smaller than that wait for the next rollup."""
 
-_NEAR_LIMIT = 0.9
-
 
 @dataclass(frozen=True, slots=True)
 class Resident:
@@ -134,7 +132,7 @@ class TreeMemory:
         now = time.monotonic()
         if now >= self._next_search:
             began = time.process_time()
-            self._pids = descendants(os.getpid())
+            self._pids = listed_descendants(os.getpid())
             least = _SEARCH_SECONDS if self._limit_bytes is None else _SEARCH_LIMITED_SECONDS
             self._next_search = now + max(least, _SEARCH_SHARE * (time.process_time() - began))
 
@@ -175,12 +173,29 @@ class TreeMemory:
         return self._rollup.total + sum(since)
 
     def _is_in_question(self, found: Mapping[int, Resident]) -> bool:
-        """Whether what is not known yet could matter: large new processes, or a limit that may have been reached."""
+        """Whether what is not known yet could matter: large new processes, or a limit that seems to be passed."""
         known = self._rollup.anonymous if self._rollup else found
         unknown = sum(one.now for pid, one in found.items() if pid not in known)
         if unknown > _WORTH_A_ROLLUP * self._now_bytes:
             return True
-        return self._limit_bytes is not None and self._now_bytes > _NEAR_LIMIT * self._limit_bytes
+        return self._limit_bytes is not None and self._now_bytes > self._limit_bytes
+
+
+def listed_descendants(pid: int) -> list[int]:
+    """As `descendants`, from the lists of children of each thread: far quicker than to read all of /proc, on a machine
+    with many processes. A kernel without such lists is asked the long way.
+    """
+    if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
+        return descendants(pid)
+    found, waiting = [], [pid]
+    while waiting:
+        parent = waiting.pop()
+        with contextlib.suppress(OSError):
+            lists = (_whole(f"/proc/{parent}/task/{task}/children") for task in os.listdir(f"/proc/{parent}/task"))
+            below = [int(word) for each in lists for word in each.split()]
+            found += below
+            waiting += below
+    return found
 
 
 def resident(pid: int | str) -> Resident | None:

@@ -1,11 +1,13 @@
 """Slots of a machine that others use too."""
 
+import errno
 import os
 import stat
 from contextlib import closing
 
 import pytest
 
+from flopwatch.errors import InputError
 from flopwatch.sweep.engines.slots import SlotPool, gpu_uuids, visible_gpus
 
 UUIDS = {"0": "GPU-aaaa-1111", "1": "GPU-bbbb-2222"}
@@ -58,3 +60,15 @@ def test_amds_own_variable_is_read_and_set(tmp_path, monkeypatch):
     with closing(SlotPool(visible_gpus(), 1, tmp_path)) as pool:
         slot = pool.take(1.0)
     assert slot.environment["HIP_VISIBLE_DEVICES"] == "2"
+
+
+def test_a_slot_folder_without_locks_is_told_instead_of_waited_for(tmp_path, monkeypatch):
+    """As on a network's file system; flock says the same there."""
+
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path))
+    monkeypatch.setattr("flopwatch.sweep.engines.slots.fcntl.flock", refuse)
+    with closing(SlotPool(("0",), 1, tmp_path)) as pool, pytest.raises(InputError, match="FLOPWATCH_SLOT_DIR"):
+        pool.take(1.0)

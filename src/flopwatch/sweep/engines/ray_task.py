@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flopwatch.sweep.worker_process import PARENT
 from flopwatch.trial_files import log_file, run_folder, trial_folder
 
 TOKEN = ".ray-token"
 """In the sweep's folder; a node that reads the same token sees the same folder."""
 
+_GUARD = Path(__file__).with_name("ray_guard.py")
 SUPERVISOR = ("-m", "flopwatch.sweep.supervisor")
 
 _FILE_BYTES = 4 << 20
@@ -120,14 +120,15 @@ def _supervise_all(sweep: Path, order: Order) -> dict[str, Any]:
 def _supervise(sweep: Path, order: Order, sockets: Sequence[int] = ()) -> dict[str, Any]:
     attempt = str(json.loads(order.spec).get("attempt", ""))
     supervisor = [sys.executable, *SUPERVISOR, str(sweep), order.name, attempt]
+    guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
     with tempfile.TemporaryFile() as output:
         status = subprocess.call(
-            supervisor,
+            [*guard, *supervisor],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=order.cwd if os.path.isdir(order.cwd) else None,
-            env={**os.environ, **order.environment, PARENT: str(os.getpid())},
+            env={**os.environ, **order.environment},
             pass_fds=sockets,
             start_new_session=True,  # Ray sends SIGKILL to the worker's whole process group
         )
@@ -137,12 +138,14 @@ def _supervise(sweep: Path, order: Order, sockets: Sequence[int] = ()) -> dict[s
 
 
 def status_evidence(status: int) -> dict[str, int]:
-    """Of the guard, which ends by the signal that ended the supervisor.
+    """Of `ray_guard.py`, which hands on its child's signal as a shell does.
 
-    >>> status_evidence(-11)
+    >>> status_evidence(139)
     {'signal': 11}
     """
-    return {"signal": -status} if status < 0 else {"exit_code": status}
+    if status < 0:
+        return {"signal": -status}
+    return {"signal": status - 128} if status > 128 else {"exit_code": status}
 
 
 def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:

@@ -138,7 +138,13 @@ class SlotPool:
             return False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):  # ENOLCK, EOPNOTSUPP: it would be waited for in vain
+                file.close()
+                raise InputError(
+                    f"slots cannot be locked in {lock_folder()} ({error.strerror}); "
+                    "set FLOPWATCH_SLOT_DIR to a folder on a disk of this machine"
+                ) from None
             self.waits_for = f"{name.replace('-', ' ')} ({file.read().strip() or 'another sweep'})"
             file.close()
             return False

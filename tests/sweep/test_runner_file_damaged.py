@@ -1,0 +1,47 @@
+"""`runner.json` says whom `flopwatch sweep stop` signals: damaged, it names nobody."""
+
+import json
+import os
+
+import pytest
+
+from flopwatch.sweep.following import Follower
+from flopwatch.sweep.runner_file import noted_runner, process_start, read_runner
+from flopwatch.testing import InProcessEngine
+from flopwatch.trial_records import TrialResult, TrialSpec
+from sweeping import run_sweep
+
+WHOLE = {"pid": os.getpid(), "host": "here", "process_start": process_start(os.getpid()), "running": {"a": 1.0}}
+
+
+def test_what_a_runner_wrote_is_read_back(tmp_path):
+    with noted_runner(tmp_path):
+        assert read_runner(tmp_path).pid == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pid": "1"}, {"pid": -1}, {"pid": 10**30 + 1}, {"pid": True}, {"process_start": ""}, {"process_start": None},
+     {"host": 3}, {"running": ["a"]}, {"running": {"a": "long"}}, {"waiting": "many"}],
+)  # fmt: skip
+def test_a_damaged_one_names_nobody(tmp_path, change):
+    (tmp_path / "runner.json").write_text(json.dumps({**WHOLE, **change}))
+    assert read_runner(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff\0", b"[" * 5000])
+def test_one_that_is_no_record_names_nobody(tmp_path, content):
+    (tmp_path / "runner.json").write_bytes(content)
+    assert read_runner(tmp_path) is None
+
+
+def test_a_follower_passes_over_lines_that_are_no_results(tmp_path):
+    specs = [TrialSpec("standard", "tiny", 1, 64)]
+    run_sweep(
+        tmp_path / "s", specs, InProcessEngine(lambda trial: TrialResult(trial.name, trial.key, trial.spec, "ok"))
+    )
+    follower = Follower(tmp_path / "s")
+    whole = (tmp_path / "s" / "results.jsonl").read_bytes()
+    with (tmp_path / "s" / "results.jsonl").open("ab") as stream:
+        stream.write(b"[" * 9999 + b'\n{}\n\xff\0\n{"format": 9}\n' + whole + b'{"half')
+    assert [result.outcome for result in follower.new_results()] == ["ok"]
