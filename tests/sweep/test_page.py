@@ -51,7 +51,11 @@ def _write_pictures(place):
     (place / "pictures.py").write_text(code)
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("flopwatch sweep")])
+# What looks at a running sweep is tested with one, in test_sweep_long_life.py.
+SWEEPS = [line for line in commands() if line.startswith("flopwatch sweep") and " attach " not in line]
+
+
+@pytest.mark.parametrize("line", SWEEPS)
 def test_every_sweep_on_the_page_has_a_matrix(place, line):
     """Dry, so that the page may name real sizes and engines; commands cost nothing and run."""
     _write_pictures(place)
@@ -63,8 +67,10 @@ def test_every_sweep_on_the_page_has_a_matrix(place, line):
         assert {result.measured.samples_per_s for result in results} == {3.0}
 
 
-def test_the_matrix_on_the_page_is_one(place):
-    (matrix,) = blocks("yaml", PAGES[:1])
+def test_the_matrices_on_the_page_can_be_read(place):
+    matrix, nodes = blocks("yaml", PAGES[:1])
+    (place / "nodes.yaml").write_text(nodes)
+    assert {(spec.nodes, spec.processes) for spec in expand(read_matrix(place / "nodes.yaml", {}))} == {(2, 8)}
     (place / "sweep.yaml").write_text(matrix)
     specs = expand(read_matrix(place / "sweep.yaml", {}))
     assert {spec.label for spec in specs} == {"StandardTrainer", "DPGhostClippingTrainer", "mine", "script"}

@@ -155,6 +155,11 @@ class TreeMemory:
     def _read_rollup(self, found: Mapping[int, Resident]) -> "Rollup | None":
         began = time.process_time()
         rollup = read_rollup(found)
+        if rollup is not None and rollup.total > (self.peak.bytes or 0):
+            # Processes are read one after the other: one that ends in between leaves its share to those read later,
+            # and its pages count twice. Such a moment does not come twice in a row.
+            again = read_rollup(found)
+            rollup = again if again is not None and again.total < rollup.total else rollup
         took, now = time.process_time() - began, time.monotonic()
         self._method = "samples" if rollup else "rss"
         self._urgent_rollup = now + max(_ROLLUP_URGENT_SECONDS, _ROLLUP_URGENT_SHARE * took)

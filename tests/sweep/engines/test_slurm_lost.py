@@ -111,7 +111,9 @@ def test_a_preempted_job_that_may_not_be_requeued_is_submitted_again(tmp_path):
 def kill_the_node(name):
     """Its slurmd and all it started, at once, as when the power goes."""
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    (node,) = [child for child in alive if child.cmdline()[:4] == ["slurmd", "-D", "-N", name]]
+    # Another file's Slurm may still run below this process.
+    ours = [child for child in alive if child.environ().get("SLURM_CONF") == os.environ["SLURM_CONF"]]
+    (node,) = [child for child in ours if child.cmdline()[:4] == ["slurmd", "-D", "-N", name]]
     command = node.cmdline()
     mine = [process for process in psutil.process_iter() if is_of_node(process, name)]
     steps = [process.parent() for process in mine if process.parent().name().startswith("slurmstepd")]
