@@ -56,6 +56,13 @@ campaign: install
 	$(BIN)/python benchmarks/sweep_isolation.py --trials 1000
 	$(BIN)/python benchmarks/sweep_campaign.py
 	$(BIN)/python benchmarks/folder_corruptions.py --count 200
+	$(BIN)/python benchmarks/hostile_words.py 500
+	for engine in local slurm ray; do $(BIN)/python benchmarks/never_twice.py --engine $$engine --kills 20; done
+	$(BIN)/python benchmarks/nfs_sweep.py --seconds 60
+	$(BIN)/python benchmarks/sweep_week.py --trials 20000
+	$(BIN)/python benchmarks/sweep_memory.py
+	$(BIN)/python benchmarks/many_processes.py --engines local slurm ray
+	FLOPWATCH_LONG=1 $(BIN)/pytest tests/sweep/engines tests/sweep/test_privacy.py
 	$(BIN)/python benchmarks/ranks_overhead.py
 	$(BIN)/python benchmarks/ranks_overhead.py --link
 	$(BIN)/python benchmarks/ranks_growth.py

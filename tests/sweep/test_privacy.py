@@ -1,6 +1,7 @@
 """Epsilon is what Opacus's own accountants say, for the training that was asked about."""
 
 import math
+import os
 import random
 import warnings
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from flopwatch.trial_records import Measured, TrialSpec, content_key
 
 accountants = pytest.importorskip("opacus.accountants")
 
+LONG = pytest.mark.skipif("FLOPWATCH_LONG" not in os.environ, reason="20 s more; in `make campaign`")
 CLASSES = {
     "rdp": accountants.RDPAccountant,
     "prv": accountants.PRVAccountant,
@@ -42,7 +44,7 @@ def random_settings(seed):
 
 @pytest.mark.parametrize(
     ("accountant", "count"),
-    [("rdp", 50), ("gdp", 50), ("prv", 8), pytest.param("prv", 50, marks=pytest.mark.slow)],
+    [("rdp", 50), ("gdp", 50), ("prv", 8), pytest.param("prv", 50, marks=LONG)],
 )
 def test_epsilon_is_opacus_own_for_random_settings(accountant, count):
     compared = 0
