@@ -286,7 +286,7 @@ def ray_head() -> Iterator[str]:
         "import json, os, sys; sys.path.insert(0, sys.argv[1]); from real_ray import ray_cluster\n"
         "with ray_cluster() as cluster:\n"
         "    cluster.add_node(num_cpus=2)\n"
-        "    names = [name for name in os.environ if name.startswith('RAY_')] + ['PYTHONPATH']\n"
+        "    names = [name for name in os.environ if name.startswith('RAY_') or name == 'PYTHONPATH']\n"
         "    environment = {name: os.environ[name] for name in names}\n"
         "    print(json.dumps({'address': cluster.address, 'environment': environment}), flush=True)\n"
         "    sys.stdin.read()"
