@@ -51,12 +51,19 @@ def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -
                 time.sleep(refresh_seconds)
                 feed.look()
                 live.update(_frame(feed, console), refresh=True)
+            # It is ending already, and must not be disturbed on its way back to the ordinary screen.
+            _ignore_signals()
     except KeyboardInterrupt:
-        pass
-    for late in (signal.SIGTERM, signal.SIGINT):  # it is ending already
-        signal.signal(late, signal.SIG_IGN)
+        _ignore_signals()
     # The last frame stays on the ordinary screen.
     console.print(_frame(feed, console))
+
+
+def _ignore_signals() -> None:
+    import signal
+
+    for late in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(late, signal.SIG_IGN)
 
 
 def _is_over(feed: "WatchFeed") -> bool:
