@@ -1,8 +1,8 @@
-"""Stands between a Ray worker and the guard of a supervisor: `python -I -S ray_guard.py PARENT_PID COMMAND...`.
+"""Stands between a Ray worker and the guard of a supervisor, or a node's agent: `ray_guard.py PARENT_PID COMMAND...`.
 
-When Ray ends a worker it sends SIGKILL to the worker's children (measured, ray 2.60). Were the trial's guard one of
-them, nobody would be left to clean up when the supervisor is killed at the same time as the runner. This process takes
-that SIGKILL; the trial's guard, watching its parent, gets a SIGTERM. Standard library only, no import of flopwatch.
+When Ray ends a worker it sends SIGKILL to the worker's children (measured, ray 2.60). Were the trial's guard or the
+agent one of them, nobody would be left to kill what they started. This process takes that SIGKILL; its child, watching
+its parent, gets a SIGTERM. Started with `python -I -S`: standard library only, no import of flopwatch, 20 ms.
 """
 
 import ctypes
@@ -17,18 +17,18 @@ _PR_SET_PDEATHSIG = 1
 def main(parent: int, command: list[str]) -> int:
     sockets = [int(os.environ[name]) for name in ("FLOPWATCH_NODE_LISTENER",) if name in os.environ]
     environment = {**os.environ, "FLOPWATCH_PARENT_PID": str(os.getpid())}
-    supervisor = subprocess.Popen(command, env=environment, pass_fds=sockets)
+    child = subprocess.Popen(command, env=environment, pass_fds=sockets)
 
     def tell(number: int, frame: object) -> None:
-        supervisor.terminate()
+        child.terminate()
 
     signal.signal(signal.SIGTERM, tell)
     signal.signal(signal.SIGINT, tell)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it died before the line above
-        supervisor.terminate()
-    status = supervisor.wait()
+        child.terminate()
+    status = child.wait()
     return status if status >= 0 else 128 - status
 
 

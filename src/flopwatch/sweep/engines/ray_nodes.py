@@ -21,7 +21,7 @@ from flopwatch.sweep.job_messages import LISTENER, TOKEN, written
 from flopwatch.sweep.job_nodes import listener
 from flopwatch.trial_files import log_file, trial_folder
 
-_GUARD = Path(__file__).with_name("ray_node_guard.py")
+_GUARD = Path(__file__).with_name("ray_guard.py")
 _LEAVE_SECONDS = 20.0
 
 
