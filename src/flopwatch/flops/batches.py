@@ -126,3 +126,14 @@ def images_of_row(
     patches = [prod(grid) for grid in grids.tolist()]
     first, last = index * per_row, (index + 1) * per_row
     return pixels[sum(patches[:first]) : sum(patches[:last])], grids[first:last]
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch is keyword arguments, positional arguments or the one argument of the model."""
+    if isinstance(batch, Mapping):
+        if not all(isinstance(name, str) for name in batch):
+            raise InputError(f"a batch given as a dict needs argument names as keys, got {list(batch)[:5]}")
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}

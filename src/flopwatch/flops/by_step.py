@@ -4,6 +4,7 @@ It runs on a stand-in that shares the live parameters' storage, so the live grad
 touched, but forward and backward really run and need their memory.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,13 +13,15 @@ from torch import nn
 
 from flopwatch.errors import InputError
 from flopwatch.flops.autocast import AutocastState, current_autocast, device_type_of, under_autocast
+from flopwatch.flops.batches import as_call
 from flopwatch.flops.counter import CountingMode
 from flopwatch.flops.elsewhere import threads_followed, triton_launches_noticed
 from flopwatch.flops.event_log import EventLog
 from flopwatch.flops.losses import LossFn
-from flopwatch.flops.passes import copied_batch, failures_named, run_step
-from flopwatch.flops.replica import ModuleStack, replicate
+from flopwatch.flops.passes import failures_named, run_step
+from flopwatch.flops.replica import ModuleStack, own_generator, replicate
 from flopwatch.flops.steering import PythonReads, Steering, following, python_draws, steered
+from flopwatch.flops.structure import map_tensors
 from flopwatch.flops.undisturbed import undisturbed
 from flopwatch.records import AttentionConvention, FlopCount
 
@@ -58,7 +61,7 @@ def count_by_step(
         noticed = threads_followed(modes_of_thread, mode.add_threads), triton_launches_noticed(mode.add_triton_kernel)
         reads = PythonReads(steering) if training else nullcontext()
         with failures_named(stack), python_draws(steering), reads, noticed[0], noticed[1]:
-            run_step(replica, own_batch, loss_fn, mode, training=training, autocast=under)
+            run_step(replica, *as_call(own_batch), loss_fn, mode, training=training, autocast=under)
     for log in in_threads:
         log.tell(mode.tally)
     for told in stack.told():
@@ -100,3 +103,12 @@ class _GradientKeeper:
     def __exit__(self, *_: object) -> None:
         for parameter, gradient in self._kept.values():
             parameter.grad = gradient
+
+
+def copied_batch(batch: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with every tensor copied; one that asks for a gradient goes on asking. Generators are copied too."""
+
+    def copied(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        return copy(tensor).requires_grad_(tensor.requires_grad)
+
+    return map_tensors(batch, copied, own_generator)

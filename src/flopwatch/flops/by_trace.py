@@ -10,11 +10,13 @@ from torch import nn
 
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.autocast import AutocastState, current_autocast, device_type_of, under_autocast
+from flopwatch.flops.batches import as_call
+from flopwatch.flops.by_step import copied_batch
 from flopwatch.flops.counter import CountingMode
 from flopwatch.flops.elsewhere import threads_noticed
 from flopwatch.flops.fakes import NEEDS_VALUES, Faker, quiet_fakes
 from flopwatch.flops.losses import LossFn
-from flopwatch.flops.passes import copied_batch, failures_named, run_step
+from flopwatch.flops.passes import failures_named, run_step
 from flopwatch.flops.replay import Replay, ReplayMemory, ReplayRefusedError
 from flopwatch.flops.replica import ModuleStack, replicate
 from flopwatch.flops.steering import PythonReads, Steering, following, python_draws, steered
@@ -137,7 +139,7 @@ class _Trace:
             noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)
             # Attention is looked at first: what keeps it whole asks who has called it.
             with failures_named(stack, NEEDS_VALUES), noticed[0], noticed[1], noticed[2], whole_attention:
-                run_step(replica, fake_batch, self.loss_fn, mode, training=self.training, autocast=autocast)
+                run_step(replica, *as_call(fake_batch), self.loss_fn, mode, training=self.training, autocast=autocast)
 
 
 def _told(tally: Tally, stack: ModuleStack) -> Tally:

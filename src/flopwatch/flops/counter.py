@@ -13,7 +13,6 @@ from flopwatch.flops.collectives import ONE_RANKS_SHARE, is_collective, refuse_r
 from flopwatch.flops.compute_type import compute_type, type_of_product
 from flopwatch.flops.custom_functions import CustomFunctions
 from flopwatch.flops.custom_ops import python_body
-from flopwatch.flops.elsewhere import THREADS, THREADS_NOTE, TRITON_KERNEL
 from flopwatch.flops.event_log import EventLog
 from flopwatch.flops.formulas import Formula, OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.encoder import KNOW_NESTED
@@ -28,6 +27,9 @@ from flopwatch.records import AttentionConvention
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
+THREADS = "threads"
+THREADS_NOTE = "the model started threads while it was counted: what torch runs in them is not counted"
+TRITON_KERNEL = "Triton kernel"
 
 # Questions about a tensor, not work. An exception here would cross C++ code that may not throw, and end the process.
 QUESTIONS = {

@@ -7,10 +7,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-THREADS = "threads"
-THREADS_NOTE = "the model started threads while it was counted: what torch runs in them is not counted"
-TRITON_KERNEL = "Triton kernel"
-
 Tell = Callable[[], None]
 
 

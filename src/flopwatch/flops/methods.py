@@ -12,7 +12,7 @@ from flopwatch.flops.by_estimate import count_by_estimate
 from flopwatch.flops.by_step import count_by_step, step_obstacle
 from flopwatch.flops.by_trace import count_by_trace
 from flopwatch.flops.collectives import NeedsOtherRanksError
-from flopwatch.flops.elsewhere import THREADS
+from flopwatch.flops.counter import THREADS
 from flopwatch.flops.losses import LossFn
 from flopwatch.records import AttentionConvention, FlopCount
 

@@ -1,6 +1,6 @@
 """One training step on a stand-in of the model: forward, loss, backward, and nothing left behind."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,8 +13,7 @@ from flopwatch.flops.autocast import no_autocast
 from flopwatch.flops.counter import CountingMode
 from flopwatch.flops.losses import LossFn as LossFn
 from flopwatch.flops.losses import step_loss
-from flopwatch.flops.replica import ModuleStack, own_generator
-from flopwatch.flops.structure import map_tensors
+from flopwatch.flops.replica import ModuleStack
 
 CHECKPOINTING_IN_EVAL_MODE = (
     "the model is in eval mode, where its gradient checkpointing is off, and is counted so; "
@@ -24,7 +23,8 @@ CHECKPOINTING_IN_EVAL_MODE = (
 
 def run_step(
     model: nn.Module,
-    batch: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     loss_fn: LossFn | None,
     mode: CountingMode,
     *,
@@ -36,7 +36,6 @@ def run_step(
     A training step runs in the mode that the modules' own flags say: some models are trained in eval mode. Forward pass
     and loss run under the user's autocast, the backward pass outside of it.
     """
-    args, kwargs = as_call(batch)
     with no_autocast():
         if not training:
             with torch.no_grad(), autocast, mode:
@@ -87,23 +86,3 @@ def failures_named(stack: ModuleStack, needs_values: tuple[type[Exception], ...]
         if isinstance(error, needs_values):
             raise UntraceableError(f"{where} needs the value of an activation ({what})") from error
         raise MeasurementError(f"the model's step raised {type(error).__name__} in {where}: {what}") from error
-
-
-def copied_batch(batch: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with every tensor copied; one that asks for a gradient goes on asking. Generators are copied too."""
-
-    def copied(path: str, tensor: torch.Tensor) -> torch.Tensor:
-        return copy(tensor).requires_grad_(tensor.requires_grad)
-
-    return map_tensors(batch, copied, own_generator)
-
-
-def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch is keyword arguments, positional arguments or the one argument of the model."""
-    if isinstance(batch, Mapping):
-        if not all(isinstance(name, str) for name in batch):
-            raise InputError(f"a batch given as a dict needs argument names as keys, got {list(batch)[:5]}")
-        return (), dict(batch)
-    if isinstance(batch, tuple | list):
-        return tuple(batch), {}
-    return (batch,), {}
