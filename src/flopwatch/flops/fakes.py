@@ -24,10 +24,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 from flopwatch.errors import UntraceableError
 from flopwatch.flops.formulas import bind
-from flopwatch.flops.quick_fakes import quick_answer, quick_loss
-
-_CPU = torch.device("cpu")
-_aten = torch.ops.aten
+from flopwatch.flops.quick_fakes import _CPU, _aten, quick_answer, quick_loss
 
 _INDEXED_BY_MASK = {_aten.index, _aten.index_put, _aten.index_put_}
 
