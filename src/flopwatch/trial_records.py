@@ -118,6 +118,11 @@ class TrialSpec:
     micro_batch_size: int | None = None
     privacy: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole trial."""
+        return self.nodes * self.processes
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
