@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flopwatch.file_reading import read_object
+from flopwatch.file_reading import read_object, tail
 from flopwatch.record_reading import BrokenRecordError
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
-from flopwatch.sweep.conclude import tail
 from flopwatch.trial_files import log_file, read_result, trial_folder, write_json
 from flopwatch.trial_records import TrialResult, TrialSpec
 

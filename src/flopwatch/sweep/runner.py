@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.file_reading import read_object
+from flopwatch.file_reading import read_object, tail
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
-from flopwatch.sweep.conclude import tail, with_finished_steps
+from flopwatch.sweep.conclude import with_finished_steps
 from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
 from flopwatch.sweep.folder import has_begun, own_result, prepare, record, restore_lists
@@ -22,12 +22,12 @@ from flopwatch.sweep.observing import HearsOfRetries, SafeObserver
 from flopwatch.sweep.observing import Observer as Observer
 from flopwatch.sweep.observing import Stop as Stop
 from flopwatch.sweep.passing_errors import Ledger, Pause, may_pass
-from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
+from flopwatch.sweep.plan import Plan, folder_of
 from flopwatch.sweep.retries import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid
 from flopwatch.sweep.stuck import StuckSupervisors
 from flopwatch.sweep.supervisor import STARTED
 from flopwatch.trial_files import SWEEP, log_file
-from flopwatch.trial_records import TrialResult
+from flopwatch.trial_records import UNSETTLED, TrialResult
 
 _TICK_SECONDS = 0.25
 _OF_ONE_FOLDER = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
