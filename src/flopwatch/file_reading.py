@@ -107,3 +107,17 @@ def _line_content(line: bytes) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
+
+
+def tail(file: Path, size: int = 6000) -> str:
+    """The last lines of a text file, of a line longer than that its end; empty when there is none."""
+    try:
+        with opened_regular(file) as stream:
+            stream.seek(0, os.SEEK_END)
+            start = max(0, stream.tell() - size)
+            stream.seek(start)
+            text = stream.read().decode(errors="replace")
+    except (FileNotFoundError, UnreadableError):
+        return ""
+    whole_lines = text.partition("\n")[2]
+    return text if start == 0 else whole_lines if whole_lines.strip() else f"… {text}"

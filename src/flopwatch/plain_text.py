@@ -34,6 +34,16 @@ def one_line(text: str, most: int | None = None) -> str:
     return line if most is None or (len(line) <= most and len(text) <= 4 * most) else f"{line[:most].rstrip()}…"
 
 
+def first_line(said: object, most: int | None = None) -> str:
+    r"""The first line of a message, cut to so many characters; of an exception without one, the name of its class.
+
+    >>> first_line(ValueError("no such axis\n  File ...")), first_line(KeyError()), first_line("")
+    ('no such axis', 'KeyError', '')
+    """
+    nothing = type(said).__name__ if isinstance(said, BaseException) else ""
+    return (str(said).strip().splitlines() or [nothing])[0][:most]
+
+
 def cut(text: str, most: int = 4000) -> str:
     """Of a text that is too long its beginning and its end, and how long it was.
 

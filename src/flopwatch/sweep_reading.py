@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.file_reading import UnreadableError, load_json
-from flopwatch.record_reading import BrokenRecordError
-from flopwatch.trial_records import FORMAT, TrialResult, is_trial_name
+from flopwatch.record_reading import BrokenRecordError, read_record
+from flopwatch.trial_records import FORMAT, TrialJob, TrialResult, is_trial_name
 
 SWEEP = "sweep.json"
 RESULTS = "results.jsonl"
@@ -43,12 +43,21 @@ def result_from(content: Any) -> TrialResult:
         NewerFormatError: A newer flopwatch wrote it.
         BrokenRecordError: It is damaged.
     """
+    return TrialResult.from_json(_of_this_format(content))
+
+
+def trial_job_from(content: Any) -> TrialJob:
+    """The record of a `spec.json`; raises as `result_from`."""
+    return read_record(TrialJob, _of_this_format(content))
+
+
+def _of_this_format(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise BrokenRecordError("it is no object")
+        raise BrokenRecordError(f"it is {type(content).__name__}, not an object")
     newer = _newer_format(content)
     if newer is not None:
         raise NewerFormatError(newer)
-    return TrialResult.from_json(content)
+    return content
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,11 @@ class TrialSpec:
     micro_batch_size: int | None = None
     privacy: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole trial."""
+        return self.nodes * self.processes
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -346,7 +351,8 @@ class TrialResult:
         spec: Its configuration.
         outcome: One word.
         reason: One line for a person.
-        evidence: What the outcome rests on: `who_killed`, `exit_code`, `signal`, `exception`, `oom_kills`, `state`, ...
+        evidence: What the outcome rests on: `killed_by` (only when flopwatch did), `exit_code`, `signal`, `exception`,
+            `oom_kills`, `memory_limit`, `hint`; of a scheduler `state` or `error`; of several processes `rank`.
         phase: Where it was: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`, `privacy`, `trace`,
             `done`.
         step: The last step it began in that phase; None outside of steps.
@@ -392,6 +398,35 @@ class TrialResult:
         result = read_record(cls, content)
         is_absurd = result.seconds is not None and not 0 <= result.seconds < _LONGEST_LIFE_SECONDS
         return replace(result, seconds=None) if is_absurd else result
+
+    def why_broken(self) -> str | None:
+        return None if is_trial_name(self.name) else f"its name {self.name[:40]!r} is none of a trial"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialJob:
+    """What `spec.json` holds: a trial to run.
+
+    Attributes:
+        spec: Its configuration.
+        name: Its name within the sweep.
+        key: Hash of its configuration and of what it runs on.
+        environment: What is known of that before it runs.
+        cwd: Where the sweep was started: trainers, configs and scripts are named from there.
+        attempt: The token of this attempt; a supervisor that comes late is told by it that it is.
+        retries: How often it is tried again at most.
+        earlier_attempts: As in `TrialResult`.
+    """
+
+    spec: TrialSpec
+    name: str
+    key: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    cwd: str | None = None
+    format: int = FORMAT
+    attempt: str = ""
+    retries: int = 0
+    earlier_attempts: tuple[Mapping[str, Any], ...] = ()
 
     def why_broken(self) -> str | None:
         return None if is_trial_name(self.name) else f"its name {self.name[:40]!r} is none of a trial"

@@ -58,6 +58,14 @@ def checked(settings):
         ({"limits": {"memroy": "4GiB"}}, "did you mean 'memory'?"),
         ({"options": {"start": date(2026, 1, 1)}}, "option start is a date (2026-01-01)"),
         ({"batch_size": 1, "batch_sizes": [2]}, "batch_size and batch_sizes are the same setting"),
+        (
+            {"trainers": [{"trainer": "ghost", "option": {}}]},
+            "there is no setting 'trainers.0.option'; did you mean 'options'",
+        ),
+        ({"limits": {"memory": "9999999999TB"}}, "than any machine has"),
+        ({"batch_size": 10**31}, "less than or equal to"),
+        ({"seeds": [2**64]}, "less than or equal to"),
+        ({"gpus": "inf"}, "finite number"),
     ],
 )
 def test_a_wrong_name_is_told(settings, told):
@@ -143,6 +151,7 @@ def flopwatch(*words):
         (["--jobs", "4000"], "every trial needs a core of its own"),
         (["--gpus", "77"], "is the device of that number"),
         (["--trainers", "nosuch:Class"], "there is no module 'nosuch'"),
+        (["retry_on=foo"], "--retry-on takes"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, words, told):

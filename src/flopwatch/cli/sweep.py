@@ -120,6 +120,7 @@ def sweep(
     matrix = _matrix(words or [], {key: value for key, value in flags.items() if value is not None}, quick=quick)
     specs = expand(matrix)
     check_names(specs, with_modules=not no_preflight)
+    policy = retry_policy(matrix.retries, matrix.retry_on)
     placed = _engine(engine, engine_option or [], jobs, gpus)
     output = output or Path("flopwatch-quick" if quick else "flopwatch-sweep")
     if dry_run:
@@ -139,7 +140,6 @@ def sweep(
     from flopwatch.cli.sweep_tracking import refuse_unusable, tracked
 
     refuse_unusable(wandb, mlflow)
-    policy = retry_policy(matrix.retries, matrix.retry_on)
     if detach:
         from flopwatch.cli.sweep_detach import run_detached
         from flopwatch.sweep.plan import make_plan

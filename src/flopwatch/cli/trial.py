@@ -44,10 +44,9 @@ def trial(
 
     if spec is not None:
         output = output and output.resolve()
-        asked, folder, name = _from_file(spec)
+        asked, folder, name = _from_file(spec, has_folder=output is not None)
     else:
-        settings = _settings(words or [], locals())
-        asked, folder, name = _from_flags(settings), Path("flopwatch-sweep"), None
+        asked, folder, name = asked_for(words or [], _flags(locals())), Path("flopwatch-sweep"), None
     check_names([asked])
     with lasting_output():
         result, stands = _supervised(output or folder, asked, name, quiet=as_json)
@@ -63,13 +62,9 @@ def trial(
         raise typer.Exit(1)
 
 
-def _settings(words: list[str], given: dict[str, Any]) -> dict[str, Any]:
-    from flopwatch.sweep.overrides import parse_overrides
-
+def _flags(given: dict[str, Any]) -> dict[str, Any]:
     trainers: list[Any] = [{"command": given["command"]}] if given["command"] else [given["trainer"]]
-    limits = {"wall_seconds": given["timeout"], **({"memory": given["memory"]} if given["memory"] else {})}
     return {
-        **parse_overrides(words),
         "trainers": trainers,
         "batch_sizes": [given["batch_size"]],
         "seq_lens": [given["seq_len"]],
@@ -78,45 +73,49 @@ def _settings(words: list[str], given: dict[str, Any]) -> dict[str, Any]:
         "device": given["device"],
         "checkpointing": [given["checkpoint"]],
         "steps": given["steps"],
-        "limits": limits,
+        "limits": {"wall_seconds": given["timeout"], **({"memory": given["memory"]} if given["memory"] else {})},
     }
 
 
-def _from_flags(settings: dict[str, Any]) -> "TrialSpec":
+def asked_for(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
+    """The one configuration that flags and settings make; a setting goes over the flag of the same meaning."""
     from flopwatch.errors import InputError
-    from flopwatch.sweep.matrix import expand, read_matrix
+    from flopwatch.sweep.matrix import expand, layered, read_matrix
+    from flopwatch.sweep.overrides import parse_overrides
 
-    specs = expand(read_matrix(None, settings))
+    specs = expand(read_matrix(None, layered(flags, parse_overrides(words))))
     if len(specs) > 1:
         raise InputError(f"a trial is one configuration, these settings make {len(specs)}; give one value of each")
     return specs[0]
 
 
-def _from_file(file: Path) -> "tuple[TrialSpec, Path, str]":
+def _from_file(file: Path, *, has_folder: bool) -> "tuple[TrialSpec, Path, str]":
     from flopwatch.errors import InputError
     from flopwatch.file_reading import UnreadableError, load_json
     from flopwatch.record_reading import BrokenRecordError
-    from flopwatch.trial_records import TrialSpec, is_trial_name
+    from flopwatch.sweep.processes import check_processes
+    from flopwatch.sweep_reading import NewerFormatError, trial_job_from
+    from flopwatch.sweep_results import is_sweep_folder
 
     try:
-        content = load_json(file)
-        spec = TrialSpec.from_json(content["spec"])
-        name = str(content["name"])
-    except (FileNotFoundError, UnreadableError, BrokenRecordError, KeyError, TypeError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{file} is not the spec.json of a trial ({why}); it lies in SWEEP/trials/NAME/") from None
-    if not is_trial_name(name):
-        raise InputError(f"{file} names its trial {name[:80]!r}, which is no name of a trial")
-    folder = file.resolve().parents[2]
-    _go_to(content.get("cwd"))
-    return spec, folder, name
+        job = trial_job_from(load_json(file))
+    except (FileNotFoundError, UnreadableError, BrokenRecordError) as error:
+        raise InputError(f"{file} is not the spec.json of a trial ({error}); it lies in SWEEP/trials/NAME/") from None
+    except NewerFormatError as error:
+        raise InputError(f"{file} is of {error}; update flopwatch") from None
+    check_processes(job.spec)
+    folder = file.resolve().parent.parent.parent
+    if not has_folder and not is_sweep_folder(folder):
+        raise InputError(f"{file} does not lie in SWEEP/trials/NAME/; name a folder for the result with --output")
+    _go_to(job.cwd)
+    return job.spec, folder, job.name
 
 
-def _go_to(folder: object) -> None:
+def _go_to(folder: str | None) -> None:
     """To where the sweep was started: the trainer, a config or a script are named from there."""
     import os
 
-    if not isinstance(folder, str):
+    if folder is None:
         return
     try:
         os.chdir(folder)

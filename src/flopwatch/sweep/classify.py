@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flopwatch.plain_text import first_line
 from flopwatch.trial_records import OUT_OF_MEMORY, Outcome
 
 OwnKill = Literal["timeout", "hang", "cancelled", "oom_host"]
@@ -149,11 +150,7 @@ def signal_name(number: int) -> str:
 
 
 def _exception_text(exception: Mapping[str, Any]) -> str:
-    return f"{exception['type']}: {_first_line(exception['message'])}"
-
-
-def _first_line(message: str) -> str:
-    return (message.strip().splitlines() or [""])[0][:300]
+    return f"{exception['type']}: {first_line(exception['message'], 300)}"
 
 
 def _mebibytes(size: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flopwatch.file_reading import UnreadableError, opened_regular
+from flopwatch.file_reading import tail
 from flopwatch.plain_text import cut
 from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
 from flopwatch.sweep.assemble import EXCEPTION, assemble, cut_short
@@ -19,7 +19,6 @@ from flopwatch.sweep.tree_memory import HostPeak
 from flopwatch.trial_files import log_file, read_json, trial_folder
 from flopwatch.trial_records import OUT_OF_MEMORY, Outcome, TrialResult, TrialSpec
 
-_TAIL_BYTES = 6000
 _LONGEST_TEXT = 20_000
 
 
@@ -164,17 +163,3 @@ def _evidence(ending: Ending, seen: Seen, outcome: Outcome) -> dict[str, Any]:
     if seen.would_not_die:
         found["would_not_die"] = seen.would_not_die
     return found
-
-
-def tail(file: Path, size: int = _TAIL_BYTES) -> str:
-    """The last lines of a text file, of a line longer than that its end; empty when there is none."""
-    try:
-        with opened_regular(file) as stream:
-            stream.seek(0, os.SEEK_END)
-            start = max(0, stream.tell() - size)
-            stream.seek(start)
-            text = stream.read().decode(errors="replace")
-    except (FileNotFoundError, UnreadableError):
-        return ""
-    whole_lines = text.partition("\n")[2]
-    return text if start == 0 else whole_lines if whole_lines.strip() else f"… {text}"

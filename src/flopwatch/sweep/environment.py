@@ -13,8 +13,7 @@ from typing import Any
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.file_reading import UnreadableError, opened_regular
-from flopwatch.sweep.host_facts import NAMES as OF_THIS_HOST
-from flopwatch.sweep.host_facts import host_facts
+from flopwatch.sweep.host_facts import OF_THIS_HOST, host_facts
 from flopwatch.trial_records import TrialSpec
 from flopwatch.version import __version__
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from flopwatch.sweep.plan import UNSETTLED, Plan
+from flopwatch.sweep.plan import Plan
+from flopwatch.trial_records import UNSETTLED
 
 GREEN = ("ok", "oom_device", "oom_host", "oom_inferred", "unsupported", "skipped")
 """Measured, out of memory (a limit that was found), or by rule not run. Everything else is red, known or not."""

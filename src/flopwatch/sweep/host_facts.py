@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-NAMES = ("cpu", "gpus", "driver")
+OF_THIS_HOST = ("cpu", "gpus", "driver")
 
 
 @cache

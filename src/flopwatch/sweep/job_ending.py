@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from flopwatch.plain_text import first_line
 from flopwatch.sweep.classify import Ending
 from flopwatch.sweep.first_cause import JobEnd, RankEnd
 from flopwatch.trial_records import Outcome
@@ -36,7 +37,9 @@ def of_job(ended: tuple[Outcome, str], job: JobEnd, ending: Ending) -> tuple[Out
         return outcome, f"torchrun on the first node: {reason}"
     if job.lost:
         return "lost", job.lost
-    return ("error", f"its processes could not be brought together: {_first_line(job.error)}") if job.error else ended
+    return (
+        ("error", f"its processes could not be brought together: {first_line(job.error, 300)}") if job.error else ended
+    )
 
 
 def job_evidence(job: JobEnd) -> dict[str, Any]:
@@ -52,7 +55,3 @@ def job_evidence(job: JobEnd) -> dict[str, Any]:
 
 def _who(end: RankEnd) -> str:
     return f"rank {end.rank} on {end.host}"
-
-
-def _first_line(message: str) -> str:
-    return (message.strip().splitlines() or [""])[0][:300]

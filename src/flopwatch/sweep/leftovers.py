@@ -1,6 +1,6 @@
 """What a trial's earlier life left on this host: processes that carry its mark, and its cgroup. Killed and removed.
 
-A supervisor calls it before it starts its worker, whatever the engine is. The guard of a killed supervisor becomes it:
+A supervisor calls it before it starts its worker, under every engine. The guard of a killed supervisor runs it as
 `python -m flopwatch.sweep.leftovers SWEEP NAME SUPERVISOR_PID STATUS REASON`.
 """
 

@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.plain_text import cut
-from flopwatch.sweep.conditions import ConditionText, check_conditions
+from flopwatch.sweep.conditions import Condition, ConditionText, check_conditions
 from flopwatch.sweep.durations import parse_seconds
 from flopwatch.sweep.names import check_label
 from flopwatch.sweep.privacy_settings import PrivacySettings, check_privacy_used
@@ -38,7 +38,9 @@ def _none_for_word(value: Any) -> Any:
 
 
 Several = BeforeValidator(_as_list)
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+"""What `torch.manual_seed` takes."""
 
 
 class TrainerEntry(BaseModel):
@@ -94,7 +96,7 @@ class Matrix(BaseModel):
         Field(validation_alias=AliasChoices("micro_batch_sizes", "micro_batch_size")),
     ] = [None]
     batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
-    seeds: Annotated[list[int], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
+    seeds: Annotated[list[Seed], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
     nodes: Annotated[list[PositiveInt], Several] = [1]
     processes: Annotated[list[PositiveInt], Several] = []
     layouts: Annotated[
@@ -103,9 +105,9 @@ class Matrix(BaseModel):
     gpus_per_node: PositiveInt | None = None
     device: str = "auto"
     steps: PositiveInt = 10
-    warmup_steps: Annotated[int, Field(ge=0)] = 3
+    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 3
     threads: PositiveInt | None = None
-    gpus: Annotated[float, Field(ge=0)] | None = None
+    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     cpus: PositiveInt | None = None
     options: dict[str, Any] = {}
     privacy: PrivacySettings | None = None
@@ -126,6 +128,14 @@ _ALIASES = {
 }
 """How else a setting may be called."""
 
+_INNER: dict[str, type[BaseModel]] = {
+    "trainers": TrainerEntry,
+    "limits": LimitSettings,
+    "privacy": PrivacySettings,
+    "exclude": Condition,
+}
+"""Settings that have settings of their own."""
+
 
 def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
     """The file's matrix with the settings over it.
@@ -145,9 +155,8 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
 def _told(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
     key = ".".join(map(str, place)) or "matrix"
     if kind == "extra_forbidden":
-        inner = PrivacySettings if place[0] == "privacy" else LimitSettings
-        known = list((Matrix if len(place) == 1 else inner).model_fields)
-        return f"there is no setting {key!r}{did_you_mean(str(place[-1]), [*known, *_ALIASES])}"
+        known = [*Matrix.model_fields, *_ALIASES] if len(place) == 1 else _INNER[str(place[0])].model_fields
+        return f"there is no setting {key!r}{did_you_mean(str(place[-1]), known)}"
     return f"{key}: {message}, got {cut(repr(value), 200)}"
 
 

@@ -1,8 +1,10 @@
-"""Runs torchrun on one node of a trial: `python -m flopwatch.sweep.node_agent TRIAL_DIR NODE HOST[,HOST]:PORT`.
+"""Runs torchrun on one node of a trial.
 
-It keeps a connection to the trial's supervisor as long as it lives. Over it the nodes find each other, the ends of this
-node's processes are told, and when it closes, because the supervisor says so or is gone with its host, every process
-here is killed. So nothing of a trial outlives its supervisor, whichever engine placed the nodes.
+`python -m flopwatch.sweep.node_agent TRIAL_DIR NODE HOST[,HOST]:PORT`
+
+It keeps a connection to the trial's supervisor: the nodes find each other over it, and this node reports over it how
+its processes ended. When the connection closes, because the supervisor closed it or its host failed, the agent kills
+every process here. So no process of a trial outlives its supervisor, whichever engine placed the nodes.
 """
 
 import contextlib

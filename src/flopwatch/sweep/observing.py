@@ -3,17 +3,55 @@
 import contextlib
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from flopwatch.plain_text import one_line
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.trial_records import TrialResult
 
 
+class Observer(Protocol):
+    """Is told what happens; the command line draws its table from it. One that raises is not called again."""
+
+    def started(self, trial: Trial) -> None: ...
+
+    def ended(self, result: TrialResult) -> None: ...
+
+    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None: ...
+
+
+@runtime_checkable
+class HearsOfRetries(Protocol):
+    """An observer that also wants to know of attempts that were lost."""
+
+    def tries_again(self, lost: TrialResult, retry: int, most: int) -> None: ...
+
+
+@dataclass
+class Stop:
+    """Set from outside. `finish` starts nothing new and withdraws what is queued, `kill` also ends what runs.
+
+    Attributes:
+        finish: Asked for by a person.
+        kill: Likewise.
+        is_over_budget: Set by the runner once the sweep's time is used up; does what `finish` does.
+    """
+
+    finish: bool = False
+    kill: bool = False
+    is_over_budget: bool = False
+
+    @property
+    def is_finishing(self) -> bool:
+        return self.finish or self.kill or self.is_over_budget
+
+
 class SafeObserver:
     """Passes on to an observer what happens, as long as that one does not raise.
 
     Args:
-        observer: With the methods of `flopwatch.sweep.runner.Observer`.
+        observer: With the methods of `Observer`.
     """
 
     def __init__(self, observer: object) -> None:

@@ -17,8 +17,7 @@ from flopwatch.sweep.names import trial_names
 from flopwatch.sweep_reading import TrialList
 from flopwatch.sweep_results import SweepResults, gather_results, is_sweep_folder, troubles
 from flopwatch.trial_files import SWEEP, trial_folder
-from flopwatch.trial_records import FAILED, OUT_OF_MEMORY, TrialResult, TrialSpec, content_key
-from flopwatch.trial_records import UNSETTLED as UNSETTLED
+from flopwatch.trial_records import FAILED, OUT_OF_MEMORY, UNSETTLED, TrialResult, TrialSpec, content_key
 
 ONLY = ("failed", "oom", "missing")
 

@@ -26,7 +26,7 @@ def world_size(spec: TrialSpec) -> int:
     >>> world_size(TrialSpec("standard", "tiny", 16, 8, nodes=2, processes=8))
     16
     """
-    return spec.nodes * spec.processes
+    return spec.world_size
 
 
 def process_points(

@@ -1,7 +1,7 @@
 """A job that Slurm runs again by itself, after `scontrol requeue`, preemption or the death of its node.
 
-Its second life finds what the first one left: the claim of the trial, and often a result that says `cancelled`, as the
-first supervisor was told to stop. No runner need be there. Standard library only, as the supervisor.
+The second run finds the first one's claim on the trial, and often a result that says `cancelled`, because Slurm stopped
+the first supervisor. No runner need be alive. Standard library only, like the supervisor.
 """
 
 import os
@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flopwatch.file_reading import read_object
+from flopwatch.file_reading import read_object, tail
 from flopwatch.record_reading import BrokenRecordError
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
-from flopwatch.sweep.conclude import tail
 from flopwatch.trial_files import log_file, read_result, trial_folder, write_json
 from flopwatch.trial_records import TrialResult, TrialSpec
 

@@ -6,67 +6,33 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.file_reading import read_object
+from flopwatch.file_reading import read_object, tail
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
-from flopwatch.sweep.conclude import tail, with_finished_steps
+from flopwatch.sweep.conclude import with_finished_steps
 from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
 from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
 from flopwatch.sweep.folder import has_begun, own_result, prepare, record, restore_lists
 from flopwatch.sweep.inference import inferred, proves_too_large
 from flopwatch.sweep.late_ends import LateEnds
-from flopwatch.sweep.observing import SafeObserver
+from flopwatch.sweep.observing import HearsOfRetries, SafeObserver
+from flopwatch.sweep.observing import Observer as Observer
+from flopwatch.sweep.observing import Stop as Stop
 from flopwatch.sweep.passing_errors import Ledger, Pause, may_pass
-from flopwatch.sweep.plan import UNSETTLED, Plan, folder_of
+from flopwatch.sweep.plan import Plan, folder_of
 from flopwatch.sweep.retries import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid
 from flopwatch.sweep.stuck import StuckSupervisors
 from flopwatch.sweep.supervisor import STARTED
 from flopwatch.trial_files import SWEEP, log_file
-from flopwatch.trial_records import TrialResult
+from flopwatch.trial_records import UNSETTLED, TrialResult
 
 _TICK_SECONDS = 0.25
 _OF_ONE_FOLDER = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 
 Refusal = Callable[[Trial], str | None]
-
-
-class Observer(Protocol):
-    """Is told what happens; the command line draws its table from it. One that raises is not called again."""
-
-    def started(self, trial: Trial) -> None: ...
-
-    def ended(self, result: TrialResult) -> None: ...
-
-    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None: ...
-
-
-@runtime_checkable
-class HearsOfRetries(Protocol):
-    """An observer that also wants to know of attempts that were lost."""
-
-    def tries_again(self, lost: TrialResult, retry: int, most: int) -> None: ...
-
-
-@dataclass
-class Stop:
-    """Set from outside. `finish` starts nothing new and withdraws what is queued, `kill` also ends what runs.
-
-    Attributes:
-        finish: Asked for by a person.
-        kill: Likewise.
-        is_over_budget: Set by the runner once the sweep's time is used up; does what `finish` does.
-    """
-
-    finish: bool = False
-    kill: bool = False
-    is_over_budget: bool = False
-
-    @property
-    def is_finishing(self) -> bool:
-        return self.finish or self.kill or self.is_over_budget
 
 
 @dataclass

@@ -11,8 +11,7 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.file_reading import read_json
 from flopwatch.record_reading import BrokenRecordError, read_record
 from flopwatch.sweep.engines.protocol import Trial
-from flopwatch.sweep.observing import SafeObserver
-from flopwatch.sweep.runner import Observer, Stop
+from flopwatch.sweep.observing import Observer, SafeObserver, Stop
 from flopwatch.trial_files import write_json
 from flopwatch.trial_records import TrialResult
 

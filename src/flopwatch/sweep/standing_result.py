@@ -4,9 +4,8 @@ import shutil
 from pathlib import Path
 
 from flopwatch.sweep.attempts import put_aside
-from flopwatch.sweep.plan import UNSETTLED
 from flopwatch.trial_files import log_file, run_folder, trial_folder
-from flopwatch.trial_records import TrialResult
+from flopwatch.trial_records import UNSETTLED, TrialResult
 
 
 def is_worse(new: TrialResult, earlier: TrialResult | None) -> bool:

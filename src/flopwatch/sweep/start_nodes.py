@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from flopwatch.sweep.assemble import EXCEPTION
 from flopwatch.sweep.first_cause import JobEnd
 from flopwatch.sweep.memory_limit import MemoryLimit
-from flopwatch.sweep.processes import world_size
 from flopwatch.sweep.worker_process import start_worker
 from flopwatch.trial_files import trial_folder, write_json
 from flopwatch.trial_records import TrialSpec
@@ -62,7 +61,7 @@ class RunningNodes:
 
 def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None) -> RunningNodes | None:
     """None for a trial of one process, and for a command, which starts its processes itself."""
-    if world_size(spec) == 1 or spec.trainer == "command":
+    if spec.world_size == 1 or spec.trainer == "command":
         return None
     # Sockets cost a supervisor 10 ms, and most trials have one process.
     from flopwatch.sweep.job_messages import LISTENER, TOKEN

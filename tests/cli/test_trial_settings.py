@@ -1,0 +1,66 @@
+"""What `flopwatch trial` is given, as settings or as a `spec.json`: used, or refused in words."""
+
+import json
+
+import pytest
+
+from flopwatch.cli.trial import asked_for
+from flopwatch.trial_records import FORMAT, TrialSpec
+
+SPEC = TrialSpec("standard", "tiny", 2, 8).to_json()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ([], "it is list, not an object"),
+        (3, "it is int, not an object"),
+        ({"spec": SPEC}, "it has no 'name'"),
+        ({"spec": {"trainer": "standard"}, "name": "t"}, "spec: it has no 'model'"),
+        ({"spec": SPEC, "name": 3}, "name is 3, not text"),
+        ({"format": FORMAT + 1, "spec": SPEC, "name": "t"}, "written by a newer flopwatch"),
+        ({"spec": {**SPEC, "nodes": 3}, "name": "t"}, "cannot be shared by 3 processes"),
+    ],
+)
+def test_a_spec_that_cannot_be_run_is_refused_in_words(tmp_path, flopwatch, content, told):
+    file = tmp_path / "sweep" / "trials" / "t" / "spec.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(content))
+    code, _, errors = flopwatch("trial", "--spec", str(file))
+    assert code == 2
+    assert told in " ".join(errors.split())
+    assert "indices" not in errors
+
+
+def test_a_spec_that_lies_in_no_sweep_is_refused(tmp_path, monkeypatch, flopwatch):
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps({"spec": SPEC, "name": "t"}))
+    code, _, errors = flopwatch("trial", "--spec", str(file))
+    assert code == 2
+    assert "SWEEP/trials/NAME/" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["steps=7"], "steps", 7),
+        (["device=cpu"], "device", "cpu"),
+        (["batch_size=3"], "batch_size", 3),
+        (["limits.no_progress_seconds=5"], "limits.no_progress_seconds", 5.0),
+        (["options.lr=0.5"], "options", {"lr": 0.5}),
+    ],
+)
+def test_a_setting_goes_over_the_flag_of_the_same_meaning(words, field, value):
+    flags = {
+        "trainers": ["standard"],
+        "batch_sizes": [4],
+        "seq_lens": [8],
+        "steps": 10,
+        "device": "auto",
+        "limits": {"wall_seconds": 60},
+    }
+    spec = asked_for(words, flags)
+    outer, _, inner = field.partition(".")
+    found = getattr(spec, outer)
+    assert (getattr(found, inner) if inner else found) == value
+    assert spec.limits.wall_seconds == 60
