@@ -147,6 +147,21 @@ def test_a_trial_of_a_newer_version_is_told_and_left_alone(flopwatch, tmp_path):
     assert "Traceback" not in out + err
 
 
+@pytest.mark.parametrize("arguments", [("report",), ("report", "--json"), ("compare",)])
+def test_a_field_of_a_later_version_is_ignored_and_a_bare_format_is_damage(flopwatch, tmp_path, arguments):
+    whole = [make_result(spec).to_json() for spec in example_specs()[:3]]
+    one_field_more = whole[0] | {"brand_new": 1, "spec": whole[0]["spec"] | {"brand_new": 2}}
+    for name, results in (("a", [one_field_more, {"format": 1}]), ("b", whole)):
+        folder = write_sweep(tmp_path / name, [])
+        (folder / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
+    command, *flags = arguments
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")] if command == "compare" else [str(tmp_path / "a")]
+    status, out, err = flopwatch(command, *folders, *flags)
+    assert (status, err) == (0, "")
+    assert ("1 ok" in out) or ('"ok": 1' in out)
+    assert "1 line of results.jsonl cannot be read" in " ".join(out.split())
+
+
 def test_an_unknown_metric_and_an_unwritable_file_say_what_would_do(flopwatch, sweep, tmp_path):
     status, _, err = flopwatch("report", str(sweep), "--metric", "speed")
     assert status == 2

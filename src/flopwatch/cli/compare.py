@@ -24,7 +24,7 @@ def compare(
     """Compare two runs, or two sweeps: step time, rates, MFU; what differs between them, and what is noise."""
     from flopwatch.cli.compare_sweeps import compare_two_sweeps, is_sweep, refuse_mixed
     from flopwatch.errors import InputError
-    from flopwatch.run_comparison import compare as compare_logs
+    from flopwatch.run_comparison.compare import compare as compare_logs
     from flopwatch.run_log import find_log, read_log
 
     if fail_if_slower is not None and not fail_if_slower >= 0:

@@ -66,10 +66,10 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
     if md not in (None, "-"):
         typer.echo(f"Written: {md}", err=as_json)
     if fail_if_slower is not None:
-        _refuse_slower(comparison, fail_if_slower)
+        _refuse_slower_sweep(comparison, fail_if_slower)
 
 
-def _refuse_slower(comparison: "SweepComparison", percent: float) -> None:
+def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
     """Speak on stderr, so that `--json` stays JSON. What cannot be judged is an error: a gate must not pass unseen."""
     from flopwatch.errors import InputError
     from flopwatch.plain_text import one_line

@@ -1,4 +1,4 @@
-"""Outcomes in colour, the same everywhere; the word is always there, so nobody needs the colour."""
+"""Outcomes in colour on the screens of `sweep`, `trial` and `fit`. The word is always shown, so colour is optional."""
 
 from rich.text import Text
 

@@ -9,14 +9,14 @@ from flopwatch.cli.quantities import count_text, flop_rate, percent
 from flopwatch.plain_text import one_line
 from flopwatch.sweep.preflight import PreflightResult
 
-_LONGEST_LINE = 1000
+_LONGEST = 1000
 
 
 def print_preflight(found: Mapping[Any, PreflightResult]) -> None:
     """One line for each pair: can it run, and which way do its layers go."""
     for result in found.values():
         mark = "ok  " if result.supported and result.tried else "?   " if result.supported else "no  "
-        typer.echo(f"preflight {mark}{one_line(f'{result.trainer} on {result.model}{_detail(result)}', _LONGEST_LINE)}")
+        typer.echo(f"preflight {mark}{one_line(f'{result.trainer} on {result.model}{_detail(result)}', _LONGEST)}")
 
 
 def _detail(result: PreflightResult) -> str:

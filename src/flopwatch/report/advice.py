@@ -1,4 +1,8 @@
-"""What to do about a trial that did not run to its end. Pure; sources in sweep-anchors.md §2 and §3."""
+"""What to do about a trial that did not run to its end. Pure.
+
+Sources: man 7 signal for signals; the message of torch's DataLoader ("insufficient shared memory") for SIGBUS; the
+table of trainers in docs/sweep.md for what the clipping trainers hold in memory.
+"""
 
 import shlex
 from collections.abc import Callable, Mapping

@@ -11,12 +11,12 @@ from flopwatch.report.sentences import configuration, throughput
 from flopwatch.report.svg import Scale, axes, binary_ticks, decimal_ticks, figure, line, log_scale, marker, text, tipped
 from flopwatch.trial_records import OUT_OF_MEMORY
 
-MOST_PANELS = 8
+MOST_LINE_PANELS = 8
 MOST_POINTS = 60
 _LEAST_FACTOR = 4.0
 _DENSE = 12
 """Points of a curve from which on markers are small."""
-_WIDTH, _HEIGHT = 300.0, 214.0
+_LINES_WIDTH, _HEIGHT = 300.0, 214.0
 _LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
 
 
@@ -36,7 +36,7 @@ def layout_of(group: Group) -> Layout:
     seqs, batches = group.seq_lens, group.batch_sizes
     if len(batches) == 1 and len(seqs) > 1:
         return Layout("sequence", _seq_len, "batch", _batch_size, list(batches), 1)
-    return Layout("batch", _batch_size, "sequence", _seq_len, evenly(seqs, MOST_PANELS), len(seqs))
+    return Layout("batch", _batch_size, "sequence", _seq_len, evenly(seqs, MOST_LINE_PANELS), len(seqs))
 
 
 def curve_panels(group: Group, metric: Metric, colours: Mapping[str, int]) -> list[str]:
@@ -70,12 +70,12 @@ def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
     rate = _rate(group)
     known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
     panels = []
-    for seq_len in evenly(sorted({cell.seq_len for cell in known}), MOST_PANELS):
+    for seq_len in evenly(sorted({cell.seq_len for cell in known}), MOST_LINE_PANELS):
         cells = evenly([cell for cell in known if cell.seq_len == seq_len], 4 * MOST_POINTS)
         x = log_scale([cell.peak_bytes or 0 for cell in cells], _LEFT + 8, _RIGHT - 14, least=_LEAST_FACTOR)
         y = log_scale([rate.value(cell) or 0 for cell in cells], _BOTTOM, _TOP, least=_LEAST_FACTOR)
         drawing = _pareto_grid(x, y) + "".join(_pareto_parts(group, cells, rate, colours, x, y))
-        panels.append(figure(f"sequence {seq_len}", rate.title.lower(), drawing, _WIDTH, _HEIGHT))
+        panels.append(figure(f"sequence {seq_len}", rate.title.lower(), drawing, _LINES_WIDTH, _HEIGHT))
     return panels
 
 
@@ -101,7 +101,7 @@ def _panel(
     if crosses:
         parts.append(f'<rect class="band" x="{_LEFT}" y="4" width="{_RIGHT - _LEFT}" height="20" rx="3"/>')
         parts.append(text(_LEFT - 6, 17, "OOM", anchor="end"))
-    return figure(f"{layout.panel_name} {value}", "", "".join(parts + crosses), _WIDTH, _HEIGHT)
+    return figure(f"{layout.panel_name} {value}", "", "".join(parts + crosses), _LINES_WIDTH, _HEIGHT)
 
 
 def _curve(own: Sequence[Cell], metric: Metric, kind: int, x: Scale, y: Scale, layout: Layout) -> Iterator[str]:

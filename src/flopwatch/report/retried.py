@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from flopwatch.trial_records import TrialResult
 
-_MOST_NAMES = 5
+_MOST_RETRIED_NAMES = 5
 
 
 def retried_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
@@ -14,10 +14,12 @@ def retried_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
     attempts = sum(len(result.earlier_attempts) for result in retried)
     told = [
         f"trials that took more than one attempt ({len(retried):,}, {attempts:,} lost; what they left is in earlier/): "
-        + _names([result.name for result in retried])
+        + _first_names([result.name for result in retried])
     ]
     left = [(result.name, files) for result in results if (files := _left_on_the_node(result))]
-    stayed = [f"files of {name} stayed on their node, too large to travel: {_names(files)}" for name, files in left]
+    stayed = [
+        f"files of {name} stayed on their node, too large to travel: {_first_names(files)}" for name, files in left
+    ]
     return (*(told if retried else ()), *stayed)
 
 
@@ -26,6 +28,6 @@ def _left_on_the_node(result: TrialResult) -> list[str]:
     return [str(path) for path in found] if isinstance(found, list) else []
 
 
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+def _first_names(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_RETRIED_NAMES} more" if len(names) > _MOST_RETRIED_NAMES else ""
+    return ", ".join(names[:_MOST_RETRIED_NAMES]) + more

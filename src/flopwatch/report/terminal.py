@@ -55,7 +55,7 @@ def _parts(summary: SweepSummary, metrics: Sequence[Metric], width: int) -> Iter
         return
     shown = summary.groups[:MOST_GROUPS]
     yield from _what_to_run(shown)
-    yield _heading("Trainers")
+    yield _section_heading("Trainers")
     yield _indented(trainers_table(summary.trainers))
     for group in shown:
         yield from _group(narrowed(group), metrics, width)
@@ -64,10 +64,10 @@ def _parts(summary: SweepSummary, metrics: Sequence[Metric], width: int) -> Iter
         yield _note(f"\n{hidden} more groups ({names}{'; ...' if hidden > 4 else ''}): --html or --json shows them")
     yield from _failures(summary.failures)
     if summary.preflight:
-        yield _heading("Preflight")
+        yield _section_heading("Preflight")
         yield _indented(preflight_table(summary.preflight))
     if summary.environments:
-        yield _heading("Environment")
+        yield _section_heading("Environment")
         yield _indented(environments_table(summary.environments))
 
 
@@ -80,7 +80,7 @@ def _head(summary: SweepSummary) -> Iterator[RenderableType]:
 
 
 def _what_to_run(groups: Sequence[Group]) -> Iterator[RenderableType]:
-    yield _heading("What to run")
+    yield _section_heading("What to run")
     if not any(group.choices for group in groups):
         yield _indented(Text("Nothing ran to its end with a measured time: there is nothing to choose from."))
         return
@@ -94,7 +94,7 @@ def _what_to_run(groups: Sequence[Group]) -> Iterator[RenderableType]:
 
 def _group(group: Group, metrics: Sequence[Metric], width: int) -> Iterator[RenderableType]:
     parameters = f", {count(group.parameters)} parameters" if group.parameters else ""
-    yield _heading(f"{one_line(group.title)}{parameters}")
+    yield _section_heading(f"{one_line(group.title)}{parameters}")
     chosen = list(metrics) or known_metrics(group)
     pieces = column_chunks(group, max((width - _LEFT_WIDTH) // _CELL_WIDTH, 1))
     for metric in chosen:
@@ -153,7 +153,7 @@ def _crossovers(group: Group) -> Iterator[RenderableType]:
 def _failures(failures: Sequence[Failure]) -> Iterator[RenderableType]:
     if not failures:
         return
-    yield _heading("What did not run, and why")
+    yield _section_heading("What did not run, and why")
     for failure in failures[:MOST_FAILURES]:
         yield from _failure(failure)
     if len(failures) > MOST_FAILURES:
@@ -191,7 +191,7 @@ def _labelled(label: str, text: str) -> RenderableType:
     return _indented(line, 4)
 
 
-def _heading(title: str) -> RenderableType:
+def _section_heading(title: str) -> RenderableType:
     return Text(f"\n{title}", style="bold cyan")
 
 

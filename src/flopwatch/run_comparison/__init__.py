@@ -7,7 +7,9 @@
 'faster'
 """
 
-from flopwatch.run_comparison.compare import Comparison, Line, RunSteps, compare, speed_line
-from flopwatch.run_comparison.differences import Difference
-
-__all__ = ["Comparison", "Difference", "Line", "RunSteps", "compare", "speed_line"]
+from flopwatch.run_comparison.compare import Comparison as Comparison
+from flopwatch.run_comparison.compare import Line as Line
+from flopwatch.run_comparison.compare import RunSteps as RunSteps
+from flopwatch.run_comparison.compare import compare as compare
+from flopwatch.run_comparison.compare import speed_line as speed_line
+from flopwatch.run_comparison.differences import Difference as Difference

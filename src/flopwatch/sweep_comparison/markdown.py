@@ -40,7 +40,7 @@ def _lines(comparison: SweepComparison) -> Iterator[str]:
     yield from _outcomes(comparison)
     for name, names in (("A", comparison.only_a), ("B", comparison.only_b)):
         if names:
-            yield f"**Only in {name}** ({len(names):,}): {_some(names)}\n"
+            yield f"**Only in {name}** ({len(names):,}): {_named(names)}\n"
 
 
 def _differences(differences: Sequence[Difference]) -> Iterator[str]:
@@ -105,11 +105,11 @@ def _outcomes(comparison: SweepComparison) -> Iterator[str]:
     if changes:
         yield "### Ended in another way\n"
         for before, after, pairs in changes:
-            yield f"- {escaped(before)} → {escaped(after)}, {len(pairs):,}: {_some([pair.trial for pair in pairs])}"
+            yield f"- {escaped(before)} → {escaped(after)}, {len(pairs):,}: {_named([pair.trial for pair in pairs])}"
         yield ""
 
 
-def _some(names: Sequence[str]) -> str:
+def _named(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
     return ", ".join(escaped(name) for name in names[:MOST_NAMES]) + more
 

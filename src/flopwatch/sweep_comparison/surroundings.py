@@ -11,7 +11,7 @@ from flopwatch.sweep_comparison.records import Difference
 from flopwatch.trial_records import TrialResult
 
 _MOST_VALUES = 3
-_LONGEST_VALUE = 300
+_LONGEST_FACT = 300
 
 
 def environment_differences(a: Sequence[TrialResult], b: Sequence[TrialResult]) -> tuple[Difference, ...]:
@@ -34,7 +34,7 @@ def _facts(results: Iterable[TrialResult]) -> dict[str, Counter[str]]:
         if isinstance(sources, Mapping):
             facts |= {f"code of {name}": str(digest)[:12] for name, digest in sources.items()}
         for name, value in facts.items():
-            found.setdefault(one_line(name), Counter())[one_line(value, _LONGEST_VALUE)] += count
+            found.setdefault(one_line(name), Counter())[one_line(value, _LONGEST_FACT)] += count
     if peaks := denominators(ran):
         found["peak of MFU"] = Counter(one_line(words) for words in peaks)
     return found
