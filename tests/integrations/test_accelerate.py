@@ -5,7 +5,7 @@ import torch
 from accelerate import Accelerator
 
 from flopwatch.integrations.accelerate import AccelerateMonitor
-from integrations import tiny_run
+import integrations.tiny_run as tiny_run
 from integrations.tiny_hf import logged_rows
 
 

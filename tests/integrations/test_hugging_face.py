@@ -5,7 +5,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from flopwatch.integrations.hugging_face import FlopwatchCallback
 from flopwatch.testing import FakeClock
-from integrations import tiny_run
+import integrations.tiny_run as tiny_run
 from integrations.tiny_hf import hf_trainer, logged_rows, quick_callback
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from flopwatch.integrations.lightning import FlopwatchCallback
 from flopwatch.testing import FakeClock
-from integrations import tiny_run
+import integrations.tiny_run as tiny_run
 from integrations.tiny_hf import logged_rows
 from integrations.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
 

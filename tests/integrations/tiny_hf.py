@@ -5,7 +5,7 @@ import json
 from transformers import Trainer, TrainingArguments
 
 from flopwatch.integrations.hugging_face import FlopwatchCallback
-from integrations import tiny_run
+import integrations.tiny_run as tiny_run
 
 
 def quick_callback(**options):

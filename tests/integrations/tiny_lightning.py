@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flopwatch.integrations.lightning import FlopwatchCallback
-from integrations import tiny_run
+import integrations.tiny_run as tiny_run
 
 
 def quick_callback(**options):

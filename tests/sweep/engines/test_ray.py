@@ -17,7 +17,7 @@ from flopwatch.sweep.engines.ray import RayEngine, fits, spare
 from flopwatch.trial_files import read_result
 from flopwatch.trial_records import TrialSpec
 from real_ray import need_ray, real_ray
-from sweep.engines import contract
+import sweep.engines.contract as contract
 from wait_until import wait_until
 
 TELL_GPUS = 'echo "gpus=$CUDA_VISIBLE_DEVICES" > {trial_dir}/gpus; '
@@ -233,7 +233,7 @@ def test_supervisors_of_a_killed_runner_are_waited_for(tmp_path):
 RUNNER = """
 import sys, time
 from pathlib import Path
-from sweep.engines import contract
+import sweep.engines.contract as contract
 from wait_until import wait_until
 from flopwatch.sweep.engines.ray import RayEngine
 sweep = Path(sys.argv[1])

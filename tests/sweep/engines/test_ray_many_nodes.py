@@ -7,7 +7,7 @@ import pytest
 from flopwatch.errors import InputError
 from flopwatch.sweep.engines.ray import RayEngine
 from real_ray import ray_cluster
-from sweep.engines import many_nodes
+import sweep.engines.many_nodes as many_nodes
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from flopwatch.sweep.engines.evidence import ending_from_evidence
 from flopwatch.sweep.engines.ray import RayEngine
 from flopwatch.trial_records import Limits, TrialSpec
 from real_ray import ray_cluster
-from sweep.engines import contract
+import sweep.engines.contract as contract
 from sweeping import left_behind, run_sweep
 from wait_until import wait_until
 

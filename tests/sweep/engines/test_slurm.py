@@ -15,7 +15,7 @@ from flopwatch.sweep.engines.evidence import ending_from_evidence
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from flopwatch.sweep.folder import prepare
-from sweep.engines import contract
+import sweep.engines.contract as contract
 from wait_until import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm")]

@@ -3,7 +3,7 @@
 import pytest
 
 from flopwatch.sweep.engines.slurm import SlurmEngine
-from sweep.engines import many_nodes
+import sweep.engines.many_nodes as many_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 

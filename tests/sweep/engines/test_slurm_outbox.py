@@ -11,7 +11,7 @@ from flopwatch.sweep.engines.evidence import ending_from_evidence
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from flopwatch.trial_files import trial_folder, write_json
 from flopwatch.trial_records import TrialResult
-from sweep.engines import contract
+import sweep.engines.contract as contract
 from wait_until import wait_until
 
 STANDBY = "sbatch: error: Batch job submission failed: Slurm controller in standby mode"
