@@ -4,8 +4,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from flopwatch.integrations.accelerate import AccelerateMonitor
 import integrations.tiny_run as tiny_run
+from flopwatch.integrations.accelerate import AccelerateMonitor
 from integrations.tiny_hf import logged_rows
 
 

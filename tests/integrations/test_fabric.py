@@ -7,8 +7,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import flopwatch
-from flopwatch.integrations.fabric import monitor_for
 import integrations.tiny_run as tiny_run
+from flopwatch.integrations.fabric import monitor_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
 

@@ -4,8 +4,8 @@ import json
 
 from transformers import Trainer, TrainingArguments
 
-from flopwatch.integrations.hugging_face import FlopwatchCallback
 import integrations.tiny_run as tiny_run
+from flopwatch.integrations.hugging_face import FlopwatchCallback
 
 
 def quick_callback(**options):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flopwatch.sweep.engines.slurm import SlurmEngine
 import sweep.engines.many_nodes as many_nodes
+from flopwatch.sweep.engines.slurm import SlurmEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 
