@@ -1,7 +1,7 @@
 """How right are the FLOP counts of one training step? 26 architectures, flopwatch and what people use today.
 
-python benchmarks/accuracy.py                                     # everything; writes the page and the picture
-python benchmarks/accuracy.py --architectures llama,mixtral --no-rivals    # a quick look; writes nothing
+python benchmarks/accuracy.py  # everything; writes the page and the picture
+python benchmarks/accuracy.py --architectures llama,mixtral --no-rivals  # a quick look; writes nothing
 """
 
 import argparse
@@ -22,7 +22,7 @@ from accuracy_picture import picture
 from architectures import ARCHITECTURES, BY_NAME, Architecture
 from rivals_venv import count_with, prepare
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TABLE_WIDTH = 152
 """A pipe has no width of its own, and 80 columns cannot hold the table."""
 

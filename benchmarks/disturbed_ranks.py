@@ -13,10 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from disturbed_training import TO_THE_MONITOR, TO_THE_TRAINING, disturbed, outcome  # type: ignore[import-not-found]
-from slow_link import why_not  # type: ignore[import-not-found]
+from disturbed_training import TO_THE_MONITOR, TO_THE_TRAINING, disturbed, outcome
+from slow_link import why_not
 
 SECONDS_PER_TRAINING = 60.0
 

@@ -4,14 +4,13 @@ python benchmarks/loops_table.py
 """
 
 import logging
-import sys
 import tempfile
 import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "loops.md"
 _MOST_WORDS = 180
 
@@ -22,16 +21,16 @@ with torch's own formulas, and once with the monitor. A row of the monitor's log
 count to the FLOP; any other must say why it is not. The weights after both runs must be the same bit by bit.
 Products that an optimizer computes itself (Muon, Shampoo) are in neither count.
 
-Written by `python benchmarks/loops_table.py`; the same loops are tests (`tests/monitor/loops/`). The first rows of a
-run are told, because a kind of step has to be counted as it runs a few times before its rows are called exact.
+Written by `python benchmarks/loops_table.py`; the same loops are tests (`tests/monitor/test_loops.py`). The
+first rows of a run are told, because a kind of step has to be counted as it runs a few times before its rows are called
+exact.
 """
 
 
 def main() -> None:
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    audit, loops = import_module("monitor.loops.audit").audit, import_module("monitor.loops.loops").LOOPS
+    audit, loops = import_module("testbeds.loops.audit").audit, import_module("testbeds.loops.loops").LOOPS
     audited = []
     for loop in loops:
         with tempfile.TemporaryDirectory() as folder:

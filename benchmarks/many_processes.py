@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +22,6 @@ from flopwatch.sweep.folder import prepare, result_file
 from flopwatch.sweep.heartbeat import read_progress
 from flopwatch.trial_files import read_result, trial_folder
 from flopwatch.trial_records import Limits, TrialResult, TrialSpec
-
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path.insert(0, str(TESTS))
 
 ENDINGS = {
     "OneRaises": "error",
@@ -106,7 +102,7 @@ def kill(engine: Engine, what: str) -> Callable[[Trial], None]:
 
 
 def row(engine: str, what: str, expected: tuple[str | None, ...], result: TrialResult | None, sweep: Path) -> None:
-    from sweeping import left_behind  # type: ignore[import-not-found]
+    from testbeds.trial_processes import left_behind
 
     told = None if result is None else result.outcome
     left, deadline = left_behind(sweep), time.monotonic() + 10
@@ -155,7 +151,7 @@ def engines(name: str) -> Iterator[Callable[[], Any]]:
             yield lambda: SlurmEngine()
     else:
         from flopwatch.sweep.engines.ray import RayEngine
-        from real_ray import ray_cluster  # type: ignore[import-not-found]
+        from real_ray import ray_cluster
 
         with ray_cluster() as cluster:
             for _ in range(2):
@@ -170,7 +166,6 @@ def main() -> None:
     parser.add_argument("--endings", nargs="+", default=list(ENDINGS))
     parser.add_argument("--parts", nargs="+", default=["figures", "endings", "kills"])
     asked = parser.parse_args()
-    os.environ["PYTHONPATH"] = f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     for name in asked.engines:
         root = Path(tempfile.mkdtemp(prefix="flopwatch-many-")).resolve()
         with engines(name) as make:
@@ -178,7 +173,7 @@ def main() -> None:
                 figures(name, make, root)
             for trainer in asked.endings if "endings" in asked.parts else ():
                 outcome = ENDINGS[trainer]
-                result = placed(make(), root / trainer, spec(name, f"rank_endings:{trainer}"), leave_alone)
+                result = placed(make(), root / trainer, spec(name, f"testbeds.rank_endings:{trainer}"), leave_alone)
                 row(name, trainer, (outcome,), result, root / trainer)
             for what, expected in KILLS.items() if "kills" in asked.parts else ():
                 if (name, what) == ("local", "agent 1"):

@@ -10,7 +10,7 @@ from flopwatch.metrics import METRICS
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.spellings import SPELLINGS
 
-PAGE = Path(__file__).parents[1] / "docs" / "monitoring.md"
+PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
 
 
 def settings_table() -> list[str]:

@@ -283,7 +283,7 @@ def cluster(engine: str) -> Iterator[list[str]]:
 def ray_head() -> Iterator[str]:
     """A Ray that outlives its runners, as a lab's does: one node on loopback, in a process of its own."""
     code = (
-        "import json, os, sys; sys.path.insert(0, sys.argv[1]); from real_ray import ray_cluster\n"
+        "import json, os, sys; from testbeds.real_ray import ray_cluster\n"
         "with ray_cluster() as cluster:\n"
         "    cluster.add_node(num_cpus=2)\n"
         "    names = [name for name in os.environ if name.startswith('RAY_') or name == 'PYTHONPATH']\n"
@@ -291,9 +291,8 @@ def ray_head() -> Iterator[str]:
         "    print(json.dumps({'address': cluster.address, 'environment': environment}), flush=True)\n"
         "    sys.stdin.read()"
     )
-    tests = str(Path(__file__).parents[1] / "tests")
     with subprocess.Popen(
-        [sys.executable, "-c", code, tests], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as head:
         assert head.stdout is not None
         assert head.stdin is not None

@@ -17,9 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from flopwatch.trial_files import read_results
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from nfs import on_nfs  # type: ignore[import-not-found]
+from nfs import on_nfs
 
 _TRIAL = "echo {batch_size} >> $FOLDER/starts; sleep 1; echo {batch_size} >> $FOLDER/ends"
 

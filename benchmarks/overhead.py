@@ -1,8 +1,8 @@
 """What does watching a training cost? flopwatch and the monitors people use today, in turns with the bare loop.
 
-    python benchmarks/overhead.py                            # everything; writes the page and the picture
-    python benchmarks/overhead.py --quick --parts free       # a short look; writes nothing
-    python benchmarks/overhead.py --parts rivals             # that part again; the others as they were last measured
+    python benchmarks/overhead.py                       # everything; writes the page and the picture
+    python benchmarks/overhead.py --quick --parts free  # a short look; writes nothing
+    python benchmarks/overhead.py --parts rivals        # that part again, the rest as last measured
 
 Only ratios of neighbouring turns count: the machine may be busy with other things.
 """
@@ -28,7 +28,7 @@ from overhead_tools import MONITORS
 from rivals_venv import PYTHON, prepare
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
+ROOT = HERE.parents[1]
 PARTS = ("free", "frequency", "rivals", "harm", "instructions")
 FREE_SECONDS = 0.2
 CHEAP_SECONDS = 0.025
@@ -123,7 +123,7 @@ def _harm(arguments: argparse.Namespace) -> Any:
 
 
 def _instructions(arguments: argparse.Namespace) -> Any:
-    return json.loads(_output([sys.executable, str(HERE / "overhead_instructions.py")]))
+    return json.loads(_output([sys.executable, str(HERE / "instructions.py")]))
 
 
 MEASURE = {
@@ -147,7 +147,7 @@ def _output(command: list[str]) -> str:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("src", "benchmarks", ".")),
         "PYTHONWARNINGS": "ignore",
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",

@@ -29,7 +29,7 @@ def instructions_per_call() -> dict[str, float]:
     """Of an ordinary step; the loop around the call adds some tens."""
     # torch starts whatever `python` comes first.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     counts = {}
     for name, statement in STATEMENTS.items():
         timer = Timer(statement, setup=SETUP)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import overhead_rivals
+import overhead_rivals as rival_monitors
 from flopwatch.models.presets import Preset
 from overhead_documents import documents
 from overhead_flopwatch import ALL_SINKS, Call, Watched, flopwatch
@@ -57,7 +57,7 @@ def frequency(training: Training, folder: Path, plan: Mapping[str, Any]) -> Mapp
     }
     ways["documents"] = partial(documents, training, every)
     if plan["rivals"]:
-        ways["deepspeed"] = partial(overhead_rivals.deepspeed, training, folder, every)
+        ways["deepspeed"] = partial(rival_monitors.deepspeed, training, folder, every)
     return asdict(interleave(training, ways, Schedule(**plan["schedule"])))
 
 
@@ -69,12 +69,12 @@ def rivals(training: Training, folder: Path, plan: Mapping[str, Any]) -> Mapping
 def everybody(training: Training, folder: Path) -> dict[str, Callable[[], Contender]]:
     return {
         "flopwatch": partial(flopwatch, training, folder / "flopwatch", sinks=ALL_SINKS),
-        "lightning": partial(overhead_rivals.lightning, training, folder),
-        "composer": partial(overhead_rivals.composer, training, folder),
-        "traceml": partial(overhead_rivals.traceml, training, folder),
-        "mfu_tracker": partial(overhead_rivals.mfu_tracker, training, folder),
+        "lightning": partial(rival_monitors.lightning, training, folder),
+        "composer": partial(rival_monitors.composer, training, folder),
+        "traceml": partial(rival_monitors.traceml, training, folder),
+        "mfu_tracker": partial(rival_monitors.mfu_tracker, training, folder),
         "documents": partial(documents, training, DOCUMENTS_EVERY),
-        "deepspeed": partial(overhead_rivals.deepspeed, training, folder, DOCUMENTS_EVERY),
+        "deepspeed": partial(rival_monitors.deepspeed, training, folder, DOCUMENTS_EVERY),
     }
 
 

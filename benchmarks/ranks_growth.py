@@ -19,7 +19,7 @@ from statistics import median
 
 RANKS = (2, 4, 8, 16, 32)
 WINDOWS = 200
-PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 MARKERS = "<!-- growth -->", "<!-- /growth -->"
 
 

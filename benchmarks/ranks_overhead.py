@@ -32,7 +32,7 @@ from overhead_flopwatch import Watched
 from overhead_loop import LARGE, LOG_EVERY, SMALL, Contender, Schedule, Size, Training, calibrated, interleave
 from overhead_statistics import Interval, bootstrap, ratio_of_blocks, ratio_of_medians
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _SETTLED_STEP = LOG_EVERY + 10
 """From here on CPU time counts: the first row is written, and sinks have loaded what they load for it."""
 STEP_SECONDS, QUICK_STEP_SECONDS = 0.2, 0.02
@@ -101,7 +101,7 @@ def work(plan: dict[str, Any]) -> None:
     os._exit(0)  # torch 2.13 can hang in the teardown of gloo
 
 
-def measure(size: Size, schedule: Schedule, link_settings: dict[str, float] | None) -> list[dict[str, Any]]:
+def measure(size: Size, schedule: Schedule, link_settings: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The results of both ranks."""
     with tempfile.TemporaryDirectory(prefix="flopwatch-ranks-") as folder, ExitStack() as stack:
         plan = json.dumps({"size": asdict(size), "schedule": asdict(schedule), "folder": folder})
@@ -109,7 +109,7 @@ def measure(size: Size, schedule: Schedule, link_settings: dict[str, float] | No
         commands = [command, command]
         place = {"MASTER_ADDR": "127.0.0.1"}
         if link_settings is not None:
-            from slow_link import slow_link  # type: ignore[import-not-found]
+            from slow_link import slow_link
 
             link = stack.enter_context(slow_link(**link_settings))
             commands, place = [link.command_in(host, command) for host in "ab"], link.environment
@@ -166,7 +166,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker is not None:
         work(options.worker)
-    sys.path.insert(0, str(ROOT / "tests"))
     torch.set_num_threads(1)
     schedule = QUICK if options.quick else LINK_SCHEDULE if options.link else SCHEDULE
     if options.repeats is not None:

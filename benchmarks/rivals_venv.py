@@ -12,7 +12,8 @@ from pathlib import Path
 from accuracy_outcomes import Outcome, Results
 
 HERE = Path(__file__).parent
-VENV = HERE / ".rivals-venv"
+ROOT = HERE.parents[1]
+VENV = ROOT / "benchmarks" / ".rivals-venv"
 PYTHON = str(VENV / "bin" / "python")
 
 SECONDS_PER_TOOL = 300
@@ -66,7 +67,7 @@ def _install_steps() -> list[list[str]]:
         # It declares torch < 2.7.1; its callback has no such need.
         ["--no-deps", f"mosaicml=={MONITOR_PINS['mosaicml']}", *_COMPOSER_NEEDS],
         [f"tensorboard=={version('tensorboard')}", f"wandb=={version('wandb')}"],
-        ["--editable", str(HERE.parent)],  # last: what is pinned above is there already
+        ["--editable", str(ROOT)],  # last: what is pinned above is there already
     ]
 
 
@@ -88,8 +89,9 @@ def prepare(say: Callable[[str], None]) -> None:
 
 def count_with(tool: str, names: list[str], size: tuple[int, int]) -> Results:
     """Let one tool count the architectures; whatever it does not answer for counts as failed."""
-    command = [PYTHON, "-W", "ignore", str(HERE / "rivals.py"), tool, ",".join(names), *map(str, size)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [PYTHON, "-W", "ignore", str(HERE / "rival_counters.py"), tool, ",".join(names), *map(str, size)]
+    modules = os.pathsep.join(str(ROOT / folder) for folder in ("benchmarks", "."))
+    environment = {**os.environ, "PYTHONPATH": modules}
     output, why = _run(command, environment)
     results: Results = {tool: {name: Outcome(None, why) for name in names}}
     for line in output.splitlines():

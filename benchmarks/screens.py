@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 WIDTH = 92
 SCREENS = {
     "flops": (
@@ -26,7 +26,7 @@ SCREENS = {
     "explain": "explain runs/example --step 90",
     "ranks": "watch runs/ranks --once",
 }
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
 
 
 def main() -> None:

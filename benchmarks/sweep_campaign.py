@@ -15,14 +15,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
 def slurm() -> Iterator[None]:
     """A real Slurm in this process's environment."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from real_slurm import real_slurm  # type: ignore[import-not-found]
+    from real_slurm import real_slurm
 
     folder = Path(tempfile.mkdtemp(prefix="flopwatch-slurm-"))
     try:
@@ -55,9 +54,9 @@ def main() -> None:
                     # Slurm's jobs go on without their runner, so there must be more of them to be killed that often.
                     trials = "200" if engine == "slurm" else "60"
                     command = ["--engine", engine, "--kills", asked.kills, "--longest", longest, "--trials", trials]
-                    run("sweep_kills.py", *command)
+                    run("reliability/sweep_kills.py", *command)
                 else:
-                    run("sweep_overhead.py", "--engine", engine, "--model", "tiny", "--rounds", asked.rounds)
+                    run("sweeps/trial_overhead.py", "--engine", engine, "--model", "tiny", "--rounds", asked.rounds)
 
 
 if __name__ == "__main__":

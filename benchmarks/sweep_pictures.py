@@ -27,7 +27,7 @@ from flopwatch.sweep.plan import Plan, make_plan
 from flopwatch.sweep.preflight import run_preflight
 from flopwatch.sweep.runner import Stop, run_plan
 
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 WIDTH = 92
 COMMAND = (
     "flopwatch sweep trainer=standard,dpsgd,ghost,fast batch_size=4,8 seq_len=512,1024 "

@@ -1,6 +1,6 @@
 """Starts trainings of two ranks, does to them what their case says, and prints what became of every rank as JSON.
 
-    python tests/disturbed_training.py killed_1:bare killed_1:monitored stopped:bare stopped:monitored --folder /tmp/x
+    python -m testbeds.disturbed_training killed_1:bare killed_1:monitored stopped:bare --folder /tmp/x
 
 Trainings run side by side: what is disturbed waits, it does not compute. Every rank is a process forked here before
 there is any thread or connection, since importing torch anew for each would take longer than all the rest.
@@ -91,7 +91,16 @@ class _ThisIsARankError(Exception):
 
 def disturbed(cases: list[str], folder: Path, *, at_once: int, seconds: float = 300.0) -> list[dict[str, Any]]:
     """Run this file on `case:mode` and so on; one record per training, in their order."""
-    command = [sys.executable, __file__, *cases, "--folder", str(folder), "--at-once", str(at_once)]
+    command = [
+        sys.executable,
+        "-m",
+        "testbeds.disturbed_training",
+        *cases,
+        "--folder",
+        str(folder),
+        "--at-once",
+        str(at_once),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
     assert done.returncode == 0, done.stderr
@@ -144,9 +153,9 @@ def be_a_rank(training: Training, rank: int, port: int) -> None:
         place = training.link.environment
     os.environ.update(place, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     timeout = _SHORT_TIMEOUT_SECONDS if training.case.endswith("too_long") else _LONG_TIMEOUT_SECONDS
-    import disturbed
+    from testbeds import disturbed_rank
 
-    disturbed.main(training.case, training.mode, str(training.folder / "run"), timeout)
+    disturbed_rank.main(training.case, training.mode, str(training.folder / "run"), timeout)
 
 
 def enter(namespace: str) -> None:
@@ -257,13 +266,12 @@ def main() -> None:
 
 
 def import_everything() -> None:
-    sys.path.insert(0, str(Path(__file__).parent / "monitor" / "scripts"))
-    import disturbed
     import torch._dynamo  # the first optimizer imports it
 
     import flopwatch.monitor.training_monitor
+    from testbeds import disturbed_rank
 
-    del disturbed, torch, flopwatch
+    del disturbed_rank, torch, flopwatch
     gc.freeze()  # else every rank would copy, and at its end look through, all that was imported
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a process with threads must not be forked"

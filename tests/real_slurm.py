@@ -20,7 +20,7 @@ import pytest
 
 from wait_until import wait_until
 
-TEMPLATES = Path(__file__).parent / "servers" / "slurm"
+TEMPLATES = Path(__file__).parent / "slurm"
 NEEDED = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "sbatch")
 GPUS = ("/dev/fakegpu0", "/dev/fakegpu1")
 

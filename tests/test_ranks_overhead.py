@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "ranks_overhead.py"), "--quick"]
+COMMAND = [sys.executable, str(Path(__file__).with_name("rank_overhead.py")), "--quick"]
 RATIO = r"(\d+\.\d+) \((\d+\.\d+) to (\d+\.\d+)\)"
 
 

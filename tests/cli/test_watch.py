@@ -28,7 +28,7 @@ from flopwatch.run_log import read_log
 from flopwatch.run_records import Notice, Row, RunStart
 
 LOG = "training_log.jsonl"
-MAKE_RUN_LOG = Path(__file__).with_name("make_run_log.py")
+MAKE_RUN_LOG = Path(__file__).parents[1] / "support" / "make_run_log.py"
 STORIES = {
     "all known": Story(),
     "no peak": Story(knows_peak=False),

@@ -9,7 +9,7 @@ import pytest
 
 from size import BATCH_SIZE, LLAMAS, SEQ_LEN, VOCAB_SIZE
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "size.py"
+SCRIPT = Path(__file__).with_name("model_size.py")
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+import integrations.tiny_run as tiny_run
 from flopwatch.integrations.accelerate import AccelerateMonitor
-from integrations import tiny_run
 from integrations.tiny_hf import logged_rows
 
 

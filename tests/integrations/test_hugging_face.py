@@ -3,9 +3,9 @@
 import pytest
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+import integrations.tiny_run as tiny_run
 from flopwatch.integrations.hugging_face import FlopwatchCallback
 from flopwatch.testing import FakeClock
-from integrations import tiny_run
 from integrations.tiny_hf import hf_trainer, logged_rows, quick_callback
 
 

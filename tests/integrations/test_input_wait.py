@@ -177,7 +177,7 @@ class SlowRows(SlowBatches):
     """The same in a collate function."""
 
     def collate(self, examples):
-        from integrations import tiny_run
+        import integrations.tiny_run as tiny_run
 
         began = time.perf_counter()
         time.sleep(self._seconds)

@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
+import integrations.tiny_run as tiny_run
 from flopwatch.integrations.lightning import FlopwatchCallback
 from flopwatch.testing import FakeClock
-from integrations import tiny_run
 from integrations.tiny_hf import logged_rows
 from integrations.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import flopwatch
-from integrations import tiny_run
+import integrations.tiny_run as tiny_run
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+import integrations.tiny_run as tiny_run
 from flopwatch.integrations.hugging_face import FlopwatchCallback
-from integrations import tiny_run
 from integrations.tiny_hf import logged_rows
 from integrations.tiny_sft import model_flops, sft_trainer
 

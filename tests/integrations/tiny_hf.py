@@ -4,8 +4,8 @@ import json
 
 from transformers import Trainer, TrainingArguments
 
+import integrations.tiny_run as tiny_run
 from flopwatch.integrations.hugging_face import FlopwatchCallback
-from integrations import tiny_run
 
 
 def quick_callback(**options):

@@ -5,8 +5,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import integrations.tiny_run as tiny_run
 from flopwatch.integrations.lightning import FlopwatchCallback
-from integrations import tiny_run
 
 
 def quick_callback(**options):

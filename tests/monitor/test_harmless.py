@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -157,10 +156,7 @@ def trained_by_ddp(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
                "--rdzv-endpoint=127.0.0.1:0", str(SCRIPT), str(folder), "bare", *MODES]  # fmt: skip
-    path = os.pathsep.join(filter(None, ["tests", "benchmarks", os.environ.get("PYTHONPATH", "")]))
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path}
-    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert len(lines) == 1 + len(MODES), result.stdout + result.stderr
     return {mode: rest for _, mode, *rest in lines}

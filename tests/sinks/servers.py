@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-MLFLOW = Path(__file__).parents[2] / ".servers-venv" / "bin" / "mlflow"
+MLFLOW = Path(__file__).parents[3] / ".servers-venv" / "bin" / "mlflow"
 PROMETHEUS = shutil.which("prometheus")
 
 

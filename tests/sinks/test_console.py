@@ -89,11 +89,10 @@ def on_terminal(columns, code):
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     settings = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "NO_COLOR")}
-    settings |= {"TERM": "xterm-256color", "PYTHONPATH": str(__file__).rpartition("/sinks/")[0]}
+    settings["TERM"] = "xterm-256color"
     prepared = "from dataclasses import replace\nfrom flopwatch.sinks.console import ConsoleSink\n"
-    prepared += (
-        "from flopwatch.run_records import *\nfrom sinks.sample_run import *\nfrom sinks.test_console import FULL\n"
-    )
+    prepared += "from flopwatch.run_records import *\nfrom support.sinks.sample_run import *\n"
+    prepared += "from sinks.test_console import FULL\n"
     command = [sys.executable, "-c", prepared + "sink = ConsoleSink()\n" + code]
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=settings)
     os.close(terminal)

@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[1]
 def run(tmp_path):
     def run_scenario(name):
         done = subprocess.run(
-            [sys.executable, str(TESTS / "sinks" / "failing_run.py"), name, str(tmp_path)],
+            [sys.executable, str(TESTS / "support" / "sinks" / "failing_run.py"), name, str(tmp_path)],
             capture_output=True,
             text=True,
             timeout=300,

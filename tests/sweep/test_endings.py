@@ -81,7 +81,7 @@ def killer():
 
 @pytest.fixture(autouse=True)
 def findable_trainers(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
 
 

@@ -1,5 +1,7 @@
 """A trial that finished its steps keeps what it measured, whatever flopwatch's own phases after them do."""
 
+import os
+
 import pytest
 
 from flopwatch.report.capture import capture_sweep
@@ -17,7 +19,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def findable_trainers(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
 
 

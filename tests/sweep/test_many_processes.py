@@ -1,12 +1,10 @@
 """Trials of several processes on this machine: what the job measures, and how it ends when one process does not."""
 
-import os
-
 import pytest
 
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.trial_records import Limits, TrialSpec
-from sweeping import TESTS, left_behind, run_sweep
+from sweeping import left_behind, run_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -49,8 +47,7 @@ def test_the_flops_and_rates_of_the_job_are_those_of_the_whole_batch(tmp_path):
 
 @pytest.mark.parametrize("trainer", ENDINGS)
 def test_the_trial_ends_as_the_process_that_ended_first_and_leaves_nothing(tmp_path, monkeypatch, trainer):
-    monkeypatch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    (result,) = run(tmp_path, spec(f"rank_endings:{trainer}", processes=2, layout="ddp"))
+    (result,) = run(tmp_path, spec(f"testbeds.rank_endings:{trainer}", processes=2, layout="ddp"))
     outcome, words = ENDINGS[trainer]
     assert (result.outcome, result.evidence.get("rank")) == (outcome, 1), result.reason
     assert result.reason.startswith("rank 1 on ")

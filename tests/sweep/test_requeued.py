@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+import sweep.engines.contract as contract
 from flopwatch.sweep.requeued import takes_over
 from flopwatch.trial_files import read_result, trial_folder, write_json
 from flopwatch.trial_records import TrialResult
-from sweep.engines import contract
 
 
 def life(restarts, job="12", task="0"):

@@ -8,7 +8,6 @@ import os
 import sys
 import tempfile
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import flopwatch
 from architectures import BY_NAME, Batch
 

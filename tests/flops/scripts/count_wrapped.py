@@ -2,14 +2,12 @@
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import flopwatch
 from architectures import BY_NAME
 

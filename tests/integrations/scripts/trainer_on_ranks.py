@@ -3,13 +3,11 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from architectures import BY_NAME
 from flopwatch.integrations.hugging_face import FlopwatchCallback
 

@@ -1,18 +1,16 @@
 """The table of loops: what is run, and what is expected of its rows."""
 
-from monitor.loops import (
-    backwards,
-    changing,
-    compiled,
-    frameworks,
-    generative,
-    multimodal,
-    now_and_then,
-    optimizers,
-    outside,
-    several_models,
-    supervised,
-)
+import monitor.loops.backwards as backwards
+import monitor.loops.changing as changing
+import monitor.loops.compiled as compiled
+import monitor.loops.frameworks as frameworks
+import monitor.loops.generative as generative
+import monitor.loops.multimodal as multimodal
+import monitor.loops.now_and_then as now_and_then
+import monitor.loops.optimizers as optimizers
+import monitor.loops.outside as outside
+import monitor.loops.several_models as several_models
+import monitor.loops.supervised as supervised
 from monitor.loops.audit import Loop
 
 CHANCE = "chance or activations steer the cost"

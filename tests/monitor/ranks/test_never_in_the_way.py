@@ -1,6 +1,7 @@
 """Whatever happens to a rank or to its monitor, the training behaves as it would without the monitor.
 
-Each case is a DDP training of two gloo ranks, run with and without the monitor; tests/disturbed_training.py runs them.
+Each case is a DDP training of two gloo ranks, run with and without the monitor; `testbeds.disturbed_training`
+runs them.
 """
 
 import pytest

@@ -10,14 +10,12 @@ import pickle
 import sys
 import threading
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 import flopwatch
 from flopwatch.monitor.ranks import group as ranks_group
 from forbidden_calls import forbidden_calls

@@ -1,6 +1,7 @@
 """One rank of a DDP training to which something happens, with or without the monitor.
 
-Started by tests/disturbed_training.py in a process for each rank; torchrun would end the others itself when one dies.
+Started by `testbeds.disturbed_training` in a process for each rank; torchrun would end the others itself when one
+dies.
 Prints one line of JSON behind the word RESULT: how far it came, what it raised and where, its parameters.
 """
 

@@ -1,10 +1,8 @@
 """What every engine with several nodes keeps to: trials whose processes are on two of them."""
 
-import os
-
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.trial_records import Limits, TrialSpec
-from sweeping import TESTS, left_behind, run_sweep
+from sweeping import left_behind, run_sweep
 
 
 def spec(trainer="standard", **settings):
@@ -20,9 +18,8 @@ def run(folder, engine, *specs):
 
 def one_measures_and_one_loses_a_process(engine, folder, monkeypatch, *layouts):
     """The job has the FLOPs of the whole batch; a process killed on the second node is a crash and leaves nothing."""
-    monkeypatch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     (alone,) = run(folder / "alone", LocalEngine(gpus=()), spec())
-    killed = spec("rank_endings:OneIsKilled", nodes=2, layout="ddp")
+    killed = spec("testbeds.rank_endings:OneIsKilled", nodes=2, layout="ddp")
     results = run(folder / "many", engine, *(spec(nodes=2, layout=layout) for layout in layouts), killed)
     by_end = {(result.spec.label, result.spec.layout): result for result in results}
     for layout in layouts:

@@ -1,14 +1,13 @@
 """The Ray engine against a real Ray of one node with two GPUs that do not exist."""
 
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
+import sweep.engines.contract as contract
 from flopwatch.errors import InputError
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.engines import ray_task
@@ -17,7 +16,6 @@ from flopwatch.sweep.engines.ray import RayEngine, fits, spare
 from flopwatch.trial_files import read_result
 from flopwatch.trial_records import TrialSpec
 from real_ray import need_ray, real_ray
-from sweep.engines import contract
 from wait_until import wait_until
 
 TELL_GPUS = 'echo "gpus=$CUDA_VISIBLE_DEVICES" > {trial_dir}/gpus; '
@@ -233,7 +231,7 @@ def test_supervisors_of_a_killed_runner_are_waited_for(tmp_path):
 RUNNER = """
 import sys, time
 from pathlib import Path
-from sweep.engines import contract
+import sweep.engines.contract as contract
 from wait_until import wait_until
 from flopwatch.sweep.engines.ray import RayEngine
 sweep = Path(sys.argv[1])
@@ -249,10 +247,7 @@ while True:
 @pytest.mark.slow
 def test_a_ray_of_its_own_is_on_loopback_and_ends_with_a_killed_runner(tmp_path):
     need_ray()
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-    runner = psutil.Popen(
-        [sys.executable, "-c", RUNNER, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths}, start_new_session=True
-    )
+    runner = psutil.Popen([sys.executable, "-c", RUNNER, str(tmp_path)], start_new_session=True)
     try:
         trial = tmp_path.resolve() / "trials" / "t0"
         pid = int(contract.wait_for_file(trial / "pid"))

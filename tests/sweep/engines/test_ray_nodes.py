@@ -7,12 +7,12 @@ import threading
 import psutil
 import pytest
 
+import sweep.engines.contract as contract
 from flopwatch.sweep.engines import ray as engine_module
 from flopwatch.sweep.engines.evidence import ending_from_evidence
 from flopwatch.sweep.engines.ray import RayEngine
 from flopwatch.trial_records import Limits, TrialSpec
 from real_ray import ray_cluster
-from sweep.engines import contract
 from sweeping import left_behind, run_sweep
 from wait_until import wait_until
 

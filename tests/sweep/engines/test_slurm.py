@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import sweep.engines.contract as contract
 from flopwatch.errors import InputError
 from flopwatch.sweep import process_tree
 from flopwatch.sweep.engines import slurm as slurm_module
@@ -15,7 +16,6 @@ from flopwatch.sweep.engines.evidence import ending_from_evidence
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from flopwatch.sweep.folder import prepare
-from sweep.engines import contract
 from wait_until import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm")]
