@@ -43,9 +43,11 @@ _MOST_KINDS = 4096
 _MOST_PARAMETERS = 4096
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class CallKind:
     """All calls of the model that are alike, but for the values of their tensors.
+
+    What is known of a kind is kept under weak references to it, so that the listener's bound holds for all of it.
 
     Attributes:
         description: Everything the model was given.

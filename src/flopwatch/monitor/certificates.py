@@ -7,13 +7,14 @@ step kind (a pattern with its sizes) has the cost that was counted, once two cou
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 from flopwatch.monitor.watched_step import StepCount
 from flopwatch.records import PhaseFlops
 
 Finding = Literal["agrees", "counted", "differs", "unseen"]
-_MOST_KINDS = 512
+_MOST_KINDS, _MOST_PATTERNS = 512, 4096
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
 """Steps of a pattern that must have cost what their calls cost before others are taken to do so too."""
@@ -36,6 +37,23 @@ class Verdict:
 
 
 @dataclass
+class _Ratios:
+    """What the counted steps of one pattern cost, in multiples of the price of their calls."""
+
+    steps: int = 0
+    unknown: int = 0
+    low: float = inf
+    high: float = -inf
+
+    def add(self, ratio: float | None) -> None:
+        self.steps += 1
+        if ratio is None:
+            self.unknown += 1
+        else:
+            self.low, self.high = min(self.low, ratio), max(self.high, ratio)
+
+
+@dataclass
 class _Counted:
     priced: int | None
     counts: list[StepCount] = field(default_factory=list)
@@ -46,7 +64,7 @@ class Certificates:
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Counted] = {}
-        self._patterns: dict[Hashable, list[float | None]] = {}
+        self._patterns: dict[Hashable, _Ratios] = {}
         self.runs_more = False
         """True once a counted step has cost something else than its calls."""
         self.version = 0
@@ -89,7 +107,9 @@ class Certificates:
         self._kinds.setdefault(kind, _Counted(total)).counts.append(count)
         is_whole = not count.uncounted and count.failure is None
         ratio = count.phases.total / total if total and is_whole else None
-        self._patterns.setdefault(pattern, []).append(ratio)
+        if pattern not in self._patterns and len(self._patterns) >= _MOST_PATTERNS:
+            del self._patterns[next(iter(self._patterns))]  # the oldest: its steps are no longer called exact
+        self._patterns.setdefault(pattern, _Ratios()).add(ratio)
         self.runs_more = self.runs_more or ratio != 1
 
     def needs_another(self, kind: Hashable, pattern: Hashable) -> bool:
@@ -97,7 +117,8 @@ class Certificates:
         known = self._kinds.get(kind)
         if known is not None and _differs(known):
             return len(known.counts) < _ENOUGH_COUNTS
-        return len(self._patterns.get(pattern, ())) < _ENOUGH_AGREEING
+        ratios = self._patterns.get(pattern)
+        return ratios is None or ratios.steps < _ENOUGH_AGREEING
 
     def verdict(self, kind: Hashable, pattern: Hashable) -> Verdict:
         known = self._kinds.get(kind)
@@ -107,14 +128,14 @@ class Certificates:
         if known is not None and _differs(known):
             return _of_counts(known)
         ratios = self._patterns.get(pattern)
-        if not ratios:
+        if ratios is None:
             return Verdict("unseen", reason="no step of this kind was counted as it ran")
-        if all(ratio == 1 for ratio in ratios):
-            if len(ratios) >= _ENOUGH_AGREEING:
+        if not ratios.unknown and ratios.low == ratios.high == 1:
+            if ratios.steps >= _ENOUGH_AGREEING:
                 return Verdict("agrees")
-            return Verdict("agrees", reason=f"only {len(ratios)} steps like it were counted as they ran so far")
-        told = [ratio for ratio in ratios if ratio is not None]
-        spread = f"{min(told):.3g} to {max(told):.3g} times" if told else "not all of"
+            return Verdict("agrees", reason=f"only {ratios.steps} steps like it were counted as they ran so far")
+        is_told = ratios.unknown < ratios.steps
+        spread = f"{ratios.low:.3g} to {ratios.high:.3g} times" if is_told else "not all of"
         return Verdict(
             "differs", reason=f"steps like it that were counted as they ran had {spread} the FLOPs of the model's calls"
         )

@@ -18,7 +18,7 @@ from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.datasets import DatasetMetrics
 from flopwatch.monitor.environment import describe_environment, device_memory_gib
 from flopwatch.monitor.kineto import TraceCapture
-from flopwatch.monitor.late_values import keep
+from flopwatch.monitor.late_values import keep, read_now
 from flopwatch.monitor.meter import effective_peak
 from flopwatch.monitor.outlets import Outlets, first_line, json_ready, open_outlets
 from flopwatch.monitor.pricing import Pricing
@@ -171,7 +171,7 @@ class Core:
             calls = NO_CALLS
         noted = NotedStep(
             step,
-            epoch,
+            epoch if epoch is None or type(epoch) is int or type(epoch) is float else keep(epoch),
             None if loss is None else keep(loss),
             None if grad_norm is None else keep(grad_norm),
             learning_rate if type(learning_rate) is float else keep(learning_rate),
@@ -198,7 +198,10 @@ class Core:
         else:
             is_full = self._is_window_full(step, previous)
         if is_full or calls.count is not None:
-            self.pricing.look_at_graph(calls, loss)
+            try:
+                self.pricing.look_at_graph(calls, loss)
+            except Exception as error:  # costs this check of the window's FLOPs
+                self.failed("flops", error)
         if is_full:
             self.close_window()
         self.step_clock.begin_gap()
@@ -246,11 +249,11 @@ class Core:
             last.grad_norm = keep(grad_norm) if grad_norm is not None else last.grad_norm
             last.learning_rate = keep(learning_rate) if learning_rate is not None else last.learning_rate
         elif self._begun:  # a checkpoint came between the step and its values
-            told = {"loss": loss, "grad_norm": grad_norm}
-            known: dict[str, Any] = {name: float(value) for name, value in told.items() if value is not None}
+            read = {"loss": read_now(loss), "grad_norm": read_now(grad_norm)}
+            known: dict[str, Any] = {name: value for name, value in read.items() if value is not None}
             settled = self._begun[-1]._replace(measured=self._begun[-1].measured._replace(**known))
-            rate = settled.learning_rate if learning_rate is None else float(learning_rate)
-            self._begun[-1] = settled._replace(learning_rate=rate)
+            rate = read_now(learning_rate)
+            self._begun[-1] = settled._replace(learning_rate=settled.learning_rate if rate is None else rate)
 
     def _is_window_full(self, step: int, previous: int | None) -> bool:
         """By the plan of all ranks, or by this one's own rule where there is none."""
@@ -437,6 +440,8 @@ class Core:
 
     def _settled(self, window: Window) -> SettledWindow:
         settled = window.settle(self._price, self.pricing.peak_seconds)
+        if window.batch_failure is not None:
+            self.failed("batch", window.batch_failure)
         self._look_for_gaps(window)
         for name in sorted(window.changed_in_place):
             self._tell(*notices.not_readable(name))

@@ -16,38 +16,69 @@ class Kept(NamedTuple):
     version: int
 
     def is_unchanged(self) -> bool:
-        """False also for a value that is only a part of the whole."""
+        """Also False for what is not a single real number, and for a DTensor shard: its local value is a part only."""
         return self.value._version == self.version
 
 
+_NOT_A_NUMBER = Kept(torch.zeros(()), _UNREADABLE)
+_NUMBERS = frozenset((float, int, bool, type(None)))
+
+
 def keep(value: Any) -> Any:
-    """Hold on to a tensor without its graph; numbers stay as they are.
+    """Hold on to a tensor of one number without its graph; numbers stay as they are. Never raises.
 
     CUDA graphs write the next step's loss into the same memory, so on an accelerator the value is copied. A copy of a
     CPU tensor would cost more than all the rest of a step; there `Kept.is_unchanged` tells whether the training wrote
-    into it.
+    into it. Anything that holds more than one number is dropped at once: a window of such values could fill the memory.
     """
-    if type(value) is not torch.Tensor:  # asking for DTensor takes 5 µs after a training step, as much as detach()
-        if not isinstance(value, torch.Tensor):
-            return value
-        if isinstance(value, DTensor):
-            return _keep_sharded(value)
-    if value.requires_grad:
-        value = value.detach()
-    if value.is_cpu:
-        try:
-            return tuple.__new__(Kept, (value, value._version))  # without the Python function that Kept() is
-        except RuntimeError:  # a tensor of inference mode has no version
-            pass
+    try:
+        if type(value) is not torch.Tensor:  # asking for DTensor takes 5 µs after a training step, as much as detach()
+            if not isinstance(value, torch.Tensor):
+                return value if type(value) in _NUMBERS else _keep_object(value)
+            if isinstance(value, DTensor):
+                return _keep_sharded(value)
+        if value.numel() != 1:
+            return _NOT_A_NUMBER
+        if value.requires_grad:
+            value = value.detach()
+        if value.is_cpu:
+            try:
+                return tuple.__new__(Kept, (value, value._version))  # without the Python function that Kept() is
+            except RuntimeError:  # a tensor of inference mode has no version
+                pass
+        return _keep_copy(value)
+    except Exception:  # a tensor class or an object with code of its own: costs this value, and nothing else
+        return _NOT_A_NUMBER
+
+
+def _keep_copy(value: torch.Tensor) -> Kept:
+    """For values on an accelerator, which are all read with one copy, and for those without a version."""
+    if value.is_complex() or value.is_meta or value.layout is not torch.strided:
+        return _NOT_A_NUMBER
     with torch.inference_mode(False):  # so that the copy has a version
         return Kept(value.clone(), 0)
+
+
+def _keep_object(value: Any) -> Any:
+    """Arrays and containers are read at once, so that they can be freed; other objects, when the window ends."""
+    if isinstance(value, str) or not hasattr(value, "__len__"):
+        return value
+    return float(value.item() if hasattr(value, "item") else value)
+
+
+def read_now(value: Any) -> float | None:
+    """A value that is read while the device may be waited for; None where it is not a single real number."""
+    try:
+        return None if value is None else float(value)
+    except Exception:  # code of the user's
+        return None
 
 
 def _keep_sharded(value: DTensor) -> Kept:
     """A norm of sharded parameters. Reading one that is not the same everywhere would take a collective: left out."""
     is_whole = all(placement.is_replicate() for placement in value.placements)
     local = value.to_local().detach()
-    return Kept(local.clone(), 0 if is_whole else _UNREADABLE)
+    return _keep_copy(local) if is_whole and local.numel() == 1 else _NOT_A_NUMBER
 
 
 class LateValues:
@@ -90,6 +121,14 @@ class LateValues:
 
 
 def _flat_list(tensor: torch.Tensor) -> list[Any]:
+    """The tensor's values; none where they cannot be read: sparse, nested, fake, of a type without numbers."""
+    try:
+        return _values_of(tensor)
+    except Exception:
+        return []
+
+
+def _values_of(tensor: torch.Tensor) -> list[Any]:
     dimensions = tensor.dim()
     if dimensions == 0:
         return [tensor.item()]

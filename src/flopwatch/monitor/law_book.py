@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -81,10 +82,11 @@ class LawBook:
         self._began = clock()
         self._options: dict[str, Any] = {"method": method, "attention": attention, "loss_fn": loss_fn}
         self._laws: dict[Any, list[FlopLaw]] = {}
-        self._prices: dict[CallKind, CallPrice] = {}
-        self._spreads: dict[Any, tuple[int, int]] = {}
-        self._costs_by_nodes: dict[tuple[CallKind, int], int] = {}
-        self._hidden: set[CallKind] = set()
+        # A kind that no step and no listener holds any more cannot be met again: a new one is made for the same shape.
+        self._prices: WeakKeyDictionary[CallKind, CallPrice] = WeakKeyDictionary()
+        self._spreads: WeakKeyDictionary[CallKind, tuple[int, int]] = WeakKeyDictionary()
+        self._costs_by_nodes: WeakKeyDictionary[CallKind, dict[int, int]] = WeakKeyDictionary()
+        self._hidden: WeakSet[CallKind] = WeakSet()
         self._packed_runs_apart: bool | None = None
         self._first_seconds = 0.0
         self._check_seconds = 0.0
@@ -313,7 +315,7 @@ class LawBook:
 
     def _note_nodes(self, kind: CallKind, nodes: int, count: FlopCount) -> None:
         if self.is_per_batch(kind):
-            known = self._costs_by_nodes.setdefault((kind, nodes), count.hardware_flops)
+            known = self._costs_by_nodes.setdefault(kind, {}).setdefault(nodes, count.hardware_flops)
             if known != count.hardware_flops:
                 self._hidden.add(kind)
 

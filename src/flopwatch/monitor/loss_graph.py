@@ -21,13 +21,21 @@ _MOST_OUTSIDE = 256
 """Nodes looked at on every step of a loop with products outside the model."""
 
 
+def _last_node(loss: Any) -> Any:
+    """The node that made the loss; None without a graph, and for a tensor class that refuses to say."""
+    try:
+        return loss.grad_fn if isinstance(loss, torch.Tensor) else None
+    except Exception:
+        return None
+
+
 def products_in_graph(loss: Any) -> int | None:
     """A number that changes with the products of the graph, their shapes and types; None where there is no graph.
 
     A node outlives the backward pass, and so does the shape of what it has made. Takes about a microsecond per node, so
     it is asked once per logging window.
     """
-    first = loss.grad_fn if isinstance(loss, torch.Tensor) else None
+    first = _last_node(loss)
     if first is None:
         return None
     found: list[tuple[Any, ...]] = []
@@ -54,7 +62,7 @@ def products_outside(loss: Any, own: Sequence[tuple[int, int]]) -> int:
         loss: With its graph, or without.
         own: Autograd's sequence numbers that the model's calls took. The walk ends at their nodes.
     """
-    first = loss.grad_fn if isinstance(loss, torch.Tensor) else None
+    first = _last_node(loss)
     if first is None or not own:
         return 0
     found: list[str] = []

@@ -5,7 +5,7 @@ rates over-weights the fast steps.
 """
 
 from collections.abc import Iterable, Sequence
-from math import ceil, isnan
+from math import ceil
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -203,7 +203,19 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return fmean(known) if known and not any(map(isnan, known)) else (float("nan") if known else None)
+    return mean_of(known) if known else None
+
+
+def mean_of(known: Sequence[float]) -> float:
+    """The mean of any floats: NaN where one is NaN, or where both infinities occur.
+
+    >>> mean_of([1.7e308, 1.7e308]), mean_of([float("inf"), float("-inf")])
+    (1.7e+308, nan)
+    """
+    try:
+        return fmean(known)
+    except (OverflowError, ValueError):  # beyond the largest float on the way, or both infinities
+        return sum(value / len(known) for value in known)
 
 
 def _known_sum(steps: Sequence[MeasuredStep], name: str) -> Number | None:

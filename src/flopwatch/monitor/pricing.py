@@ -441,8 +441,9 @@ class Pricing:
     def _kept(self, calls: StepCalls) -> StepCalls:
         """While another rank counts, only so many examples are kept."""
         for kind in calls.kinds:
-            self._waiting.add(kind)
-            if len(self._waiting) > _MOST_WAITING:
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting.add(kind)
+            elif kind not in self._waiting:
                 kind.example = None
         return calls
 

@@ -10,7 +10,7 @@ from flopwatch.goodput import typical_seconds
 from flopwatch.metrics import find_metric
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.ledger import Ledger
-from flopwatch.monitor.meter import MeasuredStep, effective_peak, find_warm_up, percentile, window_values
+from flopwatch.monitor.meter import MeasuredStep, effective_peak, find_warm_up, mean_of, percentile, window_values
 from flopwatch.monitor.ranks.job_values import job_totals, job_values, straggler_values, with_job_wait
 from flopwatch.monitor.ranks.rank import CompleteWindow
 from flopwatch.monitor.ranks.reports import AMOUNTS, RankReport, extend
@@ -295,7 +295,7 @@ def _means(steps: Sequence[SettledStep]) -> dict[str, Number]:
     means: dict[str, Number] = {}
     for name in names:
         known = [step.more[name] for step in steps if name in step.more]
-        means[name if "/" in name else f"training/{name}"] = sum(known) / len(known)
+        means[name if "/" in name else f"training/{name}"] = mean_of(known)
     return means
 
 

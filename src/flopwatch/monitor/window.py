@@ -74,19 +74,29 @@ class Window:
     doubt: str | None = None
     """Why nothing in it is exact."""
     changed_in_place: set[str] = field(default_factory=set)
+    batch_failure: Exception | None = None
+    """Why the batches of some steps could not be read."""
     begun: list[SettledStep] = field(default_factory=list)
     """The steps before, which a checkpoint has settled already."""
 
     def __post_init__(self) -> None:
         for step in self.steps:
-            looked_at = [self.look_at(reading) for reading in step.readings]
-            if None in looked_at:
-                self.changed_in_place.add("batch")
+            looked_at = [self._looked_at(reading) for reading in step.readings]
             # Of a step whose batches are not all known, nothing is known.
             step.has_lost_batches = None in looked_at
             step.readings = [] if None in looked_at else [reading for reading in looked_at if reading is not None]
         self.scalars = LateValues([kept.value for kept in self._kept()])
         self.integers = LateValues([t for step in self.steps for r in step.readings for t in r.tensors()])
+
+    def _looked_at(self, reading: Reading) -> Reading | None:
+        try:
+            looked_at = self.look_at(reading)
+        except Exception as error:  # a type or a tensor class that cannot be computed with
+            self.batch_failure = error
+            return None
+        if looked_at is None:
+            self.changed_in_place.add("batch")
+        return looked_at
 
     def has_arrived(self) -> bool:
         segments = self.steps[-1].segments
@@ -126,6 +136,7 @@ class Window:
         loss = self._number("loss", step.loss, scalars)
         grad_norm = self._number("grad_norm", step.grad_norm, scalars)
         learning_rate = self._number("lr", step.learning_rate, scalars)
+        epoch = self._number("epoch", step.epoch, scalars)
         more = {name: self._number(name, value, scalars) for name, value in step.more.items()} if step.more else {}
         works = [as_work(reading, integers) for reading in step.readings]
         flops = self._flops(step, works, flops_of)
@@ -151,7 +162,7 @@ class Window:
         )
         return SettledStep(
             measured,
-            self._number("epoch", step.epoch, scalars),
+            epoch,
             more.pop("lr", None) if learning_rate is None else learning_rate,
             {name: value for name, value in more.items() if value is not None},
             step.skip_wandb,
@@ -168,15 +179,12 @@ class Window:
     def _number(self, name: str, value: Any, scalars: Iterator[list[Any]]) -> float | None:
         if value is None or isinstance(value, str):
             return None
-        if not isinstance(value, Kept):
-            try:
-                return float(value)
-            except (TypeError, ValueError):  # costs this value, and nothing else
-                self.changed_in_place.add(name)
-                return None
-        values = next(scalars)
-        if len(values) == 1 and value.is_unchanged():
-            return float(values[0])
+        read = next(scalars) if isinstance(value, Kept) else [value]
+        try:
+            if not isinstance(value, Kept) or (len(read) == 1 and value.is_unchanged()):
+                return float(read[0])
+        except Exception:  # code of the user's: costs this value, and nothing else
+            pass
         self.changed_in_place.add(name)
         return None
 
@@ -185,7 +193,9 @@ class Window:
 
 
 def _scalars_of(step: NotedStep) -> list[tuple[str, Any]]:
-    return [("loss", step.loss), ("grad_norm", step.grad_norm), ("lr", step.learning_rate), *step.more.items()]
+    """In the order in which they are read."""
+    own = ("loss", step.loss), ("grad_norm", step.grad_norm), ("lr", step.learning_rate), ("epoch", step.epoch)
+    return [*own, *step.more.items()]
 
 
 def _sum_known(amounts: Sequence[int | None]) -> int | None:
