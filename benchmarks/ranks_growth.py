@@ -44,6 +44,7 @@ def work(folder: Path) -> None:
     import torch.distributed as dist
 
     from flopwatch.monitor.meter import MeasuredStep
+    from flopwatch.monitor.ranks.group import RunKey
     from flopwatch.monitor.ranks.link import RankLink, RunPlan
     from flopwatch.monitor.ranks.reports import Profile, report_of
     from flopwatch.monitor.ranks.tree import children
@@ -52,7 +53,7 @@ def work(folder: Path) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     began = time.perf_counter()
-    link = RankLink("growth", rank, ranks, 0)
+    link = RankLink(RunKey(logging_rank=0, number=1, log="growth"), rank, ranks)
     if rank == 0:
         link.announce(RunPlan(50, b"x" * 4096))  # about what a law takes
     while link.plan is None:

@@ -134,3 +134,21 @@ def test_a_micro_batch_that_raises_is_not_counted(tmp_path):
             pass
     assert monitor.summary.values["total/steps"] == 1
     assert monitor.summary.values["total/tokens"] == second["input_ids"].numel()
+
+
+def test_strict_raises_what_a_plain_monitor_would_raise_and_otherwise_it_is_swallowed(tmp_path):
+    """A step number that is none costs the step; strict is for those who want to see that."""
+
+    def train_one(folder, **options):
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(tiny_run.model())
+        batch, *_ = tiny_run.loader()
+        monitor = AccelerateMonitor(accelerator, model, folder, mode="estimate", **options)
+        with monitor, monitor.step(batch, step="not a number"):
+            pass
+
+    train_one(tmp_path / "lenient")
+    with pytest.raises(ValueError, match="not a number"):
+        train_one(tmp_path / "strict", strict=True)
+    with pytest.raises(ValueError, match="not a number"):
+        train_one(tmp_path / "by_config", config={"strict": True})

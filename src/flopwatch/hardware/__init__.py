@@ -25,10 +25,14 @@ __all__ = [
     "read_device",
 ]
 
-_NEEDS_TORCH = {"matmul_dtype": "compute_dtype", "measure_peak": "measure", "read_device": "device"}
+_NEEDS_TORCH = {
+    "matmul_dtype": "flopwatch.hardware.compute_dtype",
+    "measure_peak": "flopwatch.hardware.measure",
+    "read_device": "flopwatch.hardware.device",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module 'flopwatch.hardware' has no attribute {name!r}")
-    return getattr(import_module(f"flopwatch.hardware.{_NEEDS_TORCH[name]}"), name)
+    return getattr(import_module(_NEEDS_TORCH[name]), name)

@@ -47,6 +47,7 @@ class AccelerateMonitor(TrainingMonitor):
         precision = accelerator.mixed_precision
         own: dict[str, Any] = {"model": model, "dtype": precision if precision in ("bf16", "fp16") else None}
         super().__init__(output_dir, **(own | monitor_options))
+        self.strict = self.config.strict  # read by `harmless`
         self._accelerator = accelerator
         self._losses: list[Any] = []
 

@@ -66,6 +66,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
         self._end()  # of a training that raised
         self._steps_to_log = 0
         self.monitor = TrainingMonitor(**self._options(args, state, kwargs["model"]))
+        self.strict = self.strict or self.monitor.config.strict
         self.monitor.says_what_was_not_given(False)  # what the callback does not find, it says itself
         saved = _saved_totals(state, type(self).__name__)
         if state.global_step > 0 and saved.get("step") == state.global_step:

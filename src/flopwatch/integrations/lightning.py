@@ -92,6 +92,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         self._has_looked_for_model = False
         self._steps_done = trainer.global_step
         self.monitor = TrainingMonitor(**self._options(trainer))
+        self.strict = self.strict or self.monitor.config.strict
         self.monitor.says_what_was_not_given(False)  # what the callback does not find, it says itself
         if self._totals.get("step") == trainer.global_step - 1:
             self.monitor.load_state_dict(self._totals)

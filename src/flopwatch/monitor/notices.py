@@ -149,6 +149,16 @@ def device_late(steps: int, seconds: float) -> Words:
     )
 
 
+def ranks_absent(ranks: Sequence[int]) -> Words:
+    return Words(
+        "warning",
+        "ranks_absent",
+        f"no monitor of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} has joined this run, so "
+        "its totals lack those ranks; make the same monitors, in the same order and with the same logging_rank, on "
+        "every rank",
+    )
+
+
 def ranks_late(seconds: float) -> Words:
     return Words(
         "warning",

@@ -10,10 +10,9 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import FlopwatchError
 from flopwatch.optional import require
 from flopwatch.run_records import Notice, Record, Row
-from flopwatch.sinks.mlflow_tracking import Batch, Tracking, open_tracking, uri_in_use
+from flopwatch.sinks.mlflow_tracking import LONGEST_TAG, Batch, Tracking, open_tracking, uri_in_use
 
 _MOST_WAITING = 50_000
-_LONGEST_TAG = 5000
 
 
 class MlflowSink:
@@ -64,7 +63,7 @@ class MlflowSink:
         if not isinstance(record, Row):
             name = f"notice.{record.code}" if isinstance(record, Notice) else record.type
             text = record.message if isinstance(record, Notice) else json.dumps(record.to_json(), default=str)
-            self._batch.tags[f"flopwatch.{name}"] = text[:_LONGEST_TAG]
+            self._batch.tags[f"flopwatch.{name}"] = text[:LONGEST_TAG]
             return
         if self._tracking is None:
             self._open()

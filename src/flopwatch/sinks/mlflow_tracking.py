@@ -14,6 +14,8 @@ from flopwatch.optional import require
 
 MOST_METRICS = 1000
 """Of one request, by MLflow's interface."""
+LONGEST_TAG = 5000
+"""Characters of a tag's value, by the same."""
 
 _API = "/api/2.0/mlflow"
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.optional import require
-from flopwatch.sinks.mlflow_tracking import uri_in_use
+from flopwatch.sinks.mlflow_tracking import LONGEST_TAG, uri_in_use
 from flopwatch.sinks.trial_runs import TrialRun
 
 TRIAL_TAG, SWEEP_TAG, DIGEST_TAG = "flopwatch.trial_id", "flopwatch.sweep_id", "flopwatch.digest"
 _LONGEST_KEY = 250
 _LONGEST_PARAM = 6000
-_LONGEST_TAG = 5000
 _MOST_PARAMS = 100
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
@@ -119,7 +118,7 @@ def _metrics(figures: Mapping[str, float | None]) -> list[tuple[str, float]]:
 
 def _tags(run: TrialRun) -> list[tuple[str, str]]:
     told = {"flopwatch.sweep": run.sweep, **{f"flopwatch.{name}": text for name, text in run.facts.items()}}
-    return [(key, str(text)[:_LONGEST_TAG]) for key, text in _renamed(told)]
+    return [(key, str(text)[:LONGEST_TAG]) for key, text in _renamed(told)]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from flopwatch.sinks.protocol import Sink
 _CLOSE: Final = "close"
 _CAUGHT_UP: Final = "caught up"
 _MOST_GATHERED = 20
-"""Rows that wake the thread before its time: 200 steps at the usual ten steps a row."""
+"""This many waiting rows wake the thread early: at the default of 50 steps per row, 1,000 steps."""
 
 
 class SinkThread:

@@ -101,7 +101,7 @@ def test_before_the_disturbance_both_ranks_were_in_the_log(trainings, case):
         ("note_step_raises_on_0", ["part_failed:log_step"]),
         ("thread_raises_on_0", ["ranks_lost"]),
         ("no_group_on_0", ["ranks_lost"]),
-        ("made_only_on_0", ["ranks_late", "ranks_missing"]),
+        ("made_only_on_0", ["ranks_absent", "ranks_missing"]),
         ("closed_early_on_1", ["ranks_missing"]),
     ],
 )

@@ -11,6 +11,7 @@ import time
 
 import torch.distributed as dist
 
+from flopwatch.monitor.ranks.group import RunKey
 from flopwatch.monitor.ranks.link import RankLink
 
 STORE = """
@@ -39,7 +40,7 @@ def main(ending: str) -> None:
     assert host.stdout is not None
     store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    link = RankLink("test", rank=1, world_size=2, logging_rank=0)
+    link = RankLink(RunKey(logging_rank=0, number=1, log="test"), rank=1, world_size=2)
     time.sleep(0.5)
     host.send_signal(signal.SIGSTOP)
     time.sleep(1.0)  # by now it looks for the plan

@@ -10,8 +10,9 @@ first looks into the store whether the other does.
 import datetime as dt
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,11 +30,81 @@ def is_possible() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
 
 
-def open_store(name: str) -> Any:
-    """Where ranks find each other."""
-    # A connection to the store of its own: a wait on the training's would block the training's own calls.
+def open_job_store() -> Any:
+    """The key-value store of this job's process group, under a prefix of ours."""
+    # A second connection, because waiting on the training's own would block the training's calls.
     training_store: Any = distributed_c10d._get_default_store()
-    return distributed_c10d.PrefixStore(f"flopwatch/{name}", training_store.clone())
+    return distributed_c10d.PrefixStore("flopwatch", training_store.clone())
+
+
+@dataclass(frozen=True, slots=True)
+class RunKey:
+    """One monitor of this process, as the monitors of the other ranks can recognise it.
+
+    Attributes:
+        logging_rank: The rank that writes the run's log.
+        number: How many monitors with this logging rank the process has started, this one included.
+        log: The log's path on this rank, numbered if several monitors wrote to it.
+        known_logs: The logs of all monitors of this process; later ones are added to it.
+    """
+
+    logging_rank: int
+    number: int
+    log: str
+    known_logs: Collection[str] = ()
+
+    @property
+    def run(self) -> str:
+        return f"{self.logging_rank}/{self.number}"
+
+
+def run_store(job_store: Any, run: str) -> Any:
+    """The part of the job's store that belongs to one run."""
+    return distributed_c10d.PrefixStore(run, job_store)
+
+
+def publish_run(job_store: Any, key: RunKey) -> None:
+    """On the logging rank, before anything else: other ranks may now find this run by the path of its log."""
+    run_store(job_store, key.run).set("log", key.log)
+    job_store.set(_by_log(key), key.run)
+
+
+def end_run(job_store: Any, key: RunKey) -> None:
+    """On the logging rank: later monitors do not belong to this run."""
+    run_store(job_store, key.run).set("over", "")
+
+
+def find_run(job_store: Any, key: RunKey, rank: int, has_plan: str) -> str | None:
+    """On another rank: the run this monitor belongs to; None while it cannot be decided.
+
+    The job's store already separates jobs, so only monitors of one job can be mistaken for each other. A run with the
+    same log path is the right one. Where ranks write to different paths (`out/rank3`, a disk of the node), the n-th
+    monitor of a rank belongs to the n-th run of the logging rank, but not to one that is over, that this rank has
+    joined before, or whose log another monitor here has. Monitors that only the logging rank has make this order
+    uncertain, so it is used only once the run has a plan: by then monitors that were started together are published.
+    """
+    if is_set(job_store, _by_log(key)):
+        return str(job_store.get(_by_log(key)).decode())
+    numbered = key
+    while is_set(store := run_store(job_store, numbered.run), "over") or is_set(store, _joined(rank)):
+        numbered = replace(numbered, number=numbered.number + 1)
+    if is_set(store, has_plan) and store.get("log").decode() not in key.known_logs:
+        return numbered.run
+    return None
+
+
+def join_run(job_store: Any, run: str, rank: int) -> Any:
+    store = run_store(job_store, run)
+    store.set(_joined(rank), "")
+    return store
+
+
+def _joined(rank: int) -> str:
+    return f"joined/{rank}"
+
+
+def _by_log(key: RunKey) -> str:
+    return f"log/{key.logging_rank}/{key.log}"
 
 
 def open_group(store: Any) -> Any:

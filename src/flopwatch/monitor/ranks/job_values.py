@@ -1,7 +1,7 @@
-"""The numbers of a whole training, from what its ranks have told. Pure arithmetic.
+"""The numbers of a whole training, from its ranks' reports. Pure arithmetic.
 
-Model FLOPs and tokens belong to the model and the global batch, not to the sharding: ranks that work on the same batch
-together (tensor, context, pipeline parallel) each tell of it, and it is counted once.
+Model FLOPs and tokens belong to the model and the global batch, not to the sharding: ranks that share a batch
+(tensor, context or pipeline parallel) each report it, and it is counted once.
 """
 
 from collections.abc import Sequence

@@ -17,6 +17,7 @@ from weakref import WeakSet
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import group as ranks_group
 from flopwatch.monitor.ranks.alignment import aligned
+from flopwatch.monitor.ranks.group import RunKey
 from flopwatch.monitor.ranks.parking import park
 from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, extend
 from flopwatch.monitor.ranks.shared_devices import DeviceCensus
@@ -55,16 +56,17 @@ class RankLink:
         failure: Why the link has ended; None while it works.
         cpu_seconds: Of its thread.
         ranks_on_device: How many ranks compute on this one's device; None until it is known.
+        absent: Ranks below this one that have not joined the run although there is a plan.
     """
 
-    def __init__(self, name: str, rank: int, world_size: int, logging_rank: int, device: str = "") -> None:
-        self._name = name
+    def __init__(self, key: RunKey, rank: int, world_size: int, device: str = "") -> None:
+        self._key = key
         self._device = device
         self._world_size = world_size
         self._census: DeviceCensus | None = None
         self._rank = rank
-        self._parent = parent(rank, logging_rank, world_size)
-        self._children = children(rank, logging_rank, world_size)
+        self._parent = parent(rank, key.logging_rank, world_size)
+        self._children = children(rank, key.logging_rank, world_size)
         self._changed = threading.Condition()
         self._waiting: deque[RankReport] = deque()
         self._is_finished = False
@@ -77,6 +79,7 @@ class RankLink:
         self.failure: str | None = None
         self.cpu_seconds = 0.0
         self.ranks_on_device: int | None = None
+        self.absent: tuple[int, ...] = ()
         self._thread = threading.Thread(target=self._run, name="flopwatch-ranks", daemon=True)
         self._thread.start()
         _links.add(self)
@@ -144,8 +147,8 @@ class RankLink:
 
     def _run(self) -> None:
         try:
-            store = ranks_group.open_store(self._name)
-            self._census = DeviceCensus(store, self._device, self._world_size)
+            job_store = ranks_group.open_job_store()
+            store = self._join_run(job_store)
             group = self._group = ranks_group.open_group(store)
             self._pass_plan_on(store, group)
             own = self._own_reports()
@@ -159,12 +162,33 @@ class RankLink:
                 self.cpu_seconds = time.thread_time()
             if self._parent is not None:
                 self._send(group, self._parent, _THE_END.pack(), _REPORT_TAG)
+            else:
+                ranks_group.end_run(job_store, self._key)
         except Exception as error:  # a rank has died, or was never there
             with self._changed:
                 self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 self._changed.notify_all()
         self._group = None
         self.cpu_seconds = time.thread_time()
+
+    def _join_run(self, job_store: Any) -> Any:
+        """The store of the run, once it is known which one that is."""
+        store = ranks_group.run_store(job_store, self._key.run)
+        # Before the run is known: the logging rank waits for the census, and other ranks find the run after that.
+        self._census = DeviceCensus(store, self._device, self._world_size)
+        if self._parent is None:
+            ranks_group.publish_run(job_store, self._key)
+            return store
+        pauses = ranks_group.pauses()
+        has_plan = _has_plan(self._key.logging_rank)
+        while (run := ranks_group.find_run(job_store, self._key, self._rank, has_plan)) is None:
+            if self._is_given_up.wait(next(pauses)):
+                raise FlopwatchError(f"nothing has come from rank {self._key.logging_rank}")
+            self._look_at_devices()
+        store = ranks_group.join_run(job_store, run, self._rank)
+        if run != self._key.run:
+            self._census = DeviceCensus(store, self._device, self._world_size)
+        return store
 
     def _pass_plan_on(self, store: Any, group: Any) -> None:
         if self._parent is None:
@@ -180,6 +204,7 @@ class RankLink:
                 self._send(group, child, len(message).to_bytes(_LENGTH_BYTES, "little"), _PLAN_TAG)
                 self._send(group, child, message, _PLAN_TAG)
                 missing.remove(child)
+            self.absent = tuple(sorted(missing))
             if not missing or time.monotonic() > ends or self._is_given_up.wait(pause):
                 break
         self._children = [child for child in self._children if child not in missing]

@@ -1,8 +1,8 @@
 """What becomes of a thread that is inside torch when the process ends.
 
-Before Python 3.14 a thread that comes back into an interpreter that is being taken down is ended by `pthread_exit`,
-which C++ answers with `std::terminate`: the whole process aborts, after a training that went well. From 3.14 on Python
-has such a thread pause for ever (https://github.com/python/cpython/pull/105805). Here ours does so earlier.
+Before Python 3.14, a thread that returns to an interpreter that is shutting down is ended by `pthread_exit`. C++
+answers that with `std::terminate`, so the whole process would abort after a training that went well. Python 3.14 lets
+such a thread pause forever (https://github.com/python/cpython/pull/105805); `park` does the same for older versions.
 """
 
 import ctypes

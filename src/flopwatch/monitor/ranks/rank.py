@@ -18,8 +18,11 @@ from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
 from flopwatch.monitor.ranks.shared_devices import device_identity, ranks_by_launcher
 from flopwatch.monitor.window import SettledStep
 
-_monitors_of: Counter[str] = Counter()
-"""Of each log, in this process: ranks meet under the same name and number."""
+_runs_of: Counter[int] = Counter()
+"""Runs that monitors of this process have joined, by their logging rank."""
+_runs_in: Counter[str] = Counter()
+"""The same, by the path of the log."""
+_known_logs: set[str] = set()
 _MOST_INCOMPLETE = 200
 """Windows the logging rank keeps while it waits for the others; beyond that it goes on alone."""
 
@@ -55,16 +58,14 @@ class Rank:
         self._incomplete: deque[list[SettledStep]] = deque()
 
     def start(self, log: str, device: torch.device) -> None:
-        """Look for the other ranks of the run with this log; nobody waits for them."""
+        """Look for the other ranks of this run; the training does not wait for them."""
         self._device_type = device.type
-        _monitors_of[log] += 1
         if self.world_size == 1:
             return
         if not group.is_possible():
             self._tell(*notices.ranks_unknown(self.rank, self.world_size))
             return
-        name, identity = f"{log}/{_monitors_of[log]}", device_identity(device)
-        self.link = RankLink(name, self.rank, self.world_size, self._logging_rank, identity)
+        self.link = RankLink(_run_key(self._logging_rank, log), self.rank, self.world_size, device_identity(device))
         if self.own_time is not None:
             self._hold_ups = HoldUps(self.own_time)
 
@@ -148,7 +149,12 @@ class Rank:
         """Nothing more comes from this rank; wait for the others, but not for ever."""
         if self._hold_ups is not None:
             self._hold_ups.stop()
-        if self.link is not None and not self.link.finish(seconds) and self.is_logging:
+        if self.link is None:
+            return
+        is_in_time = self.link.finish(seconds)
+        if self.is_logging and self.link.absent:
+            self._tell(*notices.ranks_absent(self.link.absent))
+        elif self.is_logging and not is_in_time:
             self._tell(*notices.ranks_late(seconds))
 
     def leave(self) -> None:
@@ -167,6 +173,14 @@ class Rank:
     def _steps_up_to(self, last_step: int) -> Iterator[SettledStep]:
         while self._incomplete and self._incomplete[0][-1].measured.step <= last_step:
             yield from self._incomplete.popleft()
+
+
+def _run_key(logging_rank: int, log: str) -> group.RunKey:
+    _runs_of[logging_rank] += 1
+    _runs_in[log] += 1
+    numbered = f"{log}/{_runs_in[log]}"
+    _known_logs.add(numbered)
+    return group.RunKey(logging_rank, _runs_of[logging_rank], numbered, _known_logs)
 
 
 def window_steps(step_seconds: float | None, log_every: int, log_seconds: float) -> int:
