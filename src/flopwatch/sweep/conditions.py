@@ -3,11 +3,9 @@
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Annotated, Any
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import IMAGE_PRESETS, PRESETS
@@ -27,10 +25,9 @@ _PART = re.compile(r"\s*([A-Za-z_.]+)\s*(<=|>=|!=|<|>|==?)\s*(\S+)\s*")
 _FIELDS = {field.name for field in fields(TrialSpec)}
 
 
-class Condition(BaseModel):
+@dataclass(frozen=True)
+class Condition:
     """Parts as (field, comparison, value)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     parts: tuple[tuple[str, str, str], ...]
 
@@ -39,12 +36,12 @@ class Condition(BaseModel):
 
 
 def parse_condition(text: Any) -> Any:
-    """
-    >>> condition = Condition(**parse_condition("trainer=ghost seq_len>=1024"))
-    >>> condition.holds_for(TrialSpec("ghost", "tiny", 4, 2048))
+    """Read a condition from text or from a mapping; anything else is returned unchanged for pydantic to refuse.
+
+    >>> parse_condition("trainer=ghost seq_len>=1024").holds_for(TrialSpec("ghost", "tiny", 4, 2048))
     True
     """
-    if isinstance(text, dict) and "parts" not in text:
+    if isinstance(text, dict):
         text = " ".join(f"{key}{value if str(value)[:1] in '<>!' else f'={value}'}" for key, value in text.items())
     if not isinstance(text, str):
         return text
@@ -59,7 +56,7 @@ def parse_condition(text: Any) -> Any:
         parts.append((name, found[2].replace("==", "="), found[3]))
     if not parts:
         raise InputError("an empty condition in `exclude` would leave out everything; write `batch_size>8`, or none")
-    return {"parts": tuple(parts)}
+    return Condition(tuple(parts))
 
 
 def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
@@ -107,5 +104,3 @@ _KNOWN = {
     "dtype": ("fp32", "bf16", "fp16"),
     "device": ("cpu", "cuda"),
 }
-
-ConditionText = Annotated[Condition, BeforeValidator(parse_condition)]

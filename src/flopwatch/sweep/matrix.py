@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.plain_text import cut
-from flopwatch.sweep.conditions import Condition, ConditionText, check_conditions
+from flopwatch.sweep.conditions import Condition, check_conditions, parse_condition
 from flopwatch.sweep.durations import parse_seconds
 from flopwatch.sweep.names import check_label
 from flopwatch.sweep.privacy_settings import PrivacySettings, check_privacy_used
@@ -113,7 +113,7 @@ class Matrix(BaseModel):
     privacy: PrivacySettings | None = None
     trace: bool = True
     limits: LimitSettings = LimitSettings()
-    exclude: list[ConditionText] = []
+    exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = []
     retries: Annotated[int, Field(ge=0)] = 2
     retry_on: Annotated[list[str], Several] = []
     budget: Annotated[float | None, BeforeValidator(parse_seconds)] = None
@@ -132,7 +132,6 @@ _INNER: dict[str, type[BaseModel]] = {
     "trainers": TrainerEntry,
     "limits": LimitSettings,
     "privacy": PrivacySettings,
-    "exclude": Condition,
 }
 """Settings that have settings of their own."""
 

@@ -1,7 +1,7 @@
 """A job that Slurm runs again by itself, after `scontrol requeue`, preemption or the death of its node.
 
-The second run finds the first one's claim on the trial, and often a result that says `cancelled`, because Slurm stopped
-the first supervisor. No runner need be alive. Standard library only, like the supervisor.
+The second run finds the first one's claim on the trial, and often a result that says `cancelled`, because Slurm
+stopped the first supervisor. No runner need be alive. Standard library only, like the supervisor.
 """
 
 import os
