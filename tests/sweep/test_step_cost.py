@@ -178,3 +178,32 @@ def test_a_trainer_that_fails_while_it_is_counted_keeps_the_model_flops():
 
     assert (cost.model_flops, cost.hardware_flops) == (FORWARD + BACKWARD, None)
     assert cost.notes == ("what the trainer executes could not be counted: out of luck",)
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("error", [UnprintableError(), RuntimeError("x" * 10_000_000)])
+def test_what_a_trainer_says_when_it_fails_costs_no_more_than_its_own_flops(error):
+    class Failing(Mine):
+        def update(self):
+            raise error
+
+    batch = trial_batch(Perceptron(), B, T, 0, "cpu")
+    cost = count_step(Failing(Perceptron(), None), Perceptron(), batch)
+
+    assert (cost.model_flops, cost.hardware_flops) == (FORWARD + BACKWARD, None)
+    assert len(cost.notes[0]) < 1000
+
+
+def test_a_trainer_with_slots_is_counted():
+    class Slotted:
+        __slots__ = ("model",)
+        __init__, forward, backward, update = Mine.__init__, Mine.forward, Mine.backward, Mine.update
+
+    batch = trial_batch(Perceptron(), B, T, 0, "cpu")
+    cost = count_step(Slotted(Perceptron(), None), Perceptron(), batch)
+
+    assert cost.hardware_flops == 2 * (FORWARD + BACKWARD)

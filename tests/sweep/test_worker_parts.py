@@ -1,6 +1,8 @@
 """Parts of the worker that need no trial: what an exception means, how a step is timed, what its files add up to."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,9 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.sweep import worker_clock
 from flopwatch.sweep.assemble import assemble
 from flopwatch.sweep.heartbeat import Heartbeat, Progress, read_progress
+from flopwatch.sweep.rank_worker import lost_peer
 from flopwatch.sweep.tree_memory import HostPeak
+from flopwatch.sweep.worker import print_exception
 from flopwatch.sweep.worker_clock import peak_bytes, reset_peak, timed_step
 from flopwatch.sweep.worker_exception import describe_exception, outcome_of
 from flopwatch.testing import FakeClock
@@ -96,6 +100,58 @@ def test_an_exception_that_is_its_own_context_ends_the_search():
     error.__context__ = KeyError("b")
     error.__context__.__context__ = error
     assert outcome_of(error) == "error"
+
+
+class UnprintableError(Exception):
+    def __repr__(self):
+        raise RuntimeError("no")
+
+    __str__ = __repr__
+
+
+class CountsItsExceptionsError(Exception):
+    """An attribute of the name that exception groups have, with something else in it."""
+
+    def __init__(self, exceptions):
+        self.exceptions = exceptions
+
+
+class RaisingPropertyError(Exception):
+    @property
+    def exceptions(self):
+        raise KeyError("no")
+
+
+@pytest.mark.parametrize("error", [
+    CountsItsExceptionsError(3),
+    CountsItsExceptionsError(["no exception"]),
+    RaisingPropertyError(),
+    SystemExit(UnprintableError()),
+])  # fmt: skip
+def test_an_exception_of_an_odd_make_is_still_described(error):
+    assert describe_exception(raised(error))["type"] == type(error).__name__
+
+
+def test_out_of_memory_is_found_behind_an_exception_of_an_odd_make():
+    odd = CountsItsExceptionsError(["no exception"])
+    odd.__cause__ = MemoryError()
+    assert outcome_of(odd) == "oom_host"
+
+
+def test_an_exception_that_cannot_be_printed_is_no_lost_peer():
+    assert lost_peer(RuntimeError(UnprintableError())) is False
+
+
+@pytest.mark.parametrize("harm", ["sys.stdout.close()", "sys.stderr = None", "sys.stdout = 3"])
+def test_a_trial_that_closed_its_output_leaves_with_its_own_status(harm):
+    code = f"import sys; from flopwatch.sweep.worker import leave; {harm}; leave(7)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 7
+
+
+def test_a_hook_for_exceptions_that_raises_does_not_keep_the_trial_from_its_end(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda *error: {}["a mistake of the hook"])
+    error = raised(ValueError("the trial's own"))
+    print_exception(error, describe_exception(error))
 
 
 def test_a_description_is_json():

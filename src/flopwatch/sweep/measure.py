@@ -1,5 +1,6 @@
 """What is measured in a trial, phase by phase."""
 
+import contextlib
 import json
 import os
 import random
@@ -133,11 +134,9 @@ class _TrialRun:
         except (Exception, SystemExit) as error:
             if self._ranks.size > 1:  # the others would wait for this process in the next collective
                 raise
-            sys.stderr.write(traceback_of(error))
+            with contextlib.suppress(Exception):  # the trainer may have closed or replaced it
+                sys.stderr.write(traceback_of(error))
             self._note_missing(phase, f"{type(error).__name__}: {message_of(error)[:300]}")
-            if self._ranks.size > 1:  # the others would wait for this one; the steps are safe, so the trial may end
-                self.save()
-                raise
         self.save()
 
     def _note_missing(self, phase: str, why: str) -> None:

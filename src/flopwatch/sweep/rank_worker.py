@@ -3,6 +3,7 @@
 As `worker.py`, with files of its own, and with the word whether an exception may only follow another process's death.
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -15,7 +16,8 @@ from flopwatch.sweep.assemble import of_rank
 from flopwatch.sweep.first_cause import exception_file
 from flopwatch.sweep.heartbeat import FILE, Heartbeat
 from flopwatch.sweep.process_tree import die_with_parent
-from flopwatch.sweep.worker_exception import describe_exception
+from flopwatch.sweep.worker import leave
+from flopwatch.sweep.worker_exception import describe_exception, message_of
 from flopwatch.sweep.worker_process import STACKS
 from flopwatch.trial_files import read_json, write_json
 from flopwatch.trial_records import TrialSpec
@@ -43,7 +45,8 @@ def main(trial_dir: Path) -> int:
     except BaseException as error:
         content = {**describe_exception(error), "rank": rank, "unix_time": time.time(), "lost_peer": lost_peer(error)}
         write_json(trial_dir / exception_file(rank), content)
-        sys.stderr.write(str(content["traceback"]))
+        with contextlib.suppress(Exception):  # the trainer may have closed or replaced it
+            sys.stderr.write(str(content["traceback"]))
         code = error.code if isinstance(error, SystemExit) else 1
         return code if isinstance(code, int) else 1
     return 0
@@ -53,11 +56,8 @@ def lost_peer(error: BaseException) -> bool:
     """Whether it says no more than that another process could not be reached."""
     if any(base.__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") for base in type(error).__mro__):
         return True
-    return type(error) is RuntimeError and any(words in str(error) for words in _LOST_PEER)
+    return type(error) is RuntimeError and any(words in message_of(error) for words in _LOST_PEER)
 
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(main(Path(sys.argv[1])))

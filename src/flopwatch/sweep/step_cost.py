@@ -12,12 +12,14 @@ from flopwatch.flops.count import count_flops
 from flopwatch.flops.counter import CountingMode
 from flopwatch.flops.replica import ModuleStack
 from flopwatch.flops.undisturbed import undisturbed
+from flopwatch.plain_text import cut
 from flopwatch.records import AttentionConvention, FlopCount
 from flopwatch.sweep.trainers.losses import forward_inputs, own_loss, takes_labels
 from flopwatch.sweep.trainers.micro_batches import micro_batches
 from flopwatch.sweep.trainers.protocol import Trainer
 from flopwatch.sweep.trainers.standard import StandardTrainer
 from flopwatch.sweep.training_step import run_step, step_parts
+from flopwatch.sweep.worker_exception import first_line, message_of
 from flopwatch.trial_records import StepCost
 
 
@@ -48,7 +50,9 @@ def count_step(
     try:
         cost = _cost_of(count_plain(model, batch, attention))
     except FlopwatchError as error:
-        cost = StepCost(attention=attention, notes=(f"the model's FLOPs could not be counted: {error}",))
+        cost = StepCost(
+            attention=attention, notes=(f"the model's FLOPs could not be counted: {cut(message_of(error))}",)
+        )
     if type(trainer) is StandardTrainer and len(batches) == 1:
         return cost
     cost = replace(cost, hardware_flops=None)
@@ -57,8 +61,7 @@ def count_step(
     try:
         executed = count_executed(trainer, batches, attention)
     except Exception as error:  # a user's trainer may raise anything, and the rest of the trial is measured already
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return _noted(cost, f"what the trainer executes could not be counted: {said}")
+        return _noted(cost, f"what the trainer executes could not be counted: {first_line(error)}")
     return _with_executed(cost, executed)
 
 
@@ -78,7 +81,7 @@ def count_executed(
     """Everything one step of the trainer runs on its micro-batches, its update included; None where compiled code
     hides it.
     """
-    if any(map(_is_compiled, vars(trainer).values())):
+    if any(map(_is_compiled, _attributes(trainer))):
         return None
     mode = CountingMode(ModuleStack(), attention)
     devices = {value.device for value in batches[0].values() if isinstance(value, torch.Tensor)}
@@ -122,6 +125,11 @@ def _with_executed(cost: StepCost, executed: FlopCount | None) -> StepCost:
 
 def _noted(cost: StepCost, note: str) -> StepCost:
     return replace(cost, notes=(*cost.notes, note))
+
+
+def _attributes(trainer: Trainer) -> list[Any]:
+    names = [*getattr(trainer, "__dict__", ()), *getattr(trainer, "__slots__", ())]
+    return [getattr(trainer, name, None) for name in names]
 
 
 def _is_compiled(value: Any) -> bool:

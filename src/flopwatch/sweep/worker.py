@@ -4,6 +4,7 @@ Phases: import, build, warmup, measure, memory, flops, privacy, trace. What is k
 that an end at any moment keeps what was measured.
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -33,18 +34,28 @@ def main(trial_dir: Path) -> int:
     except BaseException as error:
         content = describe_exception(error)
         write_json(trial_dir / "exception.json", content)
-        if len(content["message"]) < len(message_of(error)):
-            sys.stderr.write(content["traceback"])  # a message of 50 MB would be all of the log
-        else:
-            sys.excepthook(type(error), error, error.__traceback__)
+        print_exception(error, content)
         code = error.code if isinstance(error, SystemExit) else 1
         return code if isinstance(code, int) else 1
     return 0
 
 
-if __name__ == "__main__":
-    # Threads a user's trainer left running must not keep a finished trial alive.
-    status = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
+def print_exception(error: BaseException, content: dict[str, Any]) -> None:
+    """To the log; the trial's end must not depend on a hook or a stream that its trainer replaced or closed."""
+    with contextlib.suppress(Exception):
+        if len(content["message"]) < len(message_of(error)):
+            sys.stderr.write(content["traceback"])  # a message of 50 MB would be all of the log
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+
+
+def leave(status: int) -> None:
+    """End this process at once: threads that a trainer left running must not keep a finished trial alive."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the trainer may have closed or replaced it
+            stream.flush()
     os._exit(status)
+
+
+if __name__ == "__main__":
+    leave(main(Path(sys.argv[1])))

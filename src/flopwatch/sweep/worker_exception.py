@@ -25,9 +25,21 @@ def describe_exception(error: BaseException) -> dict[str, Any]:
     }
     if isinstance(error, SystemExit):
         is_number = error.code is None or isinstance(error.code, int)
-        content["message"] = cut(f"left by sys.exit({error.code!r})")
+        content["message"] = cut(f"left by sys.exit({_repr(error.code)})")
         content["exit_code"] = error.code if is_number else content["message"]
     return content
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # the value's own __repr__ may raise anything
+        return f"<{type(value).__name__}>"
+
+
+def first_line(error: BaseException, most: int = 300) -> str:
+    """The first line of its message, cut; its type where there is no message."""
+    return cut((message_of(error).strip() or type(error).__name__).splitlines()[0], most)
 
 
 def message_of(error: BaseException) -> str:
@@ -66,10 +78,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(link))
         yield link
-        waiting += getattr(link, "exceptions", ())  # of an exception group, which Python 3.10 has not
+        waiting += _members(link)
         before = link.__cause__ if link.__suppress_context__ else link.__cause__ or link.__context__
         if before is not None:
             waiting.append(before)
+
+
+def _members(error: BaseException) -> list[BaseException]:
+    """The exceptions of an exception group. By its attribute, because Python 3.10 has no class for it; a user's own
+    exception may have an attribute of that name with anything in it.
+    """
+    try:
+        members = list(getattr(error, "exceptions", ()))
+    except Exception:
+        return []
+    return [member for member in members if isinstance(member, BaseException)]
 
 
 def _memory_outcome(error: BaseException) -> Outcome | None:

@@ -117,7 +117,7 @@ def test_a_node_that_does_not_see_the_folder_sends_the_files_back(tmp_path, monk
     trials = contract.make_trials(tmp_path, "echo hello; pwd > {trial_dir}/where", "echo hello; exit 5")
     engine = RayEngine()
     engine.open(tmp_path, [])
-    (tmp_path / ray_task.TOKEN).write_text("of somebody else")
+    (tmp_path / ray_task.FOLDER_TOKEN).write_text("of somebody else")
     contract.run_all(engine, trials)
     engine.close()
     assert [contract.outcome(trial) for trial in trials] == ["ok", "error"]
@@ -135,7 +135,7 @@ def test_a_file_too_large_to_travel_is_named_in_the_result_and_the_logs_end_come
     (trial,) = contract.make_trials(tmp_path, big)
     engine = RayEngine()
     engine.open(tmp_path, [])
-    (tmp_path / ray_task.TOKEN).write_text("of somebody else")
+    (tmp_path / ray_task.FOLDER_TOKEN).write_text("of somebody else")
     (evidence,) = contract.run_all(engine, [trial]).values()
     engine.close()
     result = read_result(contract.folder_of(trial) / "result.json")

@@ -1,10 +1,12 @@
 """What every engine does: place supervisors, and say when they have ended. How a trial ended is in its files."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from flopwatch.plain_text import cut
 from flopwatch.trial_records import TrialSpec
 
 
@@ -40,11 +42,37 @@ class Ended:
     Attributes:
         name: Of the trial.
         evidence: What the engine saw; the runner reads it when the supervisor left no `result.json`. Keys in use:
-            `exit_code`, `signal` (of the supervisor), `state` (Slurm's word), `error` (Ray's), `host`.
+            `exit_code`, `signal` (of the supervisor), `state` (Slurm's word), `error` (Ray's), `host`. Values that
+            JSON cannot hold are replaced by their text.
     """
 
     name: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # The runner writes the evidence to results.jsonl, and a user's own engine may put any object into it.
+        object.__setattr__(self, "evidence", _as_json(self.evidence))
+
+
+def _as_json(evidence: Any) -> dict[str, Any]:
+    if isinstance(evidence, Mapping):
+        return {_text(key): value if _is_json(value) else _text(value) for key, value in evidence.items()}
+    return {} if evidence is None else {"detail": _text(evidence)}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _text(value: Any) -> str:
+    try:
+        return cut(str(value))
+    except Exception:  # the value's own __str__ may raise anything
+        return type(value).__name__
 
 
 class Engine(Protocol):

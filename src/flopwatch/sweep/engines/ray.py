@@ -86,7 +86,7 @@ class RayEngine:
             self._opened.enter_context(in_environment(local_environment()))
         self._ray = import_ray()
         self._connect()
-        (sweep / ray_task.TOKEN).write_text(self._token)
+        (sweep / ray_task.FOLDER_TOKEN).write_text(self._token)
         self._remote = self._ray.remote(max_calls=1, max_retries=0, retry_exceptions=False)(ray_task.run_trial)
         self._refresh_nodes()
         still_there = [trial for trial in unfinished if is_supervised(sweep, trial.name)]
@@ -271,7 +271,7 @@ class RayEngine:
     def close(self) -> None:
         """Leave the cluster; a Ray of our own ends."""
         if hasattr(self, "_sweep"):
-            (self._sweep / ray_task.TOKEN).unlink(missing_ok=True)
+            (self._sweep / ray_task.FOLDER_TOKEN).unlink(missing_ok=True)
         self._opened.close()
 
     def state(self) -> str:

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flopwatch.sweep.engines import ray_task
+from flopwatch.sweep.engines.ray_task import GUARD, Order, sees_the_sweep
 from flopwatch.sweep.job_messages import LISTENER, TOKEN, written
 from flopwatch.sweep.job_nodes import listener
 from flopwatch.trial_files import log_file, trial_folder
 
-_GUARD = Path(__file__).with_name("ray_guard.py")
 _LEAVE_SECONDS = 20.0
 
 
@@ -69,7 +68,7 @@ class AgentOrder:
         token: The secret it asks for.
     """
 
-    order: ray_task.Order
+    order: Order
     node: int
     address: str
     token: str
@@ -89,7 +88,7 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def placed_agents(order: ray_task.Order) -> Iterator[Meeting]:
+def placed_agents(order: Order) -> Iterator[Meeting]:
     """In the task of the first node: tasks for the others, which connect to the socket."""
     import ray
 
@@ -134,7 +133,7 @@ def _watch(references: Mapping[Any, int], meeting: Meeting) -> None:
 def run_agent(told: AgentOrder) -> None:
     """In the task of a further node: its agent, in the sweep's folder or in one of its own."""
     order = told.order
-    if ray_task.sees_the_sweep(order):
+    if sees_the_sweep(order):
         with log_file(Path(order.sweep), order.name).open("ab") as log:
             _run(told, trial_folder(Path(order.sweep), order.name), log)
         return
@@ -150,7 +149,7 @@ def _run(told: AgentOrder, trial_dir: Path, output: Any) -> None:
     order = told.order
     agent = [sys.executable, "-m", "flopwatch.sweep.node_agent", str(trial_dir), str(told.node), told.address]
     subprocess.call(
-        [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), *agent],
+        [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *agent],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

@@ -20,7 +20,8 @@ _STAND_IN = Path(__file__).with_name("no_amdsmi")
 def import_ray() -> Any:
     """Ray, also where `amdsmi` (zeus brings it) is installed without ROCm.
 
-    Importing such an amdsmi raises KeyError, and Ray's import catches ImportError only.
+    `import amdsmi` then raises KeyError, and `import ray` catches ImportError only, so it fails. Checked with ray 2.60
+    and amdsmi 7.0.2. Delete this, `is_amdsmi_broken` and the folder `no_amdsmi` once Ray catches every exception.
     """
     if "ray" not in sys.modules and is_amdsmi_broken():
         sys.modules["amdsmi"] = None  # type: ignore[assignment]

@@ -16,10 +16,10 @@ from typing import Any
 
 from flopwatch.trial_files import log_file, run_folder, trial_folder
 
-TOKEN = ".ray-token"
+FOLDER_TOKEN = ".ray-token"
 """In the sweep's folder; a node that reads the same token sees the same folder."""
 
-_GUARD = Path(__file__).with_name("ray_guard.py")
+GUARD = Path(__file__).with_name("ray_guard.py")
 SUPERVISOR = ("-m", "flopwatch.sweep.supervisor")
 
 _FILE_BYTES = 4 << 20
@@ -34,7 +34,7 @@ class Order:
     Attributes:
         sweep: The sweep's folder, as the runner sees it.
         name: The trial.
-        token: What TOKEN holds in that folder.
+        token: What FOLDER_TOKEN holds in that folder.
         spec: The content of `trials/NAME/spec.json`.
         cwd: Where the runner was started: trainers are imported from there.
         environment: Set for the trial.
@@ -76,7 +76,7 @@ def run_trial(order: Order) -> Returned:
 
 def sees_the_sweep(order: Order) -> bool:
     try:
-        return (Path(order.sweep) / TOKEN).read_bytes() == order.token.encode()
+        return (Path(order.sweep) / FOLDER_TOKEN).read_bytes() == order.token.encode()
     except OSError:
         return False
 
@@ -120,7 +120,7 @@ def _supervise_all(sweep: Path, order: Order) -> dict[str, Any]:
 def _supervise(sweep: Path, order: Order, sockets: Sequence[int] = ()) -> dict[str, Any]:
     attempt = str(json.loads(order.spec).get("attempt", ""))
     supervisor = [sys.executable, *SUPERVISOR, str(sweep), order.name, attempt]
-    guard = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
+    guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid())]
     with tempfile.TemporaryFile() as output:
         status = subprocess.call(
             [*guard, *supervisor],

@@ -1,11 +1,14 @@
 """Gradient checkpointing, switched on and seen."""
 
-from torch import nn
+from typing import TYPE_CHECKING
 
 from flopwatch.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def enable_checkpointing(model: nn.Module) -> None:
+
+def enable_checkpointing(model: "nn.Module") -> None:
     """Have the model run its blocks a second time in the backward pass instead of keeping what they computed."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
@@ -18,6 +21,6 @@ def enable_checkpointing(model: nn.Module) -> None:
         raise UnsupportedError(f"{type(model).__name__} cannot do gradient checkpointing: {error}") from error
 
 
-def is_checkpointing(model: nn.Module) -> bool:
+def is_checkpointing(model: "nn.Module") -> bool:
     """True where transformers, or the presets, have it switched on; a model's own code is not looked into."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
