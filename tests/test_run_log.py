@@ -205,9 +205,9 @@ def test_rows_of_a_log_that_is_not_there_are_none(tmp_path):
     assert list(rows_from_end(tmp_path / LOG)) == []
 
 
-@pytest.mark.parametrize("module", ["run_log.lines", "run_log.following", "explain_law"])
+@pytest.mark.parametrize("module", ["flopwatch.run_log.lines", "flopwatch.run_log.following", "flopwatch.explain_law"])
 def test_the_examples_in_the_docstrings_are_true(module):
-    result = doctest.testmod(import_module(f"flopwatch.{module}"))
+    result = doctest.testmod(import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
 

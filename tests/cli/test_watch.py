@@ -240,9 +240,9 @@ def test_a_curve_is_drawn_through_its_points():
     assert [line.strip() == "" for line in flat] == [True, False, True]
 
 
-@pytest.mark.parametrize("module", ["plots", "quantities", "watch_state"])
+@pytest.mark.parametrize("module", ["flopwatch.cli.plots", "flopwatch.cli.quantities", "flopwatch.cli.watch_state"])
 def test_the_examples_in_the_docstrings_are_true(module):
-    result = doctest.testmod(import_module(f"flopwatch.cli.{module}"))
+    result = doctest.testmod(import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
 
