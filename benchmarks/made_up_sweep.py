@@ -194,7 +194,7 @@ def _accident(spec: TrialSpec, chance: float) -> TrialResult:
             'Thread 0x7f3a (most recent call first):\n  File "threading.py", line 324 in wait\n  File "data.py", line 9'
         )
         return _ended(
-            spec, "hang", reason="no progress for 600 s", evidence={"who_killed": "no_progress", "signal": "SIGKILL"},
+            spec, "hang", reason="no progress for 600 s", evidence={"killed_by": "flopwatch", "signal": "SIGKILL"},
             phase="measure", step=7, stacks=stacks, log_tail="step 7", seconds=640.0,
         )  # fmt: skip
     message = f"expected a tensor of {spec.batch_size} samples on line {spec.seq_len} of /home/me/model.py"

@@ -346,7 +346,7 @@ class TrialResult:
         spec: Its configuration.
         outcome: One word.
         reason: One line for a person.
-        evidence: What the outcome rests on: `who_killed`, `exit_code`, `signal`, `exception`, `oom_kills`, `state`, ...
+        evidence: What the outcome rests on: `killed_by`, `exit_code`, `signal`, `exception`, `oom_kills`, `state`, ...
         phase: Where it was: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`, `privacy`, `trace`,
             `done`.
         step: The last step it began in that phase; None outside of steps.
