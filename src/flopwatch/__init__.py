@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from flopwatch.records import FlopCount, Peak, PhaseFlops, UncountedOp
 
 _HOME = {
-    "FlopCount": "records",
-    "FlopLaw": "flops.law",
-    "FlopwatchError": "errors",
-    "InputError": "errors",
-    "MeasurementError": "errors",
-    "MissingDependencyError": "errors",
-    "Peak": "records",
-    "PhaseFlops": "records",
-    "TrainingMonitor": "monitor.training_monitor",
-    "UncountedOp": "records",
-    "UntraceableError": "errors",
-    "calculate_mfu": "mfu",
-    "calculate_mfu_with_profiler": "mfu",
-    "calculate_precise_mfu": "monitor.precise",
-    "count_flops": "flops.count",
-    "fit_flops_law": "flops.fit",
-    "measure_peak": "hardware",
-    "peak_flops": "hardware",
-    "profile_model_flops": "mfu",
-    "register_formula": "flops.formulas",
+    "FlopCount": "flopwatch.records",
+    "FlopLaw": "flopwatch.flops.law",
+    "FlopwatchError": "flopwatch.errors",
+    "InputError": "flopwatch.errors",
+    "MeasurementError": "flopwatch.errors",
+    "MissingDependencyError": "flopwatch.errors",
+    "Peak": "flopwatch.records",
+    "PhaseFlops": "flopwatch.records",
+    "TrainingMonitor": "flopwatch.monitor.training_monitor",
+    "UncountedOp": "flopwatch.records",
+    "UntraceableError": "flopwatch.errors",
+    "calculate_mfu": "flopwatch.mfu",
+    "calculate_mfu_with_profiler": "flopwatch.mfu",
+    "calculate_precise_mfu": "flopwatch.monitor.precise",
+    "count_flops": "flopwatch.flops.count",
+    "fit_flops_law": "flopwatch.flops.fit",
+    "measure_peak": "flopwatch.hardware",
+    "peak_flops": "flopwatch.hardware",
+    "profile_model_flops": "flopwatch.mfu",
+    "register_formula": "flopwatch.flops.formulas",
 }
 
 __all__ = [
@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
         return import_module("flopwatch.report")
     if name not in _HOME:
         raise AttributeError(f"module 'flopwatch' has no attribute {name!r}")
-    return getattr(import_module(f"flopwatch.{_HOME[name]}"), name)
+    return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -78,8 +78,6 @@ class FlopCount:
         uncounted: The ops without a formula, with module and shapes.
         by_op: Executed FLOPs by op.
         by_module: Executed FLOPs by the innermost module that ran them; `""` is the model itself.
-        by_dtype: Executed FLOPs by the type the products ran in (`bf16`, `fp32`, `int8`, ...; fp32 also where the
-            device may take tf32 for it); empty where no op was seen.
         method: How the number was found.
         attention: Which pairs of positions count: all (`full`) or those not masked (`causal`).
         notes: What a reader must know before using the number: fallbacks, what could not be told.
@@ -88,6 +86,8 @@ class FlopCount:
         values_read: The same for values that Python has read, and may have decided with.
         mode_risks: Ops whose last bits may differ while a dispatch mode is on, so that a training with them is never
             counted as it runs.
+        by_dtype: Executed FLOPs by the type the products ran in (`bf16`, `fp32`, `int8`, ...; fp32 also where the
+            device may take tf32 for it); empty where no op was seen.
     """
 
     model_flops: int
@@ -102,11 +102,11 @@ class FlopCount:
     uncounted: tuple[UncountedOp, ...] = ()
     by_op: Mapping[str, PhaseFlops] = field(default_factory=dict, repr=False)
     by_module: Mapping[str, PhaseFlops] = field(default_factory=dict, repr=False)
-    by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
     steered_by: tuple[str, ...] = ()
     values_read: tuple[str, ...] = ()
     mode_risks: tuple[str, ...] = ()
+    by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict, repr=False)
 
     @property
     def is_lower_bound(self) -> bool:

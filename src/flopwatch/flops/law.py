@@ -260,7 +260,7 @@ class FlopLaw:
         self,
         documents: Documents,
         *,
-        longest: int,
+        longest: int | None = None,
         rows: int = 1,
         others: Sequence[tuple[str, int]] = (),
         image_grids: Sequence[Grid] | None = None,
@@ -269,13 +269,14 @@ class FlopLaw:
 
         Args:
             documents: How many, their tokens and squared lengths.
-            longest: The length of a row: what a step pays once, it pays for that.
+            longest: The length of a row: what a step pays once, it pays for that; None for one row without padding.
             rows: Rows they are packed into.
             others: Lengths of other sequences of each document.
             image_grids: All images in them; without it, each has the images of the example.
         """
         powers_of_main = (documents.count, documents.tokens, documents.squares)
-        once = StepShape(rows, longest, self._grids(image_grids, documents.count), tuple(others))
+        row_length = documents.tokens if longest is None else longest
+        once = StepShape(rows, row_length, self._grids(image_grids, documents.count), tuple(others))
 
         def amount(term: str) -> int:
             powers = exponents_of(term) if term not in _IMAGE_TERMS else {}

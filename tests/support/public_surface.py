@@ -1,0 +1,183 @@
+"""Collects the public surface of the installed flopwatch as data: names, parameters, flags, keys.
+
+`python -m support.public_surface ROOT` prints it as JSON; ROOT is the checkout whose docs name the deep imports.
+"""
+
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ENVIRONMENT = re.compile(r"\bFLOPWATCH_[A-Z_]+\b")
+REFERENCE = re.compile(r"^::: (flopwatch[\w.]*)", re.MULTILINE)
+DEEP_IMPORT = re.compile(r"^\s*from (flopwatch\.[\w.]+) import ([\w, ]+)", re.MULTILINE)
+DOTTED = re.compile(r"`(flopwatch\.[a-z_]+(?:\.\w+)+)")
+
+
+def collect(root: Path) -> dict[str, Any]:
+    """The surface of the flopwatch that is imported; `root` holds the documents that name parts of it."""
+    import flopwatch
+
+    pages = _pages(root)
+    return {
+        "names": {name: describe(getattr(flopwatch, name)) for name in sorted(flopwatch.__all__)},
+        "documented": {name: describe(find(name)) for name in documented_names(pages)},
+        "commands": _commands(),
+        "sweep_keys": _sweep_keys(),
+        "settings": _settings(),
+        "metrics": sorted(_metrics()),
+        "environment": sorted({name for text in pages.values() for name in ENVIRONMENT.findall(text)}),
+        "words": _words(),
+    }
+
+
+def documented_names(pages: dict[str, str]) -> list[str]:
+    """Modules and names below `flopwatch` that a page mentions, shows in an import, or has in the reference."""
+    found = set()
+    for text in pages.values():
+        found.update(REFERENCE.findall(text))
+        found.update(DOTTED.findall(text))
+        for module, names in DEEP_IMPORT.findall(text):
+            found.update(f"{module}.{name.strip()}" for name in names.split(","))
+    return sorted(name for name in found if _exists(name))
+
+
+def find(dotted: str) -> Any:
+    """The module or object of this dotted name."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:length]))
+        except ModuleNotFoundError as error:
+            if not dotted.startswith(str(error.name)):
+                raise
+            continue
+        for name in parts[length:]:
+            found = getattr(found, name)
+        return found
+    raise ModuleNotFoundError(dotted)
+
+
+def describe(found: Any) -> Any:
+    """A module's public names, a class's parameters and members, a function's parameters; otherwise the type."""
+    if isinstance(found, ModuleType):
+        return {name: describe(value) for name, value in sorted(vars(found).items()) if _is_own(found, name, value)}
+    if inspect.isclass(found):
+        members = [name for name in dir(found) if not name.startswith("_") and not hasattr(BaseException, name)]
+        members += getattr(found, "model_fields", {})
+        members += [field.name for field in dataclasses.fields(found)] if dataclasses.is_dataclass(found) else []
+        shown = {
+            name: parameters(getattr(found, name))
+            for name in sorted(set(members) - _OF_PYDANTIC)
+            if inspect.isroutine(getattr(found, name, None))
+        }
+        return {"parameters": parameters(found), "attributes": sorted(set(members) - _OF_PYDANTIC), "methods": shown}
+    if inspect.isroutine(found):
+        return {"parameters": parameters(found)}
+    return type(found).__name__
+
+
+def parameters(function: Any) -> list[str]:
+    """Such as `["model", "batch", "*", "loss_fn="]`; a name with `=` has a default."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return []
+    shown, is_keyword_only = [], False
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword_only:
+            shown.append("*")
+        is_keyword_only = is_keyword_only or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        shown.append(f"{star}{parameter.name}{'' if parameter.default is parameter.empty else '='}")
+    return shown
+
+
+def _pages(root: Path) -> dict[str, str]:
+    files = [*root.glob("README*.md"), *root.glob("docs/*.md"), *root.glob("examples/*.py")]
+    return {file.name: file.read_text(encoding="utf-8") for file in sorted(files)}
+
+
+def _exists(dotted: str) -> bool:
+    try:
+        find(dotted)
+    except (ModuleNotFoundError, AttributeError):
+        return False
+    return True
+
+
+def _is_own(module: ModuleType, name: str, value: Any) -> bool:
+    """Whether the module defines it; constants have no `__module__`, so those in capitals count as its own."""
+    if name.startswith("_") or isinstance(value, ModuleType):
+        return False
+    if name in getattr(module, "__all__", ()):
+        return True
+    return getattr(value, "__module__", None) == module.__name__ if not name.isupper() else True
+
+
+def _commands() -> dict[str, list[str]]:
+    import typer.main
+
+    from flopwatch.cli.app import app
+
+    group: Any = typer.main.get_command(app)
+    commands = {"": group, **group.commands}
+    return {
+        name: sorted(
+            spelling
+            for parameter in command.params
+            for spelling in (*parameter.opts, *parameter.secondary_opts)
+            if spelling.startswith("-") and spelling != "--help"
+        )
+        for name, command in sorted(commands.items())
+    }
+
+
+def _sweep_keys() -> dict[str, list[str]]:
+    matrix = find("flopwatch.sweep.matrix.Matrix")
+    inner = {
+        "limits": find("flopwatch.sweep.matrix.LimitSettings"),
+        "trainers": find("flopwatch.sweep.matrix.TrainerEntry"),
+    }
+    return {"": _spellings(matrix), **{name: _spellings(model) for name, model in inner.items()}}
+
+
+def _spellings(model: Any) -> list[str]:
+    found = set()
+    for name, field in model.model_fields.items():
+        found.update([name, *getattr(field.validation_alias, "choices", ())])
+    return sorted(found)
+
+
+def _settings() -> dict[str, Any]:
+    config = find("flopwatch.monitor.config")
+    return {
+        "settings": sorted(config.MonitorConfig.model_fields),
+        "spellings": dict(sorted(find("flopwatch.monitor.spellings.SPELLINGS").items())),
+        "presets": sorted(config.PRESETS),
+    }
+
+
+def _metrics() -> list[str]:
+    metrics = find("flopwatch.metrics")
+    return [*metrics.METRICS, *(metric.key for metric in metrics._OF_DATASETS.values()), metrics.STEP_KEY]
+
+
+def _words() -> dict[str, list[str]]:
+    from typing import get_args
+
+    return {
+        "outcomes": sorted(get_args(find("flopwatch.trial_records.Outcome"))),
+        "modes": sorted(get_args(find("flopwatch.monitor.config.ModeName"))),
+    }
+
+
+_OF_PYDANTIC = set(dir(import_module("pydantic").BaseModel))
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(collect(Path(sys.argv[1])), indent=1, sort_keys=True) + "\n")
