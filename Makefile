@@ -40,41 +40,41 @@ docs: install
 
 # The tables that stand in the docs, written there by the command; other tools go into a venv of their own.
 bench: install
-	$(BIN)/python benchmarks/accuracy.py
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/accuracy/accuracy_table.py
+	$(BIN)/python benchmarks/overhead/monitor_overhead.py
 
 # Too long for CI; figures go into docs/accuracy.md, overhead.md, sweep.md, ranks.md and scale.md.
 campaign: install
-	$(BIN)/python benchmarks/more_architectures.py
+	$(BIN)/python benchmarks/accuracy/more_architectures.py
 	PYTHONPATH=src:benchmarks $(BIN)/python -m zoo
-	$(BIN)/python benchmarks/start_cost.py
-	$(BIN)/python benchmarks/loops_table.py
+	$(BIN)/python benchmarks/startup/start_cost.py
+	$(BIN)/python benchmarks/pages/loops_table.py
 	FLOPWATCH_TEST_SHAPES=50 $(PYTEST) tests/flops/test_law.py
-	$(BIN)/python benchmarks/kills.py --kills 50
-	$(BIN)/python benchmarks/long_run.py --calls 2000000
-	$(BIN)/python benchmarks/sweep_scale.py --trials 10000
-	$(BIN)/python benchmarks/sweep_isolation.py --trials 1000
-	$(BIN)/python benchmarks/sweep_campaign.py
-	$(BIN)/python benchmarks/folder_corruptions.py --count 200
-	$(BIN)/python benchmarks/hostile_words.py 500
-	for engine in local slurm ray; do $(BIN)/python benchmarks/never_twice.py --engine $$engine --kills 20; done
-	$(BIN)/python benchmarks/nfs_sweep.py --seconds 60
-	$(BIN)/python benchmarks/sweep_week.py --trials 20000
-	$(BIN)/python benchmarks/sweep_memory.py
-	$(BIN)/python benchmarks/many_processes.py --engines local slurm ray
+	$(BIN)/python benchmarks/reliability/kills.py --kills 50
+	$(BIN)/python benchmarks/reliability/long_run.py --calls 2000000
+	$(BIN)/python benchmarks/sweeps/scale.py --trials 10000
+	$(BIN)/python benchmarks/sweeps/isolation.py --trials 1000
+	$(BIN)/python benchmarks/sweeps/campaign.py
+	$(BIN)/python benchmarks/reliability/folder_corruptions.py --count 200
+	$(BIN)/python benchmarks/hostile/hostile_words.py 500
+	for engine in local slurm ray; do $(BIN)/python benchmarks/reliability/never_twice.py --engine $$engine --kills 20; done
+	$(BIN)/python benchmarks/sweeps/nfs_sweep.py --seconds 60
+	$(BIN)/python benchmarks/sweeps/week.py --trials 20000
+	$(BIN)/python benchmarks/sweeps/memory.py
+	$(BIN)/python benchmarks/sweeps/many_processes.py --engines local slurm ray
 	FLOPWATCH_LONG=1 $(BIN)/pytest tests/sweep/engines tests/sweep/test_privacy.py
-	$(BIN)/python benchmarks/ranks_overhead.py
-	$(BIN)/python benchmarks/ranks_overhead.py --link
-	$(BIN)/python benchmarks/ranks_growth.py
-	$(BIN)/python benchmarks/straggler_ranks.py
-	$(BIN)/python benchmarks/elastic.py
-	$(BIN)/python benchmarks/disturbed_ranks.py
+	$(BIN)/python benchmarks/ranks/rank_overhead.py
+	$(BIN)/python benchmarks/ranks/rank_overhead.py --link
+	$(BIN)/python benchmarks/ranks/growth.py
+	$(BIN)/python benchmarks/ranks/straggler_ranks.py
+	$(BIN)/python benchmarks/ranks/elastic_job.py
+	$(BIN)/python benchmarks/ranks/disturbed_ranks.py
 
 pictures: install
-	$(BIN)/python benchmarks/accuracy.py
-	$(BIN)/python benchmarks/monitor_tables.py
-	$(BIN)/python benchmarks/screens.py
-	$(BIN)/python benchmarks/sweep_pictures.py
+	$(BIN)/python benchmarks/accuracy/accuracy_table.py
+	$(BIN)/python benchmarks/pages/monitor_tables.py
+	$(BIN)/python benchmarks/pages/screens.py
+	$(BIN)/python benchmarks/pages/sweep_pictures.py
 
 clean:
 	rm -rf site build dist .mypy_cache .ruff_cache .pytest_cache

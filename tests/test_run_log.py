@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.make_run_log import Accounts, Story, session, summary_of, to_line, write_log, write_run
 from flopwatch.errors import InputError
-from flopwatch.run_log import LogFollower, NoLogError, find_log, read_around, read_log, rows_from_end, step_cells
-from flopwatch.run_log.lines import lines_from_end
-from flopwatch.run_records import FORMAT, Notice, Provenance, Row, RunStart, Summary
+from flopwatch.records.run import FORMAT, Notice, Provenance, Row, RunStart, Summary
+from flopwatch.runs import LogFollower, NoLogError, find_log, read_around, read_log, rows_from_end, step_cells
+from flopwatch.runs.lines import lines_from_end
+from support.make_run_log import Accounts, Story, session, summary_of, to_line, write_log, write_run
 
 LOG = "training_log.jsonl"
 
@@ -205,7 +205,7 @@ def test_rows_of_a_log_that_is_not_there_are_none(tmp_path):
     assert list(rows_from_end(tmp_path / LOG)) == []
 
 
-@pytest.mark.parametrize("module", ["flopwatch.run_log.lines", "flopwatch.run_log.following", "flopwatch.explain_law"])
+@pytest.mark.parametrize("module", ["flopwatch.runs.lines", "flopwatch.runs.following", "flopwatch.runs.explain_law"])
 def test_the_examples_in_the_docstrings_are_true(module):
     result = doctest.testmod(import_module(module))
     assert result.attempted > 0
@@ -336,8 +336,8 @@ def test_a_follower_begins_again_with_a_new_file(tmp_path, how):
 
 
 def test_a_long_backlog_is_thinned_but_only_rows_and_not_the_newest(tmp_path, monkeypatch):
-    monkeypatch.setattr("flopwatch.run_log.following.MOST_ROWS", 50)
-    monkeypatch.setattr("flopwatch.run_log.following.WHOLE_BYTES", 10_000)
+    monkeypatch.setattr("flopwatch.runs.following.MOST_ROWS", 50)
+    monkeypatch.setattr("flopwatch.runs.following.WHOLE_BYTES", 10_000)
     said = Notice(5, "info", "code", "message")
     rows = [row(10 * index + 1, 10 * index + 10) for index in range(3000)]
     path = write(tmp_path, start(), *rows[:1500], said, *rows[1500:], Summary(30_000, 1.0))

@@ -33,7 +33,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy = tmp_path / "written"
     shutil.copytree(WRITTEN, copy)
     facts = json.loads((WRITTEN / "machine.json").read_text())
-    monkeypatch.setattr("flopwatch.sweep.environment.machine", lambda: facts)
+    monkeypatch.setattr("flopwatch.sweep.host.environment.machine", lambda: facts)
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -22,26 +22,25 @@ if TYPE_CHECKING:
     from flopwatch.flops.formulas import register_formula
     from flopwatch.flops.law import FlopLaw
     from flopwatch.hardware import measure_peak, peak_flops
-    from flopwatch.mfu import calculate_mfu, calculate_mfu_with_profiler, profile_model_flops
-    from flopwatch.monitor.precise import calculate_precise_mfu
+    from flopwatch.mfu import calculate_mfu, calculate_mfu_with_profiler, calculate_precise_mfu, profile_model_flops
     from flopwatch.monitor.training_monitor import TrainingMonitor
-    from flopwatch.records import FlopCount, Peak, PhaseFlops, UncountedOp
+    from flopwatch.records.flops import FlopCount, Peak, PhaseFlops, UncountedOp
 
 _HOME = {
-    "FlopCount": "flopwatch.records",
+    "FlopCount": "flopwatch.records.flops",
     "FlopLaw": "flopwatch.flops.law",
     "FlopwatchError": "flopwatch.errors",
     "InputError": "flopwatch.errors",
     "MeasurementError": "flopwatch.errors",
     "MissingDependencyError": "flopwatch.errors",
-    "Peak": "flopwatch.records",
-    "PhaseFlops": "flopwatch.records",
+    "Peak": "flopwatch.records.flops",
+    "PhaseFlops": "flopwatch.records.flops",
     "TrainingMonitor": "flopwatch.monitor.training_monitor",
-    "UncountedOp": "flopwatch.records",
+    "UncountedOp": "flopwatch.records.flops",
     "UntraceableError": "flopwatch.errors",
     "calculate_mfu": "flopwatch.mfu",
     "calculate_mfu_with_profiler": "flopwatch.mfu",
-    "calculate_precise_mfu": "flopwatch.monitor.precise",
+    "calculate_precise_mfu": "flopwatch.mfu",
     "count_flops": "flopwatch.flops.count",
     "fit_flops_law": "flopwatch.flops.fit",
     "measure_peak": "flopwatch.hardware",

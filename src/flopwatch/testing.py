@@ -15,11 +15,11 @@ from typing import Any
 from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
 from flopwatch.hardware.facts import DeviceFacts
-from flopwatch.hardware.matmul_search import Shape, matmul_flops
-from flopwatch.run_records import Record
+from flopwatch.hardware.matmul_speed import Shape, matmul_flops
+from flopwatch.records.run import Record
+from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.records.trial_files import trial_folder, write_json
 from flopwatch.sweep.engines.protocol import Ended, Trial
-from flopwatch.trial_files import trial_folder, write_json
-from flopwatch.trial_records import TrialResult, TrialSpec
 
 FAKE_DEVICES = {
     "h100": DeviceFacts("NVIDIA H100 80GB HBM3", "cuda", 132, 79.1, None, (9, 0), 1980.0),
@@ -167,7 +167,7 @@ class FakeMatmul:
 class RecordingSink:
     """A sink that keeps what it is given, and fails as it is told.
 
-    >>> from flopwatch.run_records import Notice
+    >>> from flopwatch.records.run import Notice
     >>> sink = RecordingSink()
     >>> sink.write(Notice(1, "info", "hello", "it works"))
     >>> sink.records[0].code

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import flopwatch as package
-from cli.make_run_log import PEAK, Accounts, Story, session, summary_of, write_log, write_run
-from flopwatch.run_comparison.measures import MEASURES
-from flopwatch.run_records import Provenance, Row, RunStart
+from flopwatch.records.run import Provenance, Row, RunStart
+from flopwatch.runs.measures import MEASURES
+from support.make_run_log import PEAK, Accounts, Story, session, summary_of, write_log, write_run
 
 LOG = "training_log.jsonl"
 START = RunStart("one", 1.0, "runs/one", environment={"device": "NVIDIA H100 80GB HBM3", "torch": "2.13.0"})

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from cli.make_run_log import write_run
-from made_up_sweep import example_specs, make_result, write_sweep
-from report.few_results import ended, ran
-from report.hostile_sweep import hostile_results
+from support.few_results import ended, ran
+from support.hostile_sweep import hostile_results
+from support.make_run_log import write_run
+from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
 SPECS = example_specs()[:12]
 

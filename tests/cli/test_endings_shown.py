@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.run_log import read_log
+from flopwatch.runs import read_log
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ from decimal import Decimal
 
 import pytest
 
-from cli.make_run_log import PEAK, Accounts, Story, lengths_of, session, write_log, write_run
-from flopwatch.explain_law import apply_law
-from flopwatch.run_records import Provenance, Row, RunStart
+from flopwatch.records.run import Provenance, Row, RunStart
+from flopwatch.runs.explain_law import apply_law
+from support.make_run_log import PEAK, Accounts, Story, lengths_of, session, write_log, write_run
 
 LOG = "training_log.jsonl"
 
@@ -335,7 +335,7 @@ try:
     main(["explain", {str(tmp_path)!r}])
 except SystemExit as end:
     assert not end.code
-assert "flopwatch.explain" in sys.modules
+assert "flopwatch.runs.explain" in sys.modules
 sys.exit([name for name in ("torch", "rich.console", "pydantic", "numpy") if name in sys.modules] or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

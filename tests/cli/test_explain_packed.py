@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from cli.make_run_log import write_log
 from flopwatch import TrainingMonitor
-from flopwatch.run_records import Provenance, Row, RunStart
-from tiny_transformers import build
+from flopwatch.records.run import Provenance, Row, RunStart
+from support.make_run_log import write_log
+from support.tiny_transformers import build
 
 START = RunStart("s", 0.0, "out")
 ORIGIN = Provenance(0, "smart", "trace", True, "full", 1.0)

@@ -7,8 +7,7 @@ import pytest
 
 import flopwatch
 from flopwatch.cli import main
-from flopwatch.models.dummy import dummy_batch
-from flopwatch.models.load import load_model
+from flopwatch.models.load import dummy_batch, load_model
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from flopwatch.trial_files import read_results
-from wait_until import wait_until
+from flopwatch.records.trial_files import read_results
+from testbeds.wait_until import wait_until
 
 pytestmark = pytest.mark.slow  # command lines in processes of their own
 

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flopwatch.cli.light_command import LightCommand, LightGroup
+from flopwatch.cli.typer_internals import LightCommand, LightGroup
 
 
 @pytest.fixture(params=["light", "typer's own"])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from made_up_sweep import example_specs, make_result, write_sweep
+from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
 
 @pytest.fixture(scope="module")

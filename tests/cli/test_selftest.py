@@ -19,7 +19,8 @@ def test_it_passes_here():
 
 
 def test_a_wrong_count_is_found(monkeypatch, capsys):
-    from flopwatch import records, selftest
+    from flopwatch import selftest
+    from flopwatch.records import flops as records
 
     wrong = records.FlopCount(1, 1, 1, 0, 0, method="trace", attention="full")
     monkeypatch.setattr(selftest, "count_flops", lambda *_, **__: wrong)

@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
-from flopwatch.trial_files import read_results
-from sweeping import left_behind
+from flopwatch.records.trial_files import read_results
+from support.sweeping import left_behind
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from flopwatch.cli.trial import asked_for
-from flopwatch.trial_records import FORMAT, TrialSpec
+from flopwatch.cli.trials.trial import asked_for
+from flopwatch.records.trial import FORMAT, TrialSpec
 
 SPEC = TrialSpec("standard", "tiny", 2, 8).to_json()
 

@@ -19,13 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from cli.make_run_log import Accounts, Story, session, summary_of, to_line, write_log, write_run
-from flopwatch.cli.plots import draw_curve
-from flopwatch.cli.watch_feed import WatchFeed
+from flopwatch.cli.watch import ThinnedCurve, WatchedRun, WatchFeed
+from flopwatch.cli.watch_panels import draw_curve
 from flopwatch.cli.watch_screen import draw_frame
-from flopwatch.cli.watch_state import ThinnedCurve, WatchedRun
-from flopwatch.run_log import read_log
-from flopwatch.run_records import Notice, Row, RunStart
+from flopwatch.records.run import Notice, Row, RunStart
+from flopwatch.runs import read_log
+from support.make_run_log import Accounts, Story, session, summary_of, to_line, write_log, write_run
 
 LOG = "training_log.jsonl"
 MAKE_RUN_LOG = Path(__file__).parents[1] / "support" / "make_run_log.py"
@@ -240,7 +239,7 @@ def test_a_curve_is_drawn_through_its_points():
     assert [line.strip() == "" for line in flat] == [True, False, True]
 
 
-@pytest.mark.parametrize("module", ["flopwatch.cli.plots", "flopwatch.cli.quantities", "flopwatch.cli.watch_state"])
+@pytest.mark.parametrize("module", ["flopwatch.cli.watch_panels", "flopwatch.cli.quantities", "flopwatch.cli.watch"])
 def test_the_examples_in_the_docstrings_are_true(module):
     result = doctest.testmod(import_module(module))
     assert result.attempted > 0

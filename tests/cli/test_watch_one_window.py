@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from cli.make_run_log import Accounts, Story, session
 from cli.test_watch import text_of, watched
-from flopwatch.run_records import Row, RunStart
+from flopwatch.records.run import Row, RunStart
+from support.make_run_log import Accounts, Story, session
 
 
 def a_row(step, *, mfu, rate, unix_time=None, **more):
@@ -29,7 +29,7 @@ def test_flops_per_second_and_mfu_are_of_the_same_window():
 
 
 def test_every_row_of_a_run_has_what_the_screen_shows_together():
-    from flopwatch.metrics import METRICS
+    from flopwatch.records.metrics import METRICS
 
     for key in (
         "perf/model_flops_per_second_per_device",

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cli.make_run_log import Accounts, Story, session, summary_of, write_log, write_run
 from cli.test_watch import Terminal, assert_clean_end, text_of, watched
+from support.make_run_log import Accounts, Story, session, summary_of, write_log, write_run
 
 
 @pytest.mark.slow

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.sweep.asked_names import check_names
-from flopwatch.sweep.matrix import expand, layered, read_matrix
-from flopwatch.sweep.names import trial_names
-from flopwatch.sweep.overrides import parse_overrides
-from flopwatch.trial_records import TrialSpec
+from flopwatch.records.trial import TrialSpec
+from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
+from flopwatch.sweep.spec.names import check_names, trial_names
+from flopwatch.sweep.spec.parsing import parse_overrides
 
 OWN_TRAINER = """
 class Plain: ...

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import flopwatch
-from architectures import BY_NAME
+from testbeds.architectures import BY_NAME
 
 X = torch.randn(4, 8)
 

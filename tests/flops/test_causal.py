@@ -9,8 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import flopwatch
-from flopwatch.models.dummy import dummy_batch
-from flopwatch.models.load import load_model
+from flopwatch.models.load import dummy_batch, load_model
 
 
 class Block(nn.Module):

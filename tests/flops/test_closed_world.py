@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import flopwatch
-from flopwatch.flops.counter import CountingMode
-from flopwatch.flops.replica import ModuleStack
-from flopwatch.records import FlopCount
+from flopwatch.flops.tracing.counter import CountingMode
+from flopwatch.flops.tracing.replica import ModuleStack
+from flopwatch.records.flops import FlopCount
 
 X = torch.randn(4, 8)
 CLASSES = torch.zeros(4, dtype=torch.long)

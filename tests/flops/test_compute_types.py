@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import flopwatch
-from flopwatch.flops.compute_type import compute_type, type_of_product
-from flopwatch.hardware.dtypes import DTYPES, canonical_dtype
-from flopwatch.records import PhaseFlops
+from flopwatch.flops.formulas.registry import compute_type, type_of_product
+from flopwatch.hardware.facts import DTYPES, canonical_dtype
+from flopwatch.records.flops import PhaseFlops
 
 X = torch.randn(8, 16)
 
@@ -71,8 +71,8 @@ def test_fp8_products_are_fp8() -> None:
 
 def test_an_optional_tensor_does_not_decide_the_type() -> None:
     """The ends of the groups are integers, and an argument that may be left out."""
-    from flopwatch.flops.counter import CountingMode
-    from flopwatch.flops.replica import ModuleStack
+    from flopwatch.flops.tracing.counter import CountingMode
+    from flopwatch.flops.tracing.replica import ModuleStack
 
     rows, experts = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(2, 16, 32, dtype=torch.bfloat16)
     with CountingMode(ModuleStack(), "full") as mode:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import flopwatch
-from architectures import ARCHITECTURES, Architecture, true_flops
-from quick import for_each
+from support.quick import for_each
+from testbeds.architectures import ARCHITECTURES, Architecture, true_flops
 
 DECODERS = [item for item in ARCHITECTURES if item.kind in ("dense decoder", "MoE decoder")]
 

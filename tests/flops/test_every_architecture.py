@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import flopwatch
-from architectures import BY_NAME, SEED, Architecture, true_flops
-from quick import for_each
+from support.quick import for_each
+from testbeds.architectures import BY_NAME, SEED, Architecture, true_flops
 
 each_architecture = for_each()
 

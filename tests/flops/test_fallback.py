@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import flopwatch
-from flopwatch.flops.fakes import Faker
+from flopwatch.flops.tracing.fakes import Faker
 
 BATCH = torch.randn(4, 8)
 

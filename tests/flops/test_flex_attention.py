@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flopwatch
-from flopwatch.records import AttentionConvention
+from flopwatch.records.flops import AttentionConvention
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 2, 64, 16
 X = torch.randn(BATCH, HEADS, LENGTH, WIDTH)

@@ -10,11 +10,11 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
 import flopwatch
-from flopwatch.flops.counter import CountingMode
 from flopwatch.flops.formulas.attention import MASK_NOT_READABLE, causal_pairs
-from flopwatch.flops.formulas.convolution import convolution_flops
-from flopwatch.flops.replica import ModuleStack
-from flopwatch.records import AttentionConvention, FlopCount
+from flopwatch.flops.formulas.layers import convolution_flops
+from flopwatch.flops.tracing.counter import CountingMode
+from flopwatch.flops.tracing.replica import ModuleStack
+from flopwatch.records.flops import AttentionConvention, FlopCount
 
 
 def ours(run: Callable[[], Any], attention: AttentionConvention = "full") -> FlopCount:

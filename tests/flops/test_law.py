@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import flopwatch
-from architectures import ARCHITECTURES, BY_NAME, qwen_vl_batch, true_flops
-from flopwatch.flops.solve import solve
+from flopwatch.flops.fit import solve
+from testbeds.architectures import ARCHITECTURES, BY_NAME, qwen_vl_batch, true_flops
 
 POLYNOMIAL = [
     "gpt2", "gpt_neox", "llama", "mistral", "phi3", "olmo2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flopwatch
-from architectures import BY_NAME, Batch, true_flops
+from testbeds.architectures import BY_NAME, Batch, true_flops
 
 SLOW = ["mixtral", "bert", "mamba2", "qwen2_vl"]
 FEW = [32, 20, 20]

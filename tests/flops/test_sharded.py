@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flopwatch
-from architectures import BY_NAME
+from testbeds.architectures import BY_NAME
 
 SCRIPT = Path(__file__).parent / "scripts" / "count_on_one_rank.py"
 ON_FOUR_RANKS = ("ddp", "fsdp2", "tensor parallel", "tensor parallel and fsdp2")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from flopwatch.flops.layout import resized, suggest_layouts
-from flopwatch.flops.structure import describe, map_tensors, tensors_of
+from flopwatch.flops.batch_contents import describe, map_tensors, tensors_of
+from flopwatch.flops.batch_layout import resized, suggest_layouts
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 

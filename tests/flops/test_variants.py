@@ -11,9 +11,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import flopwatch
-from architectures import SEED, Architecture, true_flops
-from flopwatch.records import FlopCount
-from quick import for_each
+from flopwatch.records.flops import FlopCount
+from support.quick import for_each
+from testbeds.architectures import SEED, Architecture, true_flops
 
 each_architecture = for_each()
 

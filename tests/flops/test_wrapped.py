@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import flopwatch
-from architectures import BY_NAME, Batch
+from testbeds.architectures import BY_NAME, Batch
 
 # dynamo reads .grad of tensors that have none, and warns of itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from flopwatch import InputError, MeasurementError, measure_peak
-from flopwatch.hardware.matmul_search import SHAPES, matmul_flops, search_best_matmul
-from flopwatch.hardware.matmul_timer import plain_matmuls
-from flopwatch.hardware.peak_cache import cache_path
+from flopwatch.hardware.matmul_speed import SHAPES, matmul_flops, plain_matmuls, search_best_matmul
+from flopwatch.hardware.measure import cache_path
 from flopwatch.testing import FakeClock, FakeMatmul
 
 FASTEST = (4096, 1024, 4096)

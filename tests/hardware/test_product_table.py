@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.hardware.dtypes import DTYPES
-from flopwatch.hardware.facts import DeviceFacts, Unknown
+from flopwatch.hardware.facts import DTYPES, DeviceFacts, Unknown
 from flopwatch.hardware.peaks import find_accelerator, similar_products
 from flopwatch.hardware.table import load_accelerators
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-import integrations.tiny_run as tiny_run
 from flopwatch.integrations.accelerate import AccelerateMonitor
-from integrations.tiny_hf import logged_rows
+from support.integrations import tiny_run as tiny_run
+from support.integrations.tiny_hf import logged_rows
 
 
 def train(accelerator, folder, *, model=None, epochs=range(tiny_run.EPOCHS), at_end=lambda monitor: None, **options):

@@ -7,8 +7,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import flopwatch
-import integrations.tiny_run as tiny_run
 from flopwatch.integrations.fabric import monitor_for
+from support.integrations import tiny_run as tiny_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
 

@@ -3,10 +3,10 @@
 import pytest
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-import integrations.tiny_run as tiny_run
 from flopwatch.integrations.hugging_face import FlopwatchCallback
 from flopwatch.testing import FakeClock
-from integrations.tiny_hf import hf_trainer, logged_rows, quick_callback
+from support.integrations import tiny_run as tiny_run
+from support.integrations.tiny_hf import hf_trainer, logged_rows, quick_callback
 
 
 class TestRows:
@@ -27,7 +27,7 @@ class TestRows:
     def test_wandb_has_our_numbers_in_the_row_of_the_loss(self, tmp_path, monkeypatch):
         import wandb
 
-        from sinks.wandb_file import find_file, read_history
+        from support.sinks.wandb_file import find_file, read_history
 
         wandb.teardown()  # whatever an earlier test of this process left open
         monkeypatch.setenv("WANDB_DIR", str(tmp_path))

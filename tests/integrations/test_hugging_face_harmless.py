@@ -8,9 +8,9 @@ from torch._dynamo.utils import counters
 from transformers import Trainer, TrainerCallback
 
 import flopwatch
-import integrations.tiny_run as tiny_run
 from flopwatch.integrations.hugging_face import FlopwatchCallback
-from integrations.tiny_hf import hf_trainer, quick_callback
+from support.integrations import tiny_run as tiny_run
+from support.integrations.tiny_hf import hf_trainer, quick_callback
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
 

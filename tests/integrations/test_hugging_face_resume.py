@@ -2,10 +2,10 @@
 
 import pytest
 
-import integrations.tiny_run as tiny_run
 from flopwatch.integrations.hugging_face import FlopwatchCallback
 from flopwatch.testing import FakeClock
-from integrations.tiny_hf import hf_trainer, logged_rows, quick_callback
+from support.integrations import tiny_run as tiny_run
+from support.integrations.tiny_hf import hf_trainer, logged_rows, quick_callback
 
 
 @pytest.mark.slow

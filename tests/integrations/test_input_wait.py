@@ -14,9 +14,9 @@ import flopwatch
 from flopwatch.integrations.accelerate import AccelerateMonitor
 from flopwatch.integrations.fabric import monitor_for
 from flopwatch.integrations.lightning import FlopwatchCallback as LightningCallback
-from integrations.slow_loader import MICRO_BATCHES, SlowBatches, SlowLinear, Truth
-from integrations.tiny_hf import hf_trainer, quick_callback
-from integrations.tiny_lightning import lightning_trainer
+from support.integrations.slow_loader import MICRO_BATCHES, SlowBatches, SlowLinear, Truth
+from support.integrations.tiny_hf import hf_trainer, quick_callback
+from support.integrations.tiny_lightning import lightning_trainer
 
 POINTS = 2.0
 
@@ -177,7 +177,7 @@ class SlowRows(SlowBatches):
     """The same in a collate function."""
 
     def collate(self, examples):
-        import integrations.tiny_run as tiny_run
+        from support.integrations import tiny_run as tiny_run
 
         began = time.perf_counter()
         time.sleep(self._seconds)

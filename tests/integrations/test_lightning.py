@@ -10,11 +10,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
-import integrations.tiny_run as tiny_run
 from flopwatch.integrations.lightning import FlopwatchCallback
 from flopwatch.testing import FakeClock
-from integrations.tiny_hf import logged_rows
-from integrations.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
+from support.integrations import tiny_run as tiny_run
+from support.integrations.tiny_hf import logged_rows
+from support.integrations.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
 
 
 class TestRows:

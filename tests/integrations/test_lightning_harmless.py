@@ -9,9 +9,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch._dynamo.utils import counters
 
-import integrations.tiny_run as tiny_run
 from flopwatch.integrations.lightning import FlopwatchCallback
-from integrations.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
+from support.integrations import tiny_run as tiny_run
+from support.integrations.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import flopwatch
-from architectures import BY_NAME
-from torchrun import torchrun
+from support.torchrun import torchrun
+from testbeds.architectures import BY_NAME
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer_on_ranks.py"
 STEPS, BATCH_SIZE, SEQ_LEN, RANKS = 20, 2, 16, 2

@@ -40,7 +40,7 @@ def test_a_missing_package_names_its_extra(module, missing, extra):
 
 
 def test_a_method_replaced_again_by_somebody_else_is_left_to_them():
-    from flopwatch.integrations.instance_method import replace_method
+    from flopwatch.integrations.callback_parts import replace_method
 
     class Trainer:
         def training_step(self):
@@ -55,7 +55,7 @@ def test_a_method_replaced_again_by_somebody_else_is_left_to_them():
 
 
 def test_a_method_that_was_on_the_object_before_comes_back():
-    from flopwatch.integrations.instance_method import replace_method
+    from flopwatch.integrations.callback_parts import replace_method
 
     class Trainer:
         pass

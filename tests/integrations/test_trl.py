@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import integrations.tiny_run as tiny_run
 from flopwatch.integrations.hugging_face import FlopwatchCallback
-from integrations.tiny_hf import logged_rows
-from integrations.tiny_sft import model_flops, sft_trainer
+from support.integrations import tiny_run as tiny_run
+from support.integrations.tiny_hf import logged_rows
+from support.integrations.tiny_sft import model_flops, sft_trainer
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,7 +50,7 @@ def test_the_formula_of_these_tests_is_what_torch_counts(input_gradients):
     """With a plain head, which runs on the last position too, on eager twins with adapters and without."""
     from peft import LoraConfig, get_peft_model
 
-    from architectures import BY_NAME, true_flops
+    from testbeds.architectures import BY_NAME, true_flops
 
     assert tiny_run.truth()["total/model_flops"] == model_flops(unscored_positions=0)
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])

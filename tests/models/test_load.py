@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch.models.dummy import dummy_batch
-from flopwatch.models.load import load_model
+from flopwatch.models.load import dummy_batch, load_model
 from flopwatch.models.presets import PRESETS
 
 

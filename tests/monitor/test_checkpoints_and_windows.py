@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flopwatch import TrainingMonitor
-from flopwatch.run_log import read_log, rows_from_end
+from flopwatch.runs import read_log, rows_from_end
 from flopwatch.testing import FakeClock, RecordingSink
-from small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
+from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
 
 TOKENS = 2 * 8
 
@@ -54,7 +54,7 @@ import os, sys
 from pathlib import Path
 from flopwatch import TrainingMonitor
 from monitor.test_checkpoints_and_windows import log_steps
-from small_models import TinyText
+from support.small_models import TinyText
 monitor = TrainingMonitor(sys.argv[1], model=TinyText(), log_every=10)
 log_steps(monitor, 0, 28, checkpoints=(22, 24))
 os._exit(9)

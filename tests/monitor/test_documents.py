@@ -9,10 +9,10 @@ import torch
 import yaml
 
 import flopwatch
-from architectures import BY_NAME, causal_batch, true_flops
 from flopwatch import TrainingMonitor, calculate_mfu, calculate_mfu_with_profiler, calculate_precise_mfu
 from flopwatch.monitor.config import PRESETS, read_config
 from flopwatch.testing import RecordingSink
+from testbeds.architectures import BY_NAME, causal_batch, true_flops
 
 PEAK = 1e12
 R6_KEYS = {
@@ -289,7 +289,7 @@ def test_003_frequency_from_yaml():
 
 
 def test_a_row_has_no_field_that_the_log_loses():
-    from flopwatch.run_records import Row
+    from flopwatch.records.run import Row
 
     fields = {field.name for field in dataclasses.fields(Row)} - {"skip"}
     row = Row(1, 0.0, {}, all_ranks={"tokens": 1}, exact=False, notes=("an estimate",))

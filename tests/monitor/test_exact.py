@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import flopwatch
-from architectures import BY_NAME, causal_batch, image_batch, qwen_vl_batch, true_flops
 from flopwatch.testing import FakeClock
-from quick import for_each
+from support.quick import for_each
+from testbeds.architectures import BY_NAME, causal_batch, image_batch, qwen_vl_batch, true_flops
 
 LENGTHS = range(3, 60)
 

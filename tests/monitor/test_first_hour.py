@@ -8,9 +8,9 @@ import torch
 
 from flopwatch import TrainingMonitor
 from flopwatch.errors import InputError
-from flopwatch.flops.batches import read_shape
+from flopwatch.flops.batch_contents import read_shape
 from flopwatch.testing import RecordingSink
-from small_models import TinyText, text_batch
+from support.small_models import TinyText, text_batch
 
 
 def notices_of(sink):

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch import goodput
-from flopwatch.goodput import LOST, carried_seconds, goodput_of, loss_in_step
-from flopwatch.monitor import wall_clock
-from flopwatch.monitor.environment import describe_environment
+from flopwatch.monitor import session as wall_clock
+from flopwatch.monitor.session import describe_environment
+from flopwatch.records import goodput
+from flopwatch.records.goodput import LOST, carried_seconds, goodput_of, loss_in_step
 from flopwatch.testing import FakeClock, RecordingSink
 
 FIRST_START = 1_000_000.0
@@ -504,7 +504,7 @@ def test_the_start_of_the_process_is_the_operating_systems(tmp_path):
     """Between the moments just before and just after it was started; the kernel counts in 10 ms."""
     code = (
         "import time; time.sleep(0.3)\n"
-        "from flopwatch.monitor.wall_clock import process_start_unix_time; print(repr(process_start_unix_time()))"
+        "from flopwatch.monitor.session import process_start_unix_time; print(repr(process_start_unix_time()))"
     )
     before = time.time()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ))

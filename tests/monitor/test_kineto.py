@@ -6,7 +6,7 @@ import json
 import torch
 
 import flopwatch
-from small_models import TinyText, text_batch
+from support.small_models import TinyText, text_batch
 
 
 def train(tmp_path, steps, ask_at=2, ask=3):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_transformer import global_batch, true_flops
+from support.parallel_transformer import global_batch, true_flops
 
 SCRIPT = Path(__file__).parent / "scripts" / "layouts.py"
 STEPS = 8

@@ -8,7 +8,7 @@ import torch
 
 import flopwatch
 from flopwatch.testing import RecordingSink
-from small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
+from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
 
 pytestmark = pytest.mark.requirement("R20")
 

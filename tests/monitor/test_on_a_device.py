@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch.monitor.late_values import LateValues
-from flopwatch.monitor.timers import EventTimer
+from flopwatch.monitor.intake.step_clock import EventTimer
+from flopwatch.monitor.intake.window import LateValues
 from flopwatch.testing import FakeClock, FakeEvents, RecordingSink
 
 
@@ -61,9 +61,9 @@ def test_a_norm_that_is_spread_over_ranks_is_never_gathered(tmp_path, caplog, pl
 
 def test_rows_come_when_the_device_has_got_there(tmp_path, clock, monkeypatch):
     """The device is 25 s behind; windows of 10 s become rows when their last step has passed on it."""
-    monkeypatch.setattr("flopwatch.monitor.window.sleep", lambda seconds: clock.advance(1.0))
+    monkeypatch.setattr("flopwatch.monitor.intake.window.sleep", lambda seconds: clock.advance(1.0))
     events = FakeEvents(clock, lag_seconds=25.0)
-    monkeypatch.setattr("flopwatch.monitor.core.timer_for", lambda device, clock: EventTimer(device, events))
+    monkeypatch.setattr("flopwatch.monitor.run.timer_for", lambda device, clock: EventTimer(device, events))
     sink = RecordingSink()
     monitor = flopwatch.TrainingMonitor(
         tmp_path,
@@ -95,8 +95,8 @@ def test_rows_come_when_the_device_has_got_there(tmp_path, clock, monkeypatch):
 def test_a_device_that_hangs_does_not_hold_up_the_end_after_an_error(tmp_path, clock, monkeypatch):
     """As after the death of another rank: the device waits for a collective that never ends."""
     events = FakeEvents(clock, lag_seconds=float("inf"))
-    monkeypatch.setattr("flopwatch.monitor.core.timer_for", lambda device, clock: EventTimer(device, events))
-    monkeypatch.setattr("flopwatch.monitor.core._CLOSE_AFTER_ERROR_SECONDS", 0.01)
+    monkeypatch.setattr("flopwatch.monitor.run.timer_for", lambda device, clock: EventTimer(device, events))
+    monkeypatch.setattr("flopwatch.monitor.run._CLOSE_AFTER_ERROR_SECONDS", 0.01)
     monitor = flopwatch.TrainingMonitor(tmp_path, model=torch.nn.Linear(8, 8), clock=clock)
     for number in range(7):
         monitor.log_step(number, batch=torch.zeros(4, 8))

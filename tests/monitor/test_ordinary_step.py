@@ -15,7 +15,7 @@ import torch.distributed as dist
 from flopwatch import TrainingMonitor
 from flopwatch.models.presets import PRESETS
 from flopwatch.models.transformer import Decoder
-from forbidden_calls import forbidden_calls
+from support.forbidden_calls import forbidden_calls
 
 LOG_EVERY = 10
 FIRST_ORDINARY = 4

@@ -3,12 +3,12 @@
 import pytest
 
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.meter import MeasuredStep
+from flopwatch.monitor.intake.window import SettledStep
+from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks.rank import CompleteWindow
 from flopwatch.monitor.ranks.reports import merge, report_of
 from flopwatch.monitor.rows import MeasuredSum, RowMaker
-from flopwatch.monitor.window import SettledStep
-from flopwatch.records import Peak
+from flopwatch.records.flops import Peak
 
 PEAK = Peak(4e12, "a device", "fp32", "a datasheet", "datasheet", "high")
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import flopwatch
-from flopwatch.monitor.step_clock import StepClock
-from flopwatch.monitor.usual_gaps import UsualGaps
+from flopwatch.monitor.intake.step_clock import StepClock, UsualGaps
 from flopwatch.testing import FakeClock, RecordingSink
 
 BATCH = {"input_ids": torch.zeros(4, 16, dtype=torch.long)}

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from flopwatch.report.as_json import report_json
+from flopwatch.records.trial import PrivacySpent
+from flopwatch.report.exports import report_json
+from flopwatch.report.html_page.page import report_page
 from flopwatch.report.markdown import report_markdown
-from flopwatch.report.page import report_page
-from flopwatch.report.privacy import epsilon_text
+from flopwatch.report.sentences import epsilon_text
 from flopwatch.report.terminal import draw_report
-from flopwatch.trial_records import PrivacySpent
-from report.few_results import ended, ran, summary_of
+from support.few_results import ended, ran, summary_of
 
 SPENT = PrivacySpent(1.83831, 1e-5, 0.8, 0.01, 25_000, "prv")
 

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.report.denominators import peak_warnings
-from flopwatch.report.environments import mixed_warnings
-from flopwatch.sweep.assemble import assemble
-from flopwatch.sweep.environment import fingerprint
-from flopwatch.sweep.tree_memory import HostPeak
-from flopwatch.trial_records import TrialResult, TrialSpec
+from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.report.analysis.caveats import mixed_warnings, peak_warnings
+from flopwatch.sweep.host.environment import fingerprint
+from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.supervisor.measurements import assemble
 
 
 def result(number, **environment):
@@ -39,7 +38,7 @@ def test_odd_environments_are_no_trouble(odd):
 def test_an_edit_during_the_sweep_is_seen(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seconds = iter((0.0, 100.0))
-    monkeypatch.setattr("flopwatch.sweep.environment.monotonic_seconds", lambda: next(seconds))
+    monkeypatch.setattr("flopwatch.sweep.host.environment.monotonic_seconds", lambda: next(seconds))
     versions = []
     for text in ("first", "second"):
         (tmp_path / "job.sh").write_text(text)

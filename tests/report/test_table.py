@@ -14,13 +14,13 @@ import pytest
 
 from flopwatch import report
 from flopwatch.errors import InputError, MissingDependencyError
+from flopwatch.records.trial import MemoryUse, PrivacySpent, TrialSpec
 from flopwatch.report.capture import Capture
+from flopwatch.report.exports import table_csv, table_parquet
 from flopwatch.report.table import make_table
-from flopwatch.report.table_files import table_csv, table_parquet
-from flopwatch.trial_records import MemoryUse, PrivacySpent, TrialSpec
-from made_up_sweep import example_specs, make_result, write_sweep
-from report.few_results import ended, ran
-from report.hostile_sweep import hostile_results
+from support.few_results import ended, ran
+from support.hostile_sweep import hostile_results
+from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
 
 def table_of(*results, missing=()):

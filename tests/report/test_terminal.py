@@ -5,11 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
-from flopwatch.plain_text import plain
+from flopwatch.records.plain_text import plain
 from flopwatch.report.terminal import draw_report
-from made_up_sweep import example_specs, make_result
-from report.few_results import ended, ran, summary_of
-from report.hostile_sweep import hostile_results
+from support.few_results import ended, ran, summary_of
+from support.hostile_sweep import hostile_results
+from testbeds.made_up_sweep import example_specs, make_result
 
 
 def printed(summary, width=80, metrics=()):

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.report.as_json import report_json
+from flopwatch.report.exports import report_json
 from flopwatch.report.markdown import escaped, fenced, report_markdown
-from made_up_sweep import example_specs, make_result
-from report.few_results import ended, ran, summary_of
-from report.hostile_sweep import hostile_results
+from support.few_results import ended, ran, summary_of
+from support.hostile_sweep import hostile_results
+from testbeds.made_up_sweep import example_specs, make_result
 
 
 def refuse(constant):

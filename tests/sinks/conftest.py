@@ -1,6 +1,6 @@
 import pytest
 
-from sinks.servers import mlflow_server
+from support.sinks.servers import mlflow_server
 
 
 @pytest.fixture(autouse=True)

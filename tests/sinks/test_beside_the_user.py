@@ -6,11 +6,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from flopwatch.run_records import Row
+from flopwatch.records.run import Row
 from flopwatch.sinks.mlflow import MlflowSink
 from flopwatch.sinks.tensorboard import TensorBoardSink
 from flopwatch.sinks.thread import SinkThread
-from sinks.sample_run import START, STARTED_AT
+from support.sinks.sample_run import START, STARTED_AT
 
 ROWS = 1000
 

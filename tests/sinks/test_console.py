@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.run_records import Notice, Row, Summary
+from flopwatch.records.run import Notice, Row, Summary
 from flopwatch.sinks.console import ConsoleSink
-from sinks.sample_run import ORIGIN, START, records
+from support.sinks.sample_run import ORIGIN, START, records
 
 FULL = {
     "training/loss": 2.345678,
@@ -91,7 +91,7 @@ def on_terminal(columns, code):
     settings = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "NO_COLOR")}
     settings["TERM"] = "xterm-256color"
     prepared = "from dataclasses import replace\nfrom flopwatch.sinks.console import ConsoleSink\n"
-    prepared += "from flopwatch.run_records import *\nfrom support.sinks.sample_run import *\n"
+    prepared += "from flopwatch.records.run import *\nfrom support.sinks.sample_run import *\n"
     prepared += "from sinks.test_console import FULL\n"
     command = [sys.executable, "-c", prepared + "sink = ConsoleSink()\n" + code]
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=settings)

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from flopwatch.run_records import Summary
+from flopwatch.records.run import Summary
 from flopwatch.sinks.console import ConsoleSink
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.mlflow import MlflowSink
@@ -12,8 +12,8 @@ from flopwatch.sinks.prometheus import PrometheusSink
 from flopwatch.sinks.tensorboard import TensorBoardSink
 from flopwatch.sinks.wandb import WandbSink
 from flopwatch.testing import RecordingSink
-from sinks.sample_run import ORIGIN, START, WARNING, records, rows, summary
-from sinks.servers import free_port
+from support.sinks.sample_run import ORIGIN, START, WARNING, records, rows, summary
+from support.sinks.servers import free_port
 
 MAKERS = {
     "console": lambda folder: ConsoleSink(io.StringIO()),

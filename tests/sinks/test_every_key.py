@@ -9,13 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from flopwatch.metrics import find_metric
+from flopwatch.records.metrics import find_metric
 from flopwatch.sinks.build import build_sinks
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.thread import SinkThread
-from sinks.sample_run import ORIGIN, WARNING, records, rows
-from sinks.servers import free_port, get_json, post_json, prometheus_server, tensorboard_server, wait_until
-from sinks.wandb_file import find_file, read_config, read_exit_code, read_history, read_step_metrics, read_summary
+from support.sinks.sample_run import ORIGIN, WARNING, records, rows
+from support.sinks.servers import free_port, get_json, post_json, prometheus_server, tensorboard_server, wait_until
+from support.sinks.wandb_file import (
+    find_file,
+    read_config,
+    read_exit_code,
+    read_history,
+    read_step_metrics,
+    read_summary,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sinks.failing_run import ROWS
-from sinks.fresh_python import fresh_environment
-from sinks.sample_run import summary
-from sinks.servers import mlflow_server
+from support.sinks.failing_run import ROWS
+from support.sinks.fresh_python import fresh_environment
+from support.sinks.sample_run import summary
+from support.sinks.servers import mlflow_server
 
 pytestmark = pytest.mark.slow
 

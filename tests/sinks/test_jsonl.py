@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from flopwatch.run_records import Row, RunStart
+from flopwatch.records.run import Row, RunStart
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.testing import FakeClock
-from sinks.sample_run import ORIGIN, START, WARNING, basic_row, records, summary
+from support.sinks.sample_run import ORIGIN, START, WARNING, basic_row, records, summary
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ WRITE_UNDER_LIMIT = """
 import resource, signal, sys
 from pathlib import Path
 from flopwatch.sinks.jsonl import JsonlSink
-from sinks.sample_run import START, basic_row
+from support.sinks.sample_run import START, basic_row
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))

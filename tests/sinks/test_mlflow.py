@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import pytest
 
 from flopwatch.errors import FlopwatchError
-from flopwatch.run_records import Row
+from flopwatch.records.run import Row
 from flopwatch.sinks.mlflow import MlflowSink
 from flopwatch.sinks.thread import SinkThread
 from flopwatch.testing import FakeClock
-from sinks.sample_run import ORIGIN, START, basic_row, records, rows
-from sinks.servers import free_port, get_json, kill, mlflow_server, post_json, wait_until
+from support.sinks.sample_run import ORIGIN, START, basic_row, records, rows
+from support.sinks.servers import free_port, get_json, kill, mlflow_server, post_json, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -5,10 +5,10 @@ import urllib.request
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.run_records import Row
+from flopwatch.records.run import Row
 from flopwatch.sinks.prometheus import PrometheusSink
-from sinks.sample_run import ORIGIN, START, basic_row, detailed_row
-from sinks.servers import free_port
+from support.sinks.sample_run import ORIGIN, START, basic_row, detailed_row
+from support.sinks.servers import free_port
 
 
 @pytest.fixture

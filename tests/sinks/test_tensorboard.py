@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flopwatch.run_records import Row
+from flopwatch.records.run import Row
 from flopwatch.sinks.tensorboard import TensorBoardSink
 from flopwatch.testing import FakeClock
-from sinks.fresh_python import fresh_environment
-from sinks.sample_run import ORIGIN, START, STARTED_AT, WARNING, basic_row, rows
-from sinks.servers import get_json, tensorboard_server, wait_until
+from support.sinks.fresh_python import fresh_environment
+from support.sinks.sample_run import ORIGIN, START, STARTED_AT, WARNING, basic_row, rows
+from support.sinks.servers import get_json, tensorboard_server, wait_until
 
 
 def points_of(folder, key):
@@ -104,7 +104,7 @@ def test_neither_torch_nor_tensorflow_is_loaded(tmp_path):
     code = """
 import sys
 from flopwatch.sinks.tensorboard import TensorBoardSink
-from sinks.sample_run import records
+from support.sinks.sample_run import records
 sink = TensorBoardSink(sys.argv[1])
 for record in records():
     sink.write(record)

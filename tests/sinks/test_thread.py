@@ -3,11 +3,11 @@ import time
 
 import pytest
 
-from flopwatch.run_records import Row, Summary
+from flopwatch.records.run import Row, Summary
 from flopwatch.sinks.thread import SinkThread
 from flopwatch.testing import RecordingSink
-from sinks.sample_run import START, WARNING, basic_row, records, rows
-from sinks.servers import wait_until
+from support.sinks.sample_run import START, WARNING, basic_row, records, rows
+from support.sinks.servers import wait_until
 
 
 @pytest.fixture

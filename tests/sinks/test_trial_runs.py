@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from flopwatch.report.capture import Capture
-from flopwatch.report.trial_runs import trial_run, trial_runs
-from flopwatch.sinks.trial_runs import MOST_FAILURES, log_trials
-from made_up_sweep import example_specs, make_result, write_sweep
-from report.few_results import ended, ran
-from report.hostile_sweep import hostile_results
-from sinks.fresh_python import fresh_environment
-from sinks.servers import get_json, post_json
-from sinks.small_sweep import sweep, wandb_files
-from sinks.wandb_file import read_config, read_exit_code, read_kind, read_summary
+from flopwatch.report.exports import trial_run, trial_runs
+from flopwatch.sinks.protocol import MOST_FAILURES, log_trials
+from support.few_results import ended, ran
+from support.hostile_sweep import hostile_results
+from support.sinks.fresh_python import fresh_environment
+from support.sinks.servers import get_json, post_json
+from support.sinks.small_sweep import sweep, wandb_files
+from support.sinks.wandb_file import read_config, read_exit_code, read_kind, read_summary
+from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
 GOOD = make_result(example_specs()[0], with_accidents=False)
 
@@ -79,7 +79,7 @@ def test_a_service_that_is_away_is_given_up_after_a_few():
 
 @pytest.fixture
 def mlflow_trials(mlflow_address, monkeypatch, tmp_path):
-    from flopwatch.sinks.mlflow_trials import MlflowTrials
+    from flopwatch.sinks.mlflow import MlflowTrials
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_address)
     return lambda experiment: MlflowTrials(experiment, tmp_path)
@@ -149,7 +149,7 @@ def test_hostile_names_options_and_texts_reach_mlflow_as_text(mlflow_trials, mlf
 
 def test_a_server_that_is_away_is_told_with_what_to_check(monkeypatch, tmp_path):
     from flopwatch.errors import FlopwatchError
-    from flopwatch.sinks.mlflow_trials import MlflowTrials
+    from flopwatch.sinks.mlflow import MlflowTrials
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from sinks.fresh_python import fresh_environment
-from sinks.wandb_file import find_file, read_config, read_exit_code, read_history, read_kind
+from support.sinks.fresh_python import fresh_environment
+from support.sinks.wandb_file import find_file, read_config, read_exit_code, read_history, read_kind
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +15,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from flopwatch.sinks.thread import SinkThread
 from flopwatch.sinks.wandb import WandbSink
-from sinks.sample_run import ORIGIN, START, records, rows, summary
+from support.sinks.sample_run import ORIGIN, START, records, rows, summary
 
 folder = Path(sys.argv[1])
 failures = []

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from sinks.fresh_python import fresh_environment
-from sinks.wandb_file import read_history, read_kind, read_step_metrics, read_summary
+from support.sinks.fresh_python import fresh_environment
+from support.sinks.wandb_file import read_history, read_kind, read_step_metrics, read_summary
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 import wandb
-from flopwatch.run_records import Row, RunStart, Summary
+from flopwatch.records.run import Row, RunStart, Summary
 from flopwatch.sinks.thread import SinkThread
 from flopwatch.sinks.wandb import WandbSink
 

@@ -139,10 +139,10 @@ def _commands() -> dict[str, list[str]]:
 
 
 def _sweep_keys() -> dict[str, list[str]]:
-    matrix = find("flopwatch.sweep.matrix.Matrix")
+    matrix = find("flopwatch.sweep.spec.matrix.Matrix")
     inner = {
-        "limits": find("flopwatch.sweep.matrix.LimitSettings"),
-        "trainers": find("flopwatch.sweep.matrix.TrainerEntry"),
+        "limits": find("flopwatch.sweep.spec.matrix.LimitSettings"),
+        "trainers": find("flopwatch.sweep.spec.matrix.TrainerEntry"),
     }
     return {"": _spellings(matrix), **{name: _spellings(model) for name, model in inner.items()}}
 
@@ -158,13 +158,13 @@ def _settings() -> dict[str, Any]:
     config = find("flopwatch.monitor.config")
     return {
         "settings": sorted(config.MonitorConfig.model_fields),
-        "spellings": dict(sorted(find("flopwatch.monitor.spellings.SPELLINGS").items())),
+        "spellings": dict(sorted(find("flopwatch.monitor.config.SPELLINGS").items())),
         "presets": sorted(config.PRESETS),
     }
 
 
 def _metrics() -> list[str]:
-    metrics = find("flopwatch.metrics")
+    metrics = find("flopwatch.records.metrics")
     return [*metrics.METRICS, *(metric.key for metric in metrics._OF_DATASETS.values()), metrics.STEP_KEY]
 
 
@@ -172,7 +172,7 @@ def _words() -> dict[str, list[str]]:
     from typing import get_args
 
     return {
-        "outcomes": sorted(get_args(find("flopwatch.trial_records.Outcome"))),
+        "outcomes": sorted(get_args(find("flopwatch.records.trial.Outcome"))),
         "modes": sorted(get_args(find("flopwatch.monitor.config.ModeName"))),
     }
 

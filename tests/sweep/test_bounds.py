@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from flopwatch.plain_text import cut, one_line, plain
-from flopwatch.sweep.conclude import tail
-from flopwatch.sweep.worker_exception import describe_exception
+from flopwatch.records.plain_text import cut, one_line, plain
+from flopwatch.sweep.supervisor.build_result import tail
+from flopwatch.sweep.worker.exception_outcome import describe_exception
 
 LARGE = 50_000_000
 

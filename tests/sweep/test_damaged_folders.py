@@ -7,14 +7,14 @@ import shutil
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.records.sweep_results import gather_results, troubles
+from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.records.trial_files import read_results
+from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import capture_sweep
-from flopwatch.report.summarise import summarise
-from flopwatch.sweep.plan import make_plan
-from flopwatch.sweep_results import gather_results, troubles
+from flopwatch.sweep.runner.plan import make_plan
 from flopwatch.testing import InProcessEngine
-from flopwatch.trial_files import read_results
-from flopwatch.trial_records import TrialResult, TrialSpec
-from sweeping import run_sweep
+from support.sweeping import run_sweep
 
 SPECS = [TrialSpec("standard", "tiny", batch, 64) for batch in (1, 2, 4)]
 ONE, TWO, FOUR = (f"standard_bs{batch}_seq64" for batch in (1, 2, 4))

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.engines.ray import RayEngine
 from flopwatch.sweep.engines.slurm import SlurmEngine
-from flopwatch.trial_records import Limits, TrialSpec
-from real_ray import need_ray
-from real_slurm import need_slurm, real_slurm
-from sweeping import TESTS, Listener, left_behind, run_sweep
+from support.sweeping import TESTS, Listener, left_behind, run_sweep
+from testbeds.real_ray import need_ray
+from testbeds.real_slurm import need_slurm, real_slurm
 
 # One after the other: six workers at once on two cores would be slower to import torch than the limit below.
 pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22")]

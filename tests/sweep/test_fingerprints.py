@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from flopwatch.sweep import environment
-from flopwatch.trial_records import TrialSpec
+from flopwatch.records.trial import TrialSpec
+from flopwatch.sweep.host import environment
 
 
 def sources(command):

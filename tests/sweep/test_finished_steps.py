@@ -4,12 +4,12 @@ import os
 
 import pytest
 
+from flopwatch.records.trial import Limits, TrialSpec
+from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import capture_sweep
-from flopwatch.report.summarise import summarise
 from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.sweep.inference import proves_too_large
-from flopwatch.trial_records import Limits, TrialSpec
-from sweeping import TESTS, left_behind, run_sweep
+from flopwatch.sweep.runner.decisions import proves_too_large
+from support.sweeping import TESTS, left_behind, run_sweep
 
 pytestmark = pytest.mark.slow
 

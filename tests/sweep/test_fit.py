@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.records.trial import Limits, Measured, MemoryUse, StepTimes, TrialResult, TrialSpec
 from flopwatch.sweep import fit as fit_module
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.fit import fit_batch, probe_of, with_host_limit
-from flopwatch.trial_records import Limits, Measured, MemoryUse, StepTimes, TrialResult, TrialSpec
-from sweeping import TESTS, Listener, left_behind, run_sweep
+from support.sweeping import TESTS, Listener, left_behind, run_sweep
 
 MIB = 2**20
 BYTES_PER_SAMPLE = 20 * MIB
 
 TRAINER = f"""
 import torch
-from flopwatch.sweep.trainers.standard import StandardTrainer
+from flopwatch.sweep.trainers.builtin import StandardTrainer
 
 
 class Greedy(StandardTrainer):

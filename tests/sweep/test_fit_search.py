@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-import fit_search as made_up
 from flopwatch.sweep.fit_search import Probe, fastest_of, next_for_largest, search
+from sweeps import fit_trials as made_up
 
 
 def trials_of(used_by, capacity, *, rate_by=None, spread=0.0):

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from flopwatch.sweep.assemble import assemble
-from flopwatch.sweep.environment import _source_digest, fingerprint
-from flopwatch.sweep.matrix import expand, read_matrix
-from flopwatch.sweep.overrides import parse_overrides
-from flopwatch.sweep.tree_memory import HostPeak
-from flopwatch.trial_records import TrialSpec
+from flopwatch.records.trial import TrialSpec
+from flopwatch.sweep.host.environment import _source_digest, fingerprint
+from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.spec.matrix import expand, read_matrix
+from flopwatch.sweep.spec.parsing import parse_overrides
+from flopwatch.sweep.supervisor.measurements import assemble
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from flopwatch.records.trial import Limits, TrialSpec
+from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import capture_sweep
-from flopwatch.report.summarise import summarise
 from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.trial_records import Limits, TrialSpec
-from sweeping import run_sweep
+from support.sweeping import run_sweep
 
 BASE = {"device": "cpu", "trace": False, "limits": Limits(60.0, None)}
 

@@ -2,13 +2,13 @@
 
 import pytest
 
+from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.trial_records import Limits, TrialSpec
-from sweeping import left_behind, run_sweep
+from support.sweeping import left_behind, run_sweep
 
 pytestmark = pytest.mark.slow
 
-# All of them, under every engine, are in benchmarks/many_processes.py.
+# All of them, under every engine, are in benchmarks/sweeps/many_processes.py.
 ENDINGS = {
     "OneRaisesInBackward": ("error", "ValueError: a mistake while the others wait"),
     "OneIsKilled": ("crash", "SIGKILL"),

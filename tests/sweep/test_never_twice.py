@@ -14,25 +14,25 @@ import psutil
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.file_reading import read_json
-from flopwatch.sweep import claims, supervisor
+from flopwatch.records.reading import read_json
+from flopwatch.records.sweep_results import RUNNERS, read_result
+from flopwatch.records.trial import Limits, TrialResult, TrialSpec
+from flopwatch.records.trial_files import log_file, trial_folder, write_json
+from flopwatch.sweep import claims
 from flopwatch.sweep.claims import PULSE, STARTED, SignOfLife, Watcher, make_exclusively, own_identity, withdraw
 from flopwatch.sweep.engines.protocol import Ended, Trial
 from flopwatch.sweep.folder import held_folder, own_result, prepare, result_file
-from flopwatch.sweep.late_ends import LateEnds
-from flopwatch.sweep.leftovers import group_tag
-from flopwatch.sweep.memory_limit import group_places, limit_memory
-from flopwatch.sweep.stuck import StuckSupervisors
-from flopwatch.sweep_reading import RUNNERS, read_result
+from flopwatch.sweep.host.memory_limit import group_places, limit_memory
+from flopwatch.sweep.runner.waiting import LateEnds, StuckSupervisors
+from flopwatch.sweep.supervisor import supervise as supervisor
+from flopwatch.sweep.supervisor.leftovers import group_tag
 from flopwatch.testing import FakeClock
-from flopwatch.trial_files import log_file, trial_folder, write_json
-from flopwatch.trial_records import Limits, TrialResult, TrialSpec
-from never_twice import Campaign, make_ready
-from never_twice import run as kill_again_and_again
-from sweeping import left_behind
-from wait_until import wait_until
+from reliability.never_twice import Campaign, make_ready
+from reliability.never_twice import run as kill_again_and_again
+from support.sweeping import left_behind
+from testbeds.wait_until import wait_until
 
-SUPERVISOR = [sys.executable, "-m", "flopwatch.sweep.supervisor"]
+SUPERVISOR = [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise"]
 TREE = "sleep 301 & setsid sleep 302 & env -i setsid sleep 303 & echo $PPID > {trial_dir}/pid; sleep 304; true"
 
 
@@ -367,7 +367,7 @@ def test_a_sign_of_life_is_never_half_of_two(tmp_path):
 
 @pytest.mark.slow
 def test_whoever_is_killed_and_whenever_nothing_runs_twice_and_nothing_is_left(tmp_path):
-    """The short form of `benchmarks/never_twice.py`: two at once would be told by the trials themselves."""
+    """The short form of `benchmarks/reliability/never_twice.py`: two at once would be told by the trials themselves."""
     make_ready(tmp_path)
     tally = kill_again_and_again(
         Campaign(tmp_path, ["--engine", "local", "--jobs", "2"], "shell", trials=4), kills=1, seed=0, longest=1.0

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from flopwatch.trial_files import read_results
-from nfs import on_nfs
-from wait_until import wait_until
+from flopwatch.records.trial_files import read_results
+from testbeds.nfs import on_nfs
+from testbeds.wait_until import wait_until
 
 SECONDS = 2.0
 

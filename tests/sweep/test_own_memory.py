@@ -4,18 +4,18 @@ import json
 
 import pytest
 
-from flopwatch.sweep.conclude import with_finished_steps
+from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.sweep.heartbeat import Heartbeat
-from flopwatch.sweep.inference import proves_too_large
-from flopwatch.trial_records import TrialResult, TrialSpec
-from sweeping import run_sweep
+from flopwatch.sweep.runner.decisions import proves_too_large
+from flopwatch.sweep.supervisor.build_result import with_finished_steps
+from support.sweeping import run_sweep
 
 MIB = 2**20
 STEPS = 4
 TRAINER = f"""
 import torch
-from flopwatch.sweep.trainers.standard import StandardTrainer
+from flopwatch.sweep.trainers.builtin import StandardTrainer
 
 
 class LateEater(StandardTrainer):

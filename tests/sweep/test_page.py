@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.sweep.matrix import expand, read_matrix
-from flopwatch.trial_files import read_results
+from flopwatch.records.trial_files import read_results
+from flopwatch.sweep.spec.matrix import expand, read_matrix
 
 pytestmark = pytest.mark.slow
 

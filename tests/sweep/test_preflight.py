@@ -10,15 +10,14 @@ import transformers
 
 from flopwatch import count_flops
 from flopwatch.models.load import load_model
+from flopwatch.records.trial import TrialSpec
+from flopwatch.sweep.host.processes import is_running
 from flopwatch.sweep.preflight import Pair, PreflightResult, read_preflight, refusals, run_preflight, write_preflight
-from flopwatch.sweep.process_tree import is_running
 from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.layer_paths import layer_paths
-from flopwatch.sweep.trainers.load import load_trainer
-from flopwatch.sweep.trainers.protocol import TrainerSettings
-from flopwatch.sweep.trainers.tiny_copy import tiny_copies, with_small_width
-from flopwatch.trial_records import TrialSpec
-from tiny_transformers import build, config
+from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
+from flopwatch.sweep.trainers.unsupported import layer_paths
+from flopwatch.sweep.worker.preflight_main import tiny_copies, with_small_width
+from support.tiny_transformers import build, config
 
 ALL = ["standard", "dpsgd", "ghost", "fast"]
 LLAMA_7B = {
@@ -59,7 +58,7 @@ def test_the_1b_preset_is_looked_at_in_a_few_hundred_megabytes(tmp_path):
     # In a process of its own: the most that any child held is remembered for good.
     script = (
         "import resource, sys; from pathlib import Path; from flopwatch.sweep.preflight import run_preflight\n"
-        "from flopwatch.trial_records import TrialSpec\n"
+        "from flopwatch.records.trial import TrialSpec\n"
         "run_preflight(Path(sys.argv[1]), [TrialSpec(name, '1b', 4, 512) for name in sys.argv[2:]])\n"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
@@ -119,7 +118,7 @@ USERS_FILE = """
 import os, signal, subprocess, sys, time
 import torch
 from flopwatch.models.load import load_model
-from flopwatch.sweep.trainers.standard import StandardTrainer
+from flopwatch.sweep.trainers.builtin import StandardTrainer
 
 class Crashing(StandardTrainer):
     def forward(self, batch):

@@ -9,9 +9,9 @@ from dataclasses import asdict
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.sweep.matrix import expand, read_matrix
-from flopwatch.sweep.privacy_accounting import privacy_spent, training_plan
-from flopwatch.trial_records import Measured, TrialSpec, content_key
+from flopwatch.records.trial import Measured, TrialSpec, content_key
+from flopwatch.sweep.spec.matrix import expand, read_matrix
+from flopwatch.sweep.trainers.privacy import privacy_spent, training_plan
 
 accountants = pytest.importorskip("opacus.accountants")
 

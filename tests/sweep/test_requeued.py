@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-import sweep.engines.contract as contract
-from flopwatch.sweep.requeued import takes_over
-from flopwatch.trial_files import read_result, trial_folder, write_json
-from flopwatch.trial_records import TrialResult
+from flopwatch.records.trial import TrialResult
+from flopwatch.records.trial_files import read_result, trial_folder, write_json
+from flopwatch.sweep.attempts import takes_over
+from support.engines import contract as contract
 
 
 def life(restarts, job="12", task="0"):
@@ -34,7 +34,7 @@ def trial_in(sweep, command="true", retries=2):
 
 
 def supervise(trial, environment):
-    command = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(trial.sweep), trial.name]
+    command = [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(trial.sweep), trial.name]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
 
 

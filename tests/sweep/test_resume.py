@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.sweep import environment
-from flopwatch.sweep.plan import make_plan
+from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.records.trial_files import read_results
+from flopwatch.sweep.host import environment
+from flopwatch.sweep.runner.plan import make_plan
 from flopwatch.testing import InProcessEngine
-from flopwatch.trial_files import read_results
-from flopwatch.trial_records import TrialResult, TrialSpec
-from sweeping import run_sweep
+from support.sweeping import run_sweep
 
 pytestmark = pytest.mark.requirement("R27")
 

@@ -5,11 +5,10 @@ import os
 
 import pytest
 
-from flopwatch.sweep.following import Follower
-from flopwatch.sweep.runner_file import noted_runner, process_start, read_runner
+from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.sweep.runner.observing import Follower, noted_runner, process_start, read_runner
 from flopwatch.testing import InProcessEngine
-from flopwatch.trial_records import TrialResult, TrialSpec
-from sweeping import run_sweep
+from support.sweeping import run_sweep
 
 WHOLE = {"pid": os.getpid(), "host": "here", "process_start": process_start(os.getpid()), "running": {"a": 1.0}}
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.sweep.assemble import assemble
+from flopwatch.records.trial import Limits, TrialSpec
+from flopwatch.records.trial_files import read_result, trial_folder
+from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.folder import held_folder, prepare
-from flopwatch.sweep.heartbeat import Progress, read_progress
-from flopwatch.sweep.tree_memory import HostPeak
-from flopwatch.trial_files import read_result, trial_folder
-from flopwatch.trial_records import Limits, TrialSpec
-from sweeping import Listener, run_sweep
+from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.supervisor.measurements import assemble
+from support.sweeping import Listener, run_sweep
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def run(sweep, command, **changes):
     """Under a supervisor in a process of its own, as engines do."""
     spec = replace(TrialSpec("command", "tiny", 3, 7, command=command, limits=Limits(60.0, None)), **changes)
     prepare(Trial(sweep, "one", "key", spec))
-    subprocess.run([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), "one"], check=True)
+    subprocess.run([sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), "one"], check=True)
     return read_result(trial_folder(sweep, "one") / "result.json")
 
 
@@ -85,7 +85,7 @@ def test_a_jump_of_the_systems_clock_does_not_change_how_long_a_trial_took(sweep
     program = f"""
 import itertools, sys, time
 from pathlib import Path
-from flopwatch.sweep.supervisor import supervise
+from flopwatch.sweep.supervisor.supervise import supervise
 real, calls = time.time, itertools.count()
 time.time = lambda: real() + (0 if next(calls) < 2 else {jump_seconds})
 supervise(Path(sys.argv[1]), "one")
@@ -188,7 +188,7 @@ def test_a_supervisor_without_a_spec_it_can_read_says_so_and_runs_nothing(sweep,
     file.unlink()
     if content is not None:
         file.write_bytes(content)
-    words = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), "one"]
+    words = [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), "one"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "spec.json" in done.stderr

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.sweep import worker_clock
-from flopwatch.sweep.assemble import assemble
-from flopwatch.sweep.heartbeat import Heartbeat, Progress, read_progress
-from flopwatch.sweep.rank_worker import lost_peer
-from flopwatch.sweep.tree_memory import HostPeak
-from flopwatch.sweep.worker import print_exception
-from flopwatch.sweep.worker_clock import peak_bytes, reset_peak, timed_step
-from flopwatch.sweep.worker_exception import describe_exception, outcome_of
+from flopwatch.records.trial import TrialSpec
+from flopwatch.sweep.claims import Heartbeat, Progress, read_progress
+from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.supervisor.measurements import assemble
+from flopwatch.sweep.worker import device as worker_clock
+from flopwatch.sweep.worker.device import peak_bytes, reset_peak, timed_step
+from flopwatch.sweep.worker.exception_outcome import describe_exception, outcome_of
+from flopwatch.sweep.worker.main import print_exception
+from flopwatch.sweep.worker.rank_main import lost_peer
 from flopwatch.testing import FakeClock
-from flopwatch.trial_records import TrialSpec
 
 CPU = torch.device("cpu")
 
@@ -144,7 +144,7 @@ def test_an_exception_that_cannot_be_printed_is_no_lost_peer():
 
 @pytest.mark.parametrize("harm", ["sys.stdout.close()", "sys.stderr = None", "sys.stdout = 3"])
 def test_a_trial_that_closed_its_output_leaves_with_its_own_status(harm):
-    code = f"import sys; from flopwatch.sweep.worker import leave; {harm}; leave(7)"
+    code = f"import sys; from flopwatch.sweep.worker.main import leave; {harm}; leave(7)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 7
 
 

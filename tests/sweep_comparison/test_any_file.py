@@ -6,13 +6,11 @@ import random
 import pytest
 
 from flopwatch.report.capture import capture_sweep
+from flopwatch.report.comparison import compare_sweeps
+from flopwatch.report.comparison.rendering import comparison_json, comparison_markdown
+from flopwatch.report.exports import table_csv, table_parquet, trial_runs
 from flopwatch.report.table import make_table
-from flopwatch.report.table_files import table_csv, table_parquet
-from flopwatch.report.trial_runs import trial_runs
-from flopwatch.sweep_comparison import compare_sweeps
-from flopwatch.sweep_comparison.as_json import comparison_json
-from flopwatch.sweep_comparison.markdown import comparison_markdown
-from made_up_sweep import example_specs, make_result, write_sweep
+from testbeds.made_up_sweep import example_specs, make_result, write_sweep
 
 VALUES = (
     None, True, -1, 0, 0.0, 1e308, -1e308, 5e-324, 10**400, 2**63, float("nan"), float("inf"), "", "4", "=1", "\ud83d",

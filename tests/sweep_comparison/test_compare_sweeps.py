@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from flopwatch.records.trial import MemoryUse, TrialSpec
 from flopwatch.report.capture import Capture
-from flopwatch.sweep_comparison import compare_sweeps
-from flopwatch.sweep_comparison.as_json import comparison_json
-from flopwatch.sweep_comparison.markdown import comparison_markdown
-from flopwatch.trial_records import MemoryUse, TrialSpec
-from report.few_results import ended, ran
-from report.hostile_sweep import hostile_results
+from flopwatch.report.comparison import compare_sweeps
+from flopwatch.report.comparison.rendering import comparison_json, comparison_markdown
+from support.few_results import ended, ran
+from support.hostile_sweep import hostile_results
 
 
 def sweep_of(*results, missing=(), name="a-sweep"):

@@ -6,16 +6,30 @@ import typer
 
 from flopwatch.cli.compare import compare
 from flopwatch.cli.explain import explain
-from flopwatch.cli.fit import fit
 from flopwatch.cli.flops import flops
-from flopwatch.cli.light_command import LightCommand, LightGroup
 from flopwatch.cli.peak import peak
 from flopwatch.cli.report import report
-from flopwatch.cli.selftest import selftest
-from flopwatch.cli.sweep import sweep
-from flopwatch.cli.trial import trial
+from flopwatch.cli.trials.fit import fit
+from flopwatch.cli.trials.sweep import sweep
+from flopwatch.cli.trials.trial import trial
+from flopwatch.cli.typer_internals import LightCommand, LightGroup
 from flopwatch.cli.watch import watch
 from flopwatch.version import __version__
+
+# `flopwatch selftest`: does it work on this machine?
+
+
+def selftest() -> None:
+    """Check counting, monitoring and its cost on this machine; takes a few seconds."""
+    from flopwatch.selftest import run_checks
+
+    failed = 0
+    for check in run_checks():
+        failed += not check.passed
+        typer.echo(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}")
+    if failed:
+        raise typer.Exit(1)
+
 
 app = typer.Typer(
     name="flopwatch",

@@ -1,8 +1,16 @@
 """`flopwatch explain`: one MFU taken apart, so that anyone can check it by hand."""
 
+import shutil
+import textwrap
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
+
+from flopwatch.records.goodput import Goodput
+from flopwatch.records.run import Provenance
+from flopwatch.runs.explain import Division, Explanation
+from flopwatch.runs.explain_law import LawSum
 
 
 def explain(
@@ -12,8 +20,8 @@ def explain(
 ) -> None:
     """Where a logged MFU comes from: numerator, denominator, seconds, and the division."""
     from flopwatch.errors import InputError
-    from flopwatch.explain import explain_step, explain_window
-    from flopwatch.run_log import find_log, read_around
+    from flopwatch.runs import find_log, read_around
+    from flopwatch.runs.explain import explain_step, explain_window
 
     log = read_around(find_log(run_dir), step)
     if step is None and not log.rows:
@@ -24,6 +32,249 @@ def explain(
 
         typer.echo(json.dumps(explanation.to_json(), indent=2))
     else:
-        from flopwatch.cli.explain_text import print_explanation
-
         print_explanation(explanation)
+
+
+# An explanation as text. Not with rich: it would take longer to load than all the rest of the command.
+
+
+_WIDEST = 100
+_LABEL_WIDTH = 16
+_TABLE_INDENT = 4
+_METHODS = {
+    "trace": "counted by trace, nothing was run",
+    "step": "counted on one real step",
+    "estimate": "estimated from the modules' shapes",
+    "flops_fn": "as the user's flops_fn says",
+}
+_PHASES = {"eval": "evaluation", "checkpoint": "checkpoints", "pause": "pauses", "count": "counting FLOPs"}
+_ROUNDING_SECONDS = 1e-9
+"""Of the seconds in the log."""
+
+
+def print_explanation(explanation: Explanation) -> None:
+    """Print the result, what it is made of, and the division."""
+    typer.secho(f"\n{_title(explanation)}", bold=True)
+    typer.secho(explanation.log, dim=True)
+    typer.secho(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", bold=True)
+    if explanation.world_size > 1:
+        typer.echo(_of_one_rank(explanation))
+    typer.echo()
+    sections = {
+        "model FLOPs": _flops(explanation, "model"),
+        "hardware FLOPs": _flops(explanation, "hardware"),
+        "seconds": _seconds(explanation),
+        "peak": _peak(explanation),
+        "tokens": _tokens(explanation),
+        "counting": _counting(explanation),
+    }
+    if explanation.goodput is not None:
+        sections["goodput"] = _goodput(explanation.goodput)
+    for label, paragraphs in sections.items():
+        _print_section(label, paragraphs)
+    _print_division("MFU", "model FLOPs", explanation.mfu, explanation)
+    _print_division("HFU", "hardware FLOPs", explanation.hfu, explanation)
+    typer.echo()
+
+
+def _of_one_rank(explanation: Explanation) -> str:
+    together = "" if explanation.all_ranks_mfu is None else f": MFU {100 * explanation.all_ranks_mfu:.2f} %"
+    return f"of the logging rank's own steps; the window of all {explanation.world_size} ranks is in the log{together}"
+
+
+def _percent(division: Division | None) -> str:
+    return "unknown" if division is None else f"{100 * division.share:.2f} %"
+
+
+def _title(explanation: Explanation) -> str:
+    first, last = explanation.window
+    session = f", session {explanation.session} of {explanation.sessions}" if explanation.sessions > 1 else ""
+    if not explanation.is_window:
+        return f"Step {explanation.step:,} (logged with steps {first:,} to {last:,}{session})"
+    counted, in_all = len(explanation.steps), len(explanation.steps) + len(explanation.left_out)
+    which = f"all {in_all}" if counted == in_all else f"{counted} of {in_all}"
+    return f"Steps {first:,} to {last:,} ({which} of them count{session})"
+
+
+def _flops(explanation: Explanation, which: str) -> Iterator[str]:
+    flops: int | None = getattr(explanation, f"{which}_flops")
+    law: LawSum | None = getattr(explanation, f"{which}_law")
+    if flops is None:
+        yield "unknown: " + explanation.unknown.get("model_flops", "what is executed was not counted")
+        return
+    yield f"{flops:,}"
+    if law is not None and law.terms:
+        yield from _law(law)
+    elif explanation.provenance is not None and which == "model":
+        yield _without_law(explanation.provenance)
+    if which == "hardware" and explanation.model_flops is not None and flops != explanation.model_flops:
+        yield f"{flops / explanation.model_flops:.4f} x the model FLOPs: {_why_more(explanation, flops)}"
+
+
+def _why_more(explanation: Explanation, hardware_flops: int) -> str:
+    """What was executed beyond the model FLOPs: run a second time, for padding, for pairs that no document has."""
+    needed, again = explanation.model_flops or 0, explanation.recompute_flops
+    is_padded = explanation.real_tokens is None or explanation.real_tokens != explanation.tokens
+    of_documents = "pairs of positions in different documents"
+    if again is None:
+        return f"recomputation{', padding' if is_padded else ''} or {of_documents}"
+    rest = hardware_flops - needed - again
+    why_rest = f"padding, and for {of_documents} if rows are packed" if is_padded else of_documents
+    parts = [
+        f"{again:,} recomputed ({again / needed:.4f} x)" if again else "",
+        f"{rest:,} for {why_rest} ({rest / needed:.4f} x)" if rest else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _law(law: LawSum) -> Iterator[str]:
+    """A table; its lines begin with spaces."""
+    rows = [(term.phase, f"{term.count:,}", term.name, _each(term.flops_each), f"{term.flops:,}") for term in law.terms]
+    phase_width, count_width, name_width, each_width, flops_width = (
+        max(map(len, column)) for column in zip(*rows, strict=True)
+    )
+    for phase, count, name, each, flops in rows:
+        terms = f"{count:>{count_width}} {name:<{name_width}} x {each:>{each_width}}"
+        yield f"{'':{_TABLE_INDENT}}{phase:<{phase_width}}  {terms} = {flops:>{flops_width}}"
+    if law.pairs_from_sum:
+        yield (
+            "pairs is the sum of the squared lengths. The log does not hold the lengths, so it is what the logged "
+            "FLOPs leave for it."
+        )
+
+
+def _each(text: str) -> str:
+    return f"{int(text):,}" if text.isdigit() else text
+
+
+def _without_law(provenance: Provenance) -> str:
+    if not provenance.law:
+        return _METHODS.get(provenance.method or "", "") + ", shape by shape: there is no law"
+    terms = (
+        f"{phase}: " + " + ".join(f"{_each(each)} x {name}" for name, each in phase_terms.items())
+        for phase, phase_terms in provenance.law.items()
+        if phase_terms
+    )
+    return f"by the law {'; '.join(terms)}. How many of each the step had cannot be told from the log."
+
+
+def _seconds(explanation: Explanation) -> Iterator[str]:
+    if explanation.seconds is None:
+        yield f"unknown: {explanation.unknown['seconds']}"
+    else:
+        yield f"{explanation.seconds!r}"
+    if explanation.seconds is not None and explanation.input_wait_seconds is not None:
+        yield f"of which {explanation.input_wait_seconds:.6g} waiting for the batch"
+    if explanation.is_warm_up:
+        yield "This is a warm-up step: it is in no MFU of the log."
+    for reason in sorted(set(explanation.left_out.values())):
+        steps = [f"{step:,}" for step, why in explanation.left_out.items() if why == reason]
+        yield f"Left out: {'steps' if len(steps) > 1 else 'step'} {', '.join(steps)} ({reason})"
+    spent = [f"{_PHASES[name]} {seconds:,.1f} s" for name, seconds in explanation.other_seconds.items()]
+    so_far = f" So far: {', '.join(spent)}." if spent else ""
+    yield f"Not in it: pauses, evaluation, checkpoints, counting FLOPs.{so_far}"
+
+
+def _peak(explanation: Explanation) -> Iterator[str]:
+    provenance = explanation.provenance
+    if provenance is None or provenance.peak is None:
+        yield f"unknown: {explanation.unknown['peak']}"
+        return
+    peak = provenance.peak
+    yield f"{peak['flops_per_s']:,.0f} FLOP/s, {peak['device']}, {peak['dtype']}"
+    yield f"{peak['kind']}, confidence {peak['confidence']}: {peak['source']}"
+    if peak.get("fraction", 1) < 1:
+        yield f"for the visible {peak['fraction']:.1%} of the device"
+    devices = provenance.device_count
+    yield "1 device" if devices == 1 else f"{devices} devices, {devices * peak['flops_per_s']:,.0f} FLOP/s in all"
+
+
+def _tokens(explanation: Explanation) -> Iterator[str]:
+    if explanation.tokens is None:
+        yield "unknown: " + explanation.unknown.get("tokens", "no step counts")
+        return
+    parts = [f"{explanation.tokens:,} positions"]
+    for name, what in (("real_tokens", "not padding"), ("trainable_tokens", "with a label")):
+        amount = getattr(explanation, name)
+        parts.append(f"{what}: unknown" if amount is None else f"{amount:,} {what}")
+    if explanation.samples is not None:
+        parts.append(f"in {explanation.samples:,} samples")
+    yield ", ".join(parts)
+    if explanation.real_tokens is not None and explanation.tokens:
+        yield f"padding {1 - explanation.real_tokens / explanation.tokens:.2%}"
+    if explanation.seconds:
+        yield f"{explanation.tokens / explanation.seconds:,.1f} positions per second"
+
+
+def _counting(explanation: Explanation) -> Iterator[str]:
+    provenance = explanation.provenance
+    if provenance is None:
+        yield "unknown: the log does not say how"
+        return
+    method = _METHODS.get(provenance.method or "", "not found yet")
+    exact = provenance.exact if explanation.exact is None else explanation.exact
+    yield f"mode {provenance.mode}; {method}; {'exact' if exact else 'not exact'}"
+    yield from (f"Not exact: {note}." for note in explanation.notes)
+    yield {
+        "full": "attention full: every pair of positions counts, masked or not",
+        "causal": "attention causal: only pairs that are not masked count",
+    }.get(provenance.attention, provenance.attention)
+    yield _coverage(provenance.coverage)
+    yield from (f"Note: {note}" for note in provenance.notes)
+    if explanation.torn_lines:
+        yield f"{explanation.torn_lines} torn lines in the log were skipped"
+
+
+def _goodput(goodput: Goodput) -> Iterator[str]:
+    yield f"{100 * goodput.share:.2f} % of {goodput.wall_seconds:,.1f} s since the first process started"
+    losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
+    if losses:
+        yield f"Lost most to {', '.join(losses)}."
+
+
+def _coverage(coverage: float | None) -> str:
+    if coverage is None:
+        return "coverage unknown: no op was seen"
+    if coverage < 1:
+        return f"coverage {coverage:.2%}: some matmul-like ops had no formula, the true number is higher"
+    return "coverage 100 %: every matmul-like op had a formula"
+
+
+def _print_division(name: str, numerator: str, division: Division | None, explanation: Explanation) -> None:
+    typer.echo()
+    if division is None:
+        missing = [what for what in ("model_flops", "seconds", "peak") if what in explanation.unknown]
+        reason = " and ".join(missing).replace("_flops", " FLOPs") or numerator
+        typer.secho(f"{name} unknown: without {reason} there is nothing to divide", fg="yellow")
+        return
+    devices = "" if division.device_count == 1 else f" x {division.device_count}"
+    unit, prefix = (1e12, "T") if division.peak_flops_per_s >= 1e12 else (1e9, "G")
+    short = f"{division.flops / unit:.9g} / ({division.seconds:.9g} x {division.peak_flops_per_s / unit:.9g}{devices})"
+    typer.echo(f"{name} = {numerator} / (seconds x peak{' x devices' if devices else ''})")
+    typer.echo(f"    = {division.flops:,} / ({division.seconds!r} x {division.peak_flops_per_s:,.0f}{devices})")
+    typer.echo(f"    = {short} in {prefix}FLOP")
+    typer.secho(f"    = {division.share:.6g}", bold=True)
+    if division.logged is not None:
+        typer.secho(f"      {_compared(division, division.logged, len(explanation.steps))}", dim=True)
+    if division.share > 1:
+        typer.secho("      more than the peak: the peak, the count or the time is wrong", fg="yellow")
+
+
+def _compared(division: Division, logged: float, steps: int) -> str:
+    difference = logged / division.share - 1 if division.share else 0.0
+    if abs(difference) <= _ROUNDING_SECONDS * (1 + steps / division.seconds):
+        return f"the log says the same: {logged:.6g}"
+    return f"the log says {logged:.6g}, which differs by {difference:+.2%}"
+
+
+def _print_section(label: str, paragraphs: Iterator[str]) -> None:
+    indent = 2 + _LABEL_WIDTH
+    width = max(min(shutil.get_terminal_size().columns, _WIDEST) - indent, 20)
+    lines: list[str] = []
+    for paragraph in paragraphs:
+        # Tables stay as they are: a number broken over two lines cannot be checked.
+        is_table = paragraph.startswith(" ")
+        wrapped = textwrap.wrap(paragraph, width, break_on_hyphens=False)
+        lines += [paragraph] if is_table else [f"{'':{indent}}{line}" for line in wrapped]
+    typer.secho(f"  {label:<{_LABEL_WIDTH}}", dim=True, nl=False)
+    typer.echo("\n".join(lines)[indent:])

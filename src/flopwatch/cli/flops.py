@@ -7,7 +7,7 @@ import typer
 if TYPE_CHECKING:
     from torch import nn
 
-    from flopwatch.records import FlopCount, Peak
+    from flopwatch.records.flops import FlopCount, Peak
 
 
 def flops(
@@ -30,7 +30,7 @@ def flops(
 ) -> None:
     """The FLOPs of one training step: forward, backward, recomputation, by module."""
     from flopwatch.flops.count import count_flops
-    from flopwatch.models.dummy import dummy_batch
+    from flopwatch.models.load import dummy_batch
 
     peak = _peak(device, dtype, step_time)
     _quiet_transformers()

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.records import FlopCount, Peak, PhaseFlops
+from flopwatch.records.flops import FlopCount, Peak, PhaseFlops
 
 _METHODS = {
     "trace": "traced, nothing was run",

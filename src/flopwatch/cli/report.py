@@ -8,6 +8,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from flopwatch.report.capture import Capture
     from flopwatch.report.records import SweepSummary
 
 
@@ -37,11 +38,9 @@ def report(
     ] = None,
 ) -> None:
     """What a sweep found: what to run, memory and time and MFU of every trainer, what failed and why."""
-    from flopwatch.cli.report_exports import STANDARD_OUTPUT, refuse_two_on_standard_output, write_tables
-    from flopwatch.cli.sweep_tracking import refuse_unusable
-    from flopwatch.cli.trial_tracking import log_capture
+    from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
+    from flopwatch.report.analysis.summarise import summarise
     from flopwatch.report.capture import capture_sweep
-    from flopwatch.report.summarise import summarise
 
     metrics = _metrics(metric)
     refuse_two_on_standard_output(csv, parquet, as_json=as_json)
@@ -58,7 +57,7 @@ def report(
     summary = summarise(capture)
     written += _write_files(summary, html=html, md=md, output=output)
     if as_json:
-        from flopwatch.report.as_json import report_json
+        from flopwatch.report.exports import report_json
 
         typer.echo(report_json(summary))
     elif (not written or metrics) and not is_printed:
@@ -75,7 +74,7 @@ def _say_written(paths: "Iterable[str]", *, err: bool) -> None:
 
 def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
     from flopwatch.errors import InputError
-    from flopwatch.sweep_results import is_sweep_folder
+    from flopwatch.records.sweep_results import is_sweep_folder
 
     if (directory is None) == (logs_dir is None):
         raise InputError("name one folder: `flopwatch report DIR`, or its logs with --logs-dir DIR/logs")
@@ -102,7 +101,7 @@ def _metrics(names: str | None) -> tuple[str, ...]:
 def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, output: str | None) -> list[str]:
     written = []
     if html is not None:
-        from flopwatch.report.page import report_page
+        from flopwatch.report.html_page.page import report_page
 
         written.append(_write(html, report_page(summary)))
     if md is not None:
@@ -110,7 +109,7 @@ def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, o
 
         written.append(_write(md, report_markdown(summary)))
     if output is not None:
-        from flopwatch.report.as_json import report_json
+        from flopwatch.report.exports import report_json
 
         written.append(_write(output, report_json(summary) + "\n"))
     return written
@@ -133,3 +132,52 @@ def _print(summary: "SweepSummary", metrics: tuple[str, ...]) -> None:
 
     console = Console(highlight=False)
     console.print(draw_report(summary, metrics, console.width))
+
+
+# `flopwatch report --csv FILE --parquet FILE`: the flat table of trials; `-` is standard output.
+
+
+STANDARD_OUTPUT = "-"
+
+
+def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:
+    """Write what was asked for; the files that were written, without standard output."""
+    from flopwatch.records.plain_text import one_line
+    from flopwatch.report.exports import table_csv, table_parquet
+    from flopwatch.report.table import make_table
+
+    if csv is None and parquet is None:
+        return []
+    table = make_table(capture)
+    for trouble in table.troubles:
+        typer.echo(one_line(trouble), err=True)
+    written = []
+    if csv is not None:
+        written.append(write_file(csv, table_csv(table).encode("utf-8")))
+    if parquet is not None:
+        written.append(write_file(parquet, table_parquet(table)))
+    return [path for path in written if path != STANDARD_OUTPUT]
+
+
+def refuse_two_on_standard_output(csv: str | None, parquet: str | None, *, as_json: bool) -> None:
+    """Two formats in one stream could not be told apart by who reads it."""
+    from flopwatch.errors import InputError
+
+    asked = [f"--{name} -" for name, path in (("csv", csv), ("parquet", parquet)) if path == STANDARD_OUTPUT]
+    asked += ["--json"] if as_json else []
+    if len(asked) > 1:
+        raise InputError(f"{' and '.join(asked)} would both write to standard output; name a file for one of them")
+
+
+def write_file(path: str, content: bytes) -> str:
+    """To the file, or to standard output for `-`; the path."""
+    from flopwatch.errors import InputError
+
+    if path == STANDARD_OUTPUT:
+        typer.echo(content, nl=False)
+        return path
+    try:
+        Path(path).expanduser().write_bytes(content)
+    except OSError as error:
+        raise InputError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
+    return path

@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from rich.text import Text
 
 from flopwatch.cli.quantities import duration, flop_rate, percent
-from flopwatch.cli.screen_lines import line, paragraph, spread
-from flopwatch.cli.watch_panels import cards, curves, flops_bar, time_bar
-from flopwatch.cli.watch_ranks import ranks_lines
-from flopwatch.cli.watch_state import State, WatchedRun
-from flopwatch.run_records import Notice
+from flopwatch.cli.watch import State, WatchedRun
+from flopwatch.cli.watch_panels import cards, curves, flops_bar, line, paragraph, spread, time_bar
+from flopwatch.records.run import Notice
 
 _STATES: Mapping[State, tuple[str, str]] = {
     "no log": ("○", "yellow"),
@@ -162,3 +160,39 @@ def _fitted(lines: list[Text], width: int, height: int) -> list[Text]:
     last.truncate(width - 2, overflow="crop")
     last.append(" …")
     return [*lines[: height - 1], last]
+
+
+# The line of `flopwatch watch` that tells how the ranks of a training get along.
+
+
+_LABEL_WIDTH = 7
+_CAUSES = {"input": "waiting for input", "compute": "computing", "host": "standing still"}
+
+
+def ranks_lines(run: WatchedRun, width: int) -> list[Text]:
+    """Nothing for a single process."""
+    world_size = 1 if run.start is None else run.start.world_size
+    if world_size == 1 or run.row is None:
+        return []
+    text = line((f"{'ranks':<{_LABEL_WIDTH}}", "dim"))
+    for part, style in _parts(run, world_size):
+        if text.cell_len + len(part) <= width:
+            text.append(part, style)
+    return [text]
+
+
+def _parts(run: WatchedRun, world_size: int) -> list[tuple[str, str]]:
+    reporting = run.value("ranks/reporting")
+    if reporting is not None and reporting < world_size:
+        return [(f"{reporting} of {world_size} report: the numbers are the logging rank's own", "yellow")]
+    parts = [(f"{world_size}", "bold")]
+    values = {} if run.row is None else run.row.values
+    rank, excess = values.get("ranks/straggler"), values.get("ranks/straggler_excess_percent")
+    if rank is not None and excess is not None:
+        shares = {cause: values.get(f"ranks/straggler_{cause}_percent", 0.0) for cause in _CAUSES}
+        cause = max(shares, key=lambda name: shares[name])
+        parts.append((f", rank {rank} holds the others back by {percent(excess)} of the step: {_CAUSES[cause]}", "red"))
+    waiting = run.value("ranks/waiting_percent")
+    if waiting is not None:
+        parts.append((f", {percent(waiting)} of the time is waiting for each other", "dim"))
+    return parts

@@ -1,17 +1,124 @@
 """`count_flops`: the FLOPs of one training step of one model on one batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+import torch
 from torch import nn
 
-from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.flops.batches import read_shape
-from flopwatch.flops.losses import LossFn
+from flopwatch.errors import FlopwatchError, InputError, MeasurementError
+from flopwatch.flops.batch_contents import read_shape, real_lengths
+from flopwatch.flops.batch_layout import (
+    SAMPLES,
+    Layout,
+    grids_of,
+    mask_variable,
+    one_sample,
+    select_positions,
+    suggest_layouts,
+)
+from flopwatch.flops.fit import fit_flops_law, lengths_apart
 from flopwatch.flops.methods import MethodChoice, count_as_is
-from flopwatch.flops.padding import is_padded, unpadded_flops
-from flopwatch.records import AttentionConvention, FlopCount
+from flopwatch.flops.tracing.passes import LossFn
+from flopwatch.records.flops import AttentionConvention, FlopCount
+
+# What the mathematics of a padded batch needs: every sample at its own length, and once what a step pays once.
+
+
+IGNORED_LABEL = -100
+"""What torch's cross entropy and transformers leave out of the loss."""
+_MOST_KINDS_COUNTED = 8
+"""With more different rows than this, fitting a law takes fewer traces than counting each."""
+_TARGET_MASK, _TARGET = "decoder_attention_mask", "labels"
+
+
+def is_padded(batch: Any) -> bool:
+    """Whether a mask of the batch, of source or target, calls a position padding."""
+    if real_lengths(batch) is not None:
+        return True
+    mask = batch.get(_TARGET_MASK) if isinstance(batch, Mapping) else None
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.device.type == "meta":
+        return False
+    return not bool((mask != 0).all())
+
+
+def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount, options: dict[str, Any]) -> int:
+    """Model FLOPs of the batch without its padding; raises FlopwatchError where that cannot be told."""
+
+    def counted(part: Any) -> FlopCount:
+        return count_as_is(model, part, **options)
+
+    layout = lengths_apart(model, batch, counted, suggest_layouts(batch)[0])
+    columns = real_columns(batch, layout)
+    rows = [_row(batch, layout, columns, index) for index in range(layout.sizes[SAMPLES])]
+    kinds = [_kind(row, columns, index, alone=bool(count.steered_by)) for index, row in enumerate(rows)]
+    is_additive = _is_additive(batch, rows, counted, count)
+    if len(set(kinds)) <= _MOST_KINDS_COUNTED and is_additive:
+        return _sum_of_rows(rows, kinds, counted)
+    law = fit_flops_law(
+        model, batch, attention=options["attention"], loss_fn=options["loss_fn"], training=options["training"]
+    )
+    if is_additive and not law.exact:
+        return _sum_of_rows(rows, kinds, counted)
+    if not law.exact or law.layout is None:
+        raise MeasurementError(f"its cost is no sum over samples, and no law holds ({'; '.join(law.notes)})")
+    lengths = [
+        {name: len(columns[name][index]) if name in columns else law.layout.sizes[name] for name in law.layout.lengths}
+        for index in range(len(rows))
+    ]
+    needed = law.phase_flops_of_rows(lengths, image_grids=grids_of(batch) or None)
+    return needed.forward + needed.backward
+
+
+def _sum_of_rows(rows: Sequence[Any], kinds: Sequence[Any], counted: Any) -> int:
+    cost = {kind: counted(rows[kinds.index(kind)]).model_flops for kind in dict.fromkeys(kinds)}
+    return sum(cost[kind] for kind in kinds)
+
+
+def real_columns(batch: Mapping[str, Any], layout: Layout) -> dict[str, list[torch.Tensor]]:
+    """The positions of each row that are real, by the length that a mask runs over.
+
+    A target of its own length is masked by `decoder_attention_mask`, or by labels that are ignored to the end.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for name in ("attention_mask", _TARGET_MASK):
+        variable, mask = mask_variable(layout, name), batch.get(name)
+        if variable is not None and isinstance(mask, torch.Tensor):
+            found[variable] = [row.nonzero()[:, 0] for row in mask != 0]
+    target = mask_variable(layout, _TARGET)
+    if target is not None and target not in found and found:
+        found[target] = [torch.arange(int(length)) for length in target_lengths(batch[_TARGET])]
+    return found
+
+
+def target_lengths(labels: torch.Tensor) -> torch.Tensor:
+    """Up to the last label of each row that counts; a row without any is taken as one position."""
+    positions = torch.ones_like(labels).cumsum(1)
+    return ((labels != IGNORED_LABEL) * positions).amax(1).clamp(min=1)
+
+
+def _row(batch: Any, layout: Layout, columns: Mapping[str, Sequence[torch.Tensor]], index: int) -> Any:
+    row = one_sample(batch, layout, index)
+    for variable, of_rows in columns.items():
+        row = select_positions(row, layout, variable, of_rows[index])
+    return row
+
+
+def _kind(row: Any, columns: Mapping[str, Sequence[torch.Tensor]], index: int, *, alone: bool) -> Any:
+    """Rows of the same lengths with the same images cost the same, unless values decide."""
+    lengths = tuple(len(of_rows[index]) for of_rows in columns.values())
+    return (index if alone else None, lengths, str(grids_of(row)), str(row.get("video_grid_thw")))
+
+
+def _is_additive(batch: Any, rows: Sequence[Any], counted: Any, count: FlopCount) -> bool:
+    """Whether the batch as it is, padding included, costs as much as its rows as they are, one by one."""
+    layout = suggest_layouts(batch)[-1]
+    executed = count.forward_flops + count.backward_flops
+    whole = one_sample(batch, layout, 0)
+    mask = whole.get("attention_mask")
+    one = counted({**whole, "attention_mask": torch.ones_like(mask)} if mask is not None else whole)
+    return bool(executed == len(rows) * (one.forward_flops + one.backward_flops))
 
 
 def count_flops(

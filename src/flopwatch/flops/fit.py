@@ -7,25 +7,46 @@ holds, or values or chance steer the cost, shapes are counted one by one.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import product
 from typing import Any
 
 from torch import nn
 
 from flopwatch.errors import FlopwatchError, MeasurementError
-from flopwatch.flops.alterations import altered_batches
-from flopwatch.flops.autocast import AutocastState
-from flopwatch.flops.batches import read_shape
-from flopwatch.flops.by_trace import unchanged
+from flopwatch.flops.batch_contents import altered_batches, read_shape
+from flopwatch.flops.batch_layout import SAMPLES, Grid, Layout, Sample, suggest_layouts, take_sample
 from flopwatch.flops.law import IMAGE_TERMS, PHASES, FlopLaw, StepShape, evaluate, term_name
-from flopwatch.flops.layout import SAMPLES, Layout, suggest_layouts
-from flopwatch.flops.losses import LossFn
-from flopwatch.flops.methods import MethodChoice
-from flopwatch.flops.sample import Grid, Sample, take_sample
+from flopwatch.flops.methods import MethodChoice, unchanged
 from flopwatch.flops.shape_counts import CACHED_SHAPES, ShapeCounts
-from flopwatch.flops.solve import solve
 from flopwatch.flops.steering import CHANCE, WEIGHTS
-from flopwatch.records import AttentionConvention, FlopCount
+from flopwatch.flops.tracing.passes import AutocastState, LossFn
+from flopwatch.records.flops import AttentionConvention, FlopCount
+
+# Exact solution of small linear systems, in rational numbers: a law that is off by one FLOP is no law.
+
+
+def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fraction] | None:
+    """Gaussian elimination of a square system; None when it has no single solution.
+
+    >>> solve([[1, 1], [1, 2]], [3, 5])
+    [Fraction(1, 1), Fraction(2, 1)]
+    """
+    rows = [[Fraction(x) for x in (*row, value)] for row, value in zip(matrix, values, strict=True)]
+    size = len(rows)
+    for column in range(size):
+        pivot = next((index for index in range(column, size) if rows[index][column]), None)
+        if pivot is None:
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        head = rows[column][column]
+        rows[column] = [x / head for x in rows[column]]
+        for index, row in enumerate(rows):
+            if index != column and row[column]:
+                factor = row[column]
+                rows[index] = [x - factor * y for x, y in zip(row, rows[column], strict=True)]
+    return [row[-1] for row in rows]
+
 
 _SHORTEST_SPAN = 12
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")

@@ -15,9 +15,8 @@ from math import lcm, prod
 from typing import Any, Protocol
 
 from flopwatch.errors import InputError
-from flopwatch.flops.layout import SAMPLES, Layout
-from flopwatch.flops.sample import Grid
-from flopwatch.records import AttentionConvention, Method, PhaseFlops
+from flopwatch.flops.batch_layout import SAMPLES, Grid, Layout
+from flopwatch.records.flops import AttentionConvention, Method, PhaseFlops
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,257 @@
 """The ways to count a batch as it stands, and which one is tried when another fails."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from flopwatch.errors import InputError, MeasurementError
-from flopwatch.flops.autocast import AutocastState
+from flopwatch.flops.batch_contents import as_call, map_tensors
 from flopwatch.flops.by_estimate import count_by_estimate
-from flopwatch.flops.by_step import count_by_step, step_obstacle
-from flopwatch.flops.by_trace import count_by_trace
-from flopwatch.flops.collectives import NeedsOtherRanksError
-from flopwatch.flops.counter import THREADS
-from flopwatch.flops.losses import LossFn
-from flopwatch.records import AttentionConvention, FlopCount
+from flopwatch.flops.formulas.attention import WholeAttention
+from flopwatch.flops.steering import PythonReads, Steering, following, python_draws, steered
+from flopwatch.flops.tracing.counter import THREADS, CountingMode, NeedsOtherRanksError
+from flopwatch.flops.tracing.fakes import NEEDS_VALUES, Faker, quiet_fakes
+from flopwatch.flops.tracing.passes import (
+    AutocastState,
+    LossFn,
+    current_autocast,
+    device_type_of,
+    failures_named,
+    run_step,
+    threads_followed,
+    threads_noticed,
+    triton_launches_noticed,
+    under_autocast,
+)
+from flopwatch.flops.tracing.replay import Replay, ReplayMemory, ReplayRefusedError
+from flopwatch.flops.tracing.replica import ModuleStack, own_generator, replicate, undisturbed
+from flopwatch.flops.tracing.tally import EventLog, Tally
+from flopwatch.records.flops import AttentionConvention, FlopCount
+
+# Count one real step: for models that fake tensors cannot follow.
+#
+# It runs on a stand-in that shares the live parameters' storage, so the live gradients, buffers and hooks are not
+# touched, but forward and backward really run and need their memory.
+
+
+def count_by_step(
+    model: nn.Module,
+    batch: Any,
+    *,
+    attention: AttentionConvention,
+    loss_fn: LossFn | None,
+    training: bool,
+    autocast: AutocastState | None = None,
+) -> FlopCount:
+    """Raise InputError where one process cannot run the step, MeasurementError where it fails.
+
+    `autocast` is the state to run the model under; None takes the one of here and now.
+    """
+    obstacle = step_obstacle(model)
+    if obstacle:
+        raise InputError(f"{obstacle}; use method='trace'")
+    state = current_autocast() if autocast is None else autocast
+    under = under_autocast(state, device_type_of(model, state), stand_in=False)
+    stack, keeper, steering = ModuleStack(), _GradientKeeper(), Steering()
+    execute = following(keeper.execute, steering)
+    mode, in_threads = CountingMode(stack, attention, execute), list[EventLog]()
+
+    def modes_of_thread() -> tuple[Any, ...]:
+        in_threads.append(EventLog())
+        own = CountingMode(stack, attention, execute, in_threads[-1])
+        return (PythonReads(steering), own) if training else (own,)
+
+    with undisturbed(parameter.device for parameter in model.parameters()), keeper:
+        replica = replicate(model, _alias, stack)
+        own_batch = copied_batch(batch, lambda tensor: tensor.detach().clone())
+        steering.name_weights((*replica.parameters(), *replica.buffers()))
+        steering.name_batch(own_batch)
+        noticed = threads_followed(modes_of_thread, mode.add_threads), triton_launches_noticed(mode.add_triton_kernel)
+        reads = PythonReads(steering) if training else nullcontext()
+        with failures_named(stack), python_draws(steering), reads, noticed[0], noticed[1]:
+            run_step(replica, *as_call(own_batch), loss_fn, mode, training=training, autocast=under)
+    for log in in_threads:
+        log.tell(mode.tally)
+    for told in stack.told():
+        mode.tally.note(told)
+    return steered(mode.tally.as_count("step", attention), steering, mode.risky_ops)
+
+
+def step_obstacle(model: nn.Module) -> str | None:
+    """Why a real step cannot be run in this process, or None."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "meta":
+            return "the model is on the meta device and has no weights to run a step with"
+        if hasattr(tensor, "full_tensor"):  # a DTensor
+            return "its parameters are spread over ranks (DTensor), so one rank alone cannot run a step"
+    return None
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Parameters are only read and share storage; buffers (batch norm's statistics) are written to, so copied."""
+    return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+
+
+class _GradientKeeper:
+    """Puts back the gradients of parameters that the stand-in does not know of (a module hidden in a closure)."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for value in args:
+            if isinstance(value, nn.Parameter):
+                gradient = value.grad
+                self._kept.setdefault(id(value), (value, None if gradient is None else gradient.clone()))
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        for parameter, gradient in self._kept.values():
+            parameter.grad = gradient
+
+
+def copied_batch(batch: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with every tensor copied; one that asks for a gradient goes on asking. Generators are copied too."""
+
+    def copied(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        return copy(tensor).requires_grad_(tensor.requires_grad)
+
+    return map_tensors(batch, copied, own_generator)
+
+
+# Count by following the model's own code with fake tensors: no weights, no device time, the live model untouched.
+
+
+WITHOUT_AUTOCAST = "the model could not be followed under autocast, so the types of its products are not known"
+
+_memories: "WeakKeyDictionary[nn.Module, ReplayMemory]" = WeakKeyDictionary()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Within, nobody changes the model, and what one trace finds out of its layers need not be found out again."""
+    with _memories.setdefault(model, ReplayMemory()).unchanged():
+        yield
+
+
+def count_by_trace(
+    model: nn.Module,
+    batch: Any,
+    *,
+    attention: AttentionConvention,
+    loss_fn: LossFn | None,
+    training: bool,
+    autocast: AutocastState | None = None,
+    replay: bool = True,
+    memory: ReplayMemory | None = None,
+) -> FlopCount:
+    """Raise UntraceableError where the model needs values that fake tensors do not have.
+
+    Args:
+        model: The live model.
+        batch: As `count_flops` takes it.
+        attention: The convention for fused attention.
+        loss_fn: From the model's output to the loss.
+        training: False counts the forward pass alone.
+        autocast: The state to run the model under; None takes the one of here and now.
+        replay: Run a few of the layers that are equal by structure instead of all; the count is the same.
+        memory: What earlier traces have shown of the layers; without one, what those of the same model have.
+    """
+    state = current_autocast() if autocast is None else autocast
+    memory = memory or _memories.setdefault(model, ReplayMemory())
+    trace = _Trace(model, batch, state, attention, loss_fn, training, memory)
+    try:
+        return trace.count(replay=replay)
+    except MeasurementError:
+        if not state.enabled:
+            raise
+        # The CPU's autocast leaves other ops in fp32 than an accelerator's, so types may meet that do not fit.
+        count = replace(trace, autocast=AutocastState()).count(replay=replay)
+        return replace(count, by_dtype={}, notes=(*count.notes, WITHOUT_AUTOCAST))
+
+
+@dataclass(frozen=True)
+class _Trace:
+    model: nn.Module
+    batch: Any
+    autocast: AutocastState
+    attention: AttentionConvention
+    loss_fn: LossFn | None
+    training: bool
+    memory: ReplayMemory
+    keep_whole: bool = False
+    """Whether attention is kept whole where torch would take it apart, which means to look at every call of torch."""
+
+    def count(self, *, replay: bool) -> FlopCount:
+        """Follow attention as it is where that will do."""
+        if self.attention == "causal" or device_type_of(self.model, self.autocast) != "cpu":
+            return replace(self, keep_whole=True)._counted(replay=replay)
+        try:
+            return self._counted(replay=replay)
+        except MeasurementError as error:
+            if "FlexAttention" not in str(error):
+                raise
+            return replace(self, keep_whole=True)._counted(replay=replay)
+
+    def _counted(self, *, replay: bool) -> FlopCount:
+        return self._with_replay() if replay and not self.memory.is_refused else self._in_full()
+
+    def _in_full(self) -> FlopCount:
+        faker, stack, steering = Faker(), ModuleStack(), Steering()
+        mode = CountingMode(stack, self.attention, following(faker.execute, steering))
+        self._run(faker, stack, mode, steering, lambda _: None)
+        return steered(_told(mode.tally, stack).as_count("trace", self.attention), steering, mode.risky_ops)
+
+    def _with_replay(self) -> FlopCount:
+        faker, stack, steering = Faker(), ModuleStack(), Steering()
+        replay = Replay(faker, self.memory)
+        execute = replay.watch(following(faker.execute, steering))
+        mode = CountingMode(stack, self.attention, execute, replay.log)
+        try:
+            self._run(faker, stack, mode, steering, replay.attach)
+            return steered(_told(replay.tally(), stack).as_count("trace", self.attention), steering, mode.risky_ops)
+        except Exception as error:
+            if replay.failed_like_the_model(error, in_backward=mode.in_backward):
+                raise
+            self.memory.is_refused = isinstance(error, ReplayRefusedError)
+            return self._in_full()
+
+    def _run(
+        self,
+        faker: Faker,
+        stack: ModuleStack,
+        mode: CountingMode,
+        steering: Steering,
+        prepare: Callable[[nn.Module], None],
+    ) -> None:
+        whole_attention = WholeAttention(mode.add, self.attention) if self.keep_whole else nullcontext()
+        autocast = under_autocast(self.autocast, device_type_of(self.model, self.autocast), stand_in=True)
+        with undisturbed(), quiet_fakes():
+            replica = replicate(self.model, faker.tensor, stack)
+            prepare(replica)
+            fake_batch = copied_batch(self.batch, faker.tensor)
+            steering.name_batch(fake_batch)
+            # Without gradients torch's encoder layers run as one op, unless a function mode looks on.
+            reads = PythonReads(steering) if self.training else nullcontext()
+            noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)
+            # Attention is looked at first: what keeps it whole asks who has called it.
+            with failures_named(stack, NEEDS_VALUES), noticed[0], noticed[1], noticed[2], whole_attention:
+                run_step(replica, *as_call(fake_batch), self.loss_fn, mode, training=self.training, autocast=autocast)
+
+
+def _told(tally: Tally, stack: ModuleStack) -> Tally:
+    for told in stack.told():
+        tally.note(told)
+    return tally
+
 
 MethodChoice = Literal["auto", "trace", "step", "estimate"]
 

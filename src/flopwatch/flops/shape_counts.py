@@ -9,14 +9,13 @@ from typing import Any
 from torch import nn
 
 from flopwatch.errors import InputError
-from flopwatch.flops.batches import BatchShape
-from flopwatch.flops.collectives import ONE_RANKS_SHARE
-from flopwatch.flops.custom_functions import CANNOT_TELL, MAY_RUN_AGAIN, NOT_FOLLOWED
+from flopwatch.flops.batch_contents import BatchShape
+from flopwatch.flops.batch_layout import Grid, Layout, Sample, grids_of, repeated
 from flopwatch.flops.law import FlopLaw, StepShape
-from flopwatch.flops.layout import Layout
 from flopwatch.flops.methods import count_as_is
-from flopwatch.flops.sample import Grid, Sample, grids_of, repeated
-from flopwatch.records import FlopCount, Method, PhaseFlops
+from flopwatch.flops.tracing.counter import ONE_RANKS_SHARE
+from flopwatch.flops.tracing.custom_functions import CANNOT_TELL, MAY_RUN_AGAIN, NOT_FOLLOWED
+from flopwatch.records.flops import FlopCount, Method, PhaseFlops
 
 CACHED_SHAPES = 256
 _LEAST_TRUSTED_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")

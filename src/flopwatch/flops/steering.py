@@ -18,9 +18,9 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from flopwatch.flops.batch_contents import tensors_of
 from flopwatch.flops.formulas import find_formula
-from flopwatch.flops.structure import tensors_of
-from flopwatch.records import FlopCount
+from flopwatch.records.flops import FlopCount
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -10,8 +10,7 @@ from flopwatch.hardware.facts import DeviceFacts
 from flopwatch.hardware.resolve import explain_unknown, list_peaks, peak_flops, product_notes
 
 if TYPE_CHECKING:
-    from flopwatch.hardware.compute_dtype import matmul_dtype
-    from flopwatch.hardware.device import read_device
+    from flopwatch.hardware.device import matmul_dtype, read_device
     from flopwatch.hardware.measure import measure_peak
 
 __all__ = [
@@ -26,7 +25,7 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = {
-    "matmul_dtype": "flopwatch.hardware.compute_dtype",
+    "matmul_dtype": "flopwatch.hardware.device",
     "measure_peak": "flopwatch.hardware.measure",
     "read_device": "flopwatch.hardware.device",
 }

@@ -1,17 +1,27 @@
 """The achievable peak: the fastest matmul this device is seen to run."""
 
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError, MeasurementError
-from flopwatch.hardware.compute_dtype import matmul_dtype
-from flopwatch.hardware.device import find_device, read_device
-from flopwatch.hardware.dtypes import canonical_dtype
-from flopwatch.hardware.facts import DeviceFacts
-from flopwatch.hardware.matmul_search import BestMatmul, TimeMatmul, search_best_matmul
-from flopwatch.hardware.matmul_timer import TORCH_DTYPES, matmul_timer, plain_matmuls, shapes_that_fit
-from flopwatch.hardware.peak_cache import read_cached_peak, write_cached_peak
-from flopwatch.records import Confidence, Peak
+from flopwatch.hardware.device import find_device, matmul_dtype, read_device
+from flopwatch.hardware.facts import DeviceFacts, canonical_dtype
+from flopwatch.hardware.matmul_speed import (
+    TORCH_DTYPES,
+    BestMatmul,
+    TimeMatmul,
+    matmul_timer,
+    plain_matmuls,
+    search_best_matmul,
+    shapes_that_fit,
+)
+from flopwatch.records.flops import Confidence, Peak
 
 
 def measure_peak(
@@ -110,3 +120,40 @@ def _confidence(spread: float) -> Confidence:
     if spread < 0.05:
         return "high"
     return "medium" if spread < 0.2 else "low"
+
+
+# Measured peaks on disk, so that a device is measured once. Never loads torch, never fails the caller.
+
+
+def cache_path() -> Path:
+    """`$XDG_CACHE_HOME/flopwatch/peaks.json`, by default under `~/.cache`."""
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "flopwatch" / "peaks.json"
+
+
+def read_cached_peak(key: str) -> Peak | None:
+    """The peak stored under `key`; None if there is none or the file cannot be used."""
+    try:
+        peak = Peak(**_read_all()[key])
+        return peak if peak.flops_per_s > 0 and peak.kind == "measured" else None
+    except (KeyError, TypeError):
+        return None
+
+
+def write_cached_peak(key: str, peak: Peak) -> None:
+    """Store a peak; a folder that cannot be written is left alone."""
+    path = cache_path()
+    # A reader sees the old file or the new one, never half of it.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps({**_read_all(), key: peak.to_json()}, indent=1), encoding="utf-8")
+        unfinished.replace(path)
+
+
+def _read_all() -> dict[str, Any]:
+    try:
+        content = json.loads(cache_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

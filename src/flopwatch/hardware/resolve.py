@@ -5,10 +5,9 @@ import os
 from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError
-from flopwatch.hardware.dtypes import DTYPES, canonical_dtype
-from flopwatch.hardware.facts import DeviceFacts, Unknown
+from flopwatch.hardware.facts import DTYPES, DeviceFacts, Unknown, canonical_dtype
 from flopwatch.hardware.peaks import find_accelerator, peak_of_record, similar_products
-from flopwatch.records import Peak
+from flopwatch.records.flops import Peak
 
 if TYPE_CHECKING:
     import torch
@@ -117,13 +116,12 @@ def _resolve(
     if figure_from_environment is not None:
         return _said_by_user(figure_from_environment, facts, compute_dtype, f"the variable {ENVIRONMENT_VARIABLE}")
     if facts.kind == "cpu":
-        from flopwatch.hardware.cpu import read_cpu
-        from flopwatch.hardware.cpu_peak import peak_of_cpu
+        from flopwatch.hardware.cpu import peak_of_cpu, read_cpu
 
         return peak_of_cpu(read_cpu(), compute_dtype or "fp32")
     record = find_accelerator(facts)
     if isinstance(record, Unknown):
-        from flopwatch.hardware.derive import derive_peak
+        from flopwatch.hardware.peaks import derive_peak
 
         return (derive_peak(facts, compute_dtype) if compute_dtype else None) or record
     return peak_of_record(record, facts, compute_dtype)
@@ -144,7 +142,7 @@ def _facts(device: "torch.device | DeviceFacts | str | None", name: str | None) 
 def _dtype_now(facts: DeviceFacts) -> str | None:
     if not facts.kind:  # a product looked up by name runs nothing
         return None
-    from flopwatch.hardware.compute_dtype import matmul_dtype  # loads torch
+    from flopwatch.hardware.device import matmul_dtype  # loads torch
 
     return matmul_dtype(facts.kind, compute_capability=facts.compute_capability)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.hardware.facts import DeviceFacts
-from flopwatch.records import Confidence
+from flopwatch.records.flops import Confidence
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwatch.integrations.harmless import harmless
-from flopwatch.monitor.step_context import Step
-from flopwatch.monitor.training_monitor import TrainingMonitor
+from flopwatch.integrations.callback_parts import harmless
+from flopwatch.monitor.training_monitor import Step, TrainingMonitor
 
 
 class AccelerateMonitor(TrainingMonitor):

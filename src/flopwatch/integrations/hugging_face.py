@@ -7,12 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flopwatch.integrations.fetch_timer import FetchTimer
-from flopwatch.integrations.framework_metrics import Selection, framework_metrics
-from flopwatch.integrations.harmless import harmless
-from flopwatch.integrations.instance_method import replace_method
-from flopwatch.monitor.batches import TimedIterator
-from flopwatch.monitor.training_monitor import TrainingMonitor
+from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
+from flopwatch.monitor.training_monitor import TimedIterator, TrainingMonitor
 from flopwatch.optional import require
 
 _callbacks = require("transformers.trainer_callback", "hf")

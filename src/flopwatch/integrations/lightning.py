@@ -12,11 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from flopwatch.integrations.fetch_timer import FetchTimer
-from flopwatch.integrations.framework_metrics import Selection, framework_metrics
-from flopwatch.integrations.harmless import harmless
-from flopwatch.integrations.instance_method import replace_method
-from flopwatch.integrations.lightning_precision import autocast_dtype
+from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
+from flopwatch.integrations.fabric import autocast_dtype
 from flopwatch.monitor.training_monitor import TrainingMonitor
 from flopwatch.optional import require
 

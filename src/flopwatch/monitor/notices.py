@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flopwatch.records import Peak
-from flopwatch.run_records import Level
+from flopwatch.records.flops import Peak
+from flopwatch.records.run import Level
 
 Tell = Callable[[Level, str, str], None]
 """Takes a level, a code and a message."""

@@ -6,18 +6,31 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
-from flopwatch.goodput import typical_seconds
-from flopwatch.metrics import find_metric
 from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.intake.window import SettledStep, SettledWindow
 from flopwatch.monitor.ledger import Ledger
-from flopwatch.monitor.meter import MeasuredStep, effective_peak, find_warm_up, mean_of, percentile, window_values
-from flopwatch.monitor.ranks.job_values import job_totals, job_values, straggler_values, with_job_wait
+from flopwatch.monitor.measured_step import (
+    MeasuredStep,
+    effective_peak,
+    find_warm_up,
+    mean_of,
+    percentile,
+    window_values,
+)
+from flopwatch.monitor.ranks.job_values import (
+    Straggler,
+    StragglerHistory,
+    job_totals,
+    job_values,
+    straggler_values,
+    with_job_wait,
+)
 from flopwatch.monitor.ranks.rank import CompleteWindow
 from flopwatch.monitor.ranks.reports import AMOUNTS, RankReport, extend
-from flopwatch.monitor.ranks.stragglers import Straggler, StragglerHistory
-from flopwatch.monitor.window import SettledStep, SettledWindow
-from flopwatch.records import Peak
-from flopwatch.run_records import Number, PartialRow, Row
+from flopwatch.records.flops import Peak
+from flopwatch.records.goodput import typical_seconds
+from flopwatch.records.metrics import find_metric
+from flopwatch.records.run import Number, PartialRow, Row
 
 _PERCENTILE_STEPS = 512
 _STEPS_TO_SEE_WARM_UP = 6

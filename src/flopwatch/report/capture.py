@@ -1,14 +1,24 @@
 """Read a sweep's folder. The only file of the report that reads."""
 
-from collections.abc import Mapping
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flopwatch.record_reading import BrokenRecordError, clean_value, read_record
-from flopwatch.sweep_results import SweepResults, gather_results, troubles
-from flopwatch.trial_files import PREFLIGHT, read_json
-from flopwatch.trial_records import TrialResult, TrialSpec
+from flopwatch.records.reading import BrokenRecordError, clean_value, read_record
+from flopwatch.records.sweep_results import (
+    RESULTS,
+    NewerFormatError,
+    SweepResults,
+    gather_results,
+    result_from,
+    troubles,
+)
+from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.records.trial_files import PREFLIGHT, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +106,47 @@ def _read_preflight(folder: Path) -> tuple[Mapping[str, Any], ...]:
         except BrokenRecordError:
             continue
     return tuple(rows)
+
+
+# Results of a sweep as they are written, while it runs.
+
+
+_PAUSE_SECONDS = 0.5
+
+
+def follow_results(folder: Path, offset: int, is_over: Callable[[], bool]) -> Iterator[TrialResult]:
+    """Each result that is appended after `offset`, until the sweep is over and all are read.
+
+    A line that is no result is left out: the report tells of it.
+    """
+    rest = b""
+    while True:
+        was_over = is_over()  # asked first: what is written before the end is read after it
+        content, offset = _appended(folder / RESULTS, offset)
+        *lines, rest = (rest + content).split(b"\n")
+        for line in lines:
+            if (result := _result(line)) is not None:
+                yield result
+        if was_over and not content:
+            return
+        if not content:
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _appended(file: Path, offset: int) -> tuple[bytes, int]:
+    try:
+        with file.open("rb") as stream:
+            if stream.seek(0, os.SEEK_END) < offset:
+                offset = 0  # written anew, as by a person who mends it; what is read twice does no harm
+            stream.seek(offset)
+            content = stream.read()
+    except OSError:  # not written yet, or a shared file system that stutters
+        return b"", offset
+    return content, offset + len(content)
+
+
+def _result(line: bytes) -> TrialResult | None:
+    try:
+        return result_from(json.loads(line))
+    except (ValueError, RecursionError, NewerFormatError, BrokenRecordError):
+        return None

@@ -3,13 +3,21 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from flopwatch.plain_text import one_line, plain
+from flopwatch.records.plain_text import one_line, plain
 from flopwatch.report.figures import UNKNOWN, count, duration, factor, memory, share
-from flopwatch.report.matrices import Metric, best_trials, cell_text, known_metrics, matrix_rows
-from flopwatch.report.privacy import HEADINGS, privacy_cells, privacy_notes
+from flopwatch.report.matrices import (
+    Metric,
+    best_trials,
+    cell_text,
+    evenly,
+    known_metrics,
+    matrix_rows,
+    narrowed,
+    some_choices,
+)
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary
-from flopwatch.report.selection import evenly, narrowed, some_choices
 from flopwatch.report.sentences import (
+    HEADINGS,
     MATRIX_NOTES,
     choice_notes,
     choice_sentence,
@@ -17,6 +25,8 @@ from flopwatch.report.sentences import (
     crossover_digest,
     denominator_sentence,
     frontier_words,
+    privacy_cells,
+    privacy_notes,
     throughput,
     totals_sentence,
 )

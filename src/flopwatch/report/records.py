@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from flopwatch.trial_records import PrivacySpent
+from flopwatch.records.trial import PrivacySpent
 
 Privacy: TypeAlias = Literal["not private", "private", "unknown"]
 Quantity: TypeAlias = Literal["time", "memory"]

@@ -1,39 +1,236 @@
 """The report in a terminal: first the answer, then matrices, then failures."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group as Renderables
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.plain_text import one_line, plain
-from flopwatch.report.figures import count, duration
-from flopwatch.report.matrices import METRICS, Metric, known_metrics
-from flopwatch.report.privacy import privacy_notes
-from flopwatch.report.records import Failure, Group, SweepSummary
-from flopwatch.report.selection import column_chunks, narrowed
+from flopwatch.records.plain_text import one_line, plain
+from flopwatch.records.trial import OUT_OF_MEMORY
+from flopwatch.report.figures import UNKNOWN, count, duration, factor, memory, share
+from flopwatch.report.matrices import (
+    METRICS,
+    Metric,
+    best_trials,
+    cell_text,
+    column_chunks,
+    evenly,
+    known_metrics,
+    matrix_rows,
+    narrowed,
+    some_choices,
+)
+from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Failure, Group, SweepSummary, TrainerTotals
 from flopwatch.report.sentences import (
+    HEADINGS,
     MATRIX_NOTES,
     WHOLE_PROCESS,
+    choice_notes,
+    choice_sentence,
     crossover_digest,
     denominator_sentence,
     device_sentence,
+    frontier_words,
+    layer_words,
+    privacy_cells,
+    privacy_notes,
+    throughput,
     totals_sentence,
 )
-from flopwatch.report.terminal_tables import (
-    choices_table,
-    environments_table,
-    factors_table,
-    frontier_table,
-    matrix_table,
-    outcome_style,
-    preflight_table,
-    privacy_table,
-    tie_sentences,
-    trainers_table,
-)
+
+# The tables of the report in a terminal.
+
+
+MOST_ROWS = 24
+MOST_TIES = 4
+_LONGEST_HEADING = 36
+_PRIVACY_WORDS = {"not private": "no DP", "private": "DP", "unknown": "unknown"}
+
+
+def outcome_style(outcome: str) -> str:
+    if outcome == "ok":
+        return "default"
+    if outcome in OUT_OF_MEMORY:
+        return "yellow"
+    return "bright_black" if outcome in ("unsupported", "skipped", "missing", "cancelled") else "red"
+
+
+def choices_table(group: Group) -> RenderableType:
+    choices = some_choices(group.choices, MOST_ROWS)
+    table = _table("seq:r", "class", "fastest that ran", "throughput:r", "peak:r")
+    table.add_column("least memory\nwithin 10 %")
+    table.add_column("peak", justify="right", no_wrap=True)
+    for choice in choices:
+        table.add_row(*_choice_cells(choice))
+    return _with_words("", table, len(group.choices), len(choices))
+
+
+def tie_sentences(group: Group) -> list[str]:
+    tied = [choice for choice in group.choices if choice.tied]
+    told = [
+        f"≈ seq {choice.seq_len}, {_PRIVACY_WORDS[choice.privacy]}: {one_line(choice_sentence(choice))}"
+        for choice in tied[:MOST_TIES]
+    ]
+    notes = [(choice, choice_notes(choice)) for choice in group.choices if choice.fastest.alloc_retries]
+    told += [f"! seq {c.seq_len}, {_short(c.fastest)}: {note}" for c, note in notes[:MOST_TIES]]
+    more = max(len(tied) - MOST_TIES, 0) + max(len(notes) - MOST_TIES, 0)
+    return [*told, f"{more} more such notes"] if more else told
+
+
+def trainers_table(trainers: Sequence[TrainerTotals]) -> RenderableType:
+    table = _table("trainer", "class", "ok/run:r", "success:r", "OOM:r", "failed:r", "not run:r", "mean peak:r")
+    has_shared = any(trainer.shared_peaks for trainer in trainers)
+    if has_shared:
+        table.add_column("shared¹", justify="right", no_wrap=True)
+    for one in trainers[:MOST_ROWS]:
+        counts = [f"{one.ok:,}/{one.tried:,}", share(one.success_rate), _some(one.out_of_memory), _some(one.failed)]
+        row = [one_line(one.trainer), _PRIVACY_WORDS[one.privacy], *counts, _some(one.not_run)]
+        row.append(memory(one.mean_peak_bytes))
+        table.add_row(
+            *(Text(cell) for cell in row), *([Text(memory(one.shared_mean_peak_bytes))] if has_shared else [])
+        )
+    shared = max((trainer.shared_peaks for trainer in trainers), default=0)
+    shared_words = "the one configuration" if shared == 1 else f"the {shared:,} configurations"
+    note = f"¹ mean over {shared_words} every trainer ran: the one to compare" if has_shared else ""
+    return Renderables(table, Text(note, style="dim"))
+
+
+def matrix_table(group: Group, metric: Metric) -> RenderableType:
+    rows = matrix_rows(group)
+    shown = evenly(rows, MOST_ROWS)
+    table = _table("seq:r", "batch:r")
+    for trainer in group.trainers:
+        table.add_column(_heading(trainer), justify="right", overflow="fold")
+    before = None
+    for row in shown:
+        best = best_trials(row.cells, metric)
+        cells = [_matrix_cell(cell, metric, is_best=cell is not None and cell.trial in best) for cell in row.cells]
+        table.add_row(str(row.seq_len) if row.seq_len != before else "", str(row.batch_size), *cells)
+        before = row.seq_len
+    return _with_words(metric.title, table, len(rows), len(shown))
+
+
+def factors_table(group: Group) -> RenderableType:
+    """Time / memory / FLOPs of each trainer, times what `standard` needs."""
+    by_place: dict[tuple[int, int], dict[str, CostFactor]] = {}
+    for one in group.cost_factors:
+        by_place.setdefault((one.seq_len, one.batch_size), {})[one.trainer] = one
+    places = evenly(list(by_place), MOST_ROWS)
+    trainers = [name for name in group.trainers if any(name in found for found in by_place.values())]
+    table = _table("seq:r", "batch:r")
+    for trainer in trainers:
+        table.add_column(_heading(trainer), justify="right", overflow="fold")
+    before = None
+    for place in places:
+        cells = [_factor_text(by_place[place].get(name)) for name in trainers]
+        table.add_row(str(place[0]) if place[0] != before else "", str(place[1]), *cells)
+        before = place[0]
+    return _with_words("Cost against standard: time, memory, FLOPs", table, len(by_place), len(places))
+
+
+def frontier_table(group: Group) -> RenderableType:
+    by_place = {(point.trainer, point.seq_len): point for point in group.frontier}
+    table = _table("seq:r")
+    for trainer in group.trainers:
+        table.add_column(_heading(trainer), justify="right", overflow="fold")
+    shown = evenly(group.seq_lens, MOST_ROWS)
+    for seq_len in shown:
+        points = [by_place.get((trainer, seq_len)) for trainer in group.trainers]
+        table.add_row(str(seq_len), *(frontier_words(point) if point else "" for point in points))
+    return _with_words("Largest batch that ran (smallest out of memory)", table, len(group.seq_lens), len(shown))
+
+
+def privacy_table(group: Group) -> RenderableType:
+    table = _table(*(f"{name}:r" for name in HEADINGS[:-1]), HEADINGS[-1])
+    shown = evenly(group.privacy_spent, MOST_ROWS)
+    for row in shown:
+        table.add_row(*(Text(one_line(cell)) for cell in privacy_cells(row)))
+    return _with_words("Privacy", table, len(group.privacy_spent), len(shown))
+
+
+def preflight_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("trainer", "model", "can", "parameters:r", "layers", "why not")
+    for row in evenly(rows, MOST_ROWS):
+        parameters = row.get("parameters")
+        size = count(parameters) if isinstance(parameters, int | float) else UNKNOWN
+        cells = (
+            row["trainer"],
+            row["model"],
+            ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no",
+            size,
+            layer_words(row),
+            row.get("reason") or "",
+        )
+        table.add_row(*(Text(one_line(str(cell))) for cell in cells))
+    return table
+
+
+def environments_table(environments: Sequence[Environment]) -> RenderableType:
+    table = _table("trials:r", "where")
+    for environment in environments[:MOST_ROWS]:
+        settings = ", ".join(f"{name} {value}" for name, value in environment.settings.items())
+        table.add_row(f"{environment.trials:,}", Text(one_line(settings)))
+    return _with_words("", table, len(environments), min(len(environments), MOST_ROWS))
+
+
+def _choice_cells(choice: Choice) -> list[Text]:
+    fastest, lightest = choice.fastest, choice.lightest
+    is_same = lightest is not None and lightest.trial == fastest.trial
+    return [
+        Text(str(choice.seq_len)),
+        Text(_PRIVACY_WORDS[choice.privacy]),
+        Text(("≈ " if choice.tied else "") + _short(fastest), style="dim" if choice.tied else "bold"),
+        Text(throughput(fastest)),
+        Text(memory(fastest.peak_bytes)),
+        Text("the same" if is_same else _short(lightest) if lightest else UNKNOWN, style="dim" if is_same else ""),
+        Text("" if is_same else memory(lightest.peak_bytes) if lightest else UNKNOWN),
+    ]
+
+
+def _matrix_cell(cell: Cell | None, metric: Metric, *, is_best: bool) -> Text:
+    style = "bold" if is_best else outcome_style(cell.outcome) if cell else ""
+    return Text(cell_text(cell, metric), style=style)
+
+
+def _factor_text(one: CostFactor | None) -> Text:
+    if one is None:
+        return Text(UNKNOWN, style="dim")
+    return Text("  ".join(f"{factor(value):>5}" for value in (one.time, one.memory, one.flops)))
+
+
+def _short(cell: Cell) -> str:
+    return one_line(f"{cell.trainer} b{cell.batch_size}")
+
+
+def _heading(trainer: str) -> Text:
+    name = one_line(trainer)
+    return Text(name if len(name) <= _LONGEST_HEADING else name[: _LONGEST_HEADING - 1] + "…")
+
+
+def _some(number: int) -> str:
+    return f"{number:,}" if number else "·"
+
+
+def _with_words(title: str, table: Table, total: int = 0, shown: int = 0) -> RenderableType:
+    """Beside a table and not in it, where they would wrap at its width."""
+    left_out = f"{shown} of {total:,} rows, evenly chosen: --html or --json shows all" if total > shown else ""
+    parts = ([Text(title, style="bold")] if title else []) + [table]
+    return Renderables(*parts, Text(left_out, style="dim"))
+
+
+def _table(*columns: str) -> Table:
+    """Columns by name; `:r` is set to the right."""
+    table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for column in columns:
+        name, _, side = column.partition(":")
+        table.add_column(name, justify="right" if side == "r" else "left", no_wrap=side == "r")
+    return table
+
 
 MOST_GROUPS = 3
 MOST_CROSSOVERS = 8

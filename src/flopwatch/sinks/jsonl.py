@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.run_records import Notice, Provenance, Record, Row, RunStart
+from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart
 
 _STRICT_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -23,7 +23,7 @@ class JsonlSink:
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from flopwatch.run_records import Notice
+    >>> from flopwatch.records.run import Notice
     >>> path = Path(tempfile.mkdtemp()) / "log.jsonl"
     >>> sink = JsonlSink(path)
     >>> sink.write(Notice(7, "warning", "mfu_above_peak", "MFU is 1.2"))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flopwatch.errors import InputError
-from flopwatch.metrics import METRICS, STEP_KEY, find_metric
 from flopwatch.optional import require
-from flopwatch.run_records import Number, Provenance, Record, Row
+from flopwatch.records.metrics import METRICS, STEP_KEY, find_metric
+from flopwatch.records.run import Number, Provenance, Record, Row
 
 _OWN_NAMES = ("flopwatch", f"flopwatch_{STEP_KEY}", "flopwatch_last_row_timestamp_seconds")
 

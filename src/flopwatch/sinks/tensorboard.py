@@ -8,7 +8,7 @@ from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.optional import require
-from flopwatch.run_records import Notice, Provenance, Record, Row, RunStart, Summary
+from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.sinks.event_frame import frame_event
 
 

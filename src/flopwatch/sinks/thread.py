@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Final
 
-from flopwatch.run_records import Record, Row
+from flopwatch.records.run import Record, Row
 from flopwatch.sinks.protocol import Sink
 
 _CLOSE: Final = "close"
@@ -23,7 +23,7 @@ class SinkThread:
     thread 20 µs and finds cold caches, so five rows at a time take less than half the CPU time of five rows one by one.
     Everything else, and a row after a silence, is written at once.
 
-    >>> from flopwatch.run_records import RunStart
+    >>> from flopwatch.records.run import RunStart
     >>> from flopwatch.testing import RecordingSink
     >>> sink = RecordingSink()
     >>> thread = SinkThread(sink, on_failure=lambda name, error: None)

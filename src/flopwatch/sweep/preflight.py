@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flopwatch.errors import InputError
-from flopwatch.record_reading import BrokenRecordError, read_record
-from flopwatch.sweep.process_tree import descendants, dies_with
-from flopwatch.sweep.processes import needs_one_process
-from flopwatch.sweep.trainers.names import COMMAND
-from flopwatch.trial_files import PREFLIGHT, append_line, log_file, read_json, read_lines, write_json
-from flopwatch.trial_records import TrialSpec
+from flopwatch.records.reading import BrokenRecordError, read_record
+from flopwatch.records.trainer_names import COMMAND
+from flopwatch.records.trial import TrialSpec
+from flopwatch.records.trial_files import PREFLIGHT, append_line, log_file, read_json, read_lines, write_json
+from flopwatch.sweep.host.processes import descendants, dies_with
+from flopwatch.sweep.spec.processes import needs_one_process
 
 REQUEST = "preflight_request.json"
 PROGRESS = "preflight.jsonl"
@@ -187,7 +187,7 @@ def _run_worker(sweep: Path, deadline: float) -> str:
     # A tiny copy needs no accelerator, and a context on one would take memory from a running trial.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     environment = {**os.environ, **hidden, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "flopwatch.sweep.preflight_worker", str(sweep.resolve())]
+    command = [sys.executable, "-m", "flopwatch.sweep.worker.preflight_main", str(sweep.resolve())]
     with open(log_file(sweep, "preflight"), "ab") as log:
         process = subprocess.Popen(
             command,

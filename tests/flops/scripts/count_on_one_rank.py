@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import flopwatch
-from architectures import BY_NAME, Batch
+from testbeds.architectures import BY_NAME, Batch
 
 LAYER_PLAN = {
     **{f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import flopwatch
-from architectures import BY_NAME
+from testbeds.architectures import BY_NAME
 
 
 def main(wrapper: str) -> None:

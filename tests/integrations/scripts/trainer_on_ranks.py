@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
-from architectures import BY_NAME
 from flopwatch.integrations.hugging_face import FlopwatchCallback
+from testbeds.architectures import BY_NAME
 
 STEPS, BATCH_SIZE, SEQ_LEN = 20, 2, 16
 

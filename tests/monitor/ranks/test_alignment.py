@@ -1,10 +1,9 @@
 """Windows of different ranks are added up where they end together."""
 
-from flopwatch.monitor.meter import MeasuredStep
-from flopwatch.monitor.ranks.alignment import aligned
+from flopwatch.monitor.measured_step import MeasuredStep
+from flopwatch.monitor.ranks.link import FAN_OUT, children, parent
 from flopwatch.monitor.ranks.rank import ends_window
-from flopwatch.monitor.ranks.reports import RankReport, report_of
-from flopwatch.monitor.ranks.tree import FAN_OUT, children, parent
+from flopwatch.monitor.ranks.reports import RankReport, aligned, report_of
 
 
 def windows(rank: int, *last_steps: int) -> list[RankReport]:

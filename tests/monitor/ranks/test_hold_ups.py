@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from flopwatch.monitor.ranks.hold_ups import _FEWEST_LOOKS, HoldUps
-from flopwatch.monitor.ranks.own_time import OwnTime
+from flopwatch.monitor.ranks.busy_time import _FEWEST_LOOKS, HoldUps, OwnTime
 
 
 @pytest.fixture

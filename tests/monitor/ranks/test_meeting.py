@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrun import torchrun
+from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "ranks_apart.py"
 STEPS, SAMPLES, RANKS = 60, 4, 2

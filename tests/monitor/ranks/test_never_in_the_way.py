@@ -6,7 +6,8 @@ runs them.
 
 import pytest
 
-from disturbed_training import (
+from flopwatch.monitor import run as core
+from testbeds.disturbed_training import (
     DISTURBED_STEP,
     GONE,
     STEPS,
@@ -16,8 +17,7 @@ from disturbed_training import (
     disturbed,
     outcome,
 )
-from flopwatch.monitor import core
-from slow_link import need_slow_link, why_not
+from testbeds.slow_link import need_slow_link, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from flopwatch.monitor.meter import MeasuredStep, window_values
+from flopwatch.monitor.measured_step import MeasuredStep, window_values
 from flopwatch.monitor.ranks.job_values import counted_once, job_totals, job_values
 from flopwatch.monitor.ranks.reports import (
     AMOUNTS,

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flopwatch.monitor.ranks import shared_devices
-from flopwatch.monitor.ranks.shared_devices import device_identity, ranks_by_launcher, shared_peak
-from flopwatch.records import Peak
-from torchrun import torchrun
+from flopwatch.monitor.ranks import sharing as shared_devices
+from flopwatch.monitor.ranks.sharing import device_identity, ranks_by_launcher, shared_peak
+from flopwatch.records.flops import Peak
+from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "shared_cpu.py"
 

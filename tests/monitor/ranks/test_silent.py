@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flopwatch.monitor.ranks.reports import REPORT_BYTES
-from torchrun import torchrun
+from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "count_messages.py"
 STEPS, WINDOW_STEPS = 40, 10

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from flopwatch.monitor.meter import MeasuredStep
-from flopwatch.monitor.ranks.own_time import OwnTime, profile_of
+from flopwatch.monitor.measured_step import MeasuredStep
+from flopwatch.monitor.ranks.busy_time import OwnTime, profile_of
+from flopwatch.monitor.ranks.job_values import StragglerHistory, explain_straggler, find_straggler
 from flopwatch.monitor.ranks.reports import Profile, RankReport, merge, report_of
-from flopwatch.monitor.ranks.stragglers import StragglerHistory, explain_straggler, find_straggler
 
 STEP = 0.2
 

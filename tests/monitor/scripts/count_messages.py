@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import flopwatch
 from flopwatch.monitor.ranks import group as ranks_group
-from forbidden_calls import forbidden_calls
+from support.forbidden_calls import forbidden_calls
 
 STEPS, WINDOW_STEPS = 40, 10
 messages: list[tuple[str, int, str]] = []

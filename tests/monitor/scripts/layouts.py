@@ -32,7 +32,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
 import flopwatch
-from parallel_transformer import (
+from support.parallel_transformer import (
     PipelineStage,
     Transformer,
     allowed_pairs,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from real_slurm import need_slurm, real_slurm
+from testbeds.real_slurm import need_slurm, real_slurm
 
 
 @pytest.fixture(scope="session")

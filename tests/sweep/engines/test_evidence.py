@@ -1,6 +1,6 @@
 import pytest
 
-from flopwatch.sweep.engines.evidence import ending_from_evidence, explained
+from flopwatch.sweep.engines.protocol import ending_from_evidence, explained
 
 
 @pytest.mark.parametrize(

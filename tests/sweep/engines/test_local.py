@@ -10,12 +10,12 @@ from contextlib import closing
 import psutil
 import pytest
 
-import sweep.engines.contract as contract
 from flopwatch.errors import InputError
+from flopwatch.records.trial_files import read_result
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.engines.slots import SlotPool, visible_gpus
-from flopwatch.trial_files import read_result
-from sweep.engines.contract import folder_of, make_trials, run_all
+from support.engines import contract as contract
+from support.engines.contract import folder_of, make_trials, run_all
 
 
 @pytest.fixture(autouse=True)

@@ -7,16 +7,16 @@ import sys
 import psutil
 import pytest
 
-import sweep.engines.contract as contract
 from flopwatch.errors import InputError
-from flopwatch.sweep import process_tree
+from flopwatch.records.trial import TrialSpec
+from flopwatch.records.trial_files import read_result
 from flopwatch.sweep.engines import ray_task
-from flopwatch.sweep.engines.evidence import ending_from_evidence
+from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.ray import RayEngine, fits, spare
-from flopwatch.trial_files import read_result
-from flopwatch.trial_records import TrialSpec
-from real_ray import need_ray, real_ray
-from wait_until import wait_until
+from flopwatch.sweep.host import processes as process_tree
+from support.engines import contract as contract
+from testbeds.real_ray import need_ray, real_ray
+from testbeds.wait_until import wait_until
 
 TELL_GPUS = 'echo "gpus=$CUDA_VISIBLE_DEVICES" > {trial_dir}/gpus; '
 
@@ -216,7 +216,9 @@ def test_room_is_what_runs_at_once_and_a_few(tmp_path):
 def test_supervisors_of_a_killed_runner_are_waited_for(tmp_path):
     """Somebody holds the trial: it is adopted, and ends when they let go."""
     (trial,) = contract.make_trials(tmp_path, "while ! test -e {trial_dir}/go; do sleep 0.05; done")
-    supervisor = subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor", str(tmp_path), trial.name])
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(tmp_path), trial.name]
+    )
     contract.wait_for_file(contract.folder_of(trial) / "started.json")
     engine = RayEngine()
     assert list(engine.open(tmp_path, [trial])) == [trial.name]
@@ -231,8 +233,8 @@ def test_supervisors_of_a_killed_runner_are_waited_for(tmp_path):
 RUNNER = """
 import sys, time
 from pathlib import Path
-import sweep.engines.contract as contract
-from wait_until import wait_until
+from support.engines import contract as contract
+from testbeds.wait_until import wait_until
 from flopwatch.sweep.engines.ray import RayEngine
 sweep = Path(sys.argv[1])
 trials = contract.make_trials(sweep, "setsid sleep 300 & echo $! > {trial_dir}/pid; sleep 300")

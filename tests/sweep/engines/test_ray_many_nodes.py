@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-import sweep.engines.many_nodes as many_nodes
 from flopwatch.errors import InputError
 from flopwatch.sweep.engines.ray import RayEngine
-from real_ray import ray_cluster
+from support.engines import many_nodes as many_nodes
+from testbeds.real_ray import ray_cluster
 
 pytestmark = pytest.mark.slow
 

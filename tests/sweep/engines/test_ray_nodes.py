@@ -7,14 +7,14 @@ import threading
 import psutil
 import pytest
 
-import sweep.engines.contract as contract
+from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.sweep.engines import ray as engine_module
-from flopwatch.sweep.engines.evidence import ending_from_evidence
+from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.ray import RayEngine
-from flopwatch.trial_records import Limits, TrialSpec
-from real_ray import ray_cluster
-from sweeping import left_behind, run_sweep
-from wait_until import wait_until
+from support.engines import contract as contract
+from support.sweeping import left_behind, run_sweep
+from testbeds.real_ray import ray_cluster
+from testbeds.wait_until import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from flopwatch.sweep.engines.ray_start import in_environment
-from real_ray import need_ray
+from flopwatch.sweep.engines.ray_internals import in_environment
+from testbeds.real_ray import need_ray
 
 
 @pytest.mark.slow
@@ -15,7 +15,7 @@ def test_ray_is_imported_beside_an_amdsmi_without_rocm_here_and_in_child_process
     (tmp_path / "amdsmi.py").write_text("print('Unable to find libamd_smi.so'); {}['libamd_smi.so']")
     code = (
         "import os, subprocess, sys\n"
-        "from flopwatch.sweep.engines.ray_start import import_ray, local_environment\n"
+        "from flopwatch.sweep.engines.ray_internals import import_ray, local_environment\n"
         "environment = {**os.environ, **local_environment()}\n"
         "import_ray()\n"
         "subprocess.run([sys.executable, '-c', 'import ray'], env=environment, check=True)\n"

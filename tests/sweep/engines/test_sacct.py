@@ -1,6 +1,6 @@
 """Texts as slurm 22.05 printed them."""
 
-from flopwatch.sweep.engines.sacct import (
+from flopwatch.sweep.engines.slurm_commands import (
     Accounted,
     Queued,
     job_list,

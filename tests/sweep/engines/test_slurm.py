@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-import sweep.engines.contract as contract
 from flopwatch.errors import InputError
-from flopwatch.sweep import process_tree
 from flopwatch.sweep.engines import slurm as slurm_module
-from flopwatch.sweep.engines import slurm_outbox
-from flopwatch.sweep.engines.evidence import ending_from_evidence
-from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.engines import slurm_submission as slurm_outbox
+from flopwatch.sweep.engines.protocol import Trial, ending_from_evidence
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from flopwatch.sweep.folder import prepare
-from wait_until import wait_until
+from flopwatch.sweep.host import processes as process_tree
+from support.engines import contract as contract
+from testbeds.wait_until import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.sweep.engines.slurm import SlurmEngine
-from flopwatch.trial_records import Limits, TrialSpec
-from real_slurm import daemon, need_slurm, real_slurm
-from sweeping import left_behind, run_sweep
-from wait_until import wait_until
+from support.sweeping import left_behind, run_sweep
+from testbeds.real_slurm import daemon, need_slurm, real_slurm
+from testbeds.wait_until import wait_until
 
 pytestmark = pytest.mark.slow
 

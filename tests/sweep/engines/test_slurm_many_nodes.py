@@ -2,8 +2,8 @@
 
 import pytest
 
-import sweep.engines.many_nodes as many_nodes
 from flopwatch.sweep.engines.slurm import SlurmEngine
+from support.engines import many_nodes as many_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 

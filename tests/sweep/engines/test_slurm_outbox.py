@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-import sweep.engines.contract as contract
+from flopwatch.records.trial import TrialResult
+from flopwatch.records.trial_files import trial_folder, write_json
 from flopwatch.sweep.engines import slurm as slurm_module
-from flopwatch.sweep.engines import slurm_commands, slurm_outbox
-from flopwatch.sweep.engines.evidence import ending_from_evidence
+from flopwatch.sweep.engines import slurm_commands
+from flopwatch.sweep.engines import slurm_submission as slurm_outbox
+from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.slurm import SlurmEngine
-from flopwatch.trial_files import trial_folder, write_json
-from flopwatch.trial_records import TrialResult
-from wait_until import wait_until
+from support.engines import contract as contract
+from testbeds.wait_until import wait_until
 
 STANDBY = "sbatch: error: Batch job submission failed: Slurm controller in standby mode"
 

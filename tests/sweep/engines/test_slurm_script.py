@@ -1,8 +1,8 @@
 import subprocess
 from pathlib import Path
 
-from flopwatch.sweep.engines.slurm_script import Request, request_for, script
-from flopwatch.trial_records import Limits, TrialSpec
+from flopwatch.records.trial import Limits, TrialSpec
+from flopwatch.sweep.engines.slurm_submission import Request, request_for, script
 
 NOTHING = {"cpus": None, "gpus": 0, "memory_megabytes": None, "minutes": None}
 

@@ -9,7 +9,7 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.models.load import load_model
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.losses import find_per_sample_losses, label_losses, next_token_losses, own_loss
-from tiny_transformers import build
+from support.tiny_transformers import build
 
 TEXT = ["llama", "qwen3", "gpt2", "bert"]
 

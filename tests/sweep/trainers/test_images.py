@@ -10,17 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flopwatch import count_flops
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.models.dummy import dummy_batch
-from flopwatch.models.load import load_model
-from flopwatch.sweep.matrix import expand, read_matrix
-from flopwatch.sweep.step_cost import count_plain, count_step
+from flopwatch.models.load import dummy_batch, load_model
+from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.layer_paths import layer_paths
-from flopwatch.sweep.trainers.load import load_trainer
 from flopwatch.sweep.trainers.losses import own_loss
 from flopwatch.sweep.trainers.parity import parity
-from flopwatch.sweep.trainers.protocol import TrainerSettings
-from flopwatch.sweep.trainers.tiny_copy import tiny_copies
+from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
+from flopwatch.sweep.trainers.unsupported import layer_paths
+from flopwatch.sweep.worker.preflight_main import tiny_copies
+from flopwatch.sweep.worker.step_cost import count_plain, count_step
 
 CPU = torch.device("cpu")
 

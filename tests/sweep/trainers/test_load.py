@@ -8,8 +8,7 @@ import torch
 from flopwatch.errors import InputError
 from flopwatch.models.load import load_model
 from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.load import load_trainer
-from flopwatch.sweep.trainers.protocol import TrainerSettings
+from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 
 USERS_FILE = """
 import torch

@@ -8,9 +8,8 @@ import torch
 from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.models.load import load_model
 from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.load import load_trainer
-from flopwatch.sweep.trainers.protocol import TrainerSettings
-from tiny_transformers import build
+from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
+from support.tiny_transformers import build
 
 CPU = torch.device("cpu")
 ALL = ["standard", "dpsgd", "ghost", "fast"]
@@ -116,7 +115,7 @@ def test_opacus_leaves_the_programs_log_and_warnings_alone():
     code = """
 import logging, warnings
 warnings.simplefilter("error")
-from flopwatch.sweep.trainers.opacus_parts import load_opacus
+from flopwatch.sweep.trainers.opacus_internals import load_opacus
 load_opacus()
 assert logging.getLogger().handlers == []
 try:

@@ -11,12 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flopwatch.errors import UnsupportedError
 from flopwatch.models.load import load_model
-from flopwatch.sweep.step_cost import count_step
-from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.load import load_trainer
-from flopwatch.sweep.trainers.micro_batches import micro_batches
-from flopwatch.sweep.trainers.protocol import TrainerSettings
-from flopwatch.sweep.training_step import run_step, step_parts
+from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
+from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer, run_step, step_parts
+from flopwatch.sweep.worker.step_cost import count_step
 
 CPU = torch.device("cpu")
 ALL = ["standard", "dpsgd", "ghost", "fast"]

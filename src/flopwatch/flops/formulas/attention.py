@@ -6,17 +6,24 @@ it did not keep the scores: that fifth product is executed, not needed. Neither 
 none, which a fused kernel computes all the same.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._higher_order_ops import flex_attention as flex_attention_op
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend
+from torch.nn.attention import flex_attention as flex_module
+from torch.nn.attention.flex_attention import _vmap_for_bhqkv, noop_mask
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
-from flopwatch.records import AttentionConvention
+from flopwatch.flops.formulas.registry import OpCall, OpFlops, compute_type, formula
+from flopwatch.records.flops import AttentionConvention
 
 MASK_NOT_READABLE = "the attention mask is computed from activations and could not be read: counted as full attention"
 
@@ -233,3 +240,161 @@ def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     # A mask of one head or one row is broadcast over the others.
     return int(torch.count_nonzero(allowed)) * (full_pairs // allowed.numel())
+
+
+# `flex_attention`: attention whose mask is a function of the indices.
+
+
+SCORES_MAY_MASK = "a score_mod of flex_attention may mask pairs too: only its block mask is taken into account"
+
+_MOST_PAIRS_AT_ONCE = 2**24
+
+
+def flex_forward(
+    query: Any, key: Any, value: Any, score_mod: Any, block_mask: tuple[Any, ...], attention: AttentionConvention
+) -> OpFlops:
+    return forward_flops(_flex_sizes(query, key, value, score_mod, block_mask, attention))
+
+
+def flex_backward(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any,
+    block_mask: tuple[Any, ...],
+    attention: AttentionConvention,
+    needs_grad: tuple[bool, ...] = (),
+) -> OpFlops:
+    return backward_flops(_flex_sizes(query, key, value, score_mod, block_mask, attention), needs_grad)
+
+
+def _flex_sizes(
+    query: Any, key: Any, value: Any, score_mod: Any, block_mask: tuple[Any, ...], attention: AttentionConvention
+) -> AttentionSizes:
+    full = full_sizes(query, key, value)
+    if attention == "full":
+        return full
+    note = None if getattr(score_mod, "__name__", "") == "_identity" else SCORES_MAY_MASK
+    mask_mod = block_mask[-1]
+    if mask_mod is noop_mask:
+        return AttentionSizes(full.pairs, full.query_width, full.value_width, note)
+    # The mask may be one for all samples or heads; its blocks say for how many there is one of its own.
+    batch, heads = next(item for item in block_mask if isinstance(item, torch.Tensor)).shape[:2]
+    pairs = _pairs_of_mask_function(mask_mod, batch, heads, query.shape[-2], key.shape[-2])
+    if pairs is None:
+        return AttentionSizes(full.pairs, full.query_width, full.value_width, MASK_NOT_READABLE)
+    shared_by = query.shape[0] * query.shape[1] // (batch * heads)
+    return AttentionSizes(pairs * shared_by, full.query_width, full.value_width, note)
+
+
+def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int, keys: int) -> int | None:
+    """Pairs that the mask lets through, asked for some rows at a time; None when it depends on fake values."""
+    allowed = _vmap_for_bhqkv(mask_mod, prefix=())
+    rows_at_once = max(1, _MOST_PAIRS_AT_ONCE // (batch * heads * keys))
+    indices = torch.arange(batch), torch.arange(heads), torch.arange(queries), torch.arange(keys)
+    pairs = 0
+    for rows in indices[2].split(rows_at_once):
+        mask = allowed(indices[0], indices[1], rows, indices[3])
+        if isinstance(mask, FakeTensor):
+            return None
+        pairs += int(mask.sum())
+    return pairs
+
+
+# Keeps attention whole where torch would take it apart.
+#
+# `scaled_dot_product_attention` has no fused kernel for every case (dropout on the CPU, values of another width than
+# queries): it then runs as plain matrix products, which do not show that they are attention, nor its mask. For the
+# causal convention that must be known, so a trace puts one op in their place, with the same shapes and gradients.
+#
+# It must be known too for a model on an accelerator, whose kernels keep the type: the CPU's products run in fp32.
+#
+# `flex_attention` has no backward pass on the CPU, where the stand-ins are: there it is replaced in the same way.
+
+
+Add = Callable[[str, OpFlops, str], None]
+_WHOLE_ATTENTION = "scaled_dot_product_attention"
+
+
+class WholeAttention(TorchFunctionMode):
+    """Replaces attention that would be taken apart; `add` gets its FLOPs."""
+
+    def __init__(self, add: Add, attention: AttentionConvention) -> None:
+        self._add = add
+        self._attention: AttentionConvention = attention
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            call = AttentionCall.bind(*args, **kwargs)
+            if not call.is_fused():
+                operands = map(_under_autocast, (call.query, call.key, call.value))
+                return _Attention.apply(*operands, call, self._attention, self._add)  # type: ignore[no-untyped-call]
+        if func is flex_attention_op:
+            return self._flex(*args, **kwargs)
+        if getattr(func, "__self__", None) is torch.Tensor.requires_grad and _is_flex_asking(sys._getframe(1)):
+            return False
+        return func(*args, **kwargs)
+
+    def _flex(self, query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *rest: Any, **named: Any) -> Any:
+        buffers = tree_leaves((rest, named))
+        learned = [item for item in buffers if isinstance(item, torch.Tensor) and item.requires_grad]
+        about = _FlexCall(score_mod, block_mask, self._attention, self._add)
+        out = _FlexAttention.apply(query, key, value, about, *learned)  # type: ignore[no-untyped-call]
+        statistics = query.new_zeros(query.shape[:-1], dtype=torch.float32)
+        return out, statistics, statistics
+
+
+def _under_autocast(tensor: Any) -> Any:
+    """As autocast hands it to attention."""
+    changes = torch.is_autocast_enabled("cpu") and tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return tensor.to(torch.get_autocast_dtype("cpu")) if changes else tensor
+
+
+def _is_flex_asking(frame: Any) -> bool:
+    """`flex_attention` refuses tensors on the CPU that need a gradient; the live ones are where it works."""
+    return bool(frame.f_code.co_name == "_validate_device" and frame.f_globals["__name__"] == flex_module.__name__)
+
+
+@dataclass(frozen=True)
+class _FlexCall:
+    score_mod: Any
+    block_mask: tuple[Any, ...]
+    attention: AttentionConvention
+    add: Add
+
+
+class _FlexAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, call: _FlexCall, *learned: Any) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value, *learned)
+        ctx.call = call
+        flops = flex_forward(query, key, value, call.score_mod, call.block_mask, call.attention)
+        call.add("flex_attention", flops, compute_type(query.dtype))
+        return query.new_zeros(*query.shape[:-1], value.shape[-1])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved, call, needs = ctx.saved_tensors, ctx.call, ctx.needs_input_grad
+        query, key, value = saved[:3]
+        flops = flex_backward(query, key, value, call.score_mod, call.block_mask, call.attention, needs[:3])
+        call.add("flex_attention_backward", flops, compute_type(query.dtype))
+        given = [torch.zeros_like(tensor) for tensor in saved]
+        return *given[:3], None, *given[3:]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Any, key: Any, value: Any, call: AttentionCall, attention: AttentionConvention, add: Add
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.call, ctx.attention, ctx.add, ctx.dtype = call, attention, add, compute_type(query.dtype)
+        add(_WHOLE_ATTENTION, unfused_forward(call, attention), ctx.dtype)
+        return query.new_zeros(*query.shape[:-1], value.shape[-1])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.add(_WHOLE_ATTENTION, unfused_backward(ctx.call, ctx.attention, ctx.needs_input_grad[:3]), ctx.dtype)
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        return *(torch.zeros_like(tensor) if needs else None for tensor, needs in needed), None, None, None

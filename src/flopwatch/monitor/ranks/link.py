@@ -16,12 +16,9 @@ from weakref import WeakSet
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import group as ranks_group
-from flopwatch.monitor.ranks.alignment import aligned
-from flopwatch.monitor.ranks.group import RunKey
-from flopwatch.monitor.ranks.parking import park
-from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, extend
-from flopwatch.monitor.ranks.shared_devices import DeviceCensus
-from flopwatch.monitor.ranks.tree import children, parent
+from flopwatch.monitor.ranks.group import RunKey, park
+from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, aligned, extend
+from flopwatch.monitor.ranks.sharing import DeviceCensus
 
 _PLAN_TAG, _REPORT_TAG, _END_TAG = 1, 2, 3
 _LENGTH_BYTES = 8
@@ -280,3 +277,31 @@ def _listens(rank: int) -> str:
 def _has_plan(rank: int) -> str:
     """Set when a rank hands the plan on."""
     return f"has_plan/{rank}"
+
+
+# Who tells whom: a tree over the ranks with the logging rank at its root.
+
+
+FAN_OUT = 8
+"""Children per rank: a rank hears from at most so many, and 16,384 ranks are five levels deep."""
+
+
+def parent(rank: int, root: int, world_size: int) -> int | None:
+    """The rank that is told; None for the root.
+
+    >>> parent(9, 0, 64), parent(0, 0, 64)
+    (1, None)
+    """
+    place = (rank - root) % world_size
+    return None if place == 0 else ((place - 1) // FAN_OUT + root) % world_size
+
+
+def children(rank: int, root: int, world_size: int) -> list[int]:
+    """The ranks that tell this one.
+
+    >>> children(0, 0, 4), children(1, 0, 11)
+    ([1, 2, 3], [9, 10])
+    """
+    place = (rank - root) % world_size
+    first = place * FAN_OUT + 1
+    return [(child + root) % world_size for child in range(first, min(first + FAN_OUT, world_size))]

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from flopwatch.monitor import notices
-from flopwatch.monitor.meter import input_wait_share
+from flopwatch.monitor.intake.window import SettledStep
+from flopwatch.monitor.measured_step import input_wait_share
 from flopwatch.monitor.notices import Tell
 from flopwatch.monitor.ranks import group
-from flopwatch.monitor.ranks.hold_ups import HoldUps
+from flopwatch.monitor.ranks.busy_time import HoldUps, OwnTime, profile_of
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
-from flopwatch.monitor.ranks.own_time import OwnTime, profile_of
 from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
-from flopwatch.monitor.ranks.shared_devices import device_identity, ranks_by_launcher
-from flopwatch.monitor.window import SettledStep
+from flopwatch.monitor.ranks.sharing import device_identity, ranks_by_launcher
 
 _runs_of: Counter[int] = Counter()
 """Runs that monitors of this process have joined, by their logging rank."""

@@ -1,20 +1,22 @@
 """What every engine does: place supervisors, and say when they have ended. How a trial ended is in its files."""
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from flopwatch.plain_text import cut
-from flopwatch.trial_records import TrialSpec
+from flopwatch.errors import InputError
+from flopwatch.records.plain_text import cut
+from flopwatch.records.trial import Outcome, TrialSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A trial whose folder is ready: `trials/NAME/spec.json` is written.
 
-    What an engine starts, in a process of its own: `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`.
+    What an engine starts, in a process of its own: `python -m flopwatch.sweep.supervisor.supervise SWEEP_FOLDER NAME`.
 
     Attributes:
         sweep: The sweep's folder.
@@ -111,3 +113,154 @@ class Engine(Protocol):
 
     def state(self) -> str:
         """A word for the live table: `2 slots`, `waiting for GPU 0 (sweep in /data/a)`, `3 queued`."""
+
+
+# Find an engine by name, or as `package.module:Class`.
+
+
+_HOMES = {
+    "local": "flopwatch.sweep.engines.local:LocalEngine",
+    "ray": "flopwatch.sweep.engines.ray:RayEngine",
+    "slurm": "flopwatch.sweep.engines.slurm:SlurmEngine",
+}
+
+
+def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
+    """An engine with these settings as its arguments.
+
+    >>> load_engine("local", {"jobs": 1}).name
+    'local'
+    """
+    home = _HOMES.get(name, name)
+    module, colon, attribute = home.partition(":")
+    if not colon:
+        raise InputError(f"there is no engine {name!r}; use {', '.join(_HOMES)} or your own as package.module:Class")
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"cannot load the engine {name!r}: {error}") from error
+    try:
+        return cast("Engine", make(**settings))
+    except TypeError as error:
+        raise InputError(f"the engine {name!r} does not take {dict(settings)}: {error}") from None
+
+
+# How a trial ended that left no result: read from what the engine saw. Pure.
+
+
+_SLURM: dict[str, tuple[Outcome, str]] = {
+    "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; give the engine more time_minutes"),
+    "DEADLINE": ("timeout", "Slurm ended the job at its deadline"),
+    "OUT_OF_MEMORY": ("oom_host", "Slurm ended the job for want of host memory; ask for more memory"),
+    "CANCELLED": ("cancelled", "the job was cancelled"),
+    "PREEMPTED": ("lost", "Slurm preempted the job"),
+    "NODE_FAIL": ("lost", "its node failed"),
+    "BOOT_FAIL": ("lost", "its node did not boot"),
+    "REQUEUED": ("lost", "Slurm requeued the job"),
+    "REVOKED": ("lost", "Slurm moved the job to another cluster"),
+}
+
+_RAY: dict[str, tuple[Outcome, str]] = {
+    "OutOfMemoryError": (
+        "oom_host",
+        "Ray's memory monitor ended it as its node ran out of memory; the victim may be innocent: "
+        "run fewer trials per node",
+    ),
+    "TaskCancelledError": ("cancelled", "the task was cancelled"),
+    "NodeDiedError": ("lost", "its node died"),
+    "WorkerCrashedError": ("lost", "its Ray worker died"),
+    "RaySystemError": ("lost", "Ray itself failed"),
+}
+
+# Slurm without cgroups kills with SIGKILL, calls it FAILED and tells the reason only in the job's output, in lines of
+# its own. What the trial prints is in another file.
+_SLURM_SAYS = "slurmstepd"
+_OVER_MEMORY = ("exceeded memory limit", "exceeded job memory limit", "oom-kill", "oom_kill")
+
+_NO_OUTPUT_FILE = 53
+"""Slurm's exit code 0:53: it could not open the file for the job's output."""
+
+
+def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
+    """The outcome and one line for a person, for a trial whose supervisor is gone without a `result.json`.
+
+    Args:
+        evidence: What `Ended.evidence` holds: `state` (Slurm's word), `error` (the name of Ray's exception), `detail`,
+            `exit_code` and `signal` of the supervisor, `log` (the end of what the supervisor or Slurm printed), `host`,
+            `stuck` (why we ended a supervisor that did nothing).
+
+    >>> ending_from_evidence({"state": "NODE_FAIL", "host": "n1"})
+    ('lost', 'its node failed (n1)')
+    """
+    outcome, reason = _ending(evidence)
+    host = evidence.get("host")
+    return outcome, f"{reason} ({host})" if host else reason
+
+
+def explained(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
+    """Why a supervisor was told to stop, for a result that says `cancelled` when nobody here cancelled it.
+
+    Slurm at its time limit and Ray's memory monitor end a trial like a cancellation; only the engine knows better.
+    None when it does not.
+
+    >>> explained({"state": "TIMEOUT"})[0], explained({"exit_code": 0})
+    ('timeout', None)
+    """
+    outcome, reason = ending_from_evidence(evidence)
+    is_known = (
+        outcome != "lost" or bool(evidence.get("stuck")) or _state(evidence) in _SLURM or evidence.get("error") in _RAY
+    )
+    return (outcome, reason) if is_known else None
+
+
+def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
+    if stuck := evidence.get("stuck"):
+        return "lost", str(stuck)
+    log = str(evidence.get("log") or "")
+    if _state(evidence) and _is_over_memory(log):
+        return "oom_host", "the job used more host memory than it had asked for; ask for more memory"
+    state = _state(evidence)
+    if state in _SLURM:
+        return _SLURM[state]
+    if state == "REFUSED":
+        words = evidence.get("detail")
+        return "invalid", f"Slurm refuses the job: {words}; mend the engine's settings and run it with --only failed"
+    if state == "NOT_TAKEN":
+        return "lost", str(evidence.get("detail"))
+    if state == "FAILED" and evidence.get("signal") == _NO_OUTPUT_FILE:
+        return "lost", "its node cannot write to the sweep's folder; put it on a file system the nodes share"
+    error = str(evidence.get("error") or "")
+    if error in _RAY:
+        return _RAY[error]
+    return "lost", _how_it_left(evidence, state, error) + _last_line(log)
+
+
+def _is_over_memory(log: str) -> bool:
+    lines = [line for line in log.lower().splitlines() if line.startswith(_SLURM_SAYS)]
+    return any(text in line for line in lines for text in _OVER_MEMORY)
+
+
+def _state(evidence: Mapping[str, Any]) -> str:
+    return str(evidence.get("state") or "").partition(" ")[0].rstrip("+")  # "CANCELLED by 1000"
+
+
+def _how_it_left(evidence: Mapping[str, Any], state: str, error: str) -> str:
+    signal, exit_code, detail = evidence.get("signal"), evidence.get("exit_code"), evidence.get("detail")
+    if error:
+        return f"its supervisor could not be run: {error}" + (f": {detail}" if detail else "")
+    if signal:
+        return f"its supervisor was killed by {signal_text(signal)}"
+    if exit_code:
+        return f"its supervisor left with exit code {exit_code} and no result"
+    if state:
+        return f"its supervisor left no result; Slurm says {state}"
+    return "its supervisor vanished without a trace"
+
+
+def signal_text(signal: Any) -> str:
+    return f"signal {signal}" if isinstance(signal, int) else str(signal)
+
+
+def _last_line(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return f"; it last printed: {lines[-1][:200]}" if lines else ""

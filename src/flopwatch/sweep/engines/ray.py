@@ -14,13 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
-from flopwatch.sweep.engines import ray_nodes, ray_task
+from flopwatch.records.trial import TrialSpec
+from flopwatch.records.trial_files import trial_folder
+from flopwatch.sweep.engines import ray_task
+from flopwatch.sweep.engines import ray_task as ray_nodes
 from flopwatch.sweep.engines.protocol import Ended, Trial
-from flopwatch.sweep.engines.ray_silence import RaySilence
-from flopwatch.sweep.engines.ray_start import import_ray, in_environment, join, local_environment, start_local
+from flopwatch.sweep.engines.ray_internals import (
+    RaySilence,
+    import_ray,
+    in_environment,
+    join,
+    local_environment,
+    start_local,
+)
 from flopwatch.sweep.folder import has_begun, is_supervised
-from flopwatch.trial_files import trial_folder
-from flopwatch.trial_records import TrialSpec
 
 _NODES_EVERY_SECONDS = 5.0
 _GET_SECONDS = 60.0

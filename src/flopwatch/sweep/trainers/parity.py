@@ -7,11 +7,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from flopwatch.sweep.trainers.load import load_trainer
+from flopwatch.records.trainer_names import PRIVATE
+from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.losses import find_per_sample_losses, model_inputs
-from flopwatch.sweep.trainers.micro_batches import batch_rows
-from flopwatch.sweep.trainers.names import PRIVATE
-from flopwatch.sweep.trainers.protocol import TrainerSettings
+from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 
 _ROUNDING = 1e-4
 """A parameter's gradient below this share of the whole is rounding: a key's bias, say, has none."""

@@ -1,0 +1,243 @@
+"""`flopwatch sweep --wandb PROJECT --mlflow EXPERIMENT`: a follower beside the runner logs trials as they end."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Queue
+from typing import IO, TYPE_CHECKING
+
+import typer
+
+from flopwatch.errors import InputError, MissingDependencyError
+from flopwatch.sinks.protocol import Logged, TrialLog, TrialRun, log_trials
+
+if TYPE_CHECKING:
+    from flopwatch.report.capture import Capture
+
+
+FOLLOWER = "flopwatch.cli.trials.tracking"
+_PATIENCE_SECONDS = 300.0
+_SILENT_SECONDS = 2.0
+_LONGEST_LINE = 2000
+
+
+def refuse_unusable(wandb: str | None, mlflow: str | None) -> None:
+    """Before the first trial, not after a week."""
+    for package, wanted in (("wandb", wandb), ("mlflow", mlflow)):
+        if wanted is not None and not wanted.strip():
+            raise InputError(f"--{package} needs a name: of the {'project' if package == 'wandb' else 'experiment'}")
+        if wanted is not None and find_spec(package) is None:
+            raise MissingDependencyError(
+                f"--{package} needs the package {package!r}, which is not installed; "
+                f'install it with: pip install "flopwatch[{package}]"'
+            )
+
+
+@contextlib.contextmanager
+def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[None]:
+    """Log what ends inside the block. Nothing that goes wrong with it reaches the sweep; it is told at the end."""
+    if wandb is None and mlflow is None:
+        yield
+        return
+    with tempfile.TemporaryFile() as said:
+        follower = _start(folder, wandb, mlflow, said)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Exception):  # telling may fail too, as into a closed pipe
+                _tell(*_finish(follower, said), folder, wandb, mlflow)
+
+
+def _start(folder: Path, wandb: str | None, mlflow: str | None, said: IO[bytes]) -> "subprocess.Popen[bytes] | None":
+    from flopwatch.records.trial_files import RESULTS
+
+    results = folder / RESULTS
+    try:
+        offset = results.stat().st_size if results.exists() else 0
+        return subprocess.Popen(
+            [sys.executable, "-m", FOLLOWER, str(folder), str(offset), wandb or "", mlflow or ""],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the sweep
+        )
+    except OSError:
+        return None
+
+
+def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tuple[int, str]:
+    """Exit status, and what to tell of it."""
+    if follower is None:
+        return 1, "the process that logs trials could not be started"
+    if follower.stdin is not None:
+        with contextlib.suppress(OSError):  # it may be gone
+            follower.stdin.close()
+    try:
+        status = _waited(follower)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as end:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(follower.pid, signal.SIGKILL)
+        follower.wait()
+        why = "by Ctrl-C" if isinstance(end, KeyboardInterrupt) else f"after {_PATIENCE_SECONDS:.0f} s"
+        return 1, f"logging trials was ended {why}"
+    if status < 0:
+        return status, f"the process that logs trials was ended by signal {-status}"
+    return status, _last_line(said)
+
+
+def _tell(status: int, told: str, folder: Path, wandb: str | None, mlflow: str | None) -> None:
+    typer.echo(told, err=status != 0)
+    if status != 0:
+        words = [*(("--wandb", wandb) if wandb else ()), *(("--mlflow", mlflow) if mlflow else ())]
+        again = shlex.join(["flopwatch", "report", str(folder), *words])
+        typer.echo(f"The sweep itself is not touched by that; log its trials with: {again}", err=True)
+
+
+def _waited(follower: "subprocess.Popen[bytes]") -> int:
+    try:
+        return follower.wait(_SILENT_SECONDS)
+    except subprocess.TimeoutExpired:
+        typer.echo("Logging the last trials; Ctrl-C leaves them out.", err=True)
+    return follower.wait(_PATIENCE_SECONDS)
+
+
+def _last_line(said: IO[bytes]) -> str:
+    from flopwatch.records.plain_text import one_line
+
+    said.seek(0)
+    lines = said.read()[-_LONGEST_LINE:].decode("utf-8", "replace").strip().splitlines()
+    return one_line(lines[-1]) if lines else "the process that logs trials said nothing"
+
+
+# Trials to W&B and MLflow, for `flopwatch report` after a sweep and for the follower beside one.
+
+
+def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[TrialLog]":
+    """Those asked for. Raises what a person must mend first: a missing package, an account, a server that is away."""
+    logs: list[TrialLog] = []
+    if wandb is not None:
+        from flopwatch.sinks.wandb import WandbTrials
+
+        logs.append(WandbTrials(wandb, folder))
+    if mlflow is not None:
+        from flopwatch.sinks.mlflow import MlflowTrials
+
+        # This process does nothing else, so its environment is ours: by default MLflow tries for four minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        logs.append(MlflowTrials(mlflow, folder))
+    return logs
+
+
+def log_capture(capture: "Capture", wandb: str | None, mlflow: str | None) -> None:
+    """Log every trial that ended; a second time brings the same runs up to date. Exits with 1 when some were not."""
+    from flopwatch.report.exports import trial_runs
+    from flopwatch.sinks.protocol import log_trials
+
+    is_whole = True
+    for log in open_logs(capture.folder, wandb, mlflow):
+        logged = log_trials(trial_runs(capture), log)
+        typer.echo(logged_text(log.name, logged), err=bool(logged.failures))
+        is_whole = is_whole and not logged.failures
+    if not is_whole:
+        raise typer.Exit(1)
+
+
+def logged_text(service: str, logged: "Logged") -> str:
+    """One line for a person.
+
+    >>> from flopwatch.sinks.protocol import Logged
+    >>> logged_text("W&B", Logged(3, ("a: no answer",), gave_up=False))
+    'W&B: logged 3 trials, 1 failed (a: no answer)'
+    """
+    from flopwatch.cli.quantities import plural
+    from flopwatch.records.plain_text import one_line
+
+    text = f"{service}: logged {plural(logged.count, 'trial')}"
+    if logged.failures:
+        text += f", {len(logged.failures)} failed ({one_line(logged.failures[0])[:500]})"
+    return text + ("; gave up on the rest" if logged.gave_up else "")
+
+
+# Logs the trials of a running sweep: `python -m flopwatch.cli.trials.tracking FOLDER OFFSET WANDB MLFLOW`.
+#
+# A process of its own beside the runner, so that nothing of W&B or MLflow can hold up, slow down or end a sweep. It
+# reads what the runner appends to results.jsonl and ends when its standard input does: when the sweep is over, or the
+# runner was killed. Its last line says what became of it.
+
+
+def main() -> int:
+    folder, offset, wandb, mlflow = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None, sys.argv[4] or None
+
+    over = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(over,), daemon=True).start()
+    _wait_for_plan(folder, over)
+    try:
+        logs = open_logs(folder, wandb, mlflow)
+    except Exception as error:
+        _say(f"nothing was logged: {error}")
+        return 1
+    found = _log_to_all(logs, _runs(folder, offset, over))
+    _say("; ".join(logged_text(log.name, logged) for log, logged in zip(logs, found, strict=True)))
+    return 1 if any(logged.failures for logged in found) else 0
+
+
+def _wait_for_end(over: threading.Event) -> None:
+    sys.stdin.buffer.read()
+    over.set()
+
+
+def _wait_for_plan(folder: Path, over: threading.Event) -> None:
+    """Until the runner holds the folder: a file of ours in it before would make it somebody else's."""
+    from flopwatch.records.trial_files import SWEEP
+
+    while not (folder / SWEEP).exists() and not over.wait(0.1):
+        pass
+
+
+def _runs(folder: Path, offset: int, over: threading.Event) -> Iterator[TrialRun]:
+    from flopwatch.records.sweep_results import read_trial_list
+    from flopwatch.report.capture import follow_results
+    from flopwatch.report.exports import trial_run
+
+    created = read_trial_list(folder).created
+    for result in follow_results(folder, offset, over.is_set):
+        yield trial_run(result, folder.resolve().name, created)
+
+
+def _log_to_all(logs: list[TrialLog], runs: Iterator[TrialRun]) -> list[Logged]:
+    """Each service in a thread: one that is slow or away does not keep trials from the other."""
+    queues: list[Queue[TrialRun | None]] = [Queue() for _ in logs]
+    found: list[Logged] = [Logged(0, (), gave_up=True)] * len(logs)
+
+    def log(place: int) -> None:
+        found[place] = log_trials(iter(queues[place].get, None), logs[place])
+
+    threads = [threading.Thread(target=log, args=(place,)) for place in range(len(logs))]
+    for thread in threads:
+        thread.start()
+    for run in runs:
+        for queue in queues:
+            queue.put(run)
+    for queue in queues:
+        queue.put(None)
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _say(line: str) -> None:
+    sys.stdout.buffer.write(line.replace("\n", " ").encode("utf-8", "backslashreplace") + b"\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""One trial on the screen: where it is, and what came of it."""
+
+import contextlib
+import math
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from flopwatch.cli.outcome_style import outcome_text
+from flopwatch.cli.quantities import bytes_text, count_text, duration, short_number, step_seconds
+from flopwatch.records.plain_text import one_line, plain
+from flopwatch.records.trial import PrivacySpent, TrialResult
+from flopwatch.report.sentences import epsilon_text
+from flopwatch.sweep.claims import read_progress
+from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.fit_search import Found, Probe
+from flopwatch.sweep.runner.plan import folder_of
+from flopwatch.sweep.runner.run import Stop
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[], str | None]]:
+    """Ctrl-C, or whoever else asks this process to end, becomes a reason to stop: nothing may be left behind."""
+    asked: list[str] = []
+    words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+
+    def note(number: int, frame: object) -> None:
+        asked.append(f"stopped by {words[signal.Signals(number)]}")
+
+    before = {number: signal.signal(number, note) for number in words}
+    try:
+        yield lambda: asked[0] if asked else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def phases_shown(folder: Path, trial: Trial, *, quiet: bool) -> Iterator[Callable[[], None]]:
+    """A spinner with the phase, on a terminal."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda: None
+        return
+    with console.status(Text(f"{one_line(trial.name)}: start")) as status:
+        yield lambda: status.update(Text(one_line(f"{trial.name}: {read_progress(folder_of(trial)).text}", 200)))
+
+
+def print_result(result: TrialResult, console: Console | None = None) -> None:
+    """What was measured, and why it ended if not by itself."""
+    console = console or Console()
+    console.print(Text(one_line(result.name)), style="bold", end="  ")
+    reason = f"({one_line(result.reason, 1000)})" if result.outcome != "ok" else ""
+    console.print(outcome_text(result.outcome), Text(reason), highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in _rows(result):
+        table.add_row(name, Text(one_line(value)))
+    console.print(table, highlight=False)
+    if result.outcome != "ok":
+        for text in (result.stacks, result.log_tail):
+            if text:
+                typer.echo(plain(text).rstrip())
+        typer.echo(f"again: {one_line(result.command)}")
+
+
+def _rows(result: TrialResult) -> list[tuple[str, str]]:
+    measured, cost = result.measured, result.measured.cost
+    rows = [
+        ("model", f"{result.spec.model}, {count_text(measured.parameters)} parameters" if measured.parameters else "")
+    ]
+    if times := measured.steps:
+        unstable = ", unstable" if times.unstable else ""
+        interval = f"{step_seconds(times.low)} to {step_seconds(times.high)}"
+        rows.append(("step time", f"{step_seconds(times.median)} (median of {times.count}; {interval}{unstable})"))
+    if measured.tokens_per_s:
+        rows.append(("tokens/s", short_number(measured.tokens_per_s)))
+    if measured.memory.peak_bytes:
+        rows.append(("memory", bytes_text(measured.memory.peak_bytes)))
+    if measured.memory.by_phase:
+        parts = [f"{phase} {bytes_text(size)}" for phase, size in measured.memory.by_phase.items()]
+        rows.append(("by phase", ", ".join(parts)))
+    if cost is not None and cost.model_flops is not None:
+        rows.append(("model FLOPs", f"{cost.model_flops:,}"))
+        if cost.hardware_flops is not None:
+            rows.append(("hardware FLOPs", f"{cost.hardware_flops:,}"))
+    if cost is not None and cost.mfu is not None:
+        hfu = f", HFU {100 * cost.hfu:.3g} %" if cost.hfu is not None else ""
+        peak = f" of the {cost.peak['kind']} peak" if cost.peak else ""
+        rows.append(("MFU", f"{100 * cost.mfu:.3g} %{hfu}{peak}"))
+    if measured.privacy is not None:
+        rows.append(("epsilon", _privacy_text(measured.privacy)))
+    rows += [("not measured", f"{phase}: {why}") for phase, why in measured.not_measured.items()]
+    if result.seconds is not None:
+        rows.append(("took", duration(result.seconds)))
+    return [row for row in rows if row[1]]
+
+
+def _privacy_text(spent: PrivacySpent) -> str:
+    """Epsilon with what it is for, and what a reader must know."""
+    training = f"{spent.steps:,} steps at sampling rate {spent.sample_rate:.4g}, noise {spent.noise_multiplier:.4g}"
+    known = f"{epsilon_text(spent.epsilon)} at delta {spent.delta:.3g} for {training}, by {spent.accountant}"
+    return "; ".join(filter(None, [known, spent.note]))
+
+
+# A fit on the screen: a line for each batch tried, then a table and what follows from it.
+
+
+_EDGE = 0.03
+"""How much the memory of the same trial differed from run to run (benchmarks/sweeps/memory.py)."""
+
+
+class ProbeStatus:
+    """Shows the phase of the running trial on a terminal, and ends it when the user asks to."""
+
+    def __init__(self, stop: Stop, asked_to_stop: Callable[[], str | None], *, quiet: bool) -> None:
+        self._stop, self._asked_to_stop = stop, asked_to_stop
+        console = Console(stderr=True)
+        self._status: Status | None = None if quiet or not console.is_terminal else console.status("")
+
+    def __enter__(self) -> "ProbeStatus":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def started(self, trial: Trial) -> None:
+        if self._status is not None:
+            self._status.update(f"batch {trial.spec.batch_size}: start")
+            self._status.start()
+
+    def ended(self, result: TrialResult) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
+        if self._asked_to_stop():
+            self._stop.kill = True
+        if self._status is not None:
+            words = [
+                f"batch {trial.spec.batch_size}: {read_progress(folder_of(trial)).text}" for trial in running.values()
+            ]
+            self._status.update(Text(one_line(", ".join(words) or engine_state, 200)))
+
+
+def probe_line(probe: Probe) -> str:
+    """What came of one batch.
+
+    >>> probe_line(Probe(8, True, "ok", "", 512 << 20, samples_per_s=102.34))
+    'batch 8: ok, 512 MiB, 102.3 samples/s'
+    """
+    if probe.fits is None:
+        return one_line(f"batch {probe.batch_size}: {probe.outcome}: {probe.reason}", 1000)
+    parts = [f"batch {probe.batch_size}: {_outcome(probe)}"]
+    if probe.fits and probe.peak_bytes is not None:
+        parts.append(bytes_text(probe.peak_bytes))
+    if probe.samples_per_s is not None and probe.fits:
+        parts.append(f"{short_number(probe.samples_per_s)} samples/s")
+    return ", ".join(parts)
+
+
+def _outcome(probe: Probe) -> str:
+    return f"{probe.outcome}, barely fits" if probe.is_bare else probe.outcome
+
+
+def print_found(found: Found, max_batch: int, console: Console | None = None) -> None:
+    console = console or Console()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("batch", "memory", "step time", "samples/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("outcome")
+    for probe in sorted(found.probes, key=lambda probe: probe.batch_size):
+        outcome = outcome_text(probe.outcome)
+        table.add_row(*_figures(probe), outcome.append(" (barely fits)") if probe.is_bare else outcome)
+    console.print(table)
+    for sentence in sentences(found, max_batch):
+        console.print(Text(one_line(sentence, 1000)), soft_wrap=True)
+
+
+def _figures(probe: Probe) -> tuple[str, str, str, str]:
+    """A trial that was ended for its memory has a peak, but that is only where it was stopped."""
+    return (
+        str(probe.batch_size),
+        bytes_text(probe.peak_bytes) if probe.peak_bytes is not None and probe.fits else "",
+        step_seconds(probe.step_seconds) if probe.step_seconds is not None and probe.fits else "",
+        short_number(probe.samples_per_s) if probe.samples_per_s is not None and probe.fits else "",
+    )
+
+
+def sentences(found: Found, max_batch: int) -> list[str]:
+    """What was found, in words."""
+    said = [f"Stopped at {found.stopped}."] if found.stopped else []
+    if found.largest is None:
+        return [*said, f"No batch fits: even 1 is out of memory{_limit(found)}."] if found.too_large == 1 else said
+    said.append(_largest(found, max_batch))
+    said += _edge(found)
+    if (fastest := _fastest(found)) is not None:
+        said.append(fastest)
+    return said
+
+
+def _largest(found: Found, max_batch: int) -> str:
+    barely = next((", barely" for probe in found.probes if probe.batch_size == found.largest and probe.is_bare), "")
+    if not found.is_largest_known:
+        beyond = f"; {found.too_large} does not" if found.too_large is not None else ""
+        return f"Largest batch seen to fit{barely}: {found.largest}{beyond}. The search is not finished."
+    if found.too_large is None:
+        return f"No limit found up to {max_batch}: a batch of {found.largest} fits{barely}."
+    return f"Largest batch that fits{barely}: {found.largest} ({found.too_large} does not{_limit(found, '; ')})."
+
+
+def _edge(found: Found) -> list[str]:
+    """The same trial twice differs a little in what it holds, so an edge is no line."""
+    lucky = [
+        probe.batch_size for probe in found.probes if probe.fits and probe.batch_size > (found.too_large or math.inf)
+    ]
+    if lucky:
+        return [f"The edge is not sharp: {max(lucky)} ran as well, though {found.too_large} did not."]
+    largest = next((probe for probe in found.probes if probe.batch_size == found.largest), None)
+    is_on_host = any(probe.outcome == "oom_host" for probe in found.probes)
+    if not is_on_host or largest is None or largest.peak_bytes is None or not largest.capacity_bytes:
+        return []
+    used = largest.peak_bytes / largest.capacity_bytes
+    if used < 1 - _EDGE:
+        return []
+    return [f"At {100 * used:.1f} % of the limit it may fail another time: the same trial differs by up to 3 %."]
+
+
+def _limit(found: Found, before: str = ": ") -> str:
+    """On an accelerator a trial that died did not tell its capacity; one that lived did."""
+    known = [probe.capacity_bytes for probe in found.probes if probe.capacity_bytes is not None]
+    on_device = any(probe.outcome == "oom_device" for probe in found.probes)
+    return f"{before}{known[0] / 2**30:.2f} GiB {'of the device' if on_device else 'limit'}" if known else ""
+
+
+def _fastest(found: Found) -> str | None:
+    rate = next((probe.samples_per_s for probe in found.probes if probe.batch_size == found.fastest), None)
+    if rate is None:
+        return None
+    same = f" ({found.as_fast} is not measurably faster)" if found.as_fast is not None else ""
+    return f"Fastest: {found.fastest}, {short_number(rate)} samples/s{same}."
+
+
+def as_content(found: Found, output: Path) -> dict[str, Any]:
+    """For `--json`."""
+    return {**asdict(found), "folder": str(output)}

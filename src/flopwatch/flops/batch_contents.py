@@ -1,0 +1,404 @@
+"""What a batch is made of: every tensor wherever it lies, every size, every plain value.
+
+A batch is described by its structure (names, types, ranks, plain values: what must be the same for two batches to be of
+one kind) and its sizes (all dimensions of all tensors, in order). A FLOP law belongs to a structure; which of the sizes
+it may vary is written down in its layout. Nothing else leaves the description.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from flopwatch.errors import InputError
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_LONG, _MOST_ELEMENTS = 32, 4096
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_DEEPEST = 6
+"""Objects nested deeper than this (or in a circle) are described by their type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A batch without its values.
+
+    Attributes:
+        structure: Names, types and ranks of everything in it, and the plain values; hashable.
+        sizes: All dimensions of all tensors, and the lengths of lists of equal items, in the order of the structure.
+    """
+
+    structure: Any
+    sizes: tuple[int, ...]
+
+
+def describe(batch: Any) -> Description:
+    """What a batch is, apart from the values of its tensors.
+
+    >>> describe({"x": torch.zeros(2, 3), "flag": True}).sizes
+    (2, 3)
+    """
+    sizes: list[int] = []
+    structure = _described(batch, sizes, 0)
+    return Description(structure, tuple(sizes))
+
+
+def _described(value: Any, sizes: list[int], depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes.extend(value.shape)
+        return "tensor", value.dtype, value.dim(), str(value.layout), value.requires_grad, stored_elements(value)
+    if isinstance(value, _PLAIN):
+        return "value", type(value).__name__, value
+    if depth > _DEEPEST:
+        return "object", type(value).__qualname__
+    if isinstance(value, Mapping):
+        return "dict", tuple((str(name), _described(item, sizes, depth + 1)) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return _described_list(value, sizes, depth)
+    return _described_object(value, sizes, depth)
+
+
+def _described_list(items: Any, sizes: list[int], depth: int) -> Any:
+    """A list of items that are described alike, sizes included, counts as one item and how many there are."""
+    if len(items) > _LONG and all(isinstance(item, _PLAIN) for item in items):
+        return "value", len(items), hash(tuple(items))
+    apart: list[tuple[Any, list[int]]] = []
+    for item in items:
+        own: list[int] = []
+        apart.append((_described(item, own, depth + 1), own))
+    if depth > 0 and apart and apart[0][1] and all(each == apart[0] for each in apart[1:]):
+        sizes.append(len(apart))
+        sizes.extend(apart[0][1])
+        return "items", apart[0][0]
+    for _, own in apart:
+        sizes.extend(own)
+    return "list", tuple(structure for structure, _ in apart)
+
+
+def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, set | frozenset):
+        return "value", name, tuple(sorted(map(repr, value)))
+    if type(value).__module__ == "numpy":
+        return "value", name, str(getattr(value, "dtype", "")), getattr(value, "shape", ()), _numpy_hash(value)
+    if callable(value) or isinstance(value, type):
+        own_values = _described([*_closed_over(value)], sizes, depth + 1)
+        return "object", name, getattr(value, "__qualname__", ""), id(getattr(value, "__code__", None)), own_values
+    held = getattr(value, "__dict__", None)
+    slots = [slot for kind in type(value).__mro__ for slot in _slots(kind) if hasattr(value, slot)]
+    if not isinstance(held, dict) and slots:
+        held = {slot: getattr(value, slot) for slot in slots}
+    if not isinstance(held, dict) and is_dataclass(value):
+        held = {field.name: getattr(value, field.name) for field in fields(value)}
+    if not isinstance(held, dict):
+        return "object", name
+    parts = []
+    for key, item in held.items():
+        own: list[int] = []
+        parts.append((key, _described(item, own, depth + 1)))
+        sizes.extend(own)
+    return "parts", name, tuple(parts)
+
+
+def stored_elements(tensor: torch.Tensor) -> int | None:
+    """How many elements a sparse tensor holds, which its products cost by; None for others."""
+    return int(tensor._nnz()) if tensor.layout in _SPARSE else None
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _closed_over(function: Any) -> Iterator[Any]:
+    """What a function has besides its code, and may be steered by."""
+    if isinstance(function, partial):
+        yield from (function.func, list(function.args), function.keywords)
+    yield from getattr(function, "__defaults__", None) or ()
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+
+
+def _numpy_hash(value: Any) -> int:
+    """Of a large array a few thousand elements: it is looked at on every step."""
+    flat = value.reshape(-1)
+    return hash((flat if flat.size <= _MOST_ELEMENTS else flat[:: flat.size // _MOST_ELEMENTS]).tobytes())
+
+
+def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
+    """All tensors by their path, such as `targets.0.boxes`; a single tensor is called `0`."""
+    found: dict[str, torch.Tensor] = {}
+    for path, value in _leaves(batch, "", 0):
+        if isinstance(value, torch.Tensor):
+            found[path or "0"] = value
+    return found
+
+
+def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    children = _children(value) if depth <= _DEEPEST else None
+    if children is None:
+        yield path, value
+        return
+    for name, child in children:
+        yield from _leaves(child, f"{path}.{name}" if path else str(name), depth + 1)
+
+
+def _children(value: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(value, torch.Tensor | str | bytes):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return None
+
+
+def map_tensors(
+    batch: Any,
+    change: Callable[[str, torch.Tensor], Any],
+    change_other: Callable[[Any], Any] = lambda value: value,
+    path: str = "",
+    depth: int = 0,
+) -> Any:
+    """The same batch with every tensor changed; lists, dicts and dataclasses are made anew, other objects shared."""
+    if isinstance(batch, torch.Tensor):
+        return change(path or "0", batch)
+    children = _children(batch) if depth <= _DEEPEST else None
+    if children is None:
+        return change_other(batch)
+    changed = {
+        name: map_tensors(child, change, change_other, f"{path}.{name}" if path else str(name), depth + 1)
+        for name, child in children
+    }
+    return _rebuilt(batch, changed)
+
+
+def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return items
+    if isinstance(original, Mapping):
+        twin: Any = copy.copy(original)
+        try:
+            for name, item in items.items():
+                twin[name] = item
+        except TypeError:  # a mapping that cannot be written to
+            return items
+        return twin
+    if isinstance(original, list):
+        return list(items.values())
+    if isinstance(original, tuple):
+        values = items.values()
+        return type(original)(*values) if hasattr(original, "_fields") else tuple(values)
+    try:
+        return replace(original, **items)
+    except (TypeError, ValueError):  # fields that __init__ does not take
+        twin = copy.copy(original)
+        for name, item in items.items():
+            object.__setattr__(twin, name, item)
+        return twin
+
+
+# Reads a batch: its size, its length, which positions are real, and one row of it.
+
+
+MAIN_SEQUENCE = ("input_ids", "inputs_embeds", "input_values", "decoder_input_ids", "labels")
+"""Arguments whose dimension 1 is the sequence, the first that is there; `input_values` is raw audio."""
+FLAT_IMAGES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+"""Patches of all images in one list, and the tensor that says how many patches each image has (Qwen-VL and others)."""
+_DEEPEST_SEARCHED = 8
+_MOST_KEYS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Samples and positions of a batch; `seq_len` is None for a batch without a text sequence."""
+
+    batch_size: int
+    seq_len: int | None
+
+
+def named(batch: Any) -> dict[str, Any]:
+    """The batch as a dict; positional arguments go by their index."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    items = batch if isinstance(batch, tuple | list) else [batch]
+    return {str(index): item for index, item in enumerate(items)}
+
+
+def read_shape(batch: Any) -> BatchShape:
+    """Batch size and length, from the tensors' shapes alone."""
+    arguments = named(batch)
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    samples = _items_of_lists(arguments)
+    if not tensors:
+        tensors = tensors_of(batch) or {str(index): leaf for index, leaf in enumerate(tensors_inside(batch))}
+    if not tensors:
+        raise InputError(
+            f"the batch holds no tensor: {_content(batch)}; pass a dict of the model's keyword arguments, "
+            "a tuple of its arguments, or a tensor; of a DataLoader next(iter(loader)), of an array torch.from_numpy"
+        )
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            raise InputError(f"the batch is empty: {name!r} has the shape {tuple(tensor.shape)}")
+    for name in MAIN_SEQUENCE:
+        if name in tensors and tensors[name].dim() == (3 if name == "inputs_embeds" else 2):
+            if name == "labels" and "pixel_values" in tensors:  # classes of an image, not a sequence
+                continue
+            return BatchShape(tensors[name].shape[0], tensors[name].shape[1])
+    if samples is not None:
+        return BatchShape(samples, None)
+    first = next((tensor for name, tensor in tensors.items() if name not in FLAT_IMAGES), next(iter(tensors.values())))
+    if first.dim() == 0:
+        return BatchShape(1, None)
+    are_token_ids = first.dim() == 2 and not first.is_floating_point()
+    return BatchShape(first.shape[0], first.shape[1] if are_token_ids else None)
+
+
+def _items_of_lists(arguments: Mapping[str, Any]) -> int | None:
+    """Samples of a batch whose first argument is a list with an entry per sample (images, targets of a detector)."""
+    first = next(iter(arguments.values()), None)
+    is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
+    return len(first or ()) if is_list and tensors_of(first) else None
+
+
+def tensors_inside(value: Any, depth: int = _DEEPEST_SEARCHED) -> Iterator[torch.Tensor]:
+    """Every tensor in lists, dicts, dataclasses and plain objects, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 0:
+        for part in _parts_of(value):
+            yield from tensors_inside(part, depth - 1)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, str | bytes | int | float | type | ModuleType | nn.Module) or callable(value):
+        return ()
+    if isinstance(value, DataLoader | Dataset | Iterator):  # they give batches, and are none
+        return ()
+    return vars(value).values() if hasattr(value, "__dict__") else ()
+
+
+def _content(batch: Any) -> str:
+    if not isinstance(batch, Mapping):
+        return f"got {type(batch).__name__}"
+    keys = [f"{key!r} ({type(value).__name__})" for key, value in list(batch.items())[:_MOST_KEYS]]
+    more = f" and {len(batch) - _MOST_KEYS} more" if len(batch) > _MOST_KEYS else ""
+    return f"it has the keys {', '.join(keys)}{more}" if keys else "it is an empty dict"
+
+
+def real_lengths(batch: Any) -> list[int] | None:
+    """Positions of each row that `attention_mask` calls real, or None when nothing is padded."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.device.type == "meta":
+        return None
+    lengths = [int(length) for length in (mask != 0).sum(dim=1).tolist()]
+    if min(lengths) == 0:
+        raise InputError(f"attention_mask calls every position of row {lengths.index(0)} padding")
+    return None if all(length == mask.shape[1] for length in lengths) else lengths
+
+
+def images_of_row(
+    pixels: torch.Tensor, grids: torch.Tensor, batch_size: int, index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images are listed over the whole batch; with equally many per row, a row's are a slice."""
+    if grids.shape[0] % batch_size:
+        raise InputError(
+            f"{grids.shape[0]} images over {batch_size} samples: flopwatch cannot tell which sample has which; "
+            "pass a batch in which every sample has the same number of images"
+        )
+    per_row = grids.shape[0] // batch_size
+    patches = [prod(grid) for grid in grids.tolist()]
+    first, last = index * per_row, (index + 1) * per_row
+    return pixels[sum(patches[:first]) : sum(patches[:last])], grids[first:last]
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch is keyword arguments, positional arguments or the one argument of the model."""
+    if isinstance(batch, Mapping):
+        if not all(isinstance(name, str) for name in batch):
+            raise InputError(f"a batch given as a dict needs argument names as keys, got {list(batch)[:5]}")
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+# Other batches of the same shapes: do the values of an argument decide what a step costs?
+
+
+_IGNORED_LABEL = -100
+_SEED = 20_24
+
+
+def altered_batches(batch: Any, name: str) -> Iterator[Any]:
+    """The batch with other values of one argument: shuffled, smaller, partly masked. Some may make no sense."""
+    own = [tensor for path, tensor in tensors_of(batch).items() if path.partition(".")[0] == name]
+    if not own or any(tensor.is_floating_point() or tensor.device.type == "meta" for tensor in own):
+        return
+    changes = [_shuffled_rows, _drawn_anew]
+    if "label" in name:
+        changes.append(_half_ignored)
+    elif all(_is_mask(tensor) for tensor in own):
+        changes = [_half_off, _all_on]
+    else:
+        changes.append(_halved)
+    for change in changes:
+
+        def changed(path: str, tensor: torch.Tensor, change: Any = change) -> torch.Tensor:
+            return change(tensor.detach().cpu().clone()) if path.partition(".")[0] == name else tensor
+
+        yield map_tensors(batch, changed)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(_SEED)
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _shuffled_rows(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 0:
+        return tensor
+    order = torch.randperm(tensor.shape[-1], generator=_generator())
+    return tensor[..., order]
+
+
+def _drawn_anew(tensor: torch.Tensor) -> torch.Tensor:
+    low, high = int(tensor.min()), int(tensor.max())
+    return torch.randint(low, high + 1, tensor.shape, generator=_generator()).to(tensor.dtype)
+
+
+def _half_ignored(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() > 1:
+        tensor[..., : tensor.shape[-1] // 2] = _IGNORED_LABEL
+    return tensor
+
+
+def _half_off(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[..., tensor.shape[-1] // 2 + 1 :] = 0
+    return tensor
+
+
+def _all_on(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(tensor)
+
+
+def _halved(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.clamp(tensor // 2, min=min(1, int(tensor.min())))

@@ -1,0 +1,256 @@
+"""Which ops cost no matmul-like FLOPs. The world of ops is closed: one that is not known and has no formula is named.
+
+A false alarm costs a user a look; a miss is a wrong number that nobody notices. So nothing is guessed from an op's
+inputs: it costs nothing when torch's own tags or its schema say so, or when it stands on the list below. The list was
+made from all ops that torch 2.13 has in its `aten` namespace, gone through by name. Not on it, on purpose: products of
+sparse and nested tensors and linear algebra (`linalg_*`, `cholesky`, `geqrf`, ...), whose cost shapes do not tell.
+"""
+
+import functools
+
+import torch
+from torch._ops import OpOverload
+
+# Vectors, elements, neighbours and places: every output element needs a number of operations that does not grow with a
+# dimension that two inputs share, or is a plain sum over one input.
+_ELEMENTS = """
+__irshift__ __lshift__ __rshift__ abs add bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
+copysign div eq floor_divide gcd ge gt heaviside isinf isnan lcm le lt mul ne remainder rsub sub xlogy
+"""
+_LOSSES = """
+_ctc_loss _ctc_loss_backward _cudnn_ctc_loss miopen_ctc_loss _use_cudnn_ctc_loss binary_cross_entropy
+binary_cross_entropy_backward binary_cross_entropy_with_logits dist huber_loss huber_loss_backward mse_loss
+mse_loss_backward multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward
+multilabel_margin_loss_forward nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward
+smooth_l1_loss smooth_l1_loss_backward soft_margin_loss soft_margin_loss_backward
+"""
+_NORMS = """
+_batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional _fused_rms_norm
+_fused_rms_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional
+_native_batch_norm_legit_no_training _weight_norm_interface _weight_norm_interface_backward batch_norm_backward
+batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
+batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats cudnn_batch_norm
+cudnn_batch_norm_backward linalg_cross linalg_vector_norm miopen_batch_norm miopen_batch_norm_backward
+native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm
+native_layer_norm_backward native_norm norm quantized_batch_norm renorm
+"""
+_ACTIVATIONS = """
+_log_softmax _log_softmax_backward_data _masked_scale _masked_softmax _masked_softmax_backward _prelu_kernel
+_prelu_kernel_backward _safe_softmax _softmax _softmax_backward_data _thnn_fused_gru_cell
+_thnn_fused_gru_cell_backward _thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward _thnn_fused_lstm_cell_backward_impl
+_thnn_differentiable_gru_cell_backward _thnn_differentiable_lstm_cell_backward celu elu elu_backward gelu
+gelu_backward glu glu_backward glu_backward_jvp glu_jvp hardshrink hardshrink_backward hardsigmoid
+hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward leaky_relu leaky_relu_backward
+log_sigmoid_backward log_sigmoid_forward log_softmax mish mish_backward relu rrelu_with_noise
+rrelu_with_noise_backward rrelu_with_noise_functional softmax softplus softplus_backward softshrink
+softshrink_backward threshold threshold_backward _add_relu _transform_bias_rescale_qkv
+_nested_tensor_softmax_with_shape _sparse_log_softmax _sparse_log_softmax_backward_data _sparse_softmax
+_sparse_softmax_backward_data
+"""
+_POOLING_AND_RESAMPLING = """
+_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
+_grid_sampler_2d_cpu_fallback _grid_sampler_2d_cpu_fallback_backward _upsample_bicubic2d_aa
+_upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward _upsample_lanczos2d_aa
+_upsample_lanczos2d_aa_backward _upsample_nearest_exact1d _upsample_nearest_exact1d_backward _upsample_nearest_exact2d
+_upsample_nearest_exact2d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward adaptive_avg_pool1d
+adaptive_avg_pool2d adaptive_avg_pool3d adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward
+adaptive_max_pool3d adaptive_max_pool3d_backward avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d
+avg_pool3d_backward cudnn_grid_sampler cudnn_grid_sampler_backward fractional_max_pool2d
+fractional_max_pool2d_backward fractional_max_pool3d fractional_max_pool3d_backward grid_sampler_2d
+grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward max_pool2d_backward max_pool2d_with_indices
+max_pool2d_with_indices_backward max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool2d max_unpool3d
+mkldnn_adaptive_avg_pool2d mkldnn_adaptive_avg_pool2d_backward mkldnn_max_pool2d mkldnn_max_pool2d_backward
+mkldnn_max_pool3d mkldnn_max_pool3d_backward quantized_max_pool1d quantized_max_pool2d quantized_max_pool3d
+upsample_bicubic2d upsample_bicubic2d_backward upsample_bilinear2d upsample_bilinear2d_backward upsample_linear1d
+upsample_linear1d_backward upsample_nearest1d upsample_nearest1d_backward upsample_nearest2d
+upsample_nearest2d_backward upsample_nearest3d upsample_nearest3d_backward upsample_trilinear3d
+upsample_trilinear3d_backward
+"""
+_PLACES = """
+_chunk_cat _index_put_impl _jagged_to_padded_dense_forward _nested_compute_contiguous_strides_offsets
+_nested_from_padded _nested_from_padded_and_nested_example _nested_from_padded_tensor _nested_get_jagged_dummy
+_nested_get_lengths _nested_get_max_seqlen _nested_get_min_seqlen _nested_get_offsets _nested_select_backward
+_nested_sum_backward _nested_tensor_from_mask _nested_tensor_from_tensor_list _nested_tensor_size
+_nested_tensor_storage_offsets _nested_tensor_strides _pack_padded_sequence _pack_padded_sequence_backward
+_pad_packed_sequence _padded_dense_to_jagged_forward _reshape_copy _stack _unsafe_index _unsafe_index_put
+_unsafe_masked_index _unsafe_masked_index_put_accumulate _unsafe_view as_strided as_strided_scatter block_diag cat
+channel_shuffle col2im constant_pad_nd copy diag_embed diagonal_backward diagonal_scatter embedding
+embedding_dense_backward embedding_renorm flip gather im2col index index_add index_copy index_fill index_put
+index_reduce index_select masked_fill masked_scatter masked_scatter_backward masked_select narrow_copy nonzero
+nonzero_static pixel_shuffle pixel_unshuffle put reflection_pad1d reflection_pad1d_backward reflection_pad2d
+reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward repeat repeat_interleave replication_pad1d
+replication_pad1d_backward replication_pad2d replication_pad2d_backward replication_pad3d replication_pad3d_backward
+resize resize_as roll rot90 scatter scatter_add scatter_reduce select_backward select_scatter slice_backward
+slice_scatter squeeze stack t take to_padded_tensor transpose tril triu unfold_backward unsafe_split
+unsafe_split_with_sizes unsqueeze where _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward
+_embedding_bag_forward_only _embedding_bag_per_sample_weights_backward _no_grad_embedding_renorm
+"""
+_SUMS_AND_ORDER = """
+_aminmax _cummax_helper _cummin_helper _foreach_norm _is_all_true _is_any_true _linalg_check_errors _logcumsumexp
+_segment_reduce_backward _unique _unique2 bincount bucketize count_nonzero cummax cummin cumprod cumsum histc
+histogram _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors isin kthvalue logcumsumexp
+median mode nanmedian prod searchsorted segment_reduce sort std_mean sum topk trace unique_consecutive unique_dim
+unique_dim_consecutive var_mean hash_tensor _sparse_csr_prod _sparse_csr_sum _sparse_sum _sparse_sum_backward
+"""
+_NEW_VALUES = """
+_dirichlet_grad _efficientzerotensor _fill_mem_eff_dropout_mask _fused_dropout _philox_key_fold_in _philox_key_split
+_philox_normal _philox_uniform _sample_dirichlet _standard_gamma _standard_gamma_grad arange bernoulli binomial cauchy
+complex empty_like empty_permuted empty_quantized empty_strided exponential eye fill full full_like geometric lift
+linspace log_normal logspace multinomial native_dropout native_dropout_backward new_empty new_empty_strided new_full
+new_ones new_zeros normal normal_functional ones ones_like poisson polar rand rand_like randint randint_like randn
+randn_like random randperm range scalar_tensor uniform zero zeros zeros_like _new_zeros_with_same_feature_meta
+_no_grad_fill _no_grad_normal _no_grad_uniform _no_grad_zero bartlett_window blackman_window fft_fftfreq fft_rfftfreq
+hamming_window hann_window kaiser_window tril_indices triu_indices
+"""
+_COPIES_AND_STORAGE = """
+_coalesce _coalesced _copy_from _copy_from_and_resize _conj_physical _convert_indices_from_coo_to_csr
+_convert_indices_from_csr_to_coo _convert_weight_to_int4pack _convert_weight_to_int4pack_for_cpu _cslt_compress
+_cudnn_init_dropout_state _cudnn_rnn_flatten_weight _dyn_quant_pack_4bit_weight _lazy_clone _make_dep_token
+_mkldnn_reshape _mkldnn_transpose _pin_memory _resize_output _sparse_coo_tensor_with_dims
+_sparse_coo_tensor_with_dims_and_tensors _sparse_compressed_tensor_unsafe _sparse_mask_projection
+_sparse_semi_structured_apply _sparse_semi_structured_apply_dense _sparse_semi_structured_tile _spdiags _to_copy
+_to_dense _to_sparse _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr _to_sparse_semi_structured clone
+copy_sparse_to_sparse detach from_file int_repr lu_unpack mkldnn_reorder_conv2d_weight mkldnn_reorder_conv3d_weight
+resize_as_sparse set sparse_compressed_tensor sparse_coo_tensor sparse_mask sparse_resize sparse_resize_and_clear
+split_copy split_with_sizes_copy to_mkldnn record_stream unbind_copy
+"""
+_QUANTISE = """
+_choose_qparams_per_tensor _empty_affine_quantized _empty_per_channel_affine_quantized
+_fake_quantize_learnable_per_channel_affine _fake_quantize_learnable_per_channel_affine_backward
+_fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_tensor_affine_backward
+_fake_quantize_per_tensor_affine_cachemask_tensor_qparams _fused_moving_avg_obs_fq_helper
+_fused_moving_avg_obs_fq_helper_functional _make_per_channel_quantized_tensor _make_per_tensor_quantized_tensor
+dequantize fake_quantize_per_channel_affine_cachemask fake_quantize_per_tensor_affine_cachemask q_per_channel_scales
+q_per_channel_zero_points quantize_per_channel quantize_per_tensor quantize_per_tensor_dynamic
+"""
+_OPTIMIZERS = """
+_amp_foreach_non_finite_check_and_unscale _amp_update_scale _fused_adagrad _fused_adam _fused_adamw _fused_sgd
+"""
+_ASSERTIONS = """
+_functional_assert_async _functional_assert_scalar _functional_sym_constrain_range
+_functional_sym_constrain_range_for_size
+"""
+# n log n work, no products of matrices: FLOPs in the field's sense are those of matmuls and convolutions.
+_FOURIER = "_fft_c2c _fft_c2r _fft_r2c"
+
+_ATEN = frozenset(
+    " ".join(
+        (
+            _ELEMENTS,
+            _LOSSES,
+            _NORMS,
+            _ACTIVATIONS,
+            _POOLING_AND_RESAMPLING,
+            _PLACES,
+            _SUMS_AND_ORDER,
+            _NEW_VALUES,
+            _COPIES_AND_STORAGE,
+            _QUANTISE,
+            _OPTIMIZERS,
+            _ASSERTIONS,
+            _FOURIER,
+        )
+    ).split()
+)
+# Control, profiling, random numbers and element-wise parts that torch itself makes ops of.
+_FREE_NAMESPACES = frozenset(
+    ("prim", "prims", "profiler", "debugprims", "rngprims", "inductor_prims", "debug_mode_ops")
+)
+_COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"))
+# Their products have formulas or are named; these parts of names belong to ops that only change how numbers are stored
+# (torchao 0.18, bitsandbytes 0.50, torch.ao) or where they lie (torchvision 0.29).
+_FREE_BEGINNINGS = {
+    "bitsandbytes": (
+        "dequantize",
+        "int8_double_quant",
+        "int8_mm_dequant",
+        "int8_vectorwise",
+        "optimizer_update",
+        "quantize",
+    ),
+    "quantized_decomposed": ("choose_qparams", "dequantize", "quantize", "fake_quant", "convert_element_type"),
+    "torchao": (
+        "_fill_indices",
+        "_scaled_embedding_bag",
+        "_triton_permute",
+        "choose_qparams",
+        "da8w4_linear_prepack",
+        "dequantize",
+        "float8_linear_prepack",
+        "fused_pad",
+        "fused_unpad",
+        "mx_block_rearrange",
+        "mxfp8_quantize",
+        "quantize",
+        "to_sparse_semi_structured",
+        "triton_fp8_blockwise_act_quant",
+        "triton_fp8_blockwise_weight_quant",
+        "triton_fp8_colwise",
+        "triton_fp8_per_group",
+        "triton_fp8_rowwise",
+        "triton_mx_block_rearrange",
+        "triton_mxfp8_dequant",
+        "triton_to_mxfp8",
+        "triton_weight_quantize",
+    ),
+    "torchvision": ("_ps_roi", "_roi", "nms", "ps_roi", "roi"),
+}
+_FREE_TAGS = (torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy)
+
+
+@functools.cache
+def costs_nothing(func: OpOverload) -> bool:
+    """True when it is known that this op runs no products of matrices."""
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace in _COLLECTIVES:
+        return "matmul" not in name and "_mm" not in name
+    if namespace == "prims":
+        return name != "svd"
+    if namespace in _FREE_NAMESPACES:
+        return True
+    if namespace != "aten":
+        return name.startswith(_FREE_BEGINNINGS.get(namespace, ("\0",)))
+    if name.startswith("_foreach_"):
+        return not name.endswith("mm")
+    plain = name.removesuffix("_")
+    return plain in _ATEN or any(tag in func.tags for tag in _FREE_TAGS) or func.is_view or _has_no_data(func)
+
+
+def _has_no_data(func: OpOverload) -> bool:
+    """Makes a tensor of nothing, or answers a question with a number."""
+    schema = func._schema
+    takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    gives = any("Tensor" in str(result.type) for result in schema.returns)
+    return not takes or (not gives and not schema.is_mutable)
+
+
+# Ops that torch computes in another way while any dispatch mode is on, so that their last bits may differ.
+#
+# A kernel that calls other ops does so under the user's autocast; called from a dispatch mode, autocast is off for it.
+# A few backward formulas and decompositions take another branch when a mode is on (`isTensorSubclassLike` in torch's
+# C++ code). Found by running torch's own database of ops with and without a mode, 14,212 calls, bit by bit (torch
+# 2.13). A training that has one of them in its model is never counted as it runs.
+
+
+RISKY = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_linalg_det",
+        "_scaled_grouped_mm_v2",
+        "_scaled_mm_v2",
+        "_linalg_eigh",
+        "_linalg_svd",
+        "_native_multi_head_attention",
+        "_sparse_addmm",
+        "_sparse_mm",
+        "_sparse_sparse_matmul",
+        "_transformer_encoder_layer_fwd",
+        "_trilinear",
+        "affine_grid_generator",
+        "cumprod",
+        "linalg_inv_ex",
+        "linalg_lstsq",
+        "linalg_pinv",
+        "prod",
+    )
+)

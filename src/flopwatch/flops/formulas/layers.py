@@ -1,0 +1,198 @@
+"""Convolutions, with groups and transposed ones, forward and backward."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from flopwatch.flops.formulas.matrices import matmul_flops
+from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
+
+
+@formula("aten::convolution", "aten::_convolution", "aten::convolution_overrideable", "aten::cudnn_convolution")
+def _convolution(call: OpCall) -> int:
+    transposed = call.arguments.get("transposed", False)
+    data = call.arguments.get("input", call.arguments.get("self"))
+    return convolution_flops(data.shape, call.arguments["weight"].shape, call.out.shape, transposed=transposed)
+
+
+@formula("aten::convolution_backward", "aten::convolution_backward_overrideable")
+def _convolution_backward(call: OpCall) -> int:
+    """Each of the two gradients takes every product of the forward pass once: as many FLOPs as the forward pass.
+
+    torch's own formula forgets the groups here (11 times too high on a depthwise layer).
+    """
+    arguments = call.arguments
+    grad_input, grad_weight, _ = arguments["output_mask"]
+    once = convolution_flops(
+        arguments["input"].shape,
+        arguments["weight"].shape,
+        arguments["grad_output"].shape,
+        transposed=arguments["transposed"],
+    )
+    return once * (int(grad_input) + int(grad_weight))
+
+
+@formula("aten::conv_tbc")
+def _conv_tbc(call: OpCall) -> int:
+    """Time first: one product per tap of the kernel, over the steps where it does not meet padding alone."""
+    length, batch, _ = call.arguments["self"].shape
+    taps, channels_in, channels_out = call.arguments["weight"].shape
+    pad, out_length = call.arguments["pad"], call.out.shape[0]
+    steps = (min(length + pad - tap, out_length) - max(0, pad - tap) for tap in range(taps))
+    return sum(2 * max(0, count) * batch * channels_in * channels_out for count in steps)
+
+
+@formula("torchvision::deform_conv2d")
+def _deformable(call: OpCall) -> int:
+    """Sampling at shifted places makes the columns; then it is an ordinary convolution (arXiv 1703.06211)."""
+    return convolution_flops(
+        call.arguments["input"].shape, call.arguments["weight"].shape, call.out.shape, transposed=False
+    )
+
+
+@formula("torchvision::_deform_conv2d_backward")
+def _deformable_backward(call: OpCall) -> OpFlops:
+    """Two products: the columns' gradient, which input, offsets and mask share, and the weight's. Both always run."""
+    arguments = call.arguments
+    once = convolution_flops(
+        arguments["input"].shape, arguments["weight"].shape, arguments["grad"].shape, transposed=False
+    )
+    data, weight, offset, mask = call.needs_grad[:4] if len(call.needs_grad) >= 4 else (True,) * 4
+    needed = int(data or offset or mask) + int(weight)
+    return OpFlops(once * needed, once * (2 - needed))
+
+
+def convolution_flops(
+    input_shape: Sequence[int], weight_shape: Sequence[int], output_shape: Sequence[int], *, transposed: bool
+) -> int:
+    """2 x every weight x every position it is applied at.
+
+    The weight's second dimension is already divided by the groups; a transposed convolution places its kernel at the
+    positions of the input, an ordinary one at those of the output.
+    """
+    positions = prod((input_shape if transposed else output_shape)[2:])
+    return 2 * input_shape[0] * positions * prod(weight_shape)
+
+
+# Recurrent layers that run as one op.
+
+
+@formula("aten::mkldnn_rnn_layer")
+def _mkldnn_rnn(call: OpCall) -> int:
+    return _rnn_flops(call.arguments["input"].shape, [call.arguments["weight0"], call.arguments["weight1"]])
+
+
+@formula("aten::mkldnn_rnn_layer_backward")
+def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
+    """The kernel computes every gradient; needed are those asked for, and the state's, through which all others go.
+
+    The state's first gradient leads to the state a sequence began with: one product less where nobody needs that.
+    """
+    data, into_gates, from_state = (call.arguments[name] for name in ("input", "weight1", "weight2"))
+    tokens, samples = prod(data.shape[:-1]), call.arguments["hx_"].shape[-2]
+    asked = call.needs_grad if len(call.needs_grad) > 5 else (True,) * 6
+    into_gates_flops, from_state_flops = 2 * tokens * prod(into_gates.shape), 2 * tokens * prod(from_state.shape)
+    spared = into_gates_flops * (not asked[0])
+    spared += into_gates_flops * (not asked[1])
+    spared += from_state_flops * (not asked[2])
+    spared += 2 * samples * prod(from_state.shape) * (not asked[5])
+    return OpFlops(2 * (into_gates_flops + from_state_flops) - spared, spared)
+
+
+@formula("aten::_cudnn_rnn", "aten::miopen_rnn")
+def _fused_rnn(call: OpCall) -> int:
+    return _rnn_flops(call.arguments["input"].shape, call.arguments["weight"])
+
+
+@formula("aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward")
+def _fused_rnn_backward(call: OpCall) -> int:
+    weight_gradient = int(call.arguments["output_mask"][3])
+    return (1 + weight_gradient) * _rnn_flops(call.arguments["input"].shape, call.arguments["weight"])
+
+
+def _rnn_flops(input_shape: Sequence[int], weights: Sequence[Any]) -> int:
+    """Every matrix of every layer and direction meets every token once; biases are vectors and do not count."""
+    tokens = prod(input_shape[:-1])
+    return sum(2 * tokens * prod(weight.shape) for weight in weights if len(weight.shape) == 2)
+
+
+# torch's inference fast paths that fold a whole attention block or encoder layer into one op.
+#
+# With a padding mask torch makes the batch a nested tensor, in which each sample has its own length, and no padding
+# runs.
+
+
+KNOW_NESTED = ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd")
+
+
+@formula("aten::_native_multi_head_attention")
+def _native_attention(call: OpCall) -> int:
+    return _self_attention_block(_sample_lengths(call.arguments["query"]), call.arguments["embed_dim"])
+
+
+@formula("aten::_transformer_encoder_layer_fwd")
+def _encoder_layer(call: OpCall) -> int:
+    """Torch's inference fast path of `nn.TransformerEncoderLayer`."""
+    lengths, width = _sample_lengths(call.arguments["src"]), call.arguments["embed_dim"]
+    hidden = call.arguments["ffn_weight_1"].shape[0]
+    return _self_attention_block(lengths, width) + 2 * matmul_flops(sum(lengths), width, hidden)
+
+
+def _self_attention_block(lengths: list[int], width: int) -> int:
+    projections = 4 * matmul_flops(sum(lengths), width, width)
+    return projections + 2 * sum(matmul_flops(length, width, length) for length in lengths)
+
+
+def _sample_lengths(tokens: Any) -> list[int]:
+    if tokens.is_nested:
+        return [int(size) for size in tokens._nested_tensor_size()[:, 0]]
+    batch, length, _ = tokens.shape
+    return [int(length)] * batch
+
+
+# Distances between all pairs of points, and the grids of spatial transformers.
+#
+# The squared distance of two points is a sum of products over their coordinates, like an element of a matrix product:
+# |a - b|² = |a|² - 2a·b + |b|². torch takes a matrix product for more than 25 points and a loop over the coordinates
+# for fewer (ATen/native/Distance.cpp); the mathematics is the same, so both count as that product. Other norms have no
+# products: they count as element-wise work.
+
+
+@formula("aten::_euclidean_dist")
+def _euclidean(call: OpCall) -> OpFlops:
+    """The matrix product has two columns more, which carry the norms."""
+    pairs, width = prod(call.out.shape), call.arguments["x1"].shape[-1]
+    return OpFlops(2 * pairs * width, 2 * pairs * 2)
+
+
+@formula("aten::_cdist_forward")
+def _cdist(call: OpCall) -> int:
+    return _distance_products(call, prod(call.out.shape), "x1")
+
+
+@formula("aten::_cdist_backward")
+def _cdist_backward(call: OpCall) -> int:
+    """The gradient of the first points: each pair's gradient times the other point's coordinates."""
+    return _distance_products(call, prod(call.arguments["grad"].shape), "x1")
+
+
+@formula("aten::_pdist_forward")
+def _pdist(call: OpCall) -> int:
+    return _distance_products(call, prod(call.out.shape), "self")
+
+
+@formula("aten::_pdist_backward")
+def _pdist_backward(call: OpCall) -> int:
+    """Each pair gives a gradient to both of its points."""
+    return 2 * _distance_products(call, prod(call.arguments["grad"].shape), "self")
+
+
+def _distance_products(call: OpCall, pairs: int, points: str) -> int:
+    return 2 * pairs * call.arguments[points].shape[-1] if call.arguments["p"] == 2 else 0
+
+
+@formula("aten::affine_grid_generator", "aten::cudnn_affine_grid_generator")
+def _affine_grid(call: OpCall) -> int:
+    """Every position, with a 1 behind its coordinates, meets the transform's matrix."""
+    *positions, dims = call.out.shape
+    return matmul_flops(prod(positions), dims + 1, dims)

@@ -1,0 +1,361 @@
+"""Matrix products: plain, batched, grouped, scaled, with a vector, trilinear."""
+
+from collections.abc import Sequence
+from math import ceil, isfinite, log2, prod
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flopwatch.errors import UntraceableError
+from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
+
+
+def matmul_flops(rows: int, contracted: int, columns: int) -> int:
+    return 2 * rows * contracted * columns
+
+
+@formula("aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm", "aten::mm")
+def _mm(call: OpCall) -> int:
+    left = call.arguments["self"]
+    (rows, contracted), columns = left.shape, call.arguments["mat2"].shape[1]
+    numbers_per_element = 2 if left.dtype is torch.float4_e2m1fn_x2 else 1
+    return matmul_flops(rows, contracted * numbers_per_element, columns)
+
+
+@formula("aten::addmm", "aten::_addmm_activation")
+def _addmm(call: OpCall) -> int:
+    (rows, contracted), columns = call.arguments["mat1"].shape, call.arguments["mat2"].shape[1]
+    return matmul_flops(rows, contracted, columns)
+
+
+@formula("aten::bmm")
+def _bmm(call: OpCall) -> int:
+    batch, rows, contracted = call.arguments["self"].shape
+    return matmul_flops(batch * rows, contracted, call.arguments["mat2"].shape[2])
+
+
+@formula("aten::_foreach_mm")
+def _foreach_mm(call: OpCall) -> int:
+    pairs = zip(call.arguments["self"], call.arguments["mat2"], strict=True)
+    return sum(matmul_flops(left.shape[0], left.shape[1], right.shape[1]) for left, right in pairs)
+
+
+@formula("aten::linear_backward", "aten::mkldnn_linear_backward")
+def _linear_backward(call: OpCall) -> int:
+    data, weight = call.arguments["self"], call.arguments["weight"]
+    grad_input, grad_weight, _ = call.arguments["output_mask"]
+    return matmul_flops(prod(data.shape[:-1]), data.shape[-1], weight.shape[0]) * (int(grad_input) + int(grad_weight))
+
+
+@formula("aten::baddbmm", "aten::addbmm")
+def _baddbmm(call: OpCall) -> int:
+    batch, rows, contracted = call.arguments["batch1"].shape
+    return matmul_flops(batch * rows, contracted, call.arguments["batch2"].shape[2])
+
+
+@formula("aten::mv")
+def _mv(call: OpCall) -> int:
+    rows, contracted = call.arguments["self"].shape
+    return matmul_flops(rows, contracted, 1)
+
+
+@formula("aten::addmv")
+def _addmv(call: OpCall) -> int:
+    rows, contracted = call.arguments["mat"].shape
+    return matmul_flops(rows, contracted, 1)
+
+
+@formula("aten::dot", "aten::vdot")
+def _dot(call: OpCall) -> int:
+    return matmul_flops(1, call.arguments["self"].shape[0], 1)
+
+
+@formula("aten::addr")
+def _addr(call: OpCall) -> int:
+    return matmul_flops(call.arguments["vec1"].shape[0], 1, call.arguments["vec2"].shape[0])
+
+
+@formula("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2")
+def _grouped_mm(call: OpCall) -> int:
+    return grouped_mm_flops(call.arguments["self"].shape, call.arguments["mat2"].shape)
+
+
+@formula("transformers::grouped_mm_fallback")
+def _grouped_mm_fallback(call: OpCall) -> int:
+    return grouped_mm_flops(call.arguments["input"].shape, call.arguments["weight"].shape)
+
+
+def grouped_mm_flops(a_shape: Sequence[int], b_shape: Sequence[int]) -> int:
+    """FLOPs of a grouped matmul: every row meets one group's matrix, so the groups do not multiply.
+
+    3-D by 3-D is a plain batched product. In the other cases the groups cut the rows, the columns or (2-D by 2-D,
+    the weight gradient) the contracted dimension of one matrix, and together they are that whole matrix once.
+    """
+    if len(a_shape) == len(b_shape) == 3:
+        return a_shape[0] * matmul_flops(a_shape[1], a_shape[2], b_shape[2])
+    return matmul_flops(a_shape[-2], a_shape[-1], b_shape[-1])
+
+
+@formula("aten::_trilinear")
+def _trilinear(call: OpCall) -> int:
+    """`nn.Bilinear`: contract the first two operands, then the result with the third (ATen's order)."""
+    arguments = call.arguments
+    first, second, third = (_expanded(arguments[f"i{index}"].shape, arguments[f"expand{index}"]) for index in (1, 2, 3))
+    summed = set(arguments["sumdim"])
+    whole = [max(sizes) for sizes in zip(first, second, third, strict=True)]
+    pair = [max(a, b) for a, b in zip(first, second, strict=True)]
+    # Dimensions only the first two share are summed away before the third operand joins.
+    left = [1 if axis in summed and third[axis] == 1 else size for axis, size in enumerate(whole)]
+    return 2 * prod(pair) + 2 * prod(left)
+
+
+def _expanded(shape: Sequence[int], expand: Sequence[int]) -> list[int]:
+    sizes = list(shape)
+    for axis in sorted(expand):
+        sizes.insert(axis, 1)
+    return sizes
+
+
+# Products of quantised matrices: torch's packed weights, torch.ao, oneDNN, torchao, bitsandbytes.
+#
+# All of them are one linear layer: every number of the activation (rows x contracted) meets every output feature.
+# Weights are packed in ways that hide their shape, so the number of features is read from the output or from an
+# argument.
+#
+# Sources: the schemas of torch 2.13, torchao 0.18 and bitsandbytes 0.50. Which type the product runs in: weight-only
+# kernels convert the weight to the activation's type; dynamic ones quantise the activation and multiply in int8.
+
+
+# By the name that the activation has in the schema.
+_ACTIVATION = {
+    "self": [
+        "aten::_weight_int8pack_mm",
+        "aten::_weight_int4pack_mm",
+        "aten::_weight_int4pack_mm_for_cpu",
+        "aten::_weight_int4pack_mm_with_scales_and_zeros",
+        "quantized::int4mm_packed_weight_cpu",
+    ],
+    "input": ["aten::_mixed_dtypes_linear", "torchao::da8w4_linear_cpu", "torchao::float8_linear_cpu"],
+    "X": ["quantized::linear_dynamic_fp16", "quantized::linear_relu_dynamic_fp16", "mkldnn::_linear_pointwise"],
+    "qx": ["onednn::qlinear_pointwise"],
+    "a": [
+        "ao::blockwise_fp8_gemm",
+        "torchao::blockwise_scaled_mm",
+        "torchao::mx_fp8_bf16",
+        "torchao::triton_fp8_gemm_1x128_128x1",
+        "torchao::triton_fp8_gemm_1x128_128x128",
+    ],
+    "A": ["torchao::scaled_int8_mm"],
+}
+_IN_INT8 = [
+    "quantized::linear",
+    "quantized::linear_relu",
+    "quantized::linear_leaky_relu",
+    "quantized::linear_tanh",
+    "quantized::linear_dynamic",
+    "quantized::linear_relu_dynamic",
+    "quantized::linear_with_input_q_dq_qweight_dq_output_fp32",
+    "quantized::linear_with_input_q_dq_qweight_dq_relu_output_fp32",
+    "_quantized::linear",
+    "_quantized::linear_dynamic",
+]
+
+
+@formula(*(name for names in _ACTIVATION.values() for name in names))
+def _linear(call: OpCall) -> int:
+    name = next(key for key, names in _ACTIVATION.items() if call.func._schema.name in names)
+    return int(2 * prod(call.arguments[name].shape) * call.out.shape[-1])
+
+
+@formula(*_IN_INT8)
+def _linear_in_int8(call: OpCall) -> OpFlops:
+    return OpFlops(2 * prod(call.arguments["X"].shape) * call.out.shape[-1], dtype="int8")
+
+
+@formula("aten::_dyn_quant_matmul_4bit")
+def _dynamic_4bit(call: OpCall) -> OpFlops:
+    arguments = call.arguments
+    rows = prod(arguments["inp"].shape[:-1])
+    return OpFlops(matmul_flops(rows, arguments["in_features"], arguments["out_features"]), dtype="int8")
+
+
+@formula("bitsandbytes::int8_linear_matmul", "bitsandbytes::int8_scaled_mm")
+def _bitsandbytes_int8(call: OpCall) -> int:
+    """A is (..., contracted), B is (features, contracted)."""
+    return int(2 * prod(call.arguments["A"].shape) * call.arguments["B"].shape[0])
+
+
+@formula("bitsandbytes::int8_mixed_scaled_mm")
+def _bitsandbytes_mixed(call: OpCall) -> OpFlops:
+    """LLM.int8(): columns with outliers are multiplied once more in the activation's own type (arXiv 2208.07339)."""
+    activation, features = call.arguments["CA"], call.arguments["CB"].shape[0]
+    outliers = call.arguments.get("outlier_cols")
+    columns = 0 if outliers is None else outliers.numel()
+    rows = prod(activation.shape[:-1])
+    needed = matmul_flops(rows, activation.shape[-1], features)
+    return OpFlops(needed, matmul_flops(rows, columns, features), dtype="int8")
+
+
+@formula("bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit")
+def _bitsandbytes_4bit(call: OpCall) -> int:
+    """The packed weight's own shape, (features, contracted), is an argument."""
+    return int(2 * prod(call.arguments["A"].shape) * call.arguments["shapeB"][0])
+
+
+# Products of one sparse and one dense matrix: every stored number meets one row of the dense factor.
+
+
+STORED_NUMBERS = "products of sparse matrices count the numbers that are stored in them: another batch may store others"
+
+_PRODUCTS = {
+    "aten::mm": ("self", "mat2"),
+    "aten::addmm": ("mat1", "mat2"),
+    "aten::_sparse_addmm": ("mat1", "mat2"),
+    "aten::mv": ("self", "vec"),
+}
+
+
+def sparse_product_flops(call: OpCall) -> OpFlops | None:
+    """The FLOPs of a product with exactly one sparse factor, None for anything else."""
+    names = _PRODUCTS.get(call.func._schema.name.removesuffix("_"))
+    if names is None:
+        return None
+    left, right = (call.arguments[name] for name in names)
+    if (left.layout is torch.strided) == (right.layout is torch.strided):
+        return None
+    if right.layout is torch.strided:
+        stored, meets = _stored(left), prod(right.shape[1:])
+    else:
+        stored, meets = _stored(right), left.shape[0]
+    return None if stored is None else OpFlops(2 * stored * meets, note=STORED_NUMBERS)
+
+
+def _stored(matrix: Any) -> int | None:
+    if matrix.layout is torch.sparse_coo:
+        return int(matrix._values().numel())
+    if matrix.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        return int(matrix.values().numel())
+    return None
+
+
+# Linear algebra: what can be counted without running it, and one op that can be counted once its matrix is known.
+#
+# Eliminations (LU, Cholesky, triangular solves) take the same steps whatever the values are. Decompositions that
+# iterate do not (singular values, eigenvalues): they are named as ops without a formula.
+
+
+# The largest 1-norms for which torch takes Taylor polynomials of degree 1, 2, 4, 8, 12 and 18, of 0 to 5 products
+# (Bader, Blanes, Casas: Computing the matrix exponential with an optimized Taylor polynomial approximation, Mathematics
+# 7(12), 2019; thresholds as in torch's LinearAlgebra.cpp).
+_LARGEST_NORMS = {
+    torch.float32: (
+        *(1.192092800768788e-07, 5.978858893805233e-04, 5.116619363445086e-02),
+        *(5.800524627688768e-01, 1.461661507209034, 3.010066362817634),
+    ),
+    torch.float64: (
+        *(2.220446049250313e-16, 2.580956802971767e-08, 3.397168839976962e-04),
+        *(4.991228871115323e-02, 2.996158913811580e-01, 1.090863719290036),
+    ),
+}
+
+
+@formula("aten::linalg_solve_triangular")
+def _solve_triangular(call: OpCall) -> int:
+    return triangular_solve_flops(
+        call.out.shape, call.arguments["self"].shape[-1], unitriangular=call.arguments["unitriangular"]
+    )
+
+
+def triangular_solve_flops(solution_shape: tuple[int, ...], order: int, *, unitriangular: bool) -> int:
+    """Row i of a triangle of order n takes i multiply-adds and one division for each right-hand side.
+
+    Together 2 x n(n-1)/2 + n = n², and n² - n where the diagonal is ones (BLAS xTRSM, LAPACK Working Note 41).
+    """
+    return prod(solution_shape) * (order - 1 if unitriangular else order)
+
+
+def lu_flops(shape: tuple[int, ...]) -> int:
+    """Gaussian elimination: step k divides m - k numbers and updates the (m - k) x (n - k) block behind them.
+
+    Of a square matrix 2n³/3 - n²/2 - n/6 (Golub and Van Loan, Matrix Computations, 3.2; LAPACK Working Note 41).
+
+    >>> lu_flops((3, 3))
+    13
+    """
+    *batch, rows, columns = shape
+    steps = range(1, min(rows, columns) + 1)
+    return prod(batch) * sum((rows - k) * (1 + 2 * (columns - k)) for k in steps)
+
+
+def lu_solve_flops(solution_shape: tuple[int, ...], order: int) -> int:
+    """One triangle with ones on its diagonal, one without."""
+    return sum(triangular_solve_flops(solution_shape, order, unitriangular=ones) for ones in (True, False))
+
+
+@formula("aten::linalg_lu_factor_ex", "aten::linalg_lu", "aten::_linalg_det", "aten::_linalg_slogdet")
+def _lu(call: OpCall) -> int:
+    return lu_flops(call.arguments["A"].shape)
+
+
+@formula("aten::_linalg_solve_ex")
+def _solve(call: OpCall) -> int:
+    matrix = call.arguments["A"].shape
+    return lu_flops(matrix) + lu_solve_flops(call.out[0].shape, matrix[-1])
+
+
+@formula("aten::linalg_lu_solve")
+def _lu_solve(call: OpCall) -> int:
+    return lu_solve_flops(call.out.shape, call.arguments["LU"].shape[-1])
+
+
+@formula("aten::linalg_inv_ex")
+def _inverse(call: OpCall) -> int:
+    """Torch solves for the columns of the identity, and makes no use of their zeros."""
+    matrix = call.arguments["A"].shape
+    return lu_flops(matrix) + lu_solve_flops(matrix, matrix[-1])
+
+
+@formula("aten::linalg_cholesky_ex")
+def _cholesky(call: OpCall) -> int:
+    """n³/3 + n²/2 + n/6, its n square roots included (LAPACK Working Note 41, xPOTRF)."""
+    *batch, order, _ = (int(size) for size in call.arguments["self"].shape)
+    return prod(batch) * (order * (order + 1) * (2 * order + 1) // 6)
+
+
+@formula("aten::cholesky_solve")
+def _cholesky_solve(call: OpCall) -> int:
+    order = call.arguments["input2"].shape[-1]
+    return 2 * triangular_solve_flops(call.out.shape, order, unitriangular=False)
+
+
+@formula("aten::linalg_matrix_exp")
+def _matrix_exponential(call: OpCall) -> int | None:
+    """How many products it takes depends on the norm of each matrix, so its values must be there."""
+    matrix = call.arguments["self"]
+    if isinstance(matrix, FakeTensor) or matrix.device.type == "meta":
+        raise UntraceableError("linalg_matrix_exp runs more or fewer products by the norm of its matrix")
+    largest = _LARGEST_NORMS.get(matrix.dtype)
+    if largest is None or matrix.device.type != "cpu":
+        return None  # other devices may choose in another way
+    order = int(matrix.shape[-1])
+    if order == 1:
+        return 0
+    norms = torch.linalg.matrix_norm(matrix.detach(), 1).reshape(-1).tolist()
+    if not all(map(isfinite, norms)):
+        return None
+    products = sum(_products(norm, largest, is_alone=len(norms) == 1) for norm in norms)
+    return products * 2 * order * order * order
+
+
+def _products(norm: float, largest: tuple[float, ...], *, is_alone: bool) -> int:
+    """Those of the polynomial, which is the longest one for the matrices of a batch, and the squarings.
+
+    A matrix beyond the last threshold is halved as often as needed, and the result squared as often.
+    """
+    if is_alone:
+        for products, threshold in enumerate(largest):
+            if norm <= threshold:
+                return products
+    squarings = ceil(log2(norm / largest[-1])) if norm else 0
+    return len(largest) - 1 + max(0, squarings)

@@ -1,0 +1,418 @@
+"""The dispatch mode that sees every op of a step and tells forward, backward and recomputation apart."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import distributed
+from torch._library.custom_ops import OPDEFS
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flopwatch.errors import MeasurementError
+from flopwatch.flops.formulas import Formula, OpCall, OpFlops, bind, find_formula
+from flopwatch.flops.formulas.attention import flex_backward, flex_forward
+from flopwatch.flops.formulas.free_ops import RISKY, costs_nothing
+from flopwatch.flops.formulas.layers import KNOW_NESTED
+from flopwatch.flops.formulas.matrices import sparse_product_flops
+from flopwatch.flops.formulas.registry import compute_type, type_of_product
+from flopwatch.flops.tracing.custom_functions import CustomFunctions, storage_address, written
+from flopwatch.flops.tracing.replica import ModuleStack
+from flopwatch.flops.tracing.tally import EventLog, Phase, Tally, float_tensors
+from flopwatch.records.flops import AttentionConvention
+
+# Finds kernels that do not go through torch's dispatcher: they fill tensors that no op has written.
+#
+# A Triton kernel or a CUDA extension that is called directly gets its output from `torch.empty` and fills it unseen.
+# What the dispatcher sees is a tensor that is made, never written, and read.
+
+
+UNSEEN_KERNEL = "kernel past the dispatcher"
+UNSEEN_KERNEL_NOTE = (
+    "an uninitialised tensor is read: a kernel that does not go through torch's dispatcher (Triton, a CUDA extension) "
+    "may have filled it; its FLOPs are not counted"
+)
+
+_aten = torch.ops.aten
+_MAKE_EMPTY = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_permuted,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+}
+# They look at shape and type only.
+_READ_NO_VALUES = {
+    _aten.bernoulli,
+    _aten.full_like,
+    _aten.new_full,
+    _aten.new_ones,
+    _aten.new_zeros,
+    _aten.ones_like,
+    _aten.rand_like,
+    _aten.randint_like,
+    _aten.randn_like,
+    _aten.resize_,
+    _aten.set_,
+    _aten.zeros_like,
+}
+_COPY_WHOLE = {_aten.clone, _aten._to_copy, _aten._pin_memory, _aten.lift_fresh_copy}
+
+
+class Unwritten:
+    """Keeps the storages that were made empty and not written since."""
+
+    def __init__(self) -> None:
+        # The weak reference keeps the address from being given to another storage.
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def is_read_by(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+        """Take note of one op that ran; true when it read something that nobody had written."""
+        packet = func._overloadpacket
+        if packet in _MAKE_EMPTY:
+            self._made(out)
+            return False
+        if not self._storages:
+            return False
+        if packet in _COPY_WHOLE:  # a copy of nothing is nothing yet
+            if self._known(args[0]):
+                self._made(out)
+            return False
+        written = list(_written_into(func, args, kwargs))
+        read = self._values_read(func, args, kwargs, written)
+        for tensor in written:
+            self._storages.pop(storage_address(tensor), None)
+        for tensor in read:
+            self._storages.pop(storage_address(tensor), None)  # told once
+        return bool(read)
+
+    def _values_read(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        if func.is_view or func._overloadpacket in _READ_NO_VALUES or func.namespace != "aten":
+            return []
+        return [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and not any(leaf is other for other in written) and self._known(leaf)
+        ]
+
+    def _made(self, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and storage_address(tensor):
+            self._storages[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+
+    def _known(self, tensor: torch.Tensor) -> bool:
+        return storage_address(tensor) in self._storages
+
+
+def _written_into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors an op writes into; of ops outside of torch all it is given: nobody holds their schemas to it."""
+    if func.namespace != "aten":
+        yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return
+    yield from written(func, args, kwargs)
+
+
+# Keeps one rank that counts from talking to the others, which do not count with it.
+#
+# A collective that one rank runs alone hangs, or pairs up with the training's next one and spoils it. What only spreads
+# a model over ranks is taken off before counting (see `replica`), so what is met here is written in the model's own
+# code.
+
+
+ONE_RANKS_SHARE = "the model's own code calls collectives: what is counted is the share of this rank"
+
+_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
+
+
+class NeedsOtherRanksError(MeasurementError):
+    """The model cannot be run without the other ranks."""
+
+
+def is_collective(func: Any) -> bool:
+    """Whether this op talks to other ranks."""
+    return func.namespace in _NAMESPACES and has_other_ranks()
+
+
+def has_other_ranks() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:
+    """Raise unless the op has fake tensors only, of which torch just works out the shapes."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if tensors and all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return
+    where = f"module {module!r}" if module else "the model itself"
+    raise NeedsOtherRanksError(
+        f"{where} calls the collective {func._schema.name}, which this rank cannot run alone; "
+        "count the model without its parallelism, or give its FLOPs yourself (flops_fn of the monitor)"
+    )
+
+
+# Ops that people write in Python with `torch.library.custom_op`: their body says what they run.
+
+
+def python_body(func: OpOverload) -> Callable[..., Any] | None:
+    """The function that computes this op on every device, if it is one of Python's."""
+    definition: Any = OPDEFS.get(func._schema.name)
+    if definition is None or set(definition._backend_fns) != {None}:
+        return None
+    body: Callable[..., Any] = definition._init_fn
+    return body
+
+
+Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+THREADS = "threads"
+THREADS_NOTE = "the model started threads while it was counted: what torch runs in them is not counted"
+TRITON_KERNEL = "Triton kernel"
+
+# Questions about a tensor, not work. An exception here would cross C++ code that may not throw, and end the process.
+QUESTIONS = {
+    "dim",
+    "is_contiguous",
+    "is_non_overlapping_and_dense",
+    "is_strides_like_format",
+    "numel",
+    "size",
+    "storage_offset",
+    "stride",
+    "sym_is_contiguous",
+    "sym_numel",
+    "sym_size",
+    "sym_storage_offset",
+    "sym_stride",
+}
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+class CountingMode(TorchDispatchMode):
+    """Counts what runs inside it into `tally`.
+
+    Args:
+        stack: Says which module runs.
+        attention: The convention for fused attention.
+        execute: Runs an op; the trace gives its own, which helps out where fake tensors have no answer.
+        tally: Where the FLOPs go, a new one unless given.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        stack: ModuleStack,
+        attention: AttentionConvention,
+        execute: Execute = _run,
+        tally: Tally | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tally = tally or Tally()
+        self.in_backward = False
+        self.risky_ops: set[str] = set()
+        """Those met that torch computes in another way under a mode."""
+        self._stack = stack
+        self._attention: AttentionConvention = attention
+        self._execute = execute
+        self._module_of_node: dict[int, str] = {}
+        self._unwritten = Unwritten()
+        self._functions = CustomFunctions(lambda: self._phase() == "recompute")
+        self._runs_again = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # what the tensor itself would say; autograd asks twice per op
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func._opname in QUESTIONS:
+            return NotImplemented
+        if is_collective(func):
+            self._meet_collective(func, args, kwargs)
+        if func._schema.name in RISKY:
+            self.risky_ops.add(func._schema.name)
+        formula = find_formula(func)
+        if formula is None and self._takes_apart(func, args):
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        if formula is None and not costs_nothing(func):
+            done, out = self._run_body(func, args, kwargs)
+            if done:
+                return out
+        out = self._execute(func, args, kwargs)
+        if self._unwritten.is_read_by(func, args, kwargs, out):
+            self._add_unseen_kernel()
+        self._look_for_repetition(func, args, kwargs, out, formula)
+        if formula is not None or not costs_nothing(func):
+            self._count(OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad()), formula)
+        self._runs_again = False
+        return out
+
+    def _look_for_repetition(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, formula: Formula | None
+    ) -> None:
+        """Whether an op that ran is a product that a custom autograd function computes again."""
+        told = self._functions.doubt
+        self._runs_again = self._functions.runs_again(func, args, kwargs, out, is_product=formula is not None)
+        if self._functions.doubt != told:
+            self.tally.note(self._functions.doubt)
+
+    def _takes_apart(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
+        """Whether an op is run as the ops it is made of.
+
+        Under inference mode composite ops arrive whole; their parts are what we know. Nested tensors have kernels of
+        their own for some of them, and fail in the parts.
+        """
+        return func._can_decompose() and not _has_nested(args)
+
+    def _meet_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_real_collective(func, args, kwargs, self._stack.current)
+        self.tally.note(ONE_RANKS_SHARE)
+
+    def _run_body(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Count an op that is written in Python by what it calls. Where that fails, as if it had not been tried."""
+        body = python_body(func)
+        if body is None:
+            return False, None
+        parts = EventLog()
+        whole, self.tally = self.tally, parts
+        try:
+            with self:
+                out = body(*args, **kwargs)
+        except Exception:
+            self.tally = whole
+            return False, None
+        self.tally = whole
+        parts.tell(whole)
+        return True, out
+
+    def _count(self, call: OpCall, formula: Formula | None) -> None:
+        values, name = list(call.arguments.values()), call.func._schema.name
+        if not _is_dense(values) and name not in KNOW_NESTED:
+            flops = sparse_product_flops(call)
+        else:
+            flops = None if formula is None else _as_flops(formula(call))
+        if flops is None:
+            self.tally.add_uncounted(_short(name), self._module(self._phase()), float_tensors(values))
+        else:
+            self.add(name, _with_complex(flops, values), type_of_product(call.arguments))
+
+    def _higher_order(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._execute(func, args, kwargs)
+        name = func.name()
+        if name == "flex_attention":
+            query, key, value, score_mod, block_mask = args[:5]
+            flops = flex_forward(query, key, value, score_mod, block_mask, self._attention)
+            self.add(name, flops, compute_type(query.dtype))
+        elif name == "flex_attention_backward":
+            query, key, value = args[:3]
+            flops = flex_backward(query, key, value, args[7], args[9], self._attention)
+            self.add(name, flops, compute_type(query.dtype))
+        else:
+            self._add_uncounted(name, args)
+        return out
+
+    def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
+        """Put one op's FLOPs down to the phase and the module that run now."""
+        phase = self._phase()
+        module = self._module(phase)
+        if phase == "recompute" or self._runs_again:
+            flops = replace(flops, needed=0, extra=flops.needed + flops.extra)
+        self.tally.add(_short(name), module, phase, flops, dtype)
+
+    def _add_unseen_kernel(self) -> None:
+        self.tally.add_uncounted(UNSEEN_KERNEL, self._module(self._phase()), ())
+        self.tally.note(UNSEEN_KERNEL_NOTE)
+
+    def add_threads(self) -> None:
+        """The model has started a thread that nobody here can see into, or not to its end."""
+        self.tally.add_uncounted(THREADS, "", ())
+        self.tally.note(THREADS_NOTE)
+
+    def add_triton_kernel(self) -> None:
+        """A Triton kernel was launched directly."""
+        self.tally.add_uncounted(TRITON_KERNEL, self._module(self._phase()), ())
+
+    def _add_uncounted(self, name: str, args: tuple[Any, ...]) -> None:
+        self.tally.add_uncounted(_short(name), self._module(self._phase()), float_tensors(args))
+
+    def _phase(self) -> Phase:
+        """Forward outside of autograd's engine; inside it, running the forward once more is recomputation.
+
+        Both kinds of checkpointing switch grad mode on for that, and call modules, which a backward op never does. The
+        second sign is needed too: inside a custom autograd function or a nested checkpoint grad mode is off again. A
+        gradient taken inside the forward pass (a gradient penalty, forces) has grad mode on and runs inside a module;
+        there, modules entered since it began and the checkpoint's own hook on saved tensors are the signs.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return "forward"
+        if self.in_backward:
+            runs_again = torch.is_grad_enabled() or self._stack.is_inside or _is_recomputing()
+        else:
+            runs_again = self._stack.entered_in == task or _is_recomputing()
+        return "recompute" if runs_again else "backward"
+
+    def _module(self, phase: Phase) -> str:
+        """The module an op belongs to; in the backward pass, the one whose forward op made the autograd node."""
+        if phase == "backward":
+            node = torch._C._current_autograd_node()
+            return "" if node is None else self._module_of_node.get(node._sequence_nr(), "")
+        # Below autograd an op's node exists already: it took the number before the next one.
+        self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._stack.current)
+        return self._stack.current
+
+    @staticmethod
+    def _needs_grad() -> tuple[bool, ...]:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ()
+        return tuple(edge is not None for edge, _ in cast("Any", node).next_functions)
+
+
+def _is_recomputing() -> bool:
+    """Whether `torch.utils.checkpoint` runs a part of the forward pass again: it then catches what autograd saves."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return bool(hooks) and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+def _as_flops(answer: OpFlops | int | None) -> OpFlops | None:
+    return OpFlops(answer) if isinstance(answer, int) else answer
+
+
+def _with_complex(flops: OpFlops, values: list[Any]) -> OpFlops:
+    if any(isinstance(value, torch.Tensor) and value.is_complex() for value in values):
+        # One complex multiply-add is four real ones.
+        return replace(flops, needed=4 * flops.needed, extra=4 * flops.extra)
+    return flops
+
+
+def _is_dense(values: list[Any]) -> bool:
+    """Shapes tell nothing of the work in sparse and nested tensors."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
+
+
+def _has_nested(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.is_nested for value in args)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("aten::")

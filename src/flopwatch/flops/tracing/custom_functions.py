@@ -1,0 +1,398 @@
+"""Finds products that a custom autograd function computes again: memory-saving losses, checkpoints written by hand.
+
+Such a function keeps its inputs and multiplies them once more in its backward pass. Autograd knows nothing of it, so
+the product itself gives it away: the same op on the same values (`values.py`) as in the function's forward pass. A
+gradient is another product: it has another factor, or contracts another dimension.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch._ops import OpOverload
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from flopwatch.flops.formulas import bind
+
+# Tells whether two tensors hold the same values without reading any: by the ops that made them.
+#
+# Every storage has a content, which is a number. A storage that was never met has a content of its own. What an op
+# gives has the content "this op on these contents with these arguments", so that the same op on the same values gives
+# the same content again, in whatever storage; a write gives a storage another content. Compilers call this value
+# numbering (Cocke and Schwartz, Programming Languages and Their Compilers, 1970).
+
+
+_aten = torch.ops.aten
+_COPIES = {_aten.clone, _aten._to_copy}
+
+
+class Value(NamedTuple):
+    """What a tensor holds: a part of a content. Equal values are equal numbers, element by element."""
+
+    content: int
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Content(NamedTuple):
+    number: int
+    shift: int
+    """From offsets in this storage to offsets in the content, where a copy left out what was before."""
+    is_from_forward: bool
+    reference: StorageWeakRef | None
+    """Keeps the storage's address from being given to another one; not its memory."""
+
+
+class Values:
+    """The contents of the storages that were met."""
+
+    def __init__(self) -> None:
+        self._contents: dict[int, _Content] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._made_in_backward: set[int] = set()
+        self._draws: Counter[Hashable] = Counter()
+
+    def restart_draws(self) -> None:
+        """A forward pass that runs again draws the same random numbers in the same order, or it would be wrong."""
+        self._draws.clear()
+
+    def of(self, tensor: torch.Tensor, *, in_backward: bool) -> Value:
+        """The value of a tensor; `in_backward` tells when it is met, which matters the first time."""
+        content = self._content(tensor, in_backward)
+        # The stride of a dimension with one element means nothing.
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        offset = int(tensor.storage_offset()) + content.shift
+        return Value(content.number, offset, tuple(tensor.shape), strides, tensor.dtype)
+
+    def is_rebuilt(self, tensor: torch.Tensor) -> bool:
+        """Whether it was first computed in the backward pass, out of nothing but what the forward pass had."""
+        content = self._contents.get(storage_address(tensor))
+        return content is not None and content.is_from_forward and content.number in self._made_in_backward
+
+    def is_unknown(self, tensor: torch.Tensor) -> bool:
+        """Whether it came from elsewhere into the backward pass: a gradient, or something unpacked."""
+        content = self._contents.get(storage_address(tensor))
+        return content is None or not content.is_from_forward
+
+    def follow(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, in_backward: bool
+    ) -> None:
+        """Note what an op has given and written."""
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if self._follow_copy(func, args, out, in_backward):
+            return
+        key: Hashable = (func, *(self._part(leaf, in_backward) for leaf in leaves))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draws[key] += 1
+            key = key, self._draws[key]
+        is_from_forward = all(self._content(tensor, in_backward).is_from_forward for tensor in tensors)
+        results = list(written(func, args, kwargs))
+        given = {storage_address(tensor) for tensor in tensors}
+        results += [
+            leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and storage_address(leaf) not in given
+        ]
+        for index, tensor in enumerate(results):
+            self._set(tensor, self._number((key, index), in_backward), 0, is_from_forward)
+
+    def look_on(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Note what an op that is not followed has changed of what is known."""
+        if not self._contents:
+            return
+        if func._overloadpacket in _COPIES and storage_address(args[0]) in self._contents:
+            self._follow_copy(func, args, out, in_backward=False)
+        if func._schema.is_mutable:
+            for tensor in written(func, args, kwargs):
+                if storage_address(tensor) in self._contents:
+                    self._set(tensor, self._number(object(), in_backward=False), 0, is_from_forward=False)
+
+    def _follow_copy(self, func: OpOverload, args: tuple[Any, ...], out: Any, in_backward: bool) -> bool:
+        """A copy in the same layout and type has its source's content, on whatever device."""
+        if func._overloadpacket not in _COPIES:
+            return False
+        source = args[0]
+        if source.dtype != out.dtype or source.stride() != out.stride() or not storage_address(source):
+            return False
+        if storage_address(out) != storage_address(source):
+            content = self._content(source, in_backward)
+            shift = content.shift + int(source.storage_offset()) - int(out.storage_offset())
+            self._set(out, content.number, shift, content.is_from_forward)
+        return True
+
+    def _content(self, tensor: torch.Tensor, in_backward: bool) -> _Content:
+        known = self._contents.get(storage_address(tensor))
+        return known or self._set(tensor, self._number(object(), in_backward=False), 0, not in_backward)
+
+    def _set(self, tensor: torch.Tensor, number: int, shift: int, is_from_forward: bool) -> _Content:
+        address = storage_address(tensor)
+        if not address:
+            return _Content(number, shift, is_from_forward, None)
+        self._contents[address] = _Content(number, shift, is_from_forward, StorageWeakRef(tensor.untyped_storage()))
+        return self._contents[address]
+
+    def _number(self, key: Hashable, in_backward: bool) -> int:
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            if in_backward:
+                self._made_in_backward.add(self._numbers[key])
+        return self._numbers[key]
+
+    def _part(self, leaf: Any, in_backward: bool) -> Hashable:
+        if isinstance(leaf, torch.Tensor):
+            return self.of(leaf, in_backward=in_backward) if storage_address(leaf) else object()
+        return (type(leaf), leaf) if isinstance(leaf, Hashable) else id(leaf)
+
+
+def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an op writes into, by its schema."""
+    if not func._schema.is_mutable:
+        return
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Where the storage's own record lies, which views share; 0 for tensors that have no storage of their own."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return 0
+    return int(tensor.untyped_storage()._cdata)
+
+
+MAY_RUN_AGAIN = (
+    "a custom autograd function multiplies in its backward pass what may be the factors of its forward pass, but not "
+    "in the same tensors; this counts as recomputation"
+)
+CANNOT_TELL = (
+    "saved-tensor hooks give a custom autograd function other tensors than were saved, so that whether it computes its "
+    "products again cannot be told; they count as needed"
+)
+NOT_FOLLOWED = "whether a custom autograd function computes its products again could not be followed"
+
+_FACTORS = {
+    "aten::_addmm_activation": ("mat1", "mat2"),
+    "aten::addmm": ("mat1", "mat2"),
+    "aten::addmv": ("mat", "vec"),
+    "aten::baddbmm": ("batch1", "batch2"),
+    "aten::bmm": ("self", "mat2"),
+    "aten::dot": ("self", "tensor"),
+    "aten::mm": ("self", "mat2"),
+    "aten::mv": ("self", "vec"),
+}
+"""Matrix products by their two factors; what is added to the product does not matter."""
+_APPLY = cast("Any", torch.autograd.Function.apply).__func__.__code__
+_ENGINE = _engine_run_backward.__code__
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The call of custom functions that runs now."""
+
+    is_backward: bool
+    identity: Hashable
+    is_inside_forward: bool
+    calls_modules: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    role: Hashable
+    value: Hashable
+    size: Hashable
+    tensor: torch.Tensor
+
+
+class CustomFunctions:
+    """Sees every op of a step and says of products whether they run again.
+
+    Args:
+        is_recomputing: Whether the forward pass is known to run again here and now, as in torch's own checkpointing.
+
+    Attributes:
+        doubt: What could not be decided.
+    """
+
+    def __init__(self, is_recomputing: Callable[[], bool]) -> None:
+        self._is_recomputing = is_recomputing
+        self.doubt: str | None = None
+        self._values = Values()
+        self._forward: dict[Hashable, None] = {}
+        self._partners: dict[Hashable, bool] = {}
+        """Of a factor in a forward pass, with the size of the other: whether saved tensors were packed there."""
+        self._packed_sizes: set[Hashable] = set()
+        self._running: Hashable = None
+        self._done_in_call: set[Hashable] = set()
+        self._last_depth = 0
+        self._last_node = -1
+
+    def runs_again(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, is_product: bool
+    ) -> bool:
+        """Take note of one op that ran; true for a product of the same values as one that ran before."""
+        if self.doubt == NOT_FOLLOWED:
+            return False
+        try:
+            return self._look_at(func, args, kwargs, out, is_product)
+        except Exception:  # a kind of tensor that has no storage, or a layout of its own
+            self.doubt = NOT_FOLLOWED
+            return False
+
+    def _look_at(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, is_product: bool
+    ) -> bool:
+        call = self._call()
+        if call is None:
+            self._values.look_on(func, args, kwargs, out)
+            return False
+        if call.identity != self._running:
+            self._running = call.identity
+            self._done_in_call.clear()
+            self._values.restart_draws()
+        again = is_product and self._is_known(_factors(func, bind(func, args, kwargs), self._values, call), call)
+        self._values.follow(func, args, kwargs, out, in_backward=call.is_backward)
+        return again
+
+    def _is_known(self, factors: list[_Factor], call: _Call) -> bool:
+        key = frozenset((factor.role, factor.value) for factor in factors)
+        if call.is_backward and key in self._forward:
+            return True
+        if not call.is_backward and not call.calls_modules and key in self._done_in_call:
+            return True  # a loop over tiles that goes round a second time
+        if call.is_backward and self._may_be_known(factors) and not self._is_recomputing():
+            self.doubt = MAY_RUN_AGAIN
+            return True
+        if call.is_backward and self._is_all_unpacked(factors) and not self._is_recomputing():
+            self.doubt = CANNOT_TELL
+        if call.is_inside_forward:
+            self._forward[key] = None
+            self._done_in_call.add(key)
+            self._keep_partners(factors)
+        return False
+
+    def _keep_partners(self, factors: list[_Factor]) -> None:
+        packs = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if packs:
+            self._packed_sizes.add(_sizes(factors))
+        for key in _partner_keys(factors):
+            self._partners[key] = packs or self._partners.get(key, False)
+
+    def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
+        """A product like one of the forward pass, of which no factor is known again."""
+        return _sizes(factors) in self._packed_sizes and all(
+            self._values.is_unknown(factor.tensor) for factor in factors
+        )
+
+    def _may_be_known(self, factors: list[_Factor]) -> bool:
+        """One factor and its role are the forward pass's, and the other was rebuilt or has come back unpacked."""
+        for key, other in zip(_partner_keys(factors), reversed(factors), strict=False):
+            packed = self._partners.get(key)
+            if packed is not None and (
+                self._values.is_rebuilt(other.tensor) or (packed and self._values.is_unknown(other.tensor))
+            ):
+                return True
+        return False
+
+    def _call(self) -> _Call | None:
+        """The forward or backward pass of a custom function that this op belongs to, by the nearest engine."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and self._forward:
+            node = torch._C._current_autograd_node()
+            if isinstance(node, BackwardCFunction):
+                is_inside_forward = not torch.is_grad_enabled() and _outermost_apply()[0] is not None
+                return _Call(True, (task, node._sequence_nr()), is_inside_forward)
+        # Torch switches grad mode off for a custom function's forward pass.
+        if torch.is_grad_enabled():
+            return None
+        address, depth, calls_modules = _outermost_apply()
+        if address is None:
+            return None
+        return _Call(False, self._forward_call(address, depth), True, calls_modules)
+
+    def _forward_call(self, address: int, depth: int) -> Hashable:
+        """A call of `apply` is known by its frame, and by the autograd node it made, which took the next number.
+
+        A frame's address alone may be the next call's. Nodes made by functions inside of it say nothing.
+        """
+        node = torch._C._autograd._get_sequence_nr()
+        is_same = depth > 1 or self._last_depth > 1 or node == self._last_node
+        running = self._running
+        self._last_depth, self._last_node = depth, node
+        if is_same and isinstance(running, tuple) and running[0] == "forward" and running[1] == address:
+            return running
+        return "forward", address, node
+
+
+def _outermost_apply() -> tuple[int | None, int, bool]:
+    """Of the frames up to autograd's engine: the outermost call of a custom function, how many, through modules?"""
+    frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
+    while frame is not None and frame.f_code is not _ENGINE:
+        code = frame.f_code
+        if code is _APPLY:
+            found, depth, through_modules = id(frame), depth + 1, modules
+        elif code.co_name == "_call_impl" or code.co_filename.endswith("torch/utils/checkpoint.py"):
+            modules = True
+        frame = frame.f_back  # type: ignore[assignment]
+    return found, depth, through_modules
+
+
+def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, call: _Call) -> list[_Factor]:
+    """The factors of a product, so that equal products have equal ones, whichever way round they are computed."""
+    name = func._schema.name.removesuffix("_")
+    names = _FACTORS.get(name)
+    if names is not None:
+        left, right = (arguments[each] for each in names)
+        return [_matrix(left, -1, values, call), _matrix(right, -2 if right.dim() > 1 else -1, values, call)]
+    is_attention = "attention" in name and "backward" not in name
+    kind = "attention" if is_attention else name
+    tensors = {key: each for key, each in arguments.items() if isinstance(each, torch.Tensor) and key != "out"}
+    if is_attention:  # with and without a gradient, kernels differ
+        tensors = {key: tensors[key] for key in ("query", "key", "value") if key in tensors} or tensors
+    settings = [] if is_attention else [repr(each) for each in arguments.values() if not isinstance(each, torch.Tensor)]
+    return [
+        _Factor((kind, key, *settings), values.of(each, in_backward=call.is_backward), tuple(each.shape), each)
+        for key, each in tensors.items()
+    ]
+
+
+def _matrix(tensor: torch.Tensor, contracted: int, values: Values, call: _Call) -> _Factor:
+    """A factor of a matrix product, by the dimension that is contracted and the one that is not.
+
+    So A x B and its transposed product B' x A' have the same factors, and A x B and B x A have not.
+    """
+    value = values.of(tensor, in_backward=call.is_backward)
+    dims = tensor.dim()
+    summed = dims + contracted
+    kept = [dim for dim in range(max(0, dims - 2), dims) if dim != summed]
+    order = [*range(dims - 2), *kept, summed]
+    sizes = [value.sizes[dim] for dim in order]
+    strides = [value.strides[dim] for dim in order]
+    if not kept:  # a vector is a matrix with one row
+        sizes.insert(-1, 1)
+        strides.insert(-1, 0)
+    layout = tuple((size, stride) for size, stride in zip(sizes[:-2], strides[:-2], strict=True) if size != 1)
+    layout = (*layout, *zip(sizes[-2:], strides[-2:], strict=True))
+    return _Factor("matrix", (value.content, value.offset, value.dtype, layout), tuple(sizes), tensor)
+
+
+def _sizes(factors: list[_Factor]) -> Hashable:
+    return frozenset((factor.role, factor.size) for factor in factors)
+
+
+def _partner_keys(factors: list[_Factor]) -> list[Hashable]:
+    """For each of two factors: it, and the size and role of the other."""
+    if len(factors) != 2:
+        return []
+    first, second = factors
+    return [
+        (first.role, first.value, second.role, second.size),
+        (second.role, second.value, first.role, first.size),
+    ]

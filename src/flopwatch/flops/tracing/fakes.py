@@ -1,0 +1,372 @@
+"""Fake tensors for counting: shapes without storage, on the CPU, and answers where torch has none.
+
+Parameters, floating buffers and floating inputs become fake; everything else stays real (token ids, grids, masks,
+coins), so the values that steer a model's control flow exist. The fake mode itself is not entered: an op that meets a
+fake tensor is faked by the tensor, any other op runs for real.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    in_kernel_invocation_manager,
+)
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_any, tree_map_only
+
+from flopwatch.errors import UntraceableError
+from flopwatch.flops.formulas import bind
+
+# What the commonest ops give for fake tensors, without the long way through torch's fake mode.
+#
+# The fake mode describes and hashes every call and keeps what it gave, which takes several times as long as torch's own
+# shape function (kernel of the meta device) where that is written in C++. Those ops go to it at once, with the tensors
+# the fake mode would have given it. Elementwise ops have slow shape functions, but a plain rule. Whatever is not plain
+# (other types, strides, broadcasts, a known value) is left to the fake mode.
+
+
+_CPU = torch.device("cpu")
+_aten = torch.ops.aten
+
+SHAPED_BY_TORCH = {
+    _aten._to_copy.default,
+    _aten._unsafe_view.default,
+    _aten.alias.default,
+    _aten.bmm.default,
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten.expand.default,
+    _aten.mm.default,
+    _aten.permute.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+}
+"""One tensor out, shaped and strided by C++ code."""
+ELEMENTWISE = {
+    _aten.add.Scalar,
+    _aten.add.Tensor,
+    _aten.cos.default,
+    _aten.div.Scalar,
+    _aten.div.Tensor,
+    _aten.exp.default,
+    _aten.gelu.default,
+    _aten.gelu_backward.default,
+    _aten.mul.Scalar,
+    _aten.mul.Tensor,
+    _aten.neg.default,
+    _aten.pow.Tensor_Scalar,
+    _aten.relu.default,
+    _aten.rsqrt.default,
+    _aten.sigmoid.default,
+    _aten.silu.default,
+    _aten.sin.default,
+    _aten.sub.Tensor,
+    _aten.tanh.default,
+    _aten.tanh_backward.default,
+    _aten.threshold_backward.default,
+}
+"""For floating tensors of one type they give that type."""
+_KEEP_THE_TYPE = {"alpha", "approximate"}
+_COPY_OPTIONS = {"dtype", "device", "memory_format", "non_blocking"}
+
+
+def quick_answer(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an op whose tensors are all fakes of this mode; None where the mode itself has to be asked."""
+    if func in SHAPED_BY_TORCH and kwargs.keys() <= _COPY_OPTIONS:
+        # There is one device only, and to name it would make a real tensor.
+        kept = {name: value for name, value in kwargs.items() if name in ("dtype", "memory_format")}
+        return _shaped_by_torch(mode, func, args, kept)
+    if func in ELEMENTWISE and kwargs.keys() <= _KEEP_THE_TYPE:
+        return _elementwise(mode, args)
+    rule = _RULES.get(func)
+    return None if rule is None or kwargs else rule(mode, *args)
+
+
+def _shaped_by_torch(
+    mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> FakeTensor | None:
+    if any(type(value) is FakeTensor and not _is_plain(value) for value in args):
+        return None
+    with in_kernel_invocation_manager(mode):
+        out = func(*args, **kwargs)
+    return FakeTensor(mode, out, _CPU)
+
+
+def _elementwise(mode: FakeTensorMode, args: tuple[Any, ...]) -> FakeTensor | None:
+    tensors = [value for value in args if type(value) is FakeTensor]
+    if any(type(value) not in (FakeTensor, int, float, bool) for value in args):
+        return None
+    dtype = tensors[0].dtype
+    largest = max(tensors, key=_size) if len(tensors) > 1 else tensors[0]
+    for tensor in tensors:
+        if tensor.dtype != dtype or not _is_plain(tensor) or not tensor.is_contiguous():
+            return None
+        if tensor is not largest and not _broadcasts(tensor.shape, largest.shape):
+            return None
+    if not dtype.is_floating_point:
+        return None
+    return _empty(mode, largest.shape, dtype)
+
+
+def _addmm(mode: FakeTensorMode, bias: Any, one: Any, other: Any) -> FakeTensor | None:
+    shape = torch.Size([one.shape[0], other.shape[-1]])
+    fits = one.dim() == other.dim() == 2 and one.shape[1] == other.shape[0] and _broadcasts(bias.shape, shape)
+    return _empty(mode, shape, one.dtype) if fits and _are_of_one_type(bias, one, other) else None
+
+
+def _layer_norm(
+    mode: FakeTensorMode, tensor: Any, shape: list[int], weight: Any, bias: Any, _: float
+) -> tuple[FakeTensor, ...] | None:
+    if not _may_be_normed(tensor, shape, weight, bias):
+        return None
+    per_row = torch.Size([*tensor.shape[: tensor.dim() - len(shape)], *[1] * len(shape)])
+    return tuple(_empty(mode, each, tensor.dtype) for each in (tensor.shape, per_row, per_row))
+
+
+def _layer_norm_backward(
+    mode: FakeTensorMode,
+    gradient: Any,
+    tensor: Any,
+    shape: list[int],
+    _: Any,
+    __: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+) -> tuple[FakeTensor | None, ...] | None:
+    if not _may_be_normed(tensor, shape, weight, bias) or gradient.shape != tensor.shape:
+        return None
+    wanted = zip(mask, (tensor, weight, bias), strict=True)
+    return tuple(_empty(mode, each.shape, each.dtype) if is_wanted else None for is_wanted, each in wanted)
+
+
+def _may_be_normed(tensor: Any, shape: list[int], weight: Any, bias: Any) -> bool:
+    """With fp32 throughout: kernels for other types choose the type of the statistics."""
+    if weight is None or bias is None or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+        return False
+    fits = tuple(tensor.shape[-len(shape) :]) == tuple(weight.shape) == tuple(bias.shape) == tuple(shape)
+    return fits and _are_of_one_type(tensor, weight, bias)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    _aten.addmm.default: _addmm,
+    _aten.native_layer_norm.default: _layer_norm,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+}
+
+
+def quick_loss(mode: FakeTensorMode, func: Any, args: tuple[Any, ...]) -> Any:
+    """The same for the loss of class scores, whose targets are real; torch's own way takes it apart."""
+    if func is _aten.nll_loss_forward.default:
+        scores, target, weight, reduction, _ = args
+        if weight is None and _are_rows_of_scores(scores, target):
+            losses = target.shape if reduction == 0 else torch.Size()
+            return _empty(mode, losses, scores.dtype), _empty(mode, torch.Size(), scores.dtype)
+    if func is _aten.nll_loss_backward.default:
+        _, scores, target, weight, *_ = args
+        if weight is None and _are_rows_of_scores(scores, target):
+            return _empty(mode, scores.shape, scores.dtype)
+    return None
+
+
+def _are_rows_of_scores(scores: Any, target: Any) -> bool:
+    is_known = type(scores) is FakeTensor and _is_plain(scores) and scores.dtype.is_floating_point
+    return is_known and scores.dim() == 2 and scores.is_contiguous() and target.shape == scores.shape[:1]
+
+
+def _empty(mode: FakeTensorMode, shape: torch.Size, dtype: torch.dtype) -> FakeTensor:
+    with in_kernel_invocation_manager(mode):
+        out = torch.empty(shape, dtype=dtype, device="meta")
+    return FakeTensor(mode, out, _CPU)
+
+
+def _are_of_one_type(*tensors: Any) -> bool:
+    dtype = tensors[0].dtype
+    return dtype.is_floating_point and all(
+        type(tensor) is FakeTensor and tensor.dtype == dtype and _is_plain(tensor) for tensor in tensors
+    )
+
+
+def _is_plain(tensor: FakeTensor) -> bool:
+    """Dense, and without a value that the fake mode would calculate with."""
+    return tensor.layout is torch.strided and tensor.constant is None and tensor.real_tensor is None
+
+
+def _size(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.dim(), tensor.numel()
+
+
+def _broadcasts(small: torch.Size, large: torch.Size) -> bool:
+    if small == large:
+        return True
+    return len(small) <= len(large) and all(
+        own in (1, size) for own, size in zip(reversed(small), reversed(large), strict=False)
+    )
+
+
+_INDEXED_BY_MASK = {_aten.index, _aten.index_put, _aten.index_put_}
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class Faker:
+    """Makes fake tensors of one mode and runs ops on them."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake of a floating tensor; a CPU copy of any other, so that in-place ops do not reach the original."""
+        if tensor.layout is not torch.strided:
+            raise UntraceableError(f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}, which has no fake")
+        if tensor.is_floating_point() or tensor.is_complex():
+            return self._empty(tensor.shape, tensor.dtype)
+        if tensor.device.type == "meta":
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=_CPU)
+        return _values_here(tensor).detach().to(_CPU, copy=True)
+
+    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        with no_dispatch():
+            return FakeTensor(self._mode, torch.empty(shape, dtype=dtype, device="meta"), _CPU)
+
+    def like(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A fake tensor laid out like this."""
+        with no_dispatch():
+            return FakeTensor(self._mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op. Every device becomes the CPU: nothing may reach an accelerator."""
+        if (
+            _are_fake(args)
+            and not any(isinstance(value, torch.Tensor) for value in kwargs.values())
+            and isinstance(func, OpOverload)
+        ):
+            return self._run_on_fakes(func, args, kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, self._localised, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _CPU}
+        if tree_any(lambda value: isinstance(value, FakeTensor), (args, kwargs)):
+            # torch would make them fake too, and warn where one has a gradient that is not its own.
+            args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+            answer = self._answer(func, args, kwargs)
+            if answer is not None:
+                return answer
+        return func(*args, **kwargs)
+
+    def _run_on_fakes(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The short way for most ops: to the fake mode at once, where the tensors would send the op after a detour."""
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _CPU}
+        answer: Any = quick_answer(self._mode, func, args, kwargs)
+        if answer is None:
+            answer = self._answer(func, args, kwargs)
+        if answer is None:
+            answer = self._mode.dispatch(func, (FakeTensor,), args, kwargs)
+        return func(*args, **kwargs) if answer is NotImplemented else answer
+
+    def _localised(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if isinstance(tensor, torch.nn.Parameter):
+            raise UntraceableError(
+                f"the model uses a parameter of shape {tuple(tensor.shape)} that is not among its parameters()"
+            )
+        return tensor if tensor.device == _CPU else self.tensor(tensor)
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_real = not isinstance(tensor, FakeTensor) and (tensor.is_floating_point() or tensor.is_complex())
+        return self.tensor(tensor) if is_real else tensor
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Shapes of ops that fake tensors cannot do, None for all others."""
+        packet = getattr(func, "_overloadpacket", None)
+        if packet in _INDEXED_BY_MASK:
+            return func(args[0], _mask_to_positions(args[1]), *args[2:], **kwargs)
+        if packet is _aten._grouped_mm:
+            return self._grouped_mm(bind(func, args, kwargs))
+        if packet is _aten.bincount:
+            return self._bincount(bind(func, args, kwargs))
+        if packet is _aten._ctc_loss:
+            return self._ctc_loss(bind(func, args, kwargs))
+        if packet is _aten._ctc_loss_backward:
+            log_probs = bind(func, args, kwargs)["log_probs"]
+            return self._empty(log_probs.shape, log_probs.dtype)
+        return None if kwargs else quick_loss(self._mode, func, args)
+
+    def _grouped_mm(self, arguments: dict[str, Any]) -> torch.Tensor:
+        """Torch's own shape function accepts bf16 only."""
+        a, b, offsets = arguments["self"], arguments["mat2"], arguments["offs"]
+        groups = [] if a.dim() != b.dim() else [a.shape[0] if a.dim() == 3 else offsets.shape[0]]
+        shape = torch.Size([*groups, a.shape[-2], b.shape[-1]])
+        return self._empty(shape, arguments["out_dtype"] or a.dtype)
+
+    def _bincount(self, arguments: dict[str, Any]) -> torch.Tensor | None:
+        """Expert loads: ids below `minlength`, so that is the size. Without it nobody knows."""
+        size = arguments["minlength"]
+        return self._empty(torch.Size([size]), torch.int64) if size else None
+
+    def _ctc_loss(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = arguments["log_probs"]
+        time, batch = log_probs.shape[:2]
+        longest = max(int(length) for length in arguments["target_lengths"])
+        losses = self._empty(torch.Size([batch]), log_probs.dtype)
+        return losses, self._empty(torch.Size([batch, time, 2 * longest + 1]), log_probs.dtype)
+
+
+def _are_fake(values: Iterable[Any]) -> bool:
+    """Whether there is a fake tensor among an op's arguments, and no real one."""
+    found = False
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            found = True
+        elif isinstance(value, torch.Tensor | Mapping):
+            return False
+        elif kind in (list, tuple) and any(isinstance(item, torch.Tensor) for item in value):
+            if not _are_fake(value):
+                return False
+            found = True
+    return found
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging a page about an op whose shapes do not fit, before it raises what we report anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+
+
+def _values_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a DTensor that every rank has whole; to gather them from others would be a collective."""
+    placements = getattr(tensor, "placements", ())
+    if not all(placement.is_replicate() for placement in placements):
+        raise UntraceableError(f"the values of a tensor of shape {tuple(tensor.shape)} are spread over ranks")
+    return cast("Any", tensor).to_local() if placements else tensor
+
+
+def _mask_to_positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Write boolean masks out as the positions they select: a mask we know the values of has a known size."""
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or isinstance(index, FakeTensor) or index.dtype not in (torch.bool, torch.uint8):
+            positions.append(index)
+        else:
+            positions += index.nonzero().unbind(-1)
+    return positions

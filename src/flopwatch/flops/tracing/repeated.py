@@ -1,0 +1,312 @@
+"""Finds the layers of a stand-in that are equal by structure: the same classes, tensors and settings.
+
+What may differ between two equal layers is only their own number (`layer_idx` and the like). That number is replaced by
+one that notices when the layer's code calculates or decides with it, because then equal structure is not enough.
+"""
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flopwatch.flops.tracing.hooks import HOOK_TABLES
+
+FEWEST_EQUAL = 6
+"""Four of them are traced in any case."""
+_MOST_VALUES_COMPARED = 2**22
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_PLAIN_TYPES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_NOT_SETTINGS = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *HOOK_TABLES}
+_PATH_IN_PEFT = "target_name"
+"""Where an adapter was put; it is not read again when the adapter runs."""
+_NAMES_OF_CLASSES = {"id2label"}
+"""In a config of transformers: numbered, but not by layer."""
+_MAY_USE_THE_INDEX = "transformers.cache_utils"
+"""There it only selects the layer's own place in the cache."""
+
+_Position = tuple[str, ...]
+_Facts = dict[_Position, Any]
+
+
+class Kind:
+    """Layers that are equal by structure.
+
+    Attributes:
+        index_positions: Where the layers have their own numbers.
+        evidence: What the first and the last of them are made of.
+    """
+
+    def __init__(
+        self, paths: Iterable[str], modules: list[nn.Module], index_positions: set[_Position], evidence: Any
+    ) -> None:
+        self.paths = tuple(paths)
+        self.modules = modules
+        self.index_positions = index_positions
+        self.evidence = evidence
+        self.obstacle = ""
+        """Why none of them can stand for another, found while they ran."""
+
+
+def equal_layers(replica: nn.Module) -> list[Kind]:
+    """The kinds of which a container holds enough, outermost containers first; their insides are not searched."""
+    return [kind for path, container in _containers(replica, "", set()) for kind in _kinds(path, container)]
+
+
+@dataclass(frozen=True)
+class KnownKind:
+    """A kind without its modules, to be found again in another stand-in of the same model."""
+
+    paths: tuple[str, ...]
+    index_positions: set[_Position]
+    evidence: Any
+
+    @classmethod
+    def of(cls, kind: Kind) -> "KnownKind":
+        return cls(kind.paths, kind.index_positions, kind.evidence)
+
+
+def found_again(replica: nn.Module, known: Iterable[KnownKind]) -> list[Kind] | None:
+    """These kinds in another stand-in of a model that nobody has changed; None where it looks changed all the same."""
+    kinds = []
+    for each in known:
+        modules = [replica.get_submodule(path) for path in each.paths]
+        if _evidence(modules, _EntriesPerLayer(len(modules))) != each.evidence:
+            return None
+        kinds.append(Kind(each.paths, modules, each.index_positions, each.evidence))
+    for kind in kinds:
+        _watch_indices(kind)
+    return kinds
+
+
+def _evidence(modules: list[nn.Module], entries: "_EntriesPerLayer") -> Any:
+    return [(_Description(module).facts, entries.all_near(module)) for module in (modules[0], modules[-1])]
+
+
+def _containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    if isinstance(module, _CONTAINERS) and _may_repeat(list(children.values())):
+        yield path, module
+        return
+    for name, child in children.items():
+        yield from _containers(child, f"{path}.{name}".lstrip("."), seen)
+
+
+def _may_repeat(children: list[nn.Module]) -> bool:
+    """Enough of one class that are more than a single op, and none of them twice."""
+    classes = Counter(type(child) for child in children if child._modules)
+    return len(set(map(id, children))) == len(children) and max(classes.values(), default=0) >= FEWEST_EQUAL
+
+
+def _kinds(path: str, container: nn.Module) -> list[Kind]:
+    layers = {name: child for name, child in container._modules.items() if child is not None}
+    modules = list(layers.values())
+    facts = [_Description(module).facts for module in modules]
+    index_positions = _index_positions(facts)
+    entries = _EntriesPerLayer(len(modules))
+    members: dict[Any, list[int]] = {}
+    for number, own in enumerate(facts):
+        offsets = {own[position][1] - number for position in index_positions if position in own} | {0}
+        per_layer = entries.of(modules[number], {number + offset for offset in offsets})
+        rest = frozenset(item for item in own.items() if item[0] not in index_positions)
+        members.setdefault((rest, per_layer), []).append(number)
+    names = list(layers)
+    kinds = []
+    for (rest, _), numbers in members.items():
+        if len(numbers) >= FEWEST_EQUAL and not any(value == "hook" for _, value in rest):
+            paths = [f"{path}.{names[number]}".lstrip(".") for number in numbers]
+            own_modules = [modules[number] for number in numbers]
+            evidence = _evidence(own_modules, _EntriesPerLayer(len(own_modules)))
+            kinds.append(Kind(paths, own_modules, index_positions, evidence))
+    for kind in kinds:
+        _watch_indices(kind)
+    return kinds
+
+
+class _Description:
+    """Everything that decides what a layer does, by where in the layer it stands."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.facts: _Facts = {}
+        modules = dict(layer.named_modules())
+        self._paths = {id(module): path for path, module in modules.items()}
+        for path, module in modules.items():
+            self._add(module, path)
+
+    def _add(self, module: nn.Module, path: str) -> None:
+        self.facts[path, "class"] = type(module)
+        for name, child in module._modules.items():
+            self.facts[path, "child", name] = None if child is None else self._paths[id(child)]
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            self.facts[path, "tensor", name] = self._value(tensor)
+        for name, value in module.__dict__.items():
+            if name == "kwargs" and type(module).__module__.startswith("peft."):
+                value = {key: item for key, item in value.items() if key != _PATH_IN_PEFT}
+            if name not in _NOT_SETTINGS:
+                self.facts[path, "setting", name] = self._value(value)
+        if has_hooks([module]):
+            self.facts[path, "hooks"] = "hook"
+
+    def _value(self, value: Any) -> Any:
+        """Equal for equal settings; what cannot be compared is equal to itself only."""
+        if type(value) in _PLAIN_TYPES or isinstance(value, Enum | type):
+            return type(value), value
+        if isinstance(value, torch.Tensor):
+            return _tensor_facts(value)
+        if isinstance(value, nn.Module):
+            return "module", self._paths.get(id(value), id(value))
+        if isinstance(value, MethodType):
+            return "method", value.__func__, self._value(value.__self__)
+        if isinstance(value, functools.partial):
+            return "partial", self._value(value.func), self._value(value.args), self._value(value.keywords)
+        if isinstance(value, FunctionType) and value.__closure__:
+            return self._closure(value)
+        if type(value) in (list, tuple, set, frozenset):
+            items = [self._value(item) for item in value]
+            return type(value), frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
+        if isinstance(value, dict):
+            return type(value), tuple((self._value(key), self._value(item)) for key, item in value.items())
+        return "object", id(value)
+
+    def _closure(self, function: FunctionType) -> Any:
+        try:
+            cells = tuple(self._value(cell.cell_contents) for cell in function.__closure__ or ())
+        except (ValueError, RecursionError):  # an empty cell, or a function that holds itself
+            return "object", id(function)
+        return "function", function.__code__, cells, self._value(function.__defaults__)
+
+
+def _tensor_facts(tensor: torch.Tensor) -> Any:
+    facts = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, type(tensor))
+    if isinstance(tensor, FakeTensor):
+        return facts
+    if tensor.numel() > _MOST_VALUES_COMPARED:
+        return *facts, id(tensor)
+    return *facts, tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether something besides the layer's own code runs when the layer does."""
+    tables = (module.__dict__.get(name) for module in modules for name in HOOK_TABLES[:4])
+    return any(not _is_idle(hook) for table in tables if table for hook in table.values())
+
+
+def _is_idle(hook: Any) -> bool:
+    """The hooks with which transformers keeps hidden states do nothing unless one is asked for; a replay looks."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def _index_positions(facts: list[_Facts]) -> set[_Position]:
+    """Where every layer that has a number there has its own place in the container, give or take a constant."""
+    numbers: dict[_Position, list[int | None]] = {}
+    for place, own in enumerate(facts):
+        for position, value in own.items():
+            if position[1] == "setting":
+                is_number = isinstance(value, tuple) and value[0] is int
+                numbers.setdefault(position, []).append(value[1] - place if is_number else None)
+    return {
+        position
+        for position, offsets in numbers.items()
+        if len(offsets) >= 3 and offsets[0] is not None and len(set(offsets)) == 1
+    }
+
+
+class _EntriesPerLayer:
+    """Lists with an entry for each layer (`config.layer_types`): looking something up there cannot be noticed."""
+
+    def __init__(self, layer_count: int) -> None:
+        self._layer_count = layer_count
+        self._known: dict[int, list[Any]] = {}
+
+    def of(self, layer: nn.Module, indices: set[int]) -> tuple[str, ...]:
+        """What they say of the layer with these numbers."""
+        return tuple(repr([_entry(entries, index) for index in sorted(indices)]) for entries in self._near(layer))
+
+    def all_near(self, layer: nn.Module) -> str:
+        """What they say of all layers."""
+        return repr(list(self._near(layer)))
+
+    def _near(self, layer: nn.Module) -> Iterator[Any]:
+        holders = {
+            id(value): value
+            for module in layer.modules()
+            for value in module.__dict__.values()
+            if type(value) not in _PLAIN_TYPES and not isinstance(value, nn.Module | torch.Tensor)
+        }
+        for holder in holders.values():
+            yield from self._lists_in(holder)
+
+    def _lists_in(self, holder: Any) -> list[Any]:
+        if id(holder) not in self._known:
+            named = getattr(holder, "__dict__", {})
+            is_list = isinstance(holder, list | tuple | dict)
+            candidates = [holder] if is_list else [named[name] for name in sorted(named.keys() - _NAMES_OF_CLASSES)]
+            self._known[id(holder)] = [value for value in candidates if self._may_be_per_layer(value)]
+        return self._known[id(holder)]
+
+    def _may_be_per_layer(self, value: Any) -> bool:
+        if isinstance(value, dict):
+            return any(isinstance(key, int) for key in value)
+        return isinstance(value, list | tuple) and len(value) >= self._layer_count
+
+
+def _entry(entries: Any, index: int) -> Any:
+    if isinstance(entries, dict):
+        return entries.get(index)
+    return entries[index] if 0 <= index < len(entries) else None
+
+
+def _watch_indices(kind: Kind) -> None:
+    def used() -> None:
+        kind.obstacle = "its code calculates with the layer's number"
+
+    for layer in kind.modules:
+        for path, _, name in kind.index_positions:
+            try:
+                settings = layer.get_submodule(path).__dict__
+            except AttributeError:  # a layer of another kind has a module there
+                continue
+            if name in settings:
+                settings[name] = _watched(settings[name], used)
+
+
+class WatchedIndex(int):
+    """A layer's number that calls `used` when something is calculated with it or decided by it."""
+
+    used: Callable[[], None]
+
+
+def _watched(value: int, used: Callable[[], None]) -> WatchedIndex:
+    index = WatchedIndex(value)
+    index.used = used
+    return index
+
+
+def _noticed(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def method(self: WatchedIndex, *args: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") != _MAY_USE_THE_INDEX:
+            self.used()
+        return plain(self, *args)
+
+    return method
+
+
+_NOTICED = (
+    "eq ne lt le gt ge add radd sub rsub mul rmul mod rmod floordiv rfloordiv truediv rtruediv divmod rdivmod pow rpow "
+    "and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert bool int float str repr format"
+)
+for _name in _NOTICED.split():
+    setattr(WatchedIndex, f"__{_name}__", _noticed(f"__{_name}__"))
+WatchedIndex.__hash__ = int.__hash__  # type: ignore[method-assign]

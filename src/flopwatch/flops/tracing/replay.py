@@ -1,0 +1,363 @@
+"""Counts layers that are equal by structure without running each of them.
+
+The first two layers of a kind, one in the middle and the last run as ever. The others are not run: each gives fake
+outputs like those of its kind, through one autograd node, and what was counted in a layer that did run is counted for
+it too, under its own path. In the end the layers that ran must agree with each other to the FLOP. Whatever a layer
+does besides mapping its inputs to its outputs (writing to a buffer or an attribute, drawing random numbers, handing
+tensors out on other ways, calculating with its own number) shows in the layers that run, and then all of them run.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from flopwatch.errors import MeasurementError
+from flopwatch.flops.tracing.fakes import Faker
+from flopwatch.flops.tracing.layer_calls import Answer, Key, call_key, in_backward, side_effects_watched
+from flopwatch.flops.tracing.repeated import Kind, KnownKind, equal_layers, found_again, has_hooks
+from flopwatch.flops.tracing.tally import Event, EventLog, Tally
+
+Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_MADE_IN = "_flopwatch_made_in"
+
+
+class ReplayRefusedError(MeasurementError):
+    """Layers that should have been equal were not: the model has to be traced in full."""
+
+
+class ReplayMemory:
+    """What earlier traces of one model have shown, so that later ones, at other shapes, run fewer layers."""
+
+    def __init__(self) -> None:
+        self.proven: set[tuple[str, ...]] = set()
+        """The paths of the layers of each kind that has been seen to be equal."""
+        self.is_refused = False
+        self.proven_unchanged: set[tuple[str, ...]] = set()
+        """Of those, the ones proven since `unchanged` was entered."""
+        self._is_unchanged = False
+        self._known: list[KnownKind] | None = None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within, nobody changes the model between two traces, so its equal layers are looked for once."""
+        self._is_unchanged = True
+        try:
+            yield
+        finally:
+            self._is_unchanged, self._known = False, None
+            self.proven_unchanged = set()
+
+    def equal_layers(self, replica: nn.Module) -> list[Kind]:
+        kinds = None if self._known is None else found_again(replica, self._known)
+        if kinds is None:
+            kinds = equal_layers(replica)
+            self._known = [KnownKind.of(kind) for kind in kinds] if self._is_unchanged else None
+        return kinds
+
+    def prove(self, kinds: set[tuple[str, ...]]) -> None:
+        self.proven |= kinds
+        if self._is_unchanged:
+            self.proven_unchanged |= kinds
+
+
+class _Layer:
+    def __init__(self, kind: Kind, path: str, module: nn.Module, *, must_run: bool) -> None:
+        self.kind = kind
+        self.path = path
+        self.must_run = must_run
+        self.call: Any = module.__dict__["_compiled_call_impl"]
+        self.last: _Call | None = None
+        """Its latest call in the forward pass; recomputation belongs to that."""
+        self.modules = list(module.modules())
+
+
+class _Call:
+    """One call of one layer, run or replayed, with what it cost."""
+
+    def __init__(self, layer: _Layer, key: Key | None, leaves: list[Any]) -> None:
+        self.layer = layer
+        self.key = key
+        # A key holds identities, which are only unique among living objects.
+        self.kept_alive = [leaf for leaf in leaves if not isinstance(leaf, FakeTensor)]
+        self.answer: Answer | None = None
+        self.forward: list[Event] = []
+        self.backward: list[Event] = []
+        self.outputs_with_gradient: set[int] = set()
+
+    def events(self, part: list[Event]) -> list[Event]:
+        """Without the layer's own path, so that calls of different layers can be compared."""
+        return [event.moved(self.layer.path, "<layer>") for event in part]
+
+
+class Replay:
+    """One trace in which equal layers are replayed; `log` takes the place of the tally.
+
+    Args:
+        faker: Makes the outputs of layers that do not run.
+        memory: Lives as long as several traces of the same model.
+    """
+
+    def __init__(self, faker: Faker, memory: ReplayMemory) -> None:
+        self.log = EventLog(self._listen)
+        self.is_attached = False
+        self.replayed: list[_Call] = []
+        self._faker = faker
+        self._memory = memory
+        self._ran: dict[tuple[int, Key], list[_Call]] = {}
+        self._running: _Call | None = None
+        self._first_nodes: list[int] = []
+        self._calls_by_node: list[_Call] = []
+        self._last_nodes: list[int] = []
+        self._kinds: list[Kind] = []
+
+    def attach(self, replica: nn.Module) -> None:
+        """Take over the calls of all repeated layers."""
+        self._kinds = self._memory.equal_layers(replica)
+        for kind in self._kinds:
+            must_run = self._samples(kind)
+            for number, (path, module) in enumerate(zip(kind.paths, kind.modules, strict=True)):
+                layer = _Layer(kind, path, module, must_run=number in must_run)
+                module.__dict__["_compiled_call_impl"] = _bound(self._called, layer)
+        self.is_attached = True
+
+    def _samples(self, kind: Kind) -> set[int]:
+        count = len(kind.paths)
+        return {0, count - 1} if kind.paths in self._memory.proven else {0, 1, count // 2, count - 1}
+
+    def _called(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
+        if self._running is not None:
+            return layer.call(*args, **kwargs)
+        if in_backward():
+            return self._run_again(layer, args, kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        key = call_key(leaves, structure)
+        call = layer.last = _Call(layer, key, leaves)
+        answer = self._known_answer(call)
+        if answer is not None:
+            return self._replay(call, answer, leaves)
+        return self._run(call, args, kwargs, leaves, structure)
+
+    def _known_answer(self, call: _Call) -> Answer | None:
+        layer = call.layer
+        if layer.must_run or layer.kind.obstacle or call.key is None or has_hooks(layer.modules):
+            return None
+        ran = self._ran.get((id(layer.kind), call.key), [])
+        if not ran or any(not _agree(ran[0], other) for other in ran):
+            return None
+        return ran[0].answer
+
+    def _run(
+        self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: TreeSpec
+    ) -> Any:
+        obstacles: list[str] = []
+        first_node = torch._C._autograd._get_sequence_nr()
+        with side_effects_watched(call.layer.modules, (args, kwargs), leaves, structure, obstacles):
+            output = self._within(call, args, kwargs)
+        call.answer = Answer.of(output, leaves, first_node)
+        if call.answer is None:
+            obstacles.append("its output cannot be made again")
+        else:
+            self._hand_out(call, output)
+        if obstacles:
+            call.layer.kind.obstacle = obstacles[0]
+        if call.key is not None:
+            self._ran.setdefault((id(call.layer.kind), call.key), []).append(call)
+        return output
+
+    def _run_again(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Recomputation: never replayed, and part of what the call in the forward pass cost."""
+        return layer.call(*args, **kwargs) if layer.last is None else self._within(layer.last, args, kwargs)
+
+    def _within(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._running = call
+        first_node = torch._C._autograd._get_sequence_nr()
+        try:
+            return call.layer.call(*args, **kwargs)
+        finally:
+            self._running = None
+            self._first_nodes.append(first_node)
+            self._last_nodes.append(torch._C._autograd._get_sequence_nr())
+            self._calls_by_node.append(call)
+
+    def _hand_out(self, call: _Call, output: Any) -> None:
+        """From here on the outputs belong to the model, and it shows which of them get a gradient."""
+        for number, leaf in enumerate(tree_flatten(output)[0]):
+            if isinstance(leaf, torch.Tensor):
+                leaf.__dict__.pop(_MADE_IN, None)
+                if call.answer is not None and call.answer.is_differentiable(number):
+                    leaf.register_hook(_gradient_noted(call, number))
+
+    def _replay(self, call: _Call, answer: Answer, leaves: list[Any]) -> Any:
+        call.answer = answer
+        self.replayed.append(call)
+        self.log.tell_later(lambda: self._told(call, "forward"))
+        return tree_unflatten(self._outputs(call, answer, leaves), answer.structure)
+
+    def _outputs(self, call: _Call, answer: Answer, leaves: list[Any]) -> list[Any]:
+        made: dict[int, torch.Tensor] = {n: self._faker.like(*facts) for n, facts in answer.tensors.items()}
+        differentiable = [number for number in made if answer.is_differentiable(number)]
+        if differentiable:
+            anchor = self._faker.like((1,), (1,), torch.float32).requires_grad_()
+            inputs = [leaves[place] for place in answer.reached]
+            wanted = tuple(made[number] for number in differentiable)
+            results = _Replayed.apply(self, call, differentiable, wanted, anchor, *inputs)  # type: ignore[no-untyped-call]
+            made.update(zip(differentiable, results, strict=True))
+        return answer.filled(made, leaves)
+
+    def gradient_came(self, call: _Call, outputs: set[int]) -> set[int]:
+        """The backward pass reached a replayed call; the inputs that get a gradient for these outputs."""
+        if call.outputs_with_gradient or not outputs or torch.is_grad_enabled():
+            raise ReplayRefusedError("a replayed layer was differentiated twice")
+        call.outputs_with_gradient = outputs
+        self.log.tell_later(lambda: self._told(call, "backward"))
+        answer = call.answer
+        assert answer is not None
+        return set().union(*(answer.reach[number] for number in outputs))
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._faker.like(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def _listen(self, event: Event) -> None:
+        if not in_backward():
+            if self._running is not None:
+                self._running.forward.append(event)
+            return
+        call = self._running or self._call_of_node()
+        if call is not None:
+            call.backward.append(event)
+
+    def _call_of_node(self) -> _Call | None:
+        """The call whose forward pass made the autograd node that runs now."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return None
+        number = node._sequence_nr()
+        for first, last, call in zip(self._first_nodes, self._last_nodes, self._calls_by_node, strict=True):
+            if first <= number < last:
+                return call
+        return None
+
+    def watch(self, execute: Execute) -> Execute:
+        """Notice a tensor that left a layer on another way than as its output."""
+
+        def watched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            is_forward = self._kinds and not in_backward()
+            if is_forward:
+                self._look_at_inputs(args)
+            out = execute(func, args, kwargs)
+            if is_forward and self._running is not None:
+                self._mark(out)
+            return out
+
+        return watched
+
+    def _look_at_inputs(self, args: Any) -> None:
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                call = value.__dict__.get(_MADE_IN)
+                if call is not None and call is not self._running:
+                    call.layer.kind.obstacle = "a tensor made inside it is used outside"
+            elif isinstance(value, list | tuple):
+                self._look_at_inputs(value)
+
+    def _mark(self, out: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            out.__dict__[_MADE_IN] = self._running
+        elif isinstance(out, list | tuple):
+            for value in out:
+                self._mark(value)
+
+    def _told(self, call: _Call, part: str) -> list[Event]:
+        source = self._source(call)
+        events: list[Event] = getattr(source, part)
+        return [event.moved(source.layer.path, call.layer.path) for event in events]
+
+    def _source(self, call: _Call) -> _Call:
+        """A call that ran, got the same inputs, and whose same outputs got a gradient."""
+        assert call.key is not None
+        ran = self._ran[id(call.layer.kind), call.key]
+        return next(other for other in ran if other.outputs_with_gradient == call.outputs_with_gradient)
+
+    def tally(self) -> Tally:
+        """Everything counted. Raise ReplayRefusedError where the layers that ran do not agree."""
+        for call in self.replayed:
+            self._prove(call)
+        self._memory.prove({call.layer.kind.paths for call in self.replayed})
+        return self.log.tally()
+
+    def failed_like_the_model(self, error: Exception, *, in_backward: bool) -> bool:
+        """Whether a trace in full would have raised this error too.
+
+        It would where every layer ran. In the forward pass it would also where an earlier trace of the unchanged model
+        has proven the very layers that were replayed, and those that ran now agree.
+        """
+        if not self.is_attached or not self.replayed:
+            return self.is_attached
+        is_other_error = not isinstance(error, ReplayRefusedError) and not in_backward
+        return is_other_error and all(self._is_sure(call) for call in self.replayed)
+
+    def _is_sure(self, call: _Call) -> bool:
+        kind = call.layer.kind
+        assert call.key is not None
+        ran = self._ran[id(kind), call.key]
+        is_proven = kind.paths in self._memory.proven_unchanged and not kind.obstacle
+        return is_proven and len(ran) > 1 and all(_agree(ran[0], other) for other in ran)
+
+    def _prove(self, call: _Call) -> None:
+        kind = call.layer.kind
+        if kind.obstacle:
+            raise ReplayRefusedError(f"{call.layer.path}: {kind.obstacle}")
+        assert call.key is not None
+        ran = self._ran[id(kind), call.key]
+        alike = [other for other in ran if other.outputs_with_gradient == call.outputs_with_gradient]
+        fewest = 1 if kind.paths in self._memory.proven else 2
+        if len(ran) <= fewest or len(alike) < fewest or not all(_agree(ran[0], other) for other in ran):
+            raise ReplayRefusedError(f"{call.layer.path}: too few equal layers ran")
+        first = alike[0]
+        if any(first.events(first.backward) != other.events(other.backward) for other in alike):
+            raise ReplayRefusedError(f"{call.layer.path}: equal layers have different backward passes")
+
+
+def _agree(one: _Call, other: _Call) -> bool:
+    """Whether two calls gave the same outputs for the same forward cost."""
+    return one.answer == other.answer and one.events(one.forward) == other.events(other.forward)
+
+
+def _bound(called: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
+    return lambda *args, **kwargs: called(layer, *args, **kwargs)
+
+
+def _gradient_noted(call: _Call, number: int) -> Callable[[torch.Tensor], None]:
+    def note(gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            call.outputs_with_gradient.add(number)
+
+    return note
+
+
+class _Replayed(torch.autograd.Function):
+    """Stands for all of a layer in the autograd graph; `anchor` lets outputs need a gradient when no input does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, replay: Replay, call: _Call, numbers: list[int], wanted: Any, anchor: Any, *inputs: Any
+    ) -> Any:
+        ctx.replay, ctx.call, ctx.numbers, ctx.inputs = replay, call, numbers, inputs
+        ctx.set_materialize_grads(False)
+        return wanted
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        outputs = {n for n, gradient in zip(ctx.numbers, gradients, strict=True) if gradient is not None}
+        reached = ctx.replay.gradient_came(ctx.call, outputs)
+        places = ctx.call.answer.reached
+        given = [
+            ctx.replay.like(tensor) if place in reached else None
+            for place, tensor in zip(places, ctx.inputs, strict=True)
+        ]
+        return None, None, None, None, None, *given

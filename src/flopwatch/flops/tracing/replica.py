@@ -1,0 +1,323 @@
+"""A stand-in for a live model: the same modules and code, other tensors, copies of its hooks.
+
+The live model is never touched. Each module is copied shallowly, its parameters and buffers replaced by what the caller
+maps them to (fake tensors, or aliases of the real ones), so a forward pass writes into the copies only. What changes
+how a model runs but not what it computes (`torch.compile`, DDP, FSDP2, tensor parallelism) is taken off on the way.
+"""
+
+import copy
+import functools
+import random
+import sys
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CellType, FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from flopwatch.errors import InputError, UntraceableError
+from flopwatch.flops.tracing.hooks import HOOK_TABLES, HookCopies, hooks_told
+
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
+
+# They put a `forward` of their own on instances (`from_pretrained(..., tp_plan="auto")`); the class has the whole one.
+_SPREAD_OVER_RANKS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Take off the wrappers that do not change the mathematics."""
+    while True:
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            module = module.module
+        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
+            module = cast("nn.Module", module._orig_mod)
+        else:
+            return module
+
+
+class _Now(threading.local):
+    """The modules that run in this thread, and the run of autograd's engine that called each."""
+
+    def __init__(self) -> None:
+        self.paths = [""]
+        self.tasks = [-1]
+
+
+class ModuleStack:
+    """The path of the module that runs now; `""` is the model itself."""
+
+    def __init__(self) -> None:
+        self._now = _Now()
+        self.left_hooks: list[str] = []
+        self.wrapped_weights: dict[str, None] = {}
+        self.failed_in: str | None = None
+
+    def told(self) -> Iterator[str | None]:
+        """What a reader must know of how the stand-in differs from the model."""
+        yield hooks_told(self.left_hooks)
+        if self.wrapped_weights:
+            kinds = ", ".join(self.wrapped_weights)
+            yield f"weights of type {kinds} count as plain ones: in which type their products run is not known"
+
+    @property
+    def current(self) -> str:
+        return self._now.paths[-1]
+
+    @property
+    def is_inside(self) -> bool:
+        return len(self._now.paths) > 1
+
+    @property
+    def entered_in(self) -> int:
+        """The run of autograd's engine that called the module which runs now; -1 for a call outside of any."""
+        return self._now.tasks[-1]
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        self._now.paths.append(path)
+        self._now.tasks.append(torch._C._current_graph_task_id())
+        try:
+            yield
+        except Exception:
+            self.failed_in = self.failed_in or path  # the innermost one is left first
+            raise
+        finally:
+            self._now.paths.pop()
+            self._now.tasks.pop()
+
+
+def replicate(model: nn.Module, map_tensor: TensorMap, stack: ModuleStack) -> nn.Module:
+    """Copy the module tree; a tensor that occurs twice (tied weights) is mapped once."""
+    replicator = _Replicator(map_tensor, stack)
+    twin = replicator.module(model, "")
+    replicator.copy_hooks()
+    return twin
+
+
+class _Replicator:
+    def __init__(self, map_tensor: TensorMap, stack: ModuleStack) -> None:
+        self._map_tensor = map_tensor
+        self._stack = stack
+        self._copies: dict[int, Any] = {}
+        # Ids are only unique among living objects, so the originals are kept until the copy is done.
+        self._originals: list[Any] = []
+        self._copied_modules: list[tuple[nn.Module, nn.Module]] = []
+        self._hooks = HookCopies(self.value, stack.left_hooks, stack.inside)
+
+    def module(self, module: nn.Module, path: str) -> nn.Module:
+        original = unwrap(module)
+        if id(original) in self._copies:
+            return self._copies[id(original)]  # type: ignore[no-any-return]
+        if isinstance(original, torch.jit.ScriptModule):
+            raise UntraceableError(
+                f"module {path or type(original).__name__!r} is TorchScript, whose code cannot be run on other "
+                "tensors; count the Python module it was made from"
+            )
+        twin: nn.Module = object.__new__(_plain_class(original))
+        self._remember(original, twin)
+        if module is not original:
+            self._remember(module, twin)
+        twin.__dict__["_parameters"] = {name: self.value(value) for name, value in original._parameters.items()}
+        twin.__dict__["_buffers"] = {name: self.value(value) for name, value in original._buffers.items()}
+        twin.__dict__["_modules"] = {
+            name: None if child is None else self.module(child, f"{path}.{name}".lstrip("."))
+            for name, child in original._modules.items()
+        }
+        # After the children, so that a module which is also kept in a plain attribute goes by its path in the tree.
+        attributes = [(name, value) for name, value in original.__dict__.items() if not _is_left_out(name, value)]
+        twin.__dict__.update({name: self.value(value) for name, value in attributes})
+        self._copied_modules.append((original, twin))
+        # nn.Module.__call__ prefers this attribute: it is how the running module is known without a hook.
+        twin.__dict__["_compiled_call_impl"] = functools.partial(_call_inside, twin, self._stack, path)
+        return twin
+
+    def copy_hooks(self) -> None:
+        """After the whole tree, because a hook may reach any module of it, or one outside of it."""
+        for original, twin in self._copied_modules:  # grows while it is walked
+            twin.__dict__.update(self._hooks.tables(original))
+
+    def value(self, value: Any) -> Any:
+        """Map tensors, modules and what holds them; share everything else with the live model."""
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if isinstance(value, torch.Tensor):
+            return self._remember(value, self._tensor(value))
+        if isinstance(value, nn.Module):
+            return self.module(value, type(value).__name__)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            return MethodType(self.value(value.__func__), self.module(value.__self__, ""))
+        if isinstance(value, FunctionType) and value.__closure__:
+            return self._function(value)
+        if isinstance(value, functools.partial):
+            return functools.partial(self.value(value.func), *map(self.value, value.args), **self.value(value.keywords))
+        if type(value) is tuple:
+            return tuple(map(self.value, value))
+        if type(value) in (list, set):
+            return self._remember(value, type(value)(map(self.value, value)))
+        if type(value) in (dict, OrderedDict):
+            return self._remember(value, type(value)((key, self.value(item)) for key, item in value.items()))
+        if type(value) is defaultdict:
+            items = {key: self.value(item) for key, item in value.items()}
+            return self._remember(value, defaultdict(value.default_factory, items))
+        return own_generator(value)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        """A wrapper around a method of the live model (TRL's fused head) must call the stand-in's."""
+        cells = function.__closure__ or ()
+        try:
+            contents = [cell.cell_contents for cell in cells]
+        except ValueError:  # a cell that is still empty
+            return function
+        self._remember(function, function)  # a function may hold itself
+        mapped = [self.value(content) for content in contents]
+        if all(new is old for new, old in zip(mapped, contents, strict=True)):
+            return function
+        twin = FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            tuple(map(CellType, mapped)),
+        )
+        twin.__kwdefaults__ = function.__kwdefaults__
+        twin.__dict__.update(function.__dict__)
+        return cast("FunctionType", self._remember(function, twin))
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_lazy(tensor):
+            raise InputError("the model has lazy parameters without a shape yet; run one batch through it first")
+        # A DTensor only spreads a plain tensor over ranks; any other wrapper (torchao's) decides how it is multiplied.
+        if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
+            self._stack.wrapped_weights[type(tensor).__name__] = None
+        mapped = self._map_tensor(tensor)
+        if isinstance(tensor, nn.Parameter):
+            if type(mapped) is FakeTensor:  # a new one: what torch makes of it, without another op
+                mapped._is_param = True
+                return mapped.requires_grad_(tensor.requires_grad)
+            return nn.Parameter(mapped, requires_grad=tensor.requires_grad)
+        return mapped
+
+    def _remember(self, original: Any, twin: Any) -> Any:
+        self._originals.append(original)
+        self._copies[id(original)] = twin
+        return twin
+
+
+def own_generator(value: Any) -> Any:
+    """A copy of a random generator, so that drawing from it leaves the original where it was; all else as it is."""
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
+        return copy.deepcopy(value)
+    return value
+
+
+_STATE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *HOOK_TABLES}
+
+
+def _is_left_out(name: str, value: Any) -> bool:
+    return name in _STATE or (name == "forward" and getattr(value, "__module__", None) in _SPREAD_OVER_RANKS)
+
+
+def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, **kwargs: Any) -> Any:
+    with stack.inside(path):
+        return module._call_impl(*args, **kwargs)
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class as the user wrote it: `fully_shard` swaps in a subclass that shards."""
+    cls = type(module)
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        if isinstance(module, FullyShardedDataParallel):
+            raise UntraceableError(
+                "FSDP1 flattens parameters and hides their shapes; count the model before wrapping it, "
+                "or use fully_shard"
+            )
+        if isinstance(module, FSDPModule):
+            cls = cls.__mro__[2]
+    return _LocalBatchNorm if cls is nn.SyncBatchNorm else cls
+
+
+class _LocalBatchNorm(_BatchNorm):
+    """Batch norm of any number of dimensions that asks no other rank."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
+        return None
+
+
+@contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Hooks registered for all modules would fire for the copies too."""
+    tables = [value for name, value in vars(nn.modules.module).items() if name.startswith("_global_") and value]
+    tables = [table for table in tables if isinstance(table, OrderedDict)]
+    saved = [OrderedDict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, entries in zip(tables, saved, strict=True):
+            table.update(entries)
+
+
+# Run something without leaving a trace: random states, autocast cache, dispatch modes, compiled frames.
+
+
+@contextmanager
+def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """What runs inside changes no state that a training sees afterwards.
+
+    Args:
+        devices: The accelerators that something will be run on. Others are not even asked for their random state: that
+            would set up a context, and take memory, on each of them.
+    """
+    with ExitStack() as stack:
+        for device in dict.fromkeys(devices):
+            if device.type not in ("cpu", "meta"):
+                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+        stack.enter_context(_same_random_states())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(_no_autocast_cache())
+        stack.enter_context(without_global_hooks())
+        # The user's own modes (another counter, say) would see our ops.
+        stack.enter_context(_disable_current_modes())
+        # A compiled function that first runs under a dispatch mode is never compiled again (pytorch issue 140909):
+        # forced to run eagerly it is passed by, and stays as it was.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def _same_random_states() -> Iterator[None]:
+    python_state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    # Inside a user's autocast region the casts of our tensors would stay cached until the region ends.
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

@@ -1,0 +1,174 @@
+"""Adds up what the ops of one step cost: by phase, by op, by module, by type, and what had no formula."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from flopwatch.flops.formulas import OpFlops
+from flopwatch.records.flops import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
+
+UNMASKED_PRODUCTS = "attention written out as matrix products, if there is any, counts in full: its mask does not show"
+
+UNKNOWN_TYPE = "unknown"
+
+Phase = Literal["forward", "backward", "recompute"]
+
+
+class Tally:
+    """A running sum; `as_count` turns it into the result."""
+
+    def __init__(self) -> None:
+        self._flops: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._counted_calls = 0
+        self._uncounted: Counter[tuple[str, str, tuple[tuple[int, ...], ...]]] = Counter()
+        self._notes: dict[str, None] = {}
+
+    def add(self, op: str, module: str, phase: Phase, flops: OpFlops, dtype: str | None = None) -> None:
+        """Add one call; `dtype` is the type its products ran in, unless the formula knows better."""
+        self._counted_calls += 1
+        cell = self._flops[op, module, flops.dtype or dtype or UNKNOWN_TYPE]
+        cell[phase] += flops.needed
+        cell["recompute"] += flops.extra
+        self.note(flops.note)
+
+    def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor]) -> None:
+        # A nested tensor has no shape.
+        self._uncounted[op, module, tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)] += 1
+
+    def note(self, text: str | None) -> None:
+        if text:
+            self._notes[text] = None
+
+    def as_count(self, method: Method, attention: AttentionConvention) -> FlopCount:
+        by_op = self._grouped(0)
+        if attention == "causal":
+            is_fused = any("attention" in op or "attn" in op for op in by_op)
+            if not is_fused or any("bmm" in op for op in by_op):
+                self.note(UNMASKED_PRODUCTS)
+            # Where nothing was counted by the causal convention, the number must not carry its name.
+            attention = "causal" if is_fused else "full"
+        total = sum(by_op.values(), PhaseFlops())
+        uncounted_calls = sum(self._uncounted.values())
+        calls = self._counted_calls + uncounted_calls
+        return FlopCount(
+            model_flops=total.forward + total.backward,
+            hardware_flops=total.total,
+            forward_flops=total.forward,
+            backward_flops=total.backward,
+            recompute_flops=total.recompute,
+            method=method,
+            attention=attention,
+            coverage=self._counted_calls / calls if calls else 1.0,
+            uncounted=tuple(UncountedOp(*key, calls) for key, calls in self._uncounted.items()),
+            by_op=by_op,
+            by_module=self._grouped(1),
+            by_dtype={dtype: flops for dtype, flops in self._grouped(2).items() if flops.total},
+            notes=tuple(self._notes),
+        )
+
+    def _grouped(self, part: int) -> dict[str, PhaseFlops]:
+        groups: dict[str, PhaseFlops] = defaultdict(PhaseFlops)
+        for key, cell in self._flops.items():
+            groups[key[part]] += PhaseFlops(cell["forward"], cell["backward"], cell["recompute"])
+        return dict(groups)
+
+
+def float_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The floating tensors among an op's arguments, lists of tensors opened."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point() or value.is_complex():
+                found.append(value)
+        elif isinstance(value, list | tuple):
+            found += float_tensors(value)
+    return found
+
+
+# What a trace counted, event by event, so that the events of one layer can be told again for another.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """All that a tally asks of a tensor."""
+
+    shape: torch.Size | tuple[int, ...]
+    dtype: torch.dtype
+    is_nested: bool = False
+
+
+def _facts(tensor: torch.Tensor) -> TensorFacts:
+    return TensorFacts(() if tensor.is_nested else tensor.shape, tensor.dtype, tensor.is_nested)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call of a method of `Tally`; `module` is the path it is put down to, None where there is none."""
+
+    method: str
+    module: str | None
+    op: str
+    rest: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def moved(self, old: str, new: str) -> "Event":
+        """The same event in the layer at `new`."""
+        if self.module is None or not (self.module == old or self.module.startswith(old + ".")):
+            return self
+        return Event(self.method, new + self.module[len(old) :], self.op, self.rest, self.options)
+
+    def add_to(self, tally: Tally) -> None:
+        if self.module is None:
+            getattr(tally, self.method)(self.op, *self.rest)
+        else:
+            getattr(tally, self.method)(self.op, self.module, *self.rest, **dict(self.options))
+
+
+Tell = Callable[[], Iterable[Event]]
+
+
+class EventLog(Tally):
+    """Takes what a tally takes, and keeps it in order.
+
+    Args:
+        listen: Is told of each event when it happens.
+    """
+
+    def __init__(self, listen: Callable[[Event], None] = lambda event: None) -> None:
+        super().__init__()
+        self._listen = listen
+        self._entries: list[Event | Tell] = []
+
+    def add(self, op: str, module: str, *rest: Any, **options: Any) -> None:
+        self._keep(Event("add", module, op, rest, tuple(options.items())))
+
+    def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor], *rest: Any, **options: Any) -> None:
+        facts = tuple(map(_facts, tensors))
+        self._keep(Event("add_uncounted", module, op, (facts, *rest), tuple(options.items())))
+
+    def note(self, text: str | None) -> None:
+        if text:
+            self._keep(Event("note", None, text, ()))
+
+    def _keep(self, event: Event) -> None:
+        self._entries.append(event)
+        self._listen(event)
+
+    def tell_later(self, tell: Tell) -> None:
+        """Events that belong here and are known at the end only."""
+        self._entries.append(tell)
+
+    def tally(self) -> Tally:
+        """Everything added up."""
+        tally = Tally()
+        self.tell(tally)
+        return tally
+
+    def tell(self, tally: Tally) -> None:
+        """Everything told to another tally, in order."""
+        for entry in self._entries:
+            for event in [entry] if isinstance(entry, Event) else entry():
+                event.add_to(tally)

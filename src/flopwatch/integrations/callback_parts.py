@@ -1,0 +1,132 @@
+"""A training must survive whatever goes wrong in a callback of ours."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+from flopwatch.records.metrics import find_metric
+from flopwatch.records.run import Number
+
+_log = logging.getLogger("flopwatch")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def harmless(method: Method) -> Method:
+    """A method whose errors are reported once per object and swallowed, unless the object's `strict` is true.
+
+    >>> class Callback:
+    ...     strict = False
+    ...     @harmless
+    ...     def on_step_end(self):
+    ...         return 1 / 0
+    >>> Callback().on_step_end() is None
+    True
+    """
+
+    @functools.wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if getattr(self, "strict", False):
+                raise
+            _report_once(self, method.__name__, error)
+            return None
+
+    return guarded  # type: ignore[return-value]
+
+
+def _report_once(owner: Any, part: str, error: Exception) -> None:
+    reported = vars(owner).setdefault("_reported_parts", set())
+    if part not in reported:
+        reported.add(part)
+        _log.error("flopwatch: %s failed, training goes on: %s: %s", part, type(error).__name__, error)
+        _log.debug("flopwatch: where %s failed", part, exc_info=error)
+
+
+# Replace a method on one object, never on its class, and put it back.
+
+
+_ABSENT = object()
+
+
+def replace_method(
+    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Let `owner.name` be what `make` makes of it; returns a function that puts it back.
+
+    Where somebody has replaced it again since, theirs stays: it calls ours, which must not mind.
+
+    >>> class Trainer:
+    ...     def training_step(self):
+    ...         return 1
+    >>> trainer = Trainer()
+    >>> put_back = replace_method(trainer, "training_step", lambda original: lambda: original() + 1)
+    >>> trainer.training_step(), Trainer().training_step()
+    (2, 1)
+    >>> put_back()
+    >>> vars(trainer)
+    {}
+    """
+    original = getattr(owner, name)
+    before = vars(owner).get(name, _ABSENT)
+    replacement = functools.wraps(original)(make(original))
+    setattr(owner, name, replacement)
+
+    def put_back() -> None:
+        if vars(owner).get(name) is not replacement:
+            return
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    return put_back
+
+
+# Tells the monitor of a callback when the framework fetches a batch.
+
+
+class FetchTimer:
+    """Whatever is wrong with the monitor, the training gets its batch."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self.strict = callback.strict
+
+    @harmless
+    def begin_wait(self) -> bool:
+        """True when the fetching is timed."""
+        monitor = self._callback.monitor
+        return monitor is not None and bool(monitor.begin_wait())
+
+    @harmless
+    def end_wait(self, *, has_batch: bool = True) -> None:
+        """After a `begin_wait` that was true."""
+        if self._callback.monitor is not None:
+            self._callback.monitor.end_wait(has_batch=has_batch)
+
+
+# Which of our numbers go into a framework's own log rows.
+
+
+Selection = Literal["basic", "all"]
+
+_GROUPS = ("perf", "total", "time", "ranks")
+"""The framework logs loss and learning rate itself."""
+
+
+def framework_metrics(values: Mapping[str, Number], selection: Selection) -> dict[str, float]:
+    """What to add to a row; floats, because totals of FLOPs outgrow the integers of most trackers.
+
+    >>> framework_metrics({"training/loss": 2.0, "perf/mfu": 0.4, "total/model_flops": 10**21}, "basic")
+    {'perf/mfu': 0.4}
+    """
+    metrics = {key: find_metric(key) for key in values}
+    return {
+        key: float(values[key])
+        for key, metric in metrics.items()
+        if key.partition("/")[0] in _GROUPS and (metric.basic or selection == "all")
+    }

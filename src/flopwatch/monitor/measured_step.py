@@ -1,0 +1,227 @@
+"""From steps to numbers: pure arithmetic, no clock, no device, no file.
+
+Rates are sums over sums (tokens of the window over seconds of the window), never means of rates: a mean of per-step
+rates over-weights the fast steps.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import ceil
+from statistics import fmean, median
+from typing import NamedTuple
+
+from flopwatch.records.run import Number
+
+_WARM_UP_FACTOR = 1.5
+"""A leading step this much slower than the median of the later ones is warm-up: compilation, autotuning, caches."""
+
+
+class MeasuredStep(NamedTuple):
+    """One optimizer step, everything known about it. Unknown is None.
+
+    Attributes:
+        step: Its number.
+        seconds: From the end of the step before to its own end, without pauses. The first step of a session has no
+            beginning, hence no seconds, unless it was opened with `monitor.step()`.
+        input_wait_seconds: The part of `seconds` before the batch was there.
+        samples: Rows of its batches.
+        tokens: Positions of its batches, padding included.
+        real_tokens: Positions that are not padding.
+        trainable_tokens: Positions whose label is not -100.
+        model_flops: What the mathematics needs.
+        hardware_flops: What is executed.
+        recompute_flops: The part of it that runs a second time.
+        loss: Its loss.
+        grad_norm: Its gradient norm.
+        is_warm_up: Left out of every rate.
+        model_peak_seconds: How long a device needs for the model's FLOPs at its peaks for the types they ran in.
+        hardware_peak_seconds: The same for all that is executed.
+        reason: Why its FLOPs are not exact; None when they are, or are not known at all.
+        is_watched: Whether it was counted as it ran, which takes longer; such a step is warm-up too.
+    """
+
+    step: int
+    seconds: float | None = None
+    input_wait_seconds: float | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    real_tokens: int | None = None
+    trainable_tokens: int | None = None
+    model_flops: int | None = None
+    hardware_flops: int | None = None
+    recompute_flops: int | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    is_warm_up: bool = False
+    model_peak_seconds: float | None = None
+    hardware_peak_seconds: float | None = None
+    reason: str | None = None
+    is_watched: bool = False
+
+    @property
+    def work_seconds(self) -> float | None:
+        """Without waiting for input, as far as that is known."""
+        return None if self.seconds is None else self.seconds - (self.input_wait_seconds or 0.0)
+
+
+def window_values(
+    steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, device_count: int = 1, world_size: int = 1
+) -> dict[str, Number]:
+    """The metrics of a window, under the keys of `flopwatch.records.metrics`; what is not known has no key.
+
+    Args:
+        steps: The window's steps, as this process saw them.
+        peak_flops_per_s: Of one device.
+        device_count: Devices this process drives.
+        world_size: Processes of the training. With more than one, this process knows the rates of its own devices
+            only, so the keys for the whole training are left out.
+
+    Example:
+        >>> steps = [MeasuredStep(1, seconds=0.5, tokens=1000, model_flops=10**12)]
+        >>> window_values(steps, peak_flops_per_s=4e12)["perf/mfu"]
+        0.5
+    """
+    values: dict[str, Number | None] = {
+        "training/loss": _mean(step.loss for step in steps),
+        "training/grad_norm": _mean(step.grad_norm for step in steps),
+    }
+    timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
+    seconds = sum(step.seconds or 0.0 for step in timed)
+    if seconds > 0:
+        values["perf/step_time"] = seconds / len(timed)
+        values["perf/steps_per_second"] = len(timed) / seconds
+        values |= _rates(timed, device_count, world_size)
+        values |= _utilisation(timed, peak_flops_per_s, device_count)
+        share = input_wait_share(timed)
+        values["perf/input_wait_percent"] = None if share is None else 100 * share
+    values |= _shares(steps)
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _rates(timed: Sequence[MeasuredStep], device_count: int, world_size: int) -> dict[str, Number | None]:
+    rates: dict[str, Number | None] = {}
+    for name in ("tokens", "real_tokens", "trainable_tokens", "samples"):
+        known = [step for step in timed if getattr(step, name) is not None]
+        if not known:
+            continue
+        rate = sum(getattr(step, name) for step in known) / sum(step.seconds or 0.0 for step in known)
+        if world_size == 1:
+            rates[f"perf/{name}_per_second"] = rate
+        if name in ("tokens", "samples"):
+            rates[f"perf/{name}_per_second_per_device"] = rate / device_count
+    return rates
+
+
+def _utilisation(
+    timed: Sequence[MeasuredStep], peak_flops_per_s: float | None, device_count: int
+) -> dict[str, Number | None]:
+    """MFU and HFU over the steps whose FLOPs are known; how many those are, where not all."""
+    values: dict[str, Number | None] = {}
+    for name, share in (("model_flops", "mfu"), ("hardware_flops", "hfu")):
+        known = [step for step in timed if getattr(step, name) is not None]
+        if not known:
+            continue
+        flops = sum(getattr(step, name) for step in known)
+        rate = flops / sum(step.seconds or 0.0 for step in known) / device_count
+        values[f"perf/{name}_per_second_per_device"] = rate
+        peak = effective_peak(known, name) or peak_flops_per_s
+        if peak is not None:
+            values[f"perf/{share}"] = rate / peak
+            values[f"perf/{share}_percent"] = 100 * rate / peak
+    whole = effective_peak(timed) or peak_flops_per_s
+    if whole is not None:
+        values["perf/peak_flops_per_second_per_device"] = whole
+    return values
+
+
+def effective_peak(steps: Sequence[MeasuredStep], name: str = "model_flops") -> float | None:
+    """FLOP/s of a device that runs each part of the steps at the peak of the type it ran in; None where unknown.
+
+    >>> effective_peak([MeasuredStep(1, model_flops=300, model_peak_seconds=1.0)])
+    300.0
+    """
+    known = [step for step in steps if getattr(step, name) is not None]
+    seconds = [getattr(step, name.replace("_flops", "_peak_seconds")) for step in known]
+    if not known or None in seconds or not sum(seconds):
+        return None
+    return float(sum(getattr(step, name) for step in known) / sum(seconds))
+
+
+def _shares(steps: Sequence[MeasuredStep]) -> dict[str, Number | None]:
+    padded = [step for step in steps if step.tokens and step.real_tokens is not None]
+    tokens, real = _known_sum(padded, "tokens"), _known_sum(padded, "real_tokens")
+    executed = [step for step in steps if step.hardware_flops and step.recompute_flops is not None]
+    hardware, again = _known_sum(executed, "hardware_flops"), _known_sum(executed, "recompute_flops")
+    counted = [step for step in steps if step.model_flops is not None]
+    return {
+        "perf/padding_percent": None if tokens is None or real is None else _percent(tokens - real, tokens),
+        "perf/recompute_percent": _percent(again, hardware),
+        "perf/counted_steps_percent": None if len(counted) in (0, len(steps)) else 100 * len(counted) / len(steps),
+    }
+
+
+def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
+    """Of the time of the steps whose wait is known; None without any.
+
+    >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=9.0)])
+    0.25
+    """
+    known = [step for step in steps if step.input_wait_seconds is not None and step.seconds]
+    seconds = sum(step.seconds or 0.0 for step in known)
+    return sum(step.input_wait_seconds or 0.0 for step in known) / seconds if known else None
+
+
+def find_warm_up(seconds: Sequence[float | None]) -> int:
+    """How many leading steps are warm-up: those slower than the later ones can explain.
+
+    The untimed first step of a session is none: it is in no rate anyway.
+
+    >>> find_warm_up([9.0, 2.0, 1.0, 1.1, 1.0, 1.0])
+    2
+    >>> find_warm_up([1.0, 1.1, 1.0, 5.0, 1.0])
+    0
+    """
+    timed = [(index, value) for index, value in enumerate(seconds) if value is not None]
+    if len(timed) < 2:
+        return 0
+    typical = median(value for _, value in timed[len(timed) // 2 :])
+    leading = 0
+    for index, value in timed:
+        if value <= _WARM_UP_FACTOR * typical:
+            break
+        leading = index + 1
+    return leading
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile of sorted values: one that occurred.
+
+    >>> percentile([1.0, 2.0, 3.0, 4.0], 50)
+    2.0
+    """
+    return ordered[max(0, ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean_of(known) if known else None
+
+
+def mean_of(known: Sequence[float]) -> float:
+    """The mean of any floats: NaN where one is NaN, or where both infinities occur.
+
+    >>> mean_of([1.7e308, 1.7e308]), mean_of([float("inf"), float("-inf")])
+    (1.7e+308, nan)
+    """
+    try:
+        return fmean(known)
+    except (OverflowError, ValueError):  # beyond the largest float on the way, or both infinities
+        return sum(value / len(known) for value in known)
+
+
+def _known_sum(steps: Sequence[MeasuredStep], name: str) -> Number | None:
+    known = [getattr(step, name) for step in steps if getattr(step, name) is not None]
+    return sum(known) if known else None
+
+
+def _percent(part: Number | None, whole: Number | None) -> float | None:
+    return None if part is None or not whole else 100 * part / whole

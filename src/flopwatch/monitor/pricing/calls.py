@@ -1,0 +1,448 @@
+"""Sees how the model is called: a public hook on the root module notes every call's shapes, and nothing of its values.
+
+What a step costs follows from its calls, not from the batch that a loop hands to the monitor: a loop may call the model
+twice, without gradients, or with a part of the batch.
+"""
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled, nn, strided
+from torch.compiler import is_compiling
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from flopwatch.errors import InputError
+from flopwatch.flops.batch_contents import Description, describe
+from flopwatch.flops.tracing.passes import AutocastState, current_autocast
+from flopwatch.flops.tracing.replica import unwrap
+from flopwatch.monitor.pricing.watched_step import autograd_nodes
+
+PACKING = (
+    "cu_seq_lens_q",
+    "cu_seqlens",
+    "cu_seqlens_q",
+    "cu_seq_lens_k",
+    "cu_seqlens_k",
+    "max_length_q",
+    "max_length_k",
+    "position_ids",
+)
+"""Arguments that tell packed documents apart; their documents are a variable of the law, so they are not in a key."""
+_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+"""One question instead of one for each type of device; private, checked with 2.13, and without it all are asked."""
+_tensor_facts = attrgetter("shape", "dtype", "requires_grad", "layout")
+_LISTENED_PARAMETERS = 4
+"""The first, the last and some between: heads and adapters that are trained in turns are told apart by them."""
+_MOST_BACKWARDS = 1 << 12
+_MOST_KINDS = 4096
+_MOST_PARAMETERS = 4096
+
+
+@dataclass(eq=False)
+class CallKind:
+    """All calls of the model that are alike, but for the values of their tensors.
+
+    What is known of a kind is kept under weak references to it, so that the listener's bound holds for all of it.
+
+    Attributes:
+        description: Everything the model was given.
+        has_grad: Whether autograd records the call.
+        is_training: The model's own flag.
+        autocast: The autocast state around the call; None where it was not seen.
+        trainable: Which parameters require a gradient, as a hash.
+        example: The arguments of the first such call, until it was counted.
+        is_per_batch: True when every call has to be counted for itself; its arguments are kept until the step ends.
+    """
+
+    description: Description
+    has_grad: bool
+    is_training: bool
+    autocast: AutocastState | None
+    trainable: int
+    example: Any = field(default=None, repr=False)
+    is_per_batch: bool = False
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """What must be the same for one law to hold."""
+        return self.description.structure, self.has_grad, self.is_training, self.autocast, self.trainable
+
+
+class CallListener:
+    """Notes the calls of one module; `take` hands them over at the end of a step.
+
+    Attributes:
+        is_listening: False during evaluation and other phases, and while flopwatch itself runs the model.
+        compiled_autocast: The autocast state in which the model was compiled; None while it was not.
+        is_compiled: True once the model ran inside a compiled function, where hooks do not run.
+        without_grad: Called when the model runs without gradients: work that is no waiting for input.
+        unseen: Calls that were not noted, because their arguments are objects of somebody's own (a cache).
+    """
+
+    def __init__(self) -> None:
+        self.is_listening = True
+        self.without_grad: Callable[[], None] = lambda: None
+        self.compiled_autocast: AutocastState | None = None
+        self.is_compiled = False
+        self.unseen = 0
+        self.has_been_called = False
+        self.keeps_next = False
+        """True keeps the arguments of the next call, for a check."""
+        self.calls: list[tuple[CallKind, Any]] = []
+        """Since the step began, with their arguments where these are asked for."""
+        self.backwards = 0
+        """How often gradients have reached each of a few parameters since the step began, in one number."""
+        self._kinds: dict[Any, tuple[CallKind, None]] = {}
+        self._last_key: Any = None
+        self._last_call: tuple[CallKind, None] | None = None
+        self._trained: list[bool] = []
+        self._trained_hash = hash(())
+        self._handle: RemovableHandle | None = None
+        self._gradient_handles: list[RemovableHandle] = []
+        self._model: weakref.ref[nn.Module] | None = None
+        self._parameters: list[nn.Parameter] = []
+
+    def listen_to(self, model: nn.Module) -> None:
+        self.stop()
+        self._model = weakref.ref(model)
+        self.forget()
+        self.look_at_parameters()
+        if model._compiled_call_impl is not None and type(model).__module__.startswith("torch.nn"):
+            # Compiled in place, a container of torch's own would be compiled in another way with a hook.
+            self.is_compiled = True
+            return
+        self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
+        self._listen_to_gradients()
+
+    def _listen_to_gradients(self) -> None:
+        """A few parameters tell which parts of the model a backward pass reaches, and how often."""
+        self._stop_listening_to_gradients()
+        trained = [p for p in self._parameters if p.requires_grad and p.is_leaf and type(p) is nn.Parameter]
+        last = len(trained) - 1
+        chosen = dict.fromkeys(last * part // (_LISTENED_PARAMETERS - 1) for part in range(_LISTENED_PARAMETERS))
+        for part, index in enumerate(chosen if trained else ()):
+            hook = partial(self._note_backward, _MOST_BACKWARDS**part)
+            self._gradient_handles.append(trained[index].register_post_accumulate_grad_hook(hook))
+
+    def _stop_listening_to_gradients(self) -> None:
+        for handle in self._gradient_handles:
+            handle.remove()
+        self._gradient_handles.clear()
+
+    def _note_backward(self, of_part: int, _: torch.Tensor) -> None:
+        if self.is_listening:
+            self.backwards += of_part
+
+    def look_at_parameters(self) -> None:
+        """The list is kept, because collecting it takes longer than all the rest of a call."""
+        model = self._model() if self._model is not None else None
+        self._parameters = list(model.parameters())[:_MOST_PARAMETERS] if model is not None else []
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+        self._stop_listening_to_gradients()
+        self.begin_step()
+
+    def forget(self) -> None:
+        """The model has changed: what was known of its calls holds no more."""
+        self._kinds.clear()
+        self._last_key = self._last_call = None
+
+    def begin_step(self) -> None:
+        """What was called before belongs to no step."""
+        self.calls, self.backwards = [], 0
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self.is_listening or self._model is None or module is not self._model():
+            return
+        self.has_been_called = True
+        has_grad = is_grad_enabled()
+        if not has_grad:
+            self.without_grad()
+        trained = [p.requires_grad for p in self._parameters]
+        if trained != self._trained:
+            self._trained, self._trained_hash = trained, hash(tuple(trained))
+            self._listen_to_gradients()
+        autocast = current_autocast() if _is_any_autocast_enabled() else None
+        key: list[Any] = [has_grad, module.training, self._trained_hash, autocast]
+        for value in args:
+            if type(value) is Tensor and value.layout is strided:
+                key.append(_tensor_facts(value))
+            else:
+                key.append(_quick(value))
+        for name, value in kwargs.items():
+            if name not in PACKING:
+                key += name, _quick(value)
+        call = self._last_call
+        if call is None or key != self._last_key:
+            call = self._looked_up(key, module, args, kwargs)
+            if call is None:
+                self.unseen += 1
+                return
+            self._last_key, self._last_call = key, call
+        kind = call[0]
+        if kind.is_per_batch or self.keeps_next:
+            self.keeps_next = False
+            self.calls.append((kind, as_batch(module, args, kwargs)))
+        else:
+            self.calls.append(call)
+
+    def _looked_up(
+        self, key: list[Any], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[CallKind, None] | None:
+        """The call of this key, made when it is new; None where something in the key cannot be hashed."""
+        quick = tuple(key)
+        try:
+            call = self._kinds.get(quick)
+        except TypeError:
+            return None
+        if call is None:
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            example = as_batch(module, args, kwargs)
+            call = CallKind(describe(example), key[0], key[1], current_autocast(), key[2], example), None
+            self._kinds[quick] = call
+        return call
+
+
+def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments of a call as a batch; positional ones beside named ones go by their names."""
+    plain = {name: value for name, value in kwargs.items() if name not in PACKING or _has_axes(value)}
+    if not args:
+        return plain
+    if not plain:
+        return args[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else args
+    signature = inspect.signature(unwrap(module).forward)
+    bound = dict(signature.bind(*args, **plain).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD and name in bound:
+            bound |= bound.pop(name)
+        elif parameter.kind is parameter.VAR_POSITIONAL and name in bound:
+            raise InputError("the call has positional arguments without a name beside named ones")
+    return bound
+
+
+def _has_axes(positions: Any) -> bool:
+    """Position ids of several axes belong to images."""
+    return isinstance(positions, torch.Tensor) and positions.dim() > 2
+
+
+def _quick(value: Any) -> Any:
+    """A key that is cheap for tensors and plain values; everything else is described."""
+    if isinstance(value, Tensor):
+        return _tensor_facts(value) if value.layout is strided else describe(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value), value
+    return describe(value)
+
+
+class _Hook:
+    """What is registered with the module. A copy of the model (an average of its weights) copies no monitor along."""
+
+    def __init__(self, listener: CallListener | None) -> None:
+        self._listener = listener
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_compiling():
+            _note_compilation(self)
+            return
+        listener = self._listener
+        if listener is not None:
+            try:
+                listener.note(module, args, kwargs)
+            except Exception:
+                self._listener = None  # the training goes on; the step is told as not seen
+                listener.unseen += 1
+
+    def __deepcopy__(self, memo: Any) -> "_Hook":
+        return _Hook(None)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _Hook, (None,)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_compilation(hook: _Hook) -> int:
+    """Run by the compiler while it reads the hook: leaves nothing in the compiled function."""
+    listener = hook._listener
+    if listener is not None:
+        listener.is_compiled = True
+        listener.compiled_autocast = current_autocast()
+    return 0
+
+
+# Which modules besides the watched model a step calls: a teacher, a head, a reward model.
+#
+# Steps with the same calls of the model and the same autograd operations may still differ in them: a teacher without
+# gradients joins, a head outside reads more positions. A public hook for all modules is on while a step is open, and is
+# taken off while the watched model runs, so that its own submodules are called as without a monitor.
+
+
+_MOST_NOTED = 4096
+"""Calls of modules in one step; further ones are not told apart."""
+
+
+class OutsideWork:
+    """What ran outside the model in one step, as two numbers that change with it; None where it was not seen.
+
+    Attributes:
+        sized: With all sizes.
+        unsized: Without sizes.
+    """
+
+    __slots__ = ("sized", "unsized")
+
+    def __init__(self, sized: int | None = None, unsized: int | None = None) -> None:
+        self.sized = sized
+        self.unsized = unsized
+
+    def add_products(self, products: int) -> None:
+        """Those in the loss's graph, outside the model; 0 where there are none."""
+        if products:
+            self.sized = hash((self.sized, products))
+
+
+class OutsideCalls:
+    """Notes the calls of other modules in a step, in the thread that has opened it.
+
+    Attributes:
+        is_listening: False in phases that are not the training's.
+        has_met_compiled_code: True once a compiler has read the hook: it is never put on again then.
+        has_intervals: Whether `intervals` are wanted.
+        intervals: Of autograd's sequence numbers, those that the model's own calls took in the step.
+    """
+
+    def __init__(self) -> None:
+        self.is_listening = True
+        self.has_met_compiled_code = False
+        self.has_intervals = True
+        self.intervals: list[tuple[int, int]] = []
+        self._began = 0
+        self._model: nn.Module | None = None
+        self._hook = _OutsideHook(self)
+        self._calls = self._returns = _Place({}, 0)
+        self._is_on = False
+        self._notes: list[tuple[Any, ...]] = []
+        self._thread = 0
+
+    def listen_beside(self, model: nn.Module) -> None:
+        self.stop()
+        self._model = model
+        self._calls = _place_of(register_module_forward_pre_hook(self._hook))
+        self._returns = _place_of(model.register_forward_hook(self._come_back))
+
+    def stop(self) -> None:
+        self.end()
+        self._model, self._calls, self._returns = None, _Place({}, 0), _Place({}, 0)
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._model is not None and not self.has_met_compiled_code:
+            self._thread, self._is_on = threading.get_ident(), True
+            table, key = self._calls
+            table[key] = self._hook
+
+    def end(self) -> OutsideWork:
+        """The step ends; what was noted in it."""
+        is_whole, self._is_on = self._is_on, False  # off, where a call of the model has raised instead of returning
+        for table, key in (self._calls, self._returns):
+            table.pop(key, None)
+        notes = self._notes
+        if not is_whole or self.has_met_compiled_code:
+            self._notes, self.intervals = [], []
+            return OutsideWork()
+        if not notes:
+            return OutsideWork(0, 0)
+        self._notes = []
+        return OutsideWork(hash(tuple(notes)), hash(tuple([note[0] for note in notes])))
+
+    def take_intervals(self) -> list[tuple[int, int]]:
+        intervals, self.intervals = self.intervals, []
+        return intervals
+
+    def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if module is self._model:
+            self._step_aside()
+        elif self.is_listening and len(self._notes) < _MOST_NOTED and torch._C._current_graph_task_id() == -1:
+            # In a backward pass modules run only once more what they ran before.
+            weight = module._parameters.get("weight")
+            shapes = [fact for value in args for fact in _facts(value)]
+            kind = module.__class__, torch.is_grad_enabled()
+            self._notes.append((kind, None if weight is None else weight.shape, *shapes))
+
+    def _step_aside(self) -> None:
+        """Until the model returns. Where it raises instead, the step ends without having been seen."""
+        self._is_on = False
+        table, key = self._calls
+        table.pop(key, None)
+        table, key = self._returns
+        table[key] = self._come_back
+        if self.has_intervals:
+            self._began = autograd_nodes() or 0
+
+    def _come_back(self, *_: Any) -> None:
+        table, key = self._returns
+        table.pop(key, None)
+        table, key = self._calls
+        table[key] = self._hook
+        self._is_on = True
+        if self.has_intervals:
+            self.intervals.append((self._began, autograd_nodes() or 0))
+
+
+def _facts(value: Any) -> Iterator[Any]:
+    """Of a tensor, or of those in a list: crops of an image, say. Named arguments are not handed to this hook."""
+    if isinstance(value, torch.Tensor):
+        yield value.shape
+        yield value.requires_grad
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _facts(item)
+
+
+class _Place(NamedTuple):
+    """Where a hook is kept. It is put there and taken away on every step; registering it takes ten times as long."""
+
+    table: Any
+    key: int
+
+
+def _place_of(handle: RemovableHandle) -> _Place:
+    place = _Place(handle.hooks_dict_ref(), handle.id)
+    handle.remove()
+    return place
+
+
+class _OutsideHook:
+    """What is registered with torch: an error of ours ends the noting, not the call."""
+
+    def __init__(self, calls: OutsideCalls) -> None:
+        self._calls = calls
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            _note_outside_compilation(self)
+            return
+        try:
+            self._calls.note(module, args)
+        except Exception:
+            self._calls._notes.append((type(module), "not described"))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_outside_compilation(hook: _OutsideHook) -> int:
+    """Run by the compiler while it reads the hook: leaves nothing in the compiled function."""
+    hook._calls.has_met_compiled_code = True
+    return 0

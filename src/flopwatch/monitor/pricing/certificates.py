@@ -1,0 +1,250 @@
+"""Whether prices explain what steps really ran: a few steps are counted as they run, and held against their price.
+
+Pure arithmetic. A pattern is the calls of a step without their sizes: where every counted step of a pattern cost what
+its calls cost by law, nothing ran besides, and the laws hold for the pattern's other sizes too. Where steps ran more, a
+step kind (a pattern with its sizes) has the cost that was counted, once two counts agree.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Literal
+
+from flopwatch.monitor.pricing.calls import CallKind, OutsideWork
+from flopwatch.monitor.pricing.law_book import CallPrice, LawBook
+from flopwatch.monitor.pricing.watched_step import StepCount
+from flopwatch.records.flops import PhaseFlops
+
+Finding = Literal["agrees", "counted", "differs", "unseen"]
+_MOST_KINDS, _MOST_PATTERNS = 512, 4096
+_ENOUGH_COUNTS = 2
+_ENOUGH_AGREEING = 3
+"""Steps of a pattern that must have cost what their calls cost before others are taken to do so too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of a step.
+
+    Attributes:
+        finding: `agrees`: steps like it ran what their calls cost. `counted`: this kind of step was counted as it ran.
+            `differs`: steps like it ran more or less than their calls cost. `unseen`: none was counted.
+        count: Of this kind of step, where it was counted and differs from its price.
+        reason: Why its FLOPs are not exact; None when they are.
+    """
+
+    finding: Finding
+    count: StepCount | None = None
+    reason: str | None = None
+
+
+@dataclass
+class _Ratios:
+    """What the counted steps of one pattern cost, in multiples of the price of their calls."""
+
+    steps: int = 0
+    unknown: int = 0
+    low: float = inf
+    high: float = -inf
+
+    def add(self, ratio: float | None) -> None:
+        self.steps += 1
+        if ratio is None:
+            self.unknown += 1
+        else:
+            self.low, self.high = min(self.low, ratio), max(self.high, ratio)
+
+
+@dataclass
+class _Counted:
+    priced: int | None
+    counts: list[StepCount] = field(default_factory=list)
+
+
+class Certificates:
+    """What the counted steps of a run have shown."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, _Counted] = {}
+        self._patterns: dict[Hashable, _Ratios] = {}
+        self.runs_more = False
+        """True once a counted step has cost something else than its calls."""
+        self.version = 0
+        """Raised whenever a verdict may change."""
+        self._graphs: dict[Hashable, int] = {}
+        self._other_graphs: set[Hashable] = set()
+
+    def look_at_graph(self, kind: Hashable, products: int, *, is_counted: bool) -> None:
+        """Hold the products in the graph of a step's loss against those of a step of this kind that was counted."""
+        if is_counted and len(self._graphs) < _MOST_KINDS:
+            self._graphs[kind] = products
+        elif self._graphs.get(kind, products) != products:
+            self._other_graphs.add(kind)
+            self.version += 1
+
+    def add(
+        self,
+        kind: Hashable,
+        pattern: Hashable,
+        priced: PhaseFlops | None,
+        count: StepCount,
+        *,
+        calls_are_sure: bool = True,
+    ) -> None:
+        """A step was counted as it ran.
+
+        Args:
+            kind: Of step.
+            pattern: The same without sizes.
+            priced: What its calls cost by law; None when that is not known.
+            count: What ran.
+            calls_are_sure: Whether the calls were seen, and their price is exact: then they must be in the count.
+        """
+        if calls_are_sure and priced is not None and count.phases.forward < priced.forward and count.failure is None:
+            count = replace(count, failure="a part of the step ran where it was not seen, such as another thread")
+        self.version += 1
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        total = None if priced is None else priced.total
+        self._kinds.setdefault(kind, _Counted(total)).counts.append(count)
+        is_whole = not count.uncounted and count.failure is None
+        ratio = count.phases.total / total if total and is_whole else None
+        if pattern not in self._patterns and len(self._patterns) >= _MOST_PATTERNS:
+            del self._patterns[next(iter(self._patterns))]  # the oldest: its steps are no longer called exact
+        self._patterns.setdefault(pattern, _Ratios()).add(ratio)
+        self.runs_more = self.runs_more or ratio != 1
+
+    def needs_another(self, kind: Hashable, pattern: Hashable) -> bool:
+        """Whether one more count of such a step would settle what it costs."""
+        known = self._kinds.get(kind)
+        if known is not None and _differs(known):
+            return len(known.counts) < _ENOUGH_COUNTS
+        ratios = self._patterns.get(pattern)
+        return ratios is None or ratios.steps < _ENOUGH_AGREEING
+
+    def verdict(self, kind: Hashable, pattern: Hashable) -> Verdict:
+        known = self._kinds.get(kind)
+        if kind in self._other_graphs:
+            reason = "the loss comes from other products than in the step of this kind that was counted"
+            return Verdict("differs", reason=reason)
+        if known is not None and _differs(known):
+            return _of_counts(known)
+        ratios = self._patterns.get(pattern)
+        if ratios is None:
+            return Verdict("unseen", reason="no step of this kind was counted as it ran")
+        if not ratios.unknown and ratios.low == ratios.high == 1:
+            if ratios.steps >= _ENOUGH_AGREEING:
+                return Verdict("agrees")
+            return Verdict("agrees", reason=f"only {ratios.steps} steps like it were counted as they ran so far")
+        is_told = ratios.unknown < ratios.steps
+        spread = f"{ratios.low:.3g} to {ratios.high:.3g} times" if is_told else "not all of"
+        return Verdict(
+            "differs", reason=f"steps like it that were counted as they ran had {spread} the FLOPs of the model's calls"
+        )
+
+    def nodes_tell_costs(self, kind: tuple[Hashable, ...]) -> bool:
+        """Whether what steers such a step shows in what is seen of every step.
+
+        Layers that are left out by chance are missing among autograd's operations; a size that is drawn is not seen,
+        and two counted steps may have drawn the same. So steps with the same calls must have been counted with other
+        numbers of operations at another cost, and never with the same number at two costs.
+        """
+        calls, _, *outside = kind
+        alike = [
+            known
+            for key, known in self._kinds.items()
+            if isinstance(key, tuple) and key[0] == calls and [*key[2:]] == outside
+        ]
+        costs = [{count.phases.total for count in known.counts} for known in alike]
+        return all(len(cost) == 1 for cost in costs) and len(set().union(*costs)) > 1
+
+    def forget(self) -> None:
+        self._kinds.clear()
+        self._patterns.clear()
+
+
+def _differs(known: _Counted) -> bool:
+    return any(
+        count.phases.total != known.priced or count.uncounted or count.failure is not None for count in known.counts
+    )
+
+
+def _of_counts(known: _Counted) -> Verdict:
+    last = known.counts[-1]
+    if last.failure is not None:
+        return Verdict("counted", last, f"the count of a step as it ran failed: {last.failure}")
+    if last.uncounted:
+        ops = ", ".join(last.uncounted)
+        return Verdict("counted", last, f"the step runs ops without a formula ({ops}), so its FLOPs are a lower bound")
+    totals = [count.phases.total for count in known.counts]
+    if len(set(totals)) > 1:
+        return Verdict(
+            "counted",
+            last,
+            f"steps of this kind cost between {min(totals):,} and {max(totals):,} FLOPs: this is an estimate",
+        )
+    if len(totals) < _ENOUGH_COUNTS:
+        return Verdict("counted", last, "the step runs more than the model's calls, and was counted only once so far")
+    return Verdict("counted", last, last.doubt)
+
+
+# What is noted of a step's calls when it ends, and what it costs once its values are known.
+
+
+@dataclass(frozen=True, slots=True)
+class StepCalls:
+    """How the model was called in a step.
+
+    Attributes:
+        kinds: The calls, or, where none was seen, those that the given batches suggest.
+        own_prices: Of calls that were counted for themselves, because values steer what they cost.
+        doubt: Why the calls are not known, or not all; None when they are.
+        count: What the step ran, where it was counted as it ran.
+        book: The laws that held then.
+        certificates: What counted steps had shown of them.
+        nodes: Operations that autograd recorded in the step, and how often gradients reached the model.
+        outside: Which other modules it called.
+    """
+
+    kinds: tuple[CallKind, ...] = ()
+    own_prices: tuple[CallPrice | None, ...] = ()
+    doubt: str | None = None
+    count: StepCount | None = None
+    book: LawBook | None = None
+    certificates: Certificates | None = None
+    nodes: tuple[int | None, int] = (None, 0)
+    outside: OutsideWork = field(default_factory=OutsideWork)
+
+    @property
+    def kind(self) -> tuple[tuple[CallKind, ...], tuple[int | None, int], int | None]:
+        """Steps of the same kind run the same, as far as is seen."""
+        return self.kinds, self.nodes, self.outside.sized
+
+    @property
+    def pattern(self) -> tuple[object, ...]:
+        """The same without sizes."""
+        return tuple(kind.family for kind in self.kinds), self.nodes, self.outside.unsized
+
+
+NO_CALLS = StepCalls()
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """What a step costs; a part that is not known is None.
+
+    Attributes:
+        model: What the mathematics needs.
+        hardware: What is executed.
+        recompute: The part of it that runs a second time.
+        model_by_dtype: Model FLOPs by compute type; empty where that is not known.
+        hardware_by_dtype: Executed FLOPs by compute type.
+        reason: Why they are not exact; None when they are.
+    """
+
+    model: int
+    hardware: int | None = None
+    recompute: int | None = None
+    model_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    hardware_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    reason: str | None = None

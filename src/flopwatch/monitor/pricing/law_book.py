@@ -1,0 +1,490 @@
+"""The FLOP laws of a live run: fitted when a kind of call is first met, checked when asked, paid for sparingly."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+
+from flopwatch.clock import Clock
+from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.flops.batch_layout import SAMPLES, Grid, take_sample
+from flopwatch.flops.fit import fit_flops_law
+from flopwatch.flops.law import PHASES, FlopLaw, StepShape
+from flopwatch.flops.methods import MethodChoice, count_as_is
+from flopwatch.flops.steering import CHANCE
+from flopwatch.flops.tracing.passes import LossFn
+from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.intake.batch_reader import Work
+from flopwatch.monitor.pricing.calls import CallKind
+from flopwatch.monitor.pricing.watched_step import autograd_nodes
+from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
+
+_SHARE_FOR_NEW_SHAPES = 0.01
+_LEAST_ALLOWANCE_SECONDS = 10.0
+_SHARE_FOR_CHECKS = 0.0005
+_DRAWS = 8
+"""Counts of a model that chance steers: enough for a spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallPrice:
+    """What a call of the model costs, its backward pass included.
+
+    Attributes:
+        executed: By phase; padding and recomputation included.
+        by_dtype: The same by compute type.
+        law: What else it follows from: other images, rows of different lengths; None for a count of this shape alone.
+        shape: Where the law was evaluated.
+        reason: Why it is not exact; None when it is.
+        is_steered: True when chance or activations steer it: another call of the same kind may cost something else.
+    """
+
+    executed: PhaseFlops
+    by_dtype: Mapping[str, PhaseFlops] = field(default_factory=dict)
+    law: FlopLaw | None = None
+    shape: StepShape | None = None
+    reason: str | None = None
+    is_steered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LawOffer:
+    """Laws on their way from the rank that counted to the others."""
+
+    laws: Mapping[Any, Sequence[FlopLaw]]
+    packed_runs_apart: bool | None
+
+
+class LawBook:
+    """Laws by family of calls, and the price of every kind of call.
+
+    Counting takes the training's time, so it has an allowance: the first law is free, new kinds and shapes afterwards
+    get as long again (at least 10 s) and 1 % of the run's time, checks 0.05 %. A step whose shape could not be counted
+    has no FLOPs; the row says how many those are.
+
+    Attributes:
+        count_seconds: Spent counting so far.
+        refused: Kinds of calls that were not counted because the allowance was used up.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        method: MethodChoice = "auto",
+        attention: AttentionConvention = "full",
+        loss_fn: LossFn | None = None,
+    ) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._options: dict[str, Any] = {"method": method, "attention": attention, "loss_fn": loss_fn}
+        self._laws: dict[Any, list[FlopLaw]] = {}
+        # A kind that no step and no listener holds any more cannot be met again: a new one is made for the same shape.
+        self._prices: WeakKeyDictionary[CallKind, CallPrice] = WeakKeyDictionary()
+        self._spreads: WeakKeyDictionary[CallKind, tuple[int, int]] = WeakKeyDictionary()
+        self._costs_by_nodes: WeakKeyDictionary[CallKind, dict[int, int]] = WeakKeyDictionary()
+        self._hidden: WeakSet[CallKind] = WeakSet()
+        self._packed_runs_apart: bool | None = None
+        self._first_seconds = 0.0
+        self._check_seconds = 0.0
+        self.count_seconds = 0.0
+        self.refused = 0
+
+    @property
+    def laws(self) -> list[FlopLaw]:
+        return [law for laws in self._laws.values() for law in laws]
+
+    def price(self, kind: CallKind) -> CallPrice | None:
+        """What calls of this kind cost, if that is known without counting."""
+        known = self._prices.get(kind)
+        if known is None:
+            known = self._by_known_law(kind)
+            if known is not None:
+                self._prices[kind] = known
+        return known
+
+    def is_per_batch(self, kind: CallKind) -> bool:
+        """Whether each call has to be counted for itself, because values steer what it costs."""
+        return any(law.per_batch for law in self._laws.get(kind.family, ()))
+
+    def learn(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
+        """Count this call, and find the law it follows; None when the allowance is used up."""
+        if not self._may_count():
+            self.refused += 1
+            return None
+        with _Stopwatch(self._clock, self._spend):
+            price = self._learnt(model, kind, example)
+        self._prices[kind] = price
+        self._packed_runs_apart = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+        return price
+
+    def count_call(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
+        """The price of this very call, where values steer it; an estimate when the allowance is used up."""
+        if not self._may_count():
+            return self._spread_price(kind)
+        with _Stopwatch(self._clock, self._spend):
+            count = self._count(model, kind, example)
+        return self._noted_count(kind, count)
+
+    def offer(self) -> LawOffer:
+        """What other ranks need to price their own calls. Shapes counted one by one stay where the model is."""
+        laws = {
+            family: [replace(law, count_shape=None) for law in laws if law.coefficients]
+            for family, laws in self._laws.items()
+        }
+        return LawOffer({family: own for family, own in laws.items() if own}, self._packed_runs_apart)
+
+    def adopt(self, offer: LawOffer) -> None:
+        """Use what another rank has counted."""
+        self._laws |= {family: list(laws) for family, laws in offer.laws.items()}
+        self._packed_runs_apart = offer.packed_runs_apart
+
+    def renewed(self) -> "LawBook":
+        """The model has changed: a book without laws, with what is left of the allowance."""
+        book = LawBook(self._clock, **self._options)
+        book._began, book._first_seconds, book._check_seconds = self._began, self._first_seconds, self._check_seconds
+        book.count_seconds, book.refused = self.count_seconds, self.refused
+        return book
+
+    def check(self, model: nn.Module, kind: CallKind, example: Any, *, within_allowance: bool) -> bool | None:
+        """Count this very call and compare; None when it was not done."""
+        price = self.price(kind)
+        if price is None or price.reason or (within_allowance and not self._may_check()):
+            return None
+        before = self.count_seconds
+        with _Stopwatch(self._clock, self._spend):
+            count = self._count(model, kind, example)
+            grids = _grids_of(example)
+            executed = price.executed
+            if price.law is not None and price.law.sample_grids and price.shape is not None and grids:
+                executed = price.law.cost(replace(price.shape, grids=grids))
+            agrees = _phases(count) == executed
+        self._check_seconds += self.count_seconds - before
+        return agrees
+
+    def with_images(self, price: CallPrice, grids: Sequence[Grid] | None) -> CallPrice | None:
+        """The price of a call with these images, where the law knows about them."""
+        law, shape = price.law, price.shape
+        if law is None or shape is None or not law.sample_grids or not law.coefficients or grids is None:
+            return price
+        if shape.grids == tuple(grids):
+            return price
+        other = replace(shape, grids=tuple(grids))
+        return replace(price, executed=law.cost(other), by_dtype=law.cost_by_dtype(other), shape=other)
+
+    def needed(self, price: CallPrice, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
+        """What the mathematics needs of a call, what is executed, and what could not be told."""
+        executed, law, shape = price.executed, price.law, price.shape
+        if work.documents is None:
+            return executed, executed, None
+        told = "padding and pairs across packed documents count as work here: no law tells them apart"
+        if law is None or shape is None or shape.seq_len is None or not law.coefficients:
+            return executed, executed, told
+        grids = shape.grids or None
+        try:
+            if work.lengths is not None:
+                rows = _rows(law, shape, work)
+                return law.phase_flops_of_rows(rows, image_grids=grids), executed, None
+            alone = law.phase_flops_of_documents(
+                work.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others, image_grids=grids
+            )
+        except FlopwatchError:
+            return executed, executed, told
+        # Variable-length kernels do not compute pairs across documents.
+        return alone, (alone if self._packed_runs_apart else executed), None
+
+    def _by_known_law(self, kind: CallKind) -> CallPrice | None:
+        for law in self._laws.get(kind.family, ()):
+            values = None if law.layout is None or law.per_batch else law.layout.match(kind.description)
+            if values is None or not law.coefficients:
+                continue
+            shape = _shape(law, values)
+            if law.covers_shape(shape):
+                return _price_by(law, shape)
+        return None
+
+    def _learnt(self, model: nn.Module, kind: CallKind, batch: Any) -> CallPrice:
+        laws = self._laws.setdefault(kind.family, [])
+        if not laws:
+            law = fit_flops_law(model, batch, autocast=kind.autocast, training=kind.has_grad, **self._options)
+            laws.append(law)
+        elif any(law.per_batch for law in laws):
+            return self._noted_count(kind, self._count(model, kind, batch))
+        elif not self._has_widened(laws, model, kind, batch):
+            return _price_of(self._count(model, kind, batch))
+        known = self._by_known_law(kind)
+        if known is not None:
+            return known
+        count = self._count(model, kind, batch)
+        if laws[-1].per_batch:
+            return self._steered_price(model, kind, batch, count, laws[-1])
+        return _price_of(count)
+
+    def _steered_price(self, model: nn.Module, kind: CallKind, batch: Any, count: FlopCount, law: FlopLaw) -> CallPrice:
+        if CHANCE not in (*count.steered_by, *count.values_read):
+            return self._noted_count(kind, count)
+        counts = [count, *(self._count_another_draw(model, kind, batch, seed) for seed in range(1, _DRAWS))]
+        totals = [one.model_flops for one in counts]
+        mean = PhaseFlops(*(_mean([getattr(_phases(one), name) for one in counts]) for name in PhaseFlops.__slots__))
+        reason = (
+            f"a random draw steers the cost: the mean of {_DRAWS} counts between {min(totals):,} and {max(totals):,} "
+            "FLOPs, an estimate"
+        )
+        dtypes = dict.fromkeys(count.by_dtype, mean) if len(count.by_dtype) == 1 else {}
+        return CallPrice(mean, dtypes, reason=reason, is_steered=True)
+
+    def _count_another_draw(self, model: nn.Module, kind: CallKind, batch: Any, seed: int) -> FlopCount:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self._count(model, kind, batch)
+
+    def _noted_count(self, kind: CallKind, count: FlopCount) -> CallPrice:
+        """A count that holds for its own batch, kept for the spread of such counts."""
+        total = count.forward_flops + count.backward_flops
+        low, high = self._spreads.get(kind, (total, total))
+        self._spreads[kind] = min(low, total), max(high, total)
+        steered = {*count.steered_by, *count.values_read}
+        price = _price_of(count)
+        if CHANCE in steered or count.method == "step":
+            low, high = self._spreads[kind]
+            reason = f"chance or activations steer the cost: counts between {low:,} and {high:,} FLOPs were seen"
+            price = replace(price, reason=reason, is_steered=True)
+        self._prices[kind] = price
+        return price
+
+    def _spread_price(self, kind: CallKind) -> CallPrice | None:
+        """The last count of this kind, as an estimate."""
+        known = self._prices.get(kind)
+        if known is None:
+            self.refused += 1
+            return None
+        low, high = self._spreads.get(kind, (0, 0))
+        reason = (
+            f"values steer the cost, and counting has had its share: an estimate between {low:,} and {high:,} FLOPs"
+        )
+        return replace(known, reason=reason)
+
+    def _has_widened(self, laws: list[FlopLaw], model: nn.Module, kind: CallKind, batch: Any) -> bool:
+        """Extend the range of a law to this call, and beyond, if the counts agree with it there."""
+        for index, law in enumerate(laws):
+            values = None if law.layout is None or not law.coefficients else law.layout.match(kind.description)
+            if values is None or law.sample_grids != _grids_of_one(batch, values):
+                continue
+            wider = self._widened(law, model, kind, batch, values)
+            if wider is not None:
+                laws[index] = wider
+                return True
+        return False
+
+    def _widened(
+        self, law: FlopLaw, model: nn.Module, kind: CallKind, batch: Any, values: Mapping[str, int]
+    ) -> FlopLaw | None:
+        """Twice as much at once, so that slowly growing sizes do not cost a count each; both parities are tried."""
+        if _phases(self._count(model, kind, batch)) != _formula(law, _shape(law, values)):
+            return None
+        domain = dict(law.domain)
+        assert law.layout is not None
+        sample = take_sample(model, batch, law.layout)
+        for name, value in values.items():
+            low, high = domain.get(name, (value, value))
+            domain[name] = (min(low, value), max(high, value))
+            if value <= high or (name == SAMPLES and law.method != "trace"):
+                continue
+            others = values if name == SAMPLES else {**values, SAMPLES: 1}
+            sizes = (2 * value, 2 * value - 1, value + (value + 1) // 2)
+            if all(self._agrees(law, model, kind, sample, {**others, name: size}) for size in sizes):
+                domain[name] = (domain[name][0], 2 * value)
+        return replace(law, domain=domain, seq_lens=domain.get("s", law.seq_lens))
+
+    def _agrees(self, law: FlopLaw, model: nn.Module, kind: CallKind, sample: Any, values: Mapping[str, int]) -> bool:
+        try:
+            count = self._count(model, kind, sample.batch(values), law.method)
+        except FlopwatchError:  # longer than the model's positions
+            return False
+        return _phases(count) == _formula(law, _shape(law, values))
+
+    def _count(self, model: nn.Module, kind: CallKind, batch: Any, method: Any = None) -> FlopCount:
+        options = self._options if method is None else {**self._options, "method": method}
+        before = autograd_nodes() or 0
+        count = count_as_is(model, batch, training=kind.has_grad, autocast=kind.autocast, **options)
+        self._note_nodes(kind, (autograd_nodes() or 0) - before, count)
+        return count
+
+    def _note_nodes(self, kind: CallKind, nodes: int, count: FlopCount) -> None:
+        if self.is_per_batch(kind):
+            known = self._costs_by_nodes.setdefault(kind, {}).setdefault(nodes, count.hardware_flops)
+            if known != count.hardware_flops:
+                self._hidden.add(kind)
+
+    def hides_cost(self, kind: CallKind) -> bool:
+        """Whether calls of this kind were counted with the same number of autograd's operations at two costs."""
+        return kind in self._hidden
+
+    def _may_count(self) -> bool:
+        if not self._laws:
+            return True
+        extra = self.count_seconds - self._first_seconds - self._check_seconds
+        return extra <= max(self._first_seconds, _LEAST_ALLOWANCE_SECONDS) + _SHARE_FOR_NEW_SHAPES * self._elapsed()
+
+    def _may_check(self) -> bool:
+        return self._check_seconds <= _SHARE_FOR_CHECKS * self._elapsed()
+
+    def _elapsed(self) -> float:
+        return self._clock() - self._began
+
+    def _spend(self, seconds: float) -> None:
+        self.count_seconds += seconds
+        if not self._first_seconds:
+            self._first_seconds = seconds
+
+
+class _Stopwatch:
+    def __init__(self, clock: Clock, report: Callable[[float], None]) -> None:
+        self._clock = clock
+        self._report = report
+
+    def __enter__(self) -> None:
+        self._start = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._report(self._clock() - self._start)
+
+
+def _shape(law: FlopLaw, values: Mapping[str, int]) -> StepShape:
+    samples = values.get(SAMPLES, 1)
+    others = tuple((name, values[name]) for name in sorted(values) if name not in (SAMPLES, "s"))
+    return StepShape(samples, values.get("s"), law.sample_grids * samples, others)
+
+
+def _formula(law: FlopLaw, shape: StepShape) -> PhaseFlops:
+    """The law's answer, whether it covers the shape or not."""
+    return replace(law, domain={}).cost(shape)
+
+
+def _price_by(law: FlopLaw, shape: StepShape) -> CallPrice:
+    reason = None if law.exact else "; ".join(law.doubts) or "the law is not exact"
+    return CallPrice(law.cost(shape), law.cost_by_dtype(shape), law, shape, reason)
+
+
+def _price_of(count: FlopCount) -> CallPrice:
+    reason = None
+    if count.method == "estimate":
+        reason = "the count is an estimate"
+    elif count.uncounted:
+        ops = ", ".join(sorted({op.op for op in count.uncounted}))
+        reason = f"ops without a formula are not in the count ({ops}), so it is a lower bound"
+    return CallPrice(_phases(count), count.by_dtype, reason=reason)
+
+
+def _phases(count: FlopCount) -> PhaseFlops:
+    return PhaseFlops(count.forward_flops, count.backward_flops, count.recompute_flops)
+
+
+def _mean(values: Sequence[int]) -> int:
+    return round(sum(values) / len(values))
+
+
+def _rows(law: FlopLaw, shape: StepShape, work: Work) -> list[dict[str, int]]:
+    lengths, targets = work.lengths or (), work.target_lengths
+    rows = [{"s": length, **dict(shape.others)} for length in lengths]
+    if targets is not None and len(targets) == len(rows) and "t" in dict(shape.others):
+        for row, target in zip(rows, targets, strict=True):
+            row["t"] = target
+    return rows
+
+
+def _grids_of(batch: Any) -> tuple[Grid, ...] | None:
+    grid = batch.get("image_grid_thw") if isinstance(batch, Mapping) else None
+    return None if grid is None else tuple((int(t), int(h), int(w)) for t, h, w in grid.tolist())
+
+
+def _grids_of_one(batch: Any, values: Mapping[str, int]) -> tuple[Grid, ...]:
+    grids = _grids_of(batch) or ()
+    return grids[: len(grids) // max(1, values.get(SAMPLES, 1))]
+
+
+# The four ways a run finds its FLOPs. All price calls by FLOP laws; they differ in how laws are made and checked.
+
+
+@dataclass
+class FlopMode:
+    """How a run finds its FLOPs.
+
+    Attributes:
+        name: `estimate`, `profiler`, `smart`, `hybrid`, or `flops_fn` where the user's function tells.
+        book: The laws; None where flopwatch counts nothing.
+        frequency: Steps between two checks of a law; 0 is never.
+        within_allowance: Whether checks are limited to their share of the run's time.
+        later: The laws that replace the first ones at the first check.
+        method: What stands in the provenance where there is no book.
+        notes: What a reader must know.
+    """
+
+    name: str
+    book: LawBook | None
+    frequency: int = 0
+    within_allowance: bool = True
+    later: LawBook | None = None
+    method: Literal["flops_fn"] | None = None
+    notes: tuple[str, ...] = ()
+
+    def is_check_due(self, step: int) -> bool:
+        return self.book is not None and self.frequency > 0 and step > 0 and step % self.frequency == 0
+
+    def start_counting(self) -> bool:
+        """From estimates to counts, if that is still to come."""
+        if self.later is None:
+            return False
+        self.book, self.later = self.later, None
+        return True
+
+    def facts(self) -> dict[str, Any]:
+        """For the provenance: method, exact, coverage, law, notes."""
+        laws = self.book.laws if self.book is not None else []
+        known = [law.coverage for law in laws if law.coverage is not None]
+        return {
+            "method": laws[0].method if laws else self.method,
+            "exact": bool(laws) and all(map(_is_exact, laws)),
+            "coverage": min(known) if known else None,
+            "law": _as_text(laws[0]) if len(laws) == 1 else {},
+            "notes": tuple(dict.fromkeys([*self.notes, *(note for law in laws for note in law.notes)])),
+        }
+
+
+def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> FlopMode:
+    """The mode a configuration asks for."""
+
+    def book(method: Any) -> LawBook:
+        return LawBook(clock, method=method, attention=config.attention, loss_fn=loss_fn)
+
+    if config.mode == "estimate":
+        return FlopMode("estimate", book("estimate"))
+    if config.mode == "profiler":
+        return FlopMode("profiler", book("auto"), config.flops_profile_freq, within_allowance=False)
+    if config.mode == "hybrid":
+        reason = "mode hybrid: this version reads no hardware counters"
+        if not config.fallback_to_profiler:
+            raise InputError(f"{reason}, and fallback_to_profiler is off; choose another mode")
+        note = f"{reason}; FLOPs are counted as in mode profiler"
+        return FlopMode("hybrid", book("auto"), config.flops_profile_freq, within_allowance=False, notes=(note,))
+    frequency = config.recalibration_frequency if config.calibration_enabled else 0
+    if config.initial_profiling:
+        return FlopMode("smart", book("auto"), frequency)
+    return FlopMode("smart", book("estimate"), frequency, later=book("auto"))
+
+
+def _is_exact(law: FlopLaw) -> bool:
+    """Without a formula each shape is counted as it comes, which is as exact as the count."""
+    is_counted = not law.coefficients and law.method != "estimate" and law.coverage in (None, 1.0)
+    return law.exact or (is_counted and not law.per_batch and not law.doubts)
+
+
+def _as_text(law: FlopLaw) -> dict[str, dict[str, str]]:
+    return {
+        phase: {term: str(value) for term, value in law.coefficients[phase].items() if value}
+        for phase in PHASES
+        if law.coefficients
+    }

@@ -1,0 +1,114 @@
+"""Ranks that share a device share its peak: which device a rank computes on, and how many compute on the same one."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from flopwatch.records.flops import Peak
+
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""How launchers say how many ranks a host has: torchrun and accelerate, Open MPI, MPICH."""
+
+
+def shared_peak(peak: Peak, ranks: int) -> Peak:
+    """What one of so many ranks on a device can have of it. A peak that the user gave is taken as it is.
+
+    >>> cpu = Peak(3e12, "a CPU", "fp32", "16 cores x 3 GHz", "derived", "high")
+    >>> shared_peak(cpu, 3).flops_per_s, shared_peak(cpu, 3).source
+    (1000000000000.0, '16 cores x 3 GHz, shared by 3 ranks')
+    """
+    if ranks <= 1 or peak.kind == "override":
+        return peak
+    source = f"{peak.source}, shared by {ranks} ranks"
+    return replace(peak, flops_per_s=peak.flops_per_s / ranks, fraction=peak.fraction / ranks, source=source)
+
+
+def device_identity(device: torch.device) -> str:
+    """The same for ranks that compute on the same thing: the same cores of a host, or the same accelerator.
+
+    Sets of cores that overlap without being the same count as different ones.
+    """
+    host = socket.gethostname()
+    if device.type == "cpu":
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ["all"]
+        return f"{host}/cpu/{','.join(map(str, cores))}"
+    # By number alone two devices could be mistaken for one: each rank may see only its own, as number 0.
+    return f"{host}/{device}/{_uuid(device) or os.environ.get('LOCAL_RANK', '')}"
+
+
+def _uuid(device: torch.device) -> str | None:
+    module: Any = getattr(torch, device.type, None)
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    uuid = getattr(properties, "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+def ranks_by_launcher(device_type: str, environment: Mapping[str, str] = os.environ) -> int:
+    """How many ranks share the device as far as the launcher tells: all of a host share its CPU.
+
+    >>> ranks_by_launcher("cpu", {"LOCAL_WORLD_SIZE": "4"}), ranks_by_launcher("cuda", {"LOCAL_WORLD_SIZE": "4"})
+    (4, 1)
+    """
+    told = [environment[name] for name in _LOCAL_RANKS if environment.get(name, "").isdigit()]
+    return max(int(told[0]), 1) if told and device_type == "cpu" else 1
+
+
+class DeviceCensus:
+    """Counts the ranks of each device in the store where ranks find each other: one number per device."""
+
+    def __init__(self, store: Any, identity: str, world_size: int) -> None:
+        self._store = store
+        self._key = f"on_device/{identity}"
+        self._world_size = world_size
+        store.add(self._key, 1)
+        store.add("on_any_device", 1)
+
+    def ranks(self, *, is_final: bool = False) -> int | None:
+        """How many ranks share this one's device; None while ranks are missing, unless it must be told now."""
+        if not is_final and int(self._store.add("on_any_device", 0)) < self._world_size:
+            return None
+        return int(self._store.add(self._key, 0))
+
+
+# How many ranks work on different data, as far as the model's parameters show.
+
+
+def data_parallel_size(model: nn.Module | None, world_size: int) -> int:
+    """Ranks that are given different batches.
+
+    Tensor parallelism is seen (parameters spread over a mesh that is not FSDP2's); context and pipeline parallelism
+    leave no mark on parameters, so the user says.
+    """
+    parameter = next((p for p in model.parameters() if isinstance(p, DTensor)), None) if model is not None else None
+    if model is None or parameter is None:
+        return world_size
+    sharded = next((size for module in model.modules() if (size := _fsdp_size(module))), None)
+    if sharded is not None:
+        return sharded
+    mesh_size: int = parameter.device_mesh.size()
+    return max(1, world_size // mesh_size)
+
+
+def is_sharded(model: nn.Module | None) -> bool:
+    """Whether a rank holds only parts of the parameters: FSDP of either kind, tensor parallelism."""
+    if model is None:
+        return False
+    return any(isinstance(p, DTensor | FlatParameter) for p in model.parameters()) or any(
+        isinstance(module, FullyShardedDataParallel) for module in model.modules()
+    )
+
+
+def _fsdp_size(module: nn.Module) -> int | None:
+    """Ranks that FSDP2 shards and replicates this module over."""
+    if not isinstance(module, FSDPModule):
+        return None
+    groups: Any = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
+    # Experts may be sharded over a smaller mesh than the rest.
+    return max((int(group.mesh_info.mesh.size()) for group in groups), default=None)

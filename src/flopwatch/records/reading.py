@@ -1,0 +1,357 @@
+"""Read files that anybody may have damaged: regular ones only, never waiting. Standard library only."""
+
+import contextlib
+import json
+import os
+import stat
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from math import isfinite
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+_LARGEST_JSON = 1 << 30
+_LARGEST_LINE = 1 << 28
+"""A log is bounded and a result holds its tail; what is larger is garbage, and would fill the memory."""
+
+
+class UnreadableError(Exception):
+    """Something lies where a file should be, and it cannot be read; the message says why."""
+
+
+@contextlib.contextmanager
+def opened_regular(file: Path) -> Iterator[BinaryIO]:
+    """A regular file, open for reading. Never waits, as opening a FIFO would; follows links.
+
+    Raises:
+        FileNotFoundError: There is nothing.
+        UnreadableError: There is something else, or it may not be read.
+    """
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(str(file)) from None
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        raise UnreadableError(getattr(error, "strerror", None) or str(error)) from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise UnreadableError("it is a folder" if stat.S_ISDIR(mode) else "it is no regular file")
+    with os.fdopen(handle, "rb") as stream:
+        try:
+            yield stream
+        except OSError as error:
+            raise UnreadableError(error.strerror or str(error)) from None
+
+
+def load_json(file: Path) -> Any:
+    """The content.
+
+    Raises:
+        FileNotFoundError: There is nothing.
+        UnreadableError: There is something that is no JSON.
+    """
+    with opened_regular(file) as stream:
+        if os.fstat(stream.fileno()).st_size > _LARGEST_JSON:
+            raise UnreadableError(f"it is larger than {_LARGEST_JSON >> 20} MiB")
+        content = stream.read()
+    if not content.strip(b"\0 \t\r\n"):
+        raise UnreadableError("it is empty")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"it is no JSON: {str(error)[:100]}") from None
+
+
+def read_json(file: Path) -> Any:
+    """The content; None when there is no such file, or when it is no JSON (somebody else's half-written one)."""
+    try:
+        return load_json(file)
+    except (FileNotFoundError, UnreadableError):
+        return None
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The same of a file that holds an object; empty when it does not."""
+    content = read_json(file)
+    return content if isinstance(content, dict) else {}
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines that are whole; a torn one is left out."""
+    try:
+        for _, content in numbered_lines(file):
+            if isinstance(content, dict):
+                yield content
+    except (FileNotFoundError, UnreadableError):
+        return
+
+
+def numbered_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """Every line's number and content, None for one that is no JSON; empty lines are none.
+
+    Raises:
+        FileNotFoundError: There is nothing.
+        UnreadableError: There is something that cannot be read.
+    """
+    with opened_regular(file) as stream:
+        number, is_rest = 0, False
+        while line := stream.readline(_LARGEST_LINE):
+            is_whole = not is_rest and (line.endswith(b"\n") or len(line) < _LARGEST_LINE)
+            number += not is_rest
+            if not is_rest and line.strip():
+                yield number, _line_content(line) if is_whole else None
+            is_rest = not line.endswith(b"\n")
+
+
+def _line_content(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def tail(file: Path, size: int = 6000) -> str:
+    """The last lines of a text file, of a line longer than that its end; empty when there is none."""
+    try:
+        with opened_regular(file) as stream:
+            stream.seek(0, os.SEEK_END)
+            start = max(0, stream.tell() - size)
+            stream.seek(start)
+            text = stream.read().decode(errors="replace")
+    except (FileNotFoundError, UnreadableError):
+        return ""
+    whole_lines = text.partition("\n")[2]
+    return text if start == 0 else whole_lines if whole_lines.strip() else f"… {text}"
+
+
+# Read JSON back into a dataclass, field by field, by its annotations. Standard library only: supervisors use it.
+#
+# Files outlive the program that wrote them: a record may have fields more and fewer, and a disk or a person may have
+# damaged it. Fields nobody knows are left out, missing ones get their defaults, and a value of the wrong type is told
+# by name, so that nothing half read goes on into a table.
+#
+# A class may have a method `why_broken`: what no annotation can say, such as that a batch is at least 1.
+
+
+T = TypeVar("T")
+Read = Callable[[Any], Any]
+
+MAY_BE_INFINITE = {"may_be_infinite": True}
+"""Metadata of a field whose infinity means something; elsewhere a number is finite or not known."""
+
+_LARGEST_INTEGER = 10**30
+"""Beyond any count of FLOPs or bytes; far larger ones cannot even be made a float."""
+
+_DEEPEST = 60
+"""Levels in what is kept as it is: json reads a thousand, and writing that again fails."""
+
+
+class BrokenRecordError(ValueError):
+    """A value that the record's field cannot have; the message names the field."""
+
+
+def read_record(kind: type[T], content: Any) -> T:
+    """The record.
+
+    Raises:
+        BrokenRecordError: A field is missing that has no default, or a value has the wrong type.
+    """
+    record: T = _record_reader(kind)(content)  # type: ignore[arg-type]
+    return record
+
+
+def clean_value(value: Any) -> Any:
+    """Any JSON, if it can be written again.
+
+    Raises:
+        BrokenRecordError: It is too deep, or has numbers nobody can calculate with.
+    """
+    return _anything(value)
+
+
+@cache
+def _record_reader(kind: Any) -> Read:
+    hints = get_type_hints(kind)
+    readers = [
+        (field.name, _field_reader(hints[field.name], field), type(None) in get_args(hints[field.name]))
+        for field in fields(kind)
+    ]
+    required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
+    why_broken: Callable[[Any], str | None] | None = getattr(kind, "why_broken", None)
+
+    def read(content: Any) -> Any:
+        if type(content) is not dict:
+            raise _wrong(content, "an object")
+        values = {}
+        for name, read_value, may_be_none in readers:
+            if name in content:
+                value = content[name]
+                try:
+                    # Half the fields of a record are not known, and a call for each would take as long as the rest.
+                    values[name] = None if value is None and may_be_none else read_value(value)
+                except BrokenRecordError as error:
+                    raise BrokenRecordError(f"{name}{_joint(error)}{error}") from None
+        if len(values) < len(readers):
+            for name in required:
+                if name not in values:
+                    raise BrokenRecordError(f"it has no {name!r}")
+        record = kind(**values)
+        if why_broken is not None and (why := why_broken(record)):
+            raise BrokenRecordError(why)
+        return record
+
+    return read
+
+
+def _joint(error: BrokenRecordError) -> str:
+    """`spec.steps is ...`, or `spec: it has no ...`."""
+    return "." if not str(error).startswith(("is ", "it ", "its ")) else " " if str(error).startswith("is ") else ": "
+
+
+def _field_reader(annotation: Any, field: "Field[Any]") -> Read:
+    """Of a value that is not None."""
+    if field.metadata.get("may_be_infinite"):
+        return _any_float
+    return _known_value(annotation) if type(None) in get_args(annotation) else _reader(annotation)
+
+
+def _reader(annotation: Any) -> Read:
+    simple = {str: _text, bool: _boolean, int: _integer, float: _number, Any: _anything}
+    if annotation in simple:
+        return simple[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return _one_of(frozenset(arguments))
+    if origin in (Union, types.UnionType):
+        read_known = _known_value(annotation)
+        return lambda value: None if value is None else read_known(value)
+    if origin is tuple:
+        return _sequence(_reader(arguments[0]))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping(arguments[1])
+    if is_dataclass(annotation):
+        return _record_reader(annotation)  # type: ignore[arg-type]
+    raise TypeError(f"no reader for {annotation}")
+
+
+def _known_value(annotation: Any) -> Read:
+    """Of one type or None, which is all that records here have; whoever calls it has seen to None."""
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    if len(kinds) != 1:
+        raise TypeError(f"no reader for {kinds}")
+    return _finite_or_none if kinds[0] is float else _reader(kinds[0])
+
+
+def _one_of(words: frozenset[Any]) -> Read:
+    def read(value: Any) -> Any:
+        if type(value) is not str or value not in words:
+            raise _wrong(value, "a word this version of flopwatch knows")
+        return value
+
+    return read
+
+
+def _sequence(read: Read) -> Read:
+    def read_all(value: Any) -> Any:
+        if type(value) is not list and type(value) is not tuple:
+            raise _wrong(value, "a list")
+        return tuple(map(read, value))
+
+    return read_all
+
+
+def _mapping(annotation: Any) -> Read:
+    read = _reader(annotation)
+    if annotation is Any:
+        # The whole of it at once: depth is counted from here.
+        return lambda value: _anything(value) if type(value) is dict else _raise(_wrong(value, "an object"))
+
+    def read_all(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _wrong(value, "an object")
+        found = {}
+        for name, item in value.items():
+            if type(item) is float and not isfinite(item):
+                continue  # not a number: not known
+            try:
+                found[_text(name)] = read(item)
+            except BrokenRecordError as error:
+                raise BrokenRecordError(f"{name[:40]}{_joint(error)}{error}") from None
+        return found
+
+    return read_all
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _wrong(value, "text")
+    return value if value.isascii() else _writable(value)
+
+
+def _writable(value: str) -> str:
+    """Half a surrogate pair is allowed in JSON, and in no file or terminal."""
+    return value.encode(errors="replace").decode()
+
+
+def _boolean(value: Any) -> bool:
+    if type(value) is not bool:
+        raise _wrong(value, "true or false")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if type(value) is float and isfinite(value) and value.is_integer():
+        value = int(value)
+    if type(value) is not int:
+        raise _wrong(value, "a whole number")
+    if not -_LARGEST_INTEGER <= value <= _LARGEST_INTEGER:
+        raise BrokenRecordError(f"is a number of {len(hex(value)) - 2} hexadecimal digits")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) is float and isfinite(value):
+        return value
+    if type(value) is not int:
+        raise _wrong(value, "a number")
+    return _integer(value)
+
+
+def _finite_or_none(value: Any) -> float | None:
+    return None if type(value) is float and not isfinite(value) else _number(value)
+
+
+def _any_float(value: Any) -> float:
+    return value if type(value) is float else _number(value)
+
+
+def _anything(value: Any, depth: int = 0) -> Any:
+    """As it is, if it can be written again."""
+    kind = type(value)
+    if kind is str:
+        return value if value.isascii() else _writable(value)
+    if kind is int:
+        return _integer(value)
+    if kind is dict or kind is list or kind is tuple:
+        if depth > _DEEPEST:
+            raise BrokenRecordError(f"is nested more than {_DEEPEST} levels deep")
+        if kind is dict:
+            return {_text(name): _anything(item, depth + 1) for name, item in value.items()}
+        return kind(_anything(item, depth + 1) for item in value)
+    return value
+
+
+def _wrong(value: Any, wanted: str) -> BrokenRecordError:
+    told = repr(value[:40] if isinstance(value, str) else value) if _is_short(value) else type(value).__name__
+    return BrokenRecordError(f"is {told}, not {wanted}")
+
+
+def _is_short(value: Any) -> bool:
+    return value is None or isinstance(value, str | float | bool) or (isinstance(value, int) and abs(value) < 10**20)

@@ -1,0 +1,207 @@
+"""A trial's result as a cell of a matrix. Pure."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flopwatch.records.trial import MemoryUse, StepCost, TrialResult, TrialSpec
+from flopwatch.report.records import Cell, Privacy, TrialRow
+
+# Which trials may be compared, and how their trainers are called. Pure.
+
+
+_PRIVACY: Mapping[str, Privacy] = {
+    "standard": "not private",
+    "dpsgd": "private",
+    "ghost": "private",
+    "fast": "private",
+}
+_ORDER = tuple(_PRIVACY)
+_MICRO_BATCH = "micro-batch"
+# Labels that say no more than the trainer's short name, which fits a narrow column.
+_LONG_NAMES = frozenset(("StandardTrainer", "DPSGDTrainer", "DPGhostClippingTrainer", "DPFastGradientClippingTrainer"))
+
+
+def privacy_of(spec: TrialSpec) -> Privacy:
+    return _PRIVACY.get(spec.trainer, "unknown")
+
+
+def trainer_name(spec: TrialSpec) -> str:
+    """As it stands in tables.
+
+    >>> trainer_name(TrialSpec("ghost", "tiny", 4, 512, label="DPGhostClippingTrainer"))
+    'ghost'
+    >>> trainer_name(TrialSpec("my.trainers:Lion", "tiny", 4, 512))
+    'my.trainers:Lion'
+    """
+    is_long = spec.trainer in _PRIVACY and spec.label in _LONG_NAMES
+    return spec.trainer if is_long or not spec.label else spec.label
+
+
+def group_settings(spec: TrialSpec) -> dict[str, Any]:
+    """What trials must have in common to be compared."""
+    return {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "checkpointing": spec.checkpointing,
+        "device": spec.device,
+        "gpus": spec.gpus,
+        "threads": spec.threads,
+        "cpus": spec.cpus,
+        "memory_bytes": spec.limits.memory_bytes,
+        "nodes": spec.nodes,
+        "processes": spec.processes,
+    }
+
+
+def group_key(spec: TrialSpec) -> tuple[Any, ...]:
+    return tuple(group_settings(spec).values())
+
+
+def place_key(spec: TrialSpec) -> tuple[Any, ...]:
+    """Trials that differ in nothing but their batch size."""
+    return (*group_key(spec), trainer_name(spec), spec.seq_len, *sorted(_variant_settings(spec).items()))
+
+
+def column_names(specs: Mapping[str, TrialSpec]) -> dict[str, str]:
+    """Trial to column: the trainer, and what else differs between its trials, such as an option or the seed."""
+    variants: dict[tuple[Any, ...], dict[str, dict[str, str]]] = defaultdict(dict)
+    for name, spec in specs.items():
+        variants[(*group_key(spec), trainer_name(spec))][name] = _variant_settings(spec)
+    columns = {}
+    for key, members in variants.items():
+        varying = _varying(members.values())
+        for name, settings in members.items():
+            more = " ".join(f"{setting}={settings[setting]}" for setting in varying if setting in settings)
+            columns[name] = f"{key[-1]} {more}".rstrip()
+    return columns
+
+
+def trainer_order(names: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """(column, trainer) in the order columns stand: `standard` first, users' own last."""
+    rank = {trainer: place for place, trainer in enumerate(_ORDER)}
+    found = {column: (rank.get(trainer, len(rank)), column) for column, trainer in names}
+    return tuple(sorted(found, key=lambda column: found[column]))
+
+
+def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
+    """In words; what is the same for all groups and says nothing is left out.
+
+    >>> group_title({"model": "small", "dtype": "bf16", "checkpointing": True, "device": "cuda"}, ["dtype"])
+    'small, bf16, cuda, checkpointing'
+    """
+    parts = [str(settings[name]) for name in ("model", "dtype", "device") if settings.get(name) not in ("", "auto")]
+    if settings["checkpointing"]:
+        parts.append("checkpointing")
+    elif "checkpointing" in varying:
+        parts.append("no checkpointing")
+    resources = ("gpus", "threads", "cpus", "memory_bytes", "nodes", "processes")
+    parts += [f"{name} {settings[name]}" for name in resources if name in varying]
+    return ", ".join(parts)
+
+
+def _variant_settings(spec: TrialSpec) -> dict[str, str]:
+    settings = {"seed": str(spec.seed), "steps": str(spec.steps), "warmup": str(spec.warmup_steps)}
+    if spec.command is not None:
+        settings["command"] = spec.command
+    if spec.micro_batch_size is not None:
+        settings[_MICRO_BATCH] = str(spec.micro_batch_size)
+    if spec.label:
+        settings["trainer"] = spec.trainer
+    if spec.layout is not None:
+        settings["layout"] = spec.layout
+    return settings | {str(name): str(value) for name, value in spec.options.items()}
+
+
+def _varying(members: Iterable[Mapping[str, str]]) -> list[str]:
+    members = list(members)
+    names = dict.fromkeys(name for settings in members for name in settings)
+    # Micro-batches are told even where all trials have them: memory and time are not those of the batch at once.
+    return [name for name in names if name == _MICRO_BATCH or len({settings.get(name) for settings in members}) > 1]
+
+
+FEWEST_STEPS = 6
+"""Below this many measured steps no interval is believed: of 5, least and most hold the median 94 % of the time."""
+
+MOST_FINITE = sys.float_info.max
+"""JSON may hold integers beyond it, and those cannot be divided."""
+
+
+def make_cell(result: TrialResult, column: str) -> Cell:
+    """Numbers only where the trial ran to its end: half a trial has not met its peak yet."""
+    spec, measured = result.spec, result.measured
+    place = (result.name, column, privacy_of(spec), spec.batch_size, spec.seq_len, str(result.outcome))
+    if result.outcome != "ok":
+        return Cell(*place, device_bytes=measured.memory.device_bytes)
+    steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory
+    # The interval of one or two steps is a point or a pair: it would decide what it does not know.
+    interval = steps if steps and steps.count >= FEWEST_STEPS else None
+    return Cell(
+        *place,
+        seconds=positive(steps and steps.median),
+        low_seconds=positive(interval and interval.low),
+        high_seconds=positive(interval and interval.high),
+        is_unstable=bool(steps and steps.unstable),
+        peak_bytes=positive(memory.peak_bytes) if _tells_peak(result) else None,
+        above_start_bytes=_above_start(memory),
+        device_bytes=positive(memory.device_bytes),
+        alloc_retries=memory.alloc_retries,
+        bytes_by_phase={name: value for name, value in memory.by_phase.items() if positive(value)},
+        samples_per_s=positive(measured.samples_per_s),
+        tokens_per_s=positive(measured.tokens_per_s),
+        mfu=positive(cost.mfu),
+        hfu=positive(cost.hfu),
+        hardware_flops=positive(cost.hardware_flops),
+        is_lower_bound=cost.is_lower_bound,
+    )
+
+
+def missing_cell(name: str, spec: TrialSpec, column: str) -> Cell:
+    return Cell(name, column, privacy_of(spec), spec.batch_size, spec.seq_len, "missing")
+
+
+def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None) -> TrialRow:
+    return TrialRow(
+        name=cell.trial,
+        group=group,
+        trainer=cell.trainer,
+        model=spec.model,
+        dtype=spec.dtype,
+        checkpointing=spec.checkpointing,
+        batch_size=spec.batch_size,
+        seq_len=spec.seq_len,
+        outcome=cell.outcome,
+        reason=result.reason if result else "in the plan, without a result yet",
+        total_seconds=positive(result.seconds) if result else None,
+        step_seconds=cell.seconds,
+        is_unstable=cell.is_unstable,
+        tokens_per_s=cell.tokens_per_s,
+        samples_per_s=cell.samples_per_s,
+        peak_bytes=cell.peak_bytes,
+        mfu=cell.mfu,
+        hfu=cell.hfu,
+        command=result.command if result else "",
+        trace=result.measured.trace if result else None,
+        epsilon=positive(result.measured.privacy.epsilon) if result and result.measured.privacy else None,
+    )
+
+
+def positive(value: Any) -> Any:
+    """The number; None when it is no finite number above 0, which no measurement is."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and 0 < value <= MOST_FINITE else None
+
+
+def _tells_peak(result: TrialResult) -> bool:
+    """On an accelerator whose allocator does not tell, the host's memory is not what decides."""
+    on_cpu = str(result.environment.get("device", "cpu")).startswith("cpu")
+    return on_cpu or result.measured.memory.reserved_bytes is not None
+
+
+def _above_start(memory: MemoryUse) -> int | None:
+    host = memory.host_peak_bytes
+    if memory.reserved_bytes is not None or host is None or memory.baseline_bytes is None:
+        return None
+    above: int | None = positive(host - memory.baseline_bytes)
+    return above

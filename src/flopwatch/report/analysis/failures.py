@@ -1,0 +1,234 @@
+"""Trials that did not run to their end, grouped by cause. Pure."""
+
+import re
+import shlex
+import signal
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.report.analysis.cells import place_key, privacy_of, trainer_name
+from flopwatch.report.records import Failure
+
+LOG_LINES = 15
+# What needs a person first; an out-of-memory is a result, and what was not tried comes last.
+_URGENCY = (
+    "crash",
+    "hang",
+    "timeout",
+    "error",
+    "lost",
+    "invalid",
+    "cancelled",
+    "oom_host",
+    "oom_device",
+    "unsupported",
+)
+_NOT_A_FAILURE = ("ok", "oom_inferred", "skipped")
+
+
+def group_failures(results: Iterable[TrialResult], largest_ok: Mapping[tuple[Any, ...], int]) -> tuple[Failure, ...]:
+    """By cause, the ones to look at first, then by count.
+
+    Args:
+        results: Of the sweep.
+        largest_ok: The largest batch that ran by `place_key`, for the advice.
+    """
+    alike: dict[tuple[str, str], list[TrialResult]] = defaultdict(list)
+    for result in results:
+        if result.outcome not in _NOT_A_FAILURE:
+            alike[str(result.outcome), cause_of(result)].append(result)
+    failures = [_failure(cause, members, largest_ok) for (_, cause), members in alike.items()]
+    return tuple(sorted(failures, key=lambda failure: (_urgency(failure.outcome), -failure.count, failure.cause)))
+
+
+def cause_of(result: TrialResult) -> str:
+    """The strongest thing known; those whose log also tells of memory are kept apart, for what to do may differ."""
+    hint = "; its log tells of memory" if result.evidence.get("hint") else ""
+    return _cause(result) + hint
+
+
+def _cause(result: TrialResult) -> str:
+    """Exception, signal, exit code, the scheduler's word, or the reason in words."""
+    evidence = result.evidence
+    exception = evidence.get("exception")
+    if result.outcome in ("timeout", "hang", "cancelled"):  # our own kill: its signal says nothing
+        return f"in phase {result.phase}"
+    if isinstance(exception, Mapping) and exception.get("type"):
+        return normalised(f"{exception['type']}: {exception.get('message') or ''}").rstrip(": ")
+    if isinstance(exception, str) and exception:
+        return normalised(exception)
+    if result.outcome == "oom_host" and result.reason:  # its SIGKILL is the kernel's, the reason says so
+        return normalised(result.reason)
+    if evidence.get("signal"):
+        return signal_name(evidence["signal"])
+    if result.outcome in ("error", "oom_host") and evidence.get("exit_code") is not None:
+        return f"exit code {evidence['exit_code']}"
+    if evidence.get("state"):
+        return normalised(str(evidence["state"]))
+    return normalised(result.reason) or "no reason given"
+
+
+def normalised(message: str) -> str:
+    """The first line without what differs from trial to trial.
+
+    >>> normalised("tried to allocate 2.50 GiB at 0x7f3a in /home/me/a.py, line 3")
+    'tried to allocate N GiB at ADDRESS in PATH, line N'
+    """
+    line = (message.strip().splitlines() or [""])[0][:300]
+    line = re.sub(r"\b0x[0-9a-fA-F]+\b", "ADDRESS", line)
+    line = re.sub(r"(?<![\w.])(?:~|\.{1,2})?/[^\s'\",;:)]+|\b[A-Za-z]:\\[^\s'\",;)]+", "PATH", line)
+    return re.sub(r"(?<![A-Za-z_0-9])\d+(?:[.,]\d+)*", "N", line)
+
+
+def signal_name(value: Any) -> str:
+    """Of a number or a name.
+
+    >>> signal_name(9), signal_name("SIGSEGV")
+    ('SIGKILL', 'SIGSEGV')
+    """
+    if isinstance(value, int) and value in {int(known) for known in signal.Signals}:
+        return signal.Signals(value).name
+    return value if isinstance(value, str) else f"signal {value}"
+
+
+def last_lines(text: str, count: int = LOG_LINES) -> str:
+    return "\n".join(text.rstrip().splitlines()[-count:])
+
+
+def _failure(cause: str, members: Sequence[TrialResult], largest_ok: Mapping[tuple[Any, ...], int]) -> Failure:
+    # One with a log says more than one without.
+    example = next((member for member in members if member.log_tail or member.stacks), members[0])
+    return Failure(
+        outcome=str(example.outcome),
+        cause=cause,
+        count=len(members),
+        trials=tuple(member.name for member in members),
+        by_trainer=dict(Counter(trainer_name(member.spec) for member in members).most_common()),
+        example=example.name,
+        reason=example.reason,
+        phase=example.phase,
+        step=example.step,
+        evidence=dict(example.evidence),
+        command=example.command,
+        log_tail=last_lines(example.log_tail),
+        stacks=example.stacks,
+        advice=advice_for(example, _cause(example), largest_ok.get(place_key(example.spec))),
+    )
+
+
+def _urgency(outcome: str) -> int:
+    return _URGENCY.index(outcome) if outcome in _URGENCY else len(_URGENCY)
+
+
+# What to do about a trial that did not run to its end. Pure.
+#
+# Sources: man 7 signal for signals; the message of torch's DataLoader ("insufficient shared memory") for SIGBUS; the
+# table of trainers in docs/sweep.md for what the clipping trainers hold in memory.
+
+
+_BY_SIGNAL = {
+    "SIGKILL": "Nobody of flopwatch sent SIGKILL: often the kernel for memory. Look: dmesg | grep -i 'killed process'",
+    "SIGSEGV": "A fault in native code. Run the command below with PYTHONFAULTHANDLER=1: it prints the Python line.",
+    "SIGABRT": "Native code gave up; its last words are at the end of the log.",
+    "SIGBUS": "Often a full /dev/shm: look at df -h /dev/shm, or use no data loader workers.",
+    "SIGTERM": "Somebody asked it to end: a scheduler's time limit, a preemption, a shutdown.",
+    "SIGILL": "An instruction this CPU does not have: a wheel built for another one.",
+    "SIGFPE": "A division by zero in native code, often an empty batch or dimension.",
+}
+
+
+def advice_for(result: TrialResult, cause: str, largest_ok: int | None) -> tuple[str, ...]:
+    """Short and exact, most useful first.
+
+    Args:
+        result: One of the trials.
+        cause: What they have in common.
+        largest_ok: The largest batch that ran with this trainer at this sequence length.
+    """
+    by_outcome: Mapping[str, Callable[[], tuple[str, ...]]] = {
+        "oom_device": lambda: _out_of_memory(result, largest_ok),
+        "oom_host": lambda: (*_host_limit(result), *_out_of_memory(result, largest_ok)),
+        "crash": lambda: (_BY_SIGNAL.get(cause, "Run the command below alone; the log's end is where it was."),),
+        "hang": lambda: _hang(result),
+        "timeout": lambda: _timeout(result),
+        "error": lambda: _error(cause),
+        "unsupported": lambda: _unsupported(result),
+        "invalid": lambda: ("Change the configuration; no run can cure it.",),
+        "cancelled": lambda: ("Start the same sweep again: it goes on where it stopped.",),
+        "lost": lambda: ("The machine or its job went away. Run again: flopwatch sweep ... --only failed",),
+    }
+    return (*_hint(result), *by_outcome.get(result.outcome, lambda: ())())
+
+
+def _hint(result: TrialResult) -> tuple[str, ...]:
+    """Words of a log, which decided nothing."""
+    hint = result.evidence.get("hint")
+    if not hint:
+        return ()
+    said = f"Its log says: {hint}. Words decide nothing, so larger trials were run too; if memory ended it, "
+    if result.spec.trainer == "command":
+        return (said + 'let the command write {"outcome": "oom_device"} to $FLOPWATCH_TRIAL_DIR/metrics.json.',)
+    return (said + f"use a batch below {result.spec.batch_size}.",)
+
+
+def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ...]:
+    spec = result.spec
+    ran = f": {largest_ok} ran at sequence {spec.seq_len}" if largest_ok and largest_ok < spec.batch_size else ""
+    advice = [f"Use a batch below {spec.batch_size}{ran}." if spec.batch_size > 1 else "Batch 1 is too large already."]
+    is_private = privacy_of(spec) == "private"
+    if not spec.checkpointing and not is_private:
+        advice.append("Gradient checkpointing holds fewer activations for about a third more compute.")
+    if spec.trainer in ("dpsgd", "fast"):
+        advice.append("Ghost clipping holds no per-sample gradients; it needs less at short sequences.")
+    if spec.trainer == "ghost":
+        advice.append("Ghost clipping holds a sequence x sequence matrix per sample; dpsgd may need less here.")
+    if spec.layout == "ddp":
+        advice.append("Every process holds the whole model under ddp; with layout: fsdp each holds a part of it.")
+    if spec.trainer != "command" and spec.layout is None:  # fit searches with one process
+        advice.append(f"Find the largest batch: {_fit_command(spec)}")
+    return tuple(advice)
+
+
+def _fit_command(spec: TrialSpec) -> str:
+    """For this very configuration."""
+    words = ["flopwatch", "fit", "--trainer", spec.trainer, "--model", spec.model, "--seq-len", str(spec.seq_len)]
+    words += ["--dtype", spec.dtype] if spec.dtype != "fp32" else []
+    words += ["--checkpoint"] if spec.checkpointing else []
+    words += ["--device", spec.device] if spec.device != "auto" else []
+    words += ["--memory", str(spec.limits.memory_bytes)] if spec.limits.memory_bytes else []
+    words += [f"options.{name}={value}" for name, value in spec.options.items()]
+    return shlex.join(words)
+
+
+def _host_limit(result: TrialResult) -> tuple[str, ...]:
+    limit = result.spec.limits.memory_bytes
+    return (f"The trial's limit was {limit / 2**30:.3g} GiB; raise --memory if the host has more.",) if limit else ()
+
+
+def _hang(result: TrialResult) -> tuple[str, ...]:
+    limit = result.spec.limits.no_progress_seconds
+    slow = f"If a step may take longer than {limit:g} s, raise --no-progress." if limit else ""
+    shown = "The stacks below show what each thread waited for." if result.stacks else "No stacks: it held the GIL."
+    return tuple(line for line in (shown, slow) if line)
+
+
+def _timeout(result: TrialResult) -> tuple[str, ...]:
+    limit = result.spec.limits.wall_seconds
+    reached = f"It still made progress in phase {result.phase}" + (f" after {limit:g} s" if limit else "")
+    return (f"{reached}: raise --timeout, or measure fewer steps.",)
+
+
+def _error(cause: str) -> tuple[str, ...]:
+    if cause.startswith(("ModuleNotFoundError", "ImportError")):
+        return ("Install what is missing in the environment the trials run in.",)
+    if cause.startswith("exit code"):
+        return ("The program ended itself; look for exit() in it, and at the end of the log.",)
+    return ("Run the command below alone; once cured: flopwatch sweep ... --only failed",)
+
+
+def _unsupported(result: TrialResult) -> tuple[str, ...]:
+    if result.spec.checkpointing:
+        return ("Take the pair out of the matrix, or run it without gradient checkpointing.",)
+    return ("Take the pair out of the matrix, or choose another trainer for this model.",)

@@ -1,0 +1,251 @@
+"""From what lies in the folder to one summary. Pure."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, TrialResult, TrialSpec
+from flopwatch.report.analysis.caveats import (
+    denominators,
+    distinct_environments,
+    host_memory_warnings,
+    incomplete_warnings,
+    mixed_warnings,
+    peak_warnings,
+    retried_warnings,
+)
+from flopwatch.report.analysis.cells import (
+    column_names,
+    group_key,
+    group_settings,
+    group_title,
+    make_cell,
+    make_row,
+    missing_cell,
+    place_key,
+    positive,
+    privacy_of,
+    trainer_name,
+    trainer_order,
+)
+from flopwatch.report.analysis.failures import group_failures
+from flopwatch.report.analysis.verdicts import choose, cost_factors, find_crossovers, frontier, pareto_trials
+from flopwatch.report.capture import Capture
+from flopwatch.report.matrices import MOST_COLUMNS
+from flopwatch.report.records import Cell, Group, SweepSummary, Totals, TrainerTotals, TrialRow
+from flopwatch.report.sentences import privacy_rows
+
+
+class _Member(NamedTuple):
+    cell: Cell
+    spec: TrialSpec
+    result: TrialResult | None
+
+
+def summarise(capture: Capture) -> SweepSummary:
+    """Everything the report says."""
+    results = list(capture.results.values())
+    members = _grouped(capture)
+    varying = _varying([group_settings(group[0].spec) for group in members])
+    groups = tuple(_group(group, varying) for group in members)
+    totals = sweep_totals(results, len(capture.missing))
+    return SweepSummary(
+        name=capture.folder.resolve().name,
+        folder=str(capture.folder),
+        engine=capture.engine,
+        created=capture.created,
+        totals=totals,
+        trainers=trainer_totals(results, capture.missing.values()),
+        groups=groups,
+        failures=group_failures(results, _largest_ok(results)),
+        environments=distinct_environments(results),
+        preflight=capture.preflight,
+        warnings=(
+            *capture.troubles,
+            *_warnings(groups, totals.by_outcome),
+            *incomplete_warnings(results),
+            *retried_warnings(results),
+        ),
+        rows=_rows(members),
+    )
+
+
+def _grouped(capture: Capture) -> list[list[_Member]]:
+    """Comparable trials together, the groups with the most that ran first."""
+    specs = {name: result.spec for name, result in capture.results.items()} | dict(capture.missing)
+    columns = column_names(specs)
+    groups: dict[tuple[Any, ...], list[_Member]] = defaultdict(list)
+    for name, spec in specs.items():
+        result = capture.results.get(name)
+        cell = make_cell(result, columns[name]) if result else missing_cell(name, spec, columns[name])
+        groups[group_key(spec)].append(_Member(cell, spec, result))
+    return sorted(groups.values(), key=lambda group: -sum(member.cell.outcome == "ok" for member in group))
+
+
+def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
+    settings = group_settings(members[0].spec)
+    cells = _with_like_peaks([member.cell for member in members])
+    trainers = trainer_order((member.cell.trainer, member.spec.trainer) for member in members)
+    results = [member.result for member in members if member.result is not None]
+    counts = Counter(result.measured.parameters for result in results if result.measured.parameters)
+    return Group(
+        title=group_title(settings, varying),
+        settings=settings,
+        parameters=counts.most_common(1)[0][0] if counts else None,
+        trainers=trainers,
+        batch_sizes=tuple(sorted({cell.batch_size for cell in cells})),
+        seq_lens=tuple(sorted({cell.seq_len for cell in cells})),
+        cells=cells,
+        choices=choose(cells),
+        cost_factors=cost_factors(cells),
+        frontier=frontier(cells),
+        crossovers=find_crossovers(cells, trainers) if len(trainers) <= MOST_COLUMNS else (),
+        pareto=pareto_trials(cells),
+        denominators=denominators(results),
+        warnings=(
+            *mixed_warnings(results),
+            *peak_warnings(results),
+            *host_memory_warnings(results),
+            *_too_many(len(trainers)),
+        ),
+        privacy_spent=privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),
+    )
+
+
+def _with_like_peaks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Beside trials that tell of an accelerator's memory, the host memory of a command is none to compare."""
+    if not any(cell.device_bytes for cell in cells):
+        return tuple(cells)
+    return tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in cells)
+
+
+def _too_many(columns: int) -> tuple[str, ...]:
+    if columns <= MOST_COLUMNS:
+        return ()
+    return (f"{columns:,} trainers, options or seeds: {MOST_COLUMNS} are shown, and crossovers were not looked for",)
+
+
+def _rows(groups: Sequence[Sequence[_Member]]) -> tuple[TrialRow, ...]:
+    return tuple(
+        make_row(member.cell, member.spec, place, member.result)
+        for place, group in enumerate(groups)
+        for member in group
+    )
+
+
+def _varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [name for name in (settings[0] if settings else ()) if len({group[name] for group in settings}) > 1]
+
+
+def _largest_ok(results: Sequence[TrialResult]) -> dict[tuple[Any, ...], int]:
+    largest: dict[tuple[Any, ...], int] = {}
+    for result in results:
+        if result.outcome == "ok":
+            place = place_key(result.spec)
+            largest[place] = max(largest.get(place, 0), result.spec.batch_size)
+    return largest
+
+
+def _warnings(groups: Sequence[Group], by_outcome: Mapping[str, int]) -> tuple[str, ...]:
+    warnings = [f"{group.title}: {warning}" for group in groups for warning in group.warnings]
+    if missing := by_outcome.get("missing", 0):
+        verb = "trial has" if missing == 1 else "trials have"
+        warnings.append(f"{missing:,} {verb} no result yet; start the same sweep again and it goes on")
+    return tuple(warnings)
+
+
+# How many ended how, per trainer and in all. Pure.
+
+
+_LONGEST_SWEEP_SECONDS = 5 * 365 * 86400.0
+"""A machine whose clock has no battery begins in 1970: what is longer is no time anybody waited."""
+
+
+def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
+    results = list(results)
+    counts = Counter(str(result.outcome) for result in results)
+    if missing:
+        counts["missing"] = missing
+    lives = [(result.unix_time, positive(result.seconds) or 0.0) for result in results]
+    return Totals(
+        trials=len(results) + missing,
+        by_outcome=dict(counts.most_common()),
+        trial_seconds=sum(seconds for _, seconds in lives),
+        wall_seconds=_wall_seconds(lives),
+    )
+
+
+def _wall_seconds(lives: Sequence[tuple[float | None, float]]) -> float | None:
+    """From the first start to the last end, by the clocks of all hosts; None where one of them cannot be right."""
+    ran = [(start, start + seconds) for start, seconds in lives if start is not None]
+    if not ran:
+        return None
+    first, last = min(start for start, _ in ran), max(end for _, end in ran)
+    return last - first if first >= 0 and last - first < _LONGEST_SWEEP_SECONDS else None
+
+
+def was_tried(result: TrialResult) -> bool:
+    """Whether its end says something of its trainer; one refused before its start, or cancelled, does not."""
+    if result.outcome == "invalid":
+        return result.unix_time is not None
+    return result.outcome not in (*NOT_RUN, "cancelled")
+
+
+def trainer_totals(results: Iterable[TrialResult], missing: Iterable[TrialSpec]) -> tuple[TrainerTotals, ...]:
+    by_trainer: dict[str, list[TrialResult]] = defaultdict(list)
+    missing_of: Counter[str] = Counter()
+    specs: dict[str, TrialSpec] = {}
+    for result in results:
+        by_trainer[trainer_name(result.spec)].append(result)
+        specs.setdefault(trainer_name(result.spec), result.spec)
+    for spec in missing:
+        missing_of[trainer_name(spec)] += 1
+        specs.setdefault(trainer_name(spec), spec)
+    shared = _shared_configurations(list(by_trainer.values()))
+    names = trainer_order((name, spec.trainer) for name, spec in specs.items())
+    return tuple(_one_trainer(specs[name], by_trainer[name], missing_of[name], shared) for name in names)
+
+
+def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, shared: set[str]) -> TrainerTotals:
+    tried = [result for result in results if was_tried(result)]
+    ok = [result for result in tried if result.outcome == "ok"]
+    too_large = sum(result.outcome in OUT_OF_MEMORY for result in tried)
+    peaks = [peak for result in ok if (peak := positive(result.measured.memory.peak_bytes))]
+    shared_peaks = [
+        peak
+        for result in ok
+        if _configuration(result.spec) in shared and (peak := positive(result.measured.memory.peak_bytes))
+    ]
+    counts = Counter(str(result.outcome) for result in results)
+    return TrainerTotals(
+        trainer=trainer_name(spec),
+        privacy=privacy_of(spec),
+        tried=len(tried),
+        ok=len(ok),
+        out_of_memory=too_large,
+        failed=len(tried) - len(ok) - too_large,
+        not_run=len(results) - len(tried) + missing,
+        success_rate=len(ok) / len(tried) if tried else None,
+        mean_peak_bytes=fmean(peaks) if peaks else None,
+        peaks=len(peaks),
+        shared_mean_peak_bytes=fmean(shared_peaks) if shared_peaks else None,
+        shared_peaks=len(shared_peaks),
+        by_outcome=dict(counts) | ({"missing": missing} if missing else {}),
+    )
+
+
+def _shared_configurations(by_trainer: Sequence[Sequence[TrialResult]]) -> set[str]:
+    """Those every trainer ran; a trainer that only ran small ones would look frugal otherwise."""
+    if len(by_trainer) < 2:
+        return set()
+    ran = [
+        {_configuration(r.spec) for r in results if r.outcome == "ok" and positive(r.measured.memory.peak_bytes)}
+        for results in by_trainer
+    ]
+    return set.intersection(*ran)
+
+
+def _configuration(spec: TrialSpec) -> str:
+    return f"{spec.model} {spec.dtype} {spec.checkpointing} {spec.device} {spec.batch_size} {spec.seq_len}"

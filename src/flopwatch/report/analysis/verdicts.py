@@ -1,0 +1,249 @@
+"""Where one trainer overtakes another along sequence length or batch size. Pure.
+
+Between two measured neighbours the logarithm of the ratio is taken as linear in the logarithm of the axis: costs are
+sums of powers of both, so this is straight where one power dominates.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, pairwise
+from math import exp, log
+from typing import NamedTuple
+
+from flopwatch.records.trial import OUT_OF_MEMORY
+from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, Privacy, Quantity
+
+PROCESS_NOISE = 0.02
+"""Two processes that run the same differ by so much, even where the steps within each agree."""
+MEMORY_RESOLUTION = 0.01
+"""Peaks have no interval; closer than this they count as equal."""
+
+
+class _Point(NamedTuple):
+    value: int
+    log_ratio: float  # of the first trainer over the second: below 0 the first is better
+    is_decided: bool
+
+
+def find_crossovers(cells: Iterable[Cell], trainers: Sequence[str]) -> tuple[Crossover, ...]:
+    """All of a group, the claimed ones first."""
+    ran = [cell for cell in cells if cell.outcome == "ok"]
+    found: list[Crossover] = []
+    for axis in ("sequence", "batch"):
+        for fixed, line in _lines(ran, axis).items():
+            for first, second in combinations(trainers, 2):
+                if first in line and second in line:
+                    for quantity in ("time", "memory"):
+                        points = _points(line[first], line[second], quantity)
+                        found += _along(points, first, second, quantity, axis, fixed)
+    return tuple(sorted(found, key=lambda crossover: not crossover.is_claimed))
+
+
+def is_told_apart(first: Cell, second: Cell, quantity: Quantity) -> bool:
+    """Whether the measurement decides: intervals 2 % wider on each side do not overlap, peaks differ by 1 %."""
+    if quantity == "memory":
+        peaks = first.peak_bytes or 0, second.peak_bytes or 0
+        return max(peaks) > (1 + MEMORY_RESOLUTION) * min(peaks)
+    return _ends_before(first, second) or _ends_before(second, first)
+
+
+def _ends_before(first: Cell, second: Cell) -> bool:
+    if first.high_seconds is None or second.low_seconds is None:
+        return False
+    return first.high_seconds * (1 + PROCESS_NOISE) < second.low_seconds * (1 - PROCESS_NOISE)
+
+
+def interpolated(low: _Point, high: _Point) -> float:
+    """Where the log ratio is 0 on the straight line through both."""
+    share = low.log_ratio / (low.log_ratio - high.log_ratio)
+    return exp(log(low.value) + share * (log(high.value) - log(low.value)))
+
+
+def _lines(cells: Sequence[Cell], axis: Axis) -> dict[int, dict[str, dict[int, Cell]]]:
+    """Fixed value, then trainer, then value along the axis."""
+    lines: dict[int, dict[str, dict[int, Cell]]] = defaultdict(lambda: defaultdict(dict))
+    for cell in cells:
+        along, fixed = (cell.seq_len, cell.batch_size) if axis == "sequence" else (cell.batch_size, cell.seq_len)
+        lines[fixed][cell.trainer][along] = cell
+    return dict(sorted(lines.items()))
+
+
+def _points(first: dict[int, Cell], second: dict[int, Cell], quantity: Quantity) -> list[_Point]:
+    points = []
+    for value in sorted(first.keys() & second.keys()):
+        a, b = first[value], second[value]
+        amounts = (a.seconds, b.seconds) if quantity == "time" else (a.peak_bytes, b.peak_bytes)
+        if amounts[0] and amounts[1]:
+            points.append(_Point(value, log(amounts[0] / amounts[1]), is_told_apart(a, b, quantity)))
+    return points
+
+
+def _along(
+    points: Sequence[_Point], first: str, second: str, quantity: Quantity, axis: Axis, fixed: int
+) -> Iterator[Crossover]:
+    decided = [place for place, point in enumerate(points) if point.is_decided]
+    covered: set[int] = set()
+    for low, high in pairwise(decided):
+        if _crosses(points[low], points[high]):
+            between = tuple(point.value for point in points[low + 1 : high])
+            covered.update(range(low, high))
+            at = None if between else interpolated(points[low], points[high])
+            yield _crossover(points[low], points[high], (first, second), (quantity, axis, fixed), at, between)
+    for place, (below, above) in enumerate(pairwise(points)):
+        if place not in covered and _crosses(below, above):
+            names = (first, second), (quantity, axis, fixed)
+            yield _crossover(below, above, *names, None, (), is_claimed=False)
+
+
+def _crosses(low: _Point, high: _Point) -> bool:
+    return (low.log_ratio < 0 < high.log_ratio) or (high.log_ratio < 0 < low.log_ratio)
+
+
+def _crossover(
+    low: _Point,
+    high: _Point,
+    names: tuple[str, str],
+    where: tuple[Quantity, Axis, int],
+    at: float | None,
+    equal_at: tuple[int, ...],
+    *,
+    is_claimed: bool = True,
+) -> Crossover:
+    below, above = names if low.log_ratio < 0 else names[::-1]
+    return Crossover(*where, below, above, low.value, high.value, at, equal_at, is_claimed)
+
+
+# What to run: per sequence length and privacy class, decided only where the measurement decides. Pure.
+#
+# A private trainer is never weighed against one that is not: the second gives no privacy, however fast.
+
+
+NEAR = 0.9
+"""Within 10 % of the fastest."""
+_CLASSES: tuple[Privacy, ...] = ("not private", "private", "unknown")
+
+
+def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
+    """One choice per sequence length and class that has anything that ran and was timed."""
+    places = _by_place(cell for cell in cells if cell.samples_per_s is not None)
+    return tuple(_choice(*place, members) for place, members in sorted(places.items(), key=_in_order))
+
+
+def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
+    """Names of the trials that nothing of the same class and sequence length beats in both memory and throughput."""
+    places = _by_place(cell for cell in cells if cell.samples_per_s is not None and cell.peak_bytes is not None)
+    best: list[str] = []
+    for members in places.values():
+        most = 0.0
+        for cell in sorted(members, key=lambda cell: (cell.peak_bytes or 0, -(cell.samples_per_s or 0))):
+            if (cell.samples_per_s or 0) > most:
+                most = cell.samples_per_s or 0
+                best.append(cell.trial)
+    return tuple(best)
+
+
+def throughput_interval(cell: Cell) -> tuple[float, float] | None:
+    """Samples per second at the ends of the interval of the median; None when steps were not timed."""
+    if not (cell.samples_per_s and cell.seconds and cell.low_seconds and cell.high_seconds):
+        return None
+    # A command may tell a rate of its own, such as that of four devices.
+    samples = cell.samples_per_s * cell.seconds
+    return samples / cell.high_seconds, samples / cell.low_seconds
+
+
+def _choice(seq_len: int, privacy: Privacy, members: Sequence[Cell]) -> Choice:
+    ranked = sorted(members, key=lambda cell: (-(cell.samples_per_s or 0), cell.peak_bytes or 0))
+    fastest = ranked[0]
+    near = [
+        cell
+        for cell in ranked
+        if cell.peak_bytes is not None and (cell.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
+    ]
+    return Choice(
+        seq_len,
+        privacy,
+        fastest,
+        tied=tuple(cell for cell in ranked[1:] if _overlap(fastest, cell)),
+        lightest=min(near, key=lambda cell: cell.peak_bytes or 0) if near else None,
+        candidates=len(members),
+    )
+
+
+def _overlap(fastest: Cell, other: Cell) -> bool:
+    best, interval = throughput_interval(fastest), throughput_interval(other)
+    if best is None or interval is None:  # without an interval nothing is decided
+        return (other.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
+    return interval[1] * (1 + PROCESS_NOISE) >= best[0] * (1 - PROCESS_NOISE)
+
+
+def _by_place(cells: Iterable[Cell]) -> dict[tuple[int, Privacy], list[Cell]]:
+    places: dict[tuple[int, Privacy], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        places[cell.seq_len, cell.privacy].append(cell)
+    return places
+
+
+def _in_order(place: tuple[tuple[int, Privacy], list[Cell]]) -> tuple[int, int]:
+    (seq_len, privacy), _ = place
+    return seq_len, _CLASSES.index(privacy)
+
+
+# What a trainer costs against `standard`, and how far each gets. Pure.
+
+
+BASELINE = "standard"
+
+
+def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
+    """Every other trainer against `standard` at the same batch size and sequence length, where both ran."""
+    ran = [cell for cell in cells if cell.outcome == "ok"]
+    # With several columns of `standard` (seeds, options) none of them is the baseline.
+    columns = {cell.trainer for cell in ran if cell.privacy == "not private"}
+    baseline = next(iter(columns)) if len(columns) == 1 else BASELINE
+    standard = {(cell.seq_len, cell.batch_size): cell for cell in ran if cell.trainer == baseline}
+    return tuple(
+        _factor(cell, standard[cell.seq_len, cell.batch_size])
+        for cell in sorted(ran, key=lambda cell: (cell.seq_len, cell.batch_size))
+        if cell.trainer != baseline and (cell.seq_len, cell.batch_size) in standard
+    )
+
+
+def frontier(cells: Iterable[Cell]) -> tuple[FrontierPoint, ...]:
+    """Per trainer and sequence length: the largest batch that ran, and the smallest out of memory."""
+    places: dict[tuple[str, int], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        places[cell.trainer, cell.seq_len].append(cell)
+    return tuple(_frontier_point(*place, members) for place, members in places.items())
+
+
+def _factor(cell: Cell, standard: Cell) -> CostFactor:
+    is_bound = cell.is_lower_bound or standard.is_lower_bound  # the ratio of two bounds bounds nothing
+    return CostFactor(
+        cell.trainer,
+        cell.batch_size,
+        cell.seq_len,
+        time=_ratio(cell.seconds, standard.seconds),
+        low_time=_ratio(cell.low_seconds, standard.high_seconds),
+        high_time=_ratio(cell.high_seconds, standard.low_seconds),
+        memory=_ratio(cell.peak_bytes, standard.peak_bytes),
+        memory_above_start=_ratio(cell.above_start_bytes, standard.above_start_bytes),
+        flops=None if is_bound else _ratio(cell.hardware_flops, standard.hardware_flops),
+    )
+
+
+def _ratio(value: float | None, standard: float | None) -> float | None:
+    return value / standard if value is not None and standard else None
+
+
+def _frontier_point(trainer: str, seq_len: int, members: Sequence[Cell]) -> FrontierPoint:
+    ran = [cell.batch_size for cell in members if cell.outcome == "ok"]
+    too_large = {cell.batch_size: cell.outcome for cell in members if cell.outcome in OUT_OF_MEMORY}
+    largest_ok, smallest_oom = max(ran, default=None), min(too_large, default=None)
+    return FrontierPoint(
+        trainer,
+        seq_len,
+        largest_ok,
+        smallest_oom,
+        is_inferred=smallest_oom is not None and too_large[smallest_oom] == "oom_inferred",
+        is_monotone=largest_ok is None or smallest_oom is None or largest_ok < smallest_oom,
+    )

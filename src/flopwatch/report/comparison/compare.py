@@ -1,0 +1,347 @@
+"""From what lies in two folders to one comparison. Pure."""
+
+import json
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from flopwatch.records.plain_text import one_line
+from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
+from flopwatch.report.analysis.caveats import denominators, shown_settings
+from flopwatch.report.analysis.cells import make_cell, trainer_name
+from flopwatch.report.capture import Capture
+from flopwatch.report.comparison.ratios import (
+    Difference,
+    Overall,
+    Pair,
+    Quantity,
+    Ratio,
+    Side,
+    SweepComparison,
+    overall,
+    ratios,
+)
+
+# Which trial of one sweep belongs to which of the other: by what was asked for, never by where it ran. Pure.
+
+
+SIZES = ("model", "batch_size", "seq_len")
+"""Trials that differ in these do different work, and are never paired."""
+_NO_SETTINGS = ("label", "trace", "limits", "options")
+
+_LONGEST_VALUE = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Attributes:
+    name: Of the trial.
+    spec: What was asked for.
+    result: How it ended; None while it has not.
+    settings: Every setting in JSON, options by `options.NAME`.
+    """
+
+    name: str
+    spec: TrialSpec
+    result: TrialResult | None
+    settings: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    pairs: tuple[tuple[Entry, Entry], ...]
+    only_a: tuple[Entry, ...]
+    only_b: tuple[Entry, ...]
+    differences: tuple[Difference, ...]
+
+
+def entries(capture: Capture) -> list[Entry]:
+    """Every trial of the sweep, in the order asked for; then those that wait."""
+    found = [Entry(name, result.spec, result, _settings(result.spec)) for name, result in capture.results.items()]
+    return found + [Entry(name, spec, None, _settings(spec)) for name, spec in capture.missing.items()]
+
+
+def paired(a: Sequence[Entry], b: Sequence[Entry]) -> Pairing:
+    """By settings, then what is left by name.
+
+    A setting that has one value in all of A and another in all of B was changed on purpose, such as `dtype` or `steps`:
+    it is left out and told. A trial of the same name and size whose other settings differ, such as `mine` with another
+    class behind it, is the same to whoever named it.
+    """
+    changed = _changed_throughout(a, b)
+    names = [name for name in _all_names([*a, *b]) if name not in changed]
+    by_settings = _matched(a, b, lambda entry: tuple(entry.settings.get(name) for name in names), prefer_names=True)
+    left_a, left_b = _left(a, (one for one, _ in by_settings)), _left(b, (other for _, other in by_settings))
+    by_name = _matched(left_a, left_b, lambda entry: (entry.name, *(entry.settings.get(name) for name in SIZES)))
+    place = {id(entry): number for number, entry in enumerate(a)}
+    pairs = sorted([*by_settings, *by_name], key=lambda pair: place[id(pair[0])])
+    return Pairing(
+        tuple(pairs),
+        tuple(_left(left_a, (one for one, _ in by_name))),
+        tuple(_left(left_b, (other for _, other in by_name))),
+        tuple(Difference(name, *values) for name, values in changed.items()),
+    )
+
+
+def setting_differences(one: Entry, other: Entry, told: Iterable[str]) -> tuple[Difference, ...]:
+    """What differs between the two of a pair beyond what is told of both sweeps."""
+    known = set(told)
+    return tuple(
+        Difference(name, _shown(one.settings.get(name)), _shown(other.settings.get(name)))
+        for name in _all_names([one, other])
+        if name not in known and one.settings.get(name) != other.settings.get(name)
+    )
+
+
+def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
+    """Settings of which the sweeps share no value: why nothing pairs."""
+    return [
+        name
+        for name in _all_names([*a, *b])
+        if not {entry.settings.get(name) for entry in a} & {entry.settings.get(name) for entry in b}
+    ]
+
+
+def _settings(spec: TrialSpec) -> dict[str, str]:
+    """What changes the measurement. Settings at a default that came later are as good as written down."""
+    found = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name not in _NO_SETTINGS}
+    found["memory_bytes"] = spec.limits.memory_bytes
+    options = spec.options if isinstance(spec.options, Mapping) else {}
+    found |= {f"options.{name}": value for name, value in options.items()}
+    return {name: _cached_json(value) if _is_scalar(value) else _json(value) for name, value in found.items()}
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+@lru_cache(maxsize=4096, typed=True)  # typed: True, 1 and 1.0 are equal, and are three settings
+def _cached_json(value: str | float | None) -> str:
+    return _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _all_names(members: Iterable[Entry]) -> list[str]:
+    return list(dict.fromkeys(name for entry in members for name in entry.settings))
+
+
+def _changed_throughout(a: Sequence[Entry], b: Sequence[Entry]) -> dict[str, tuple[str | None, str | None]]:
+    changed = {}
+    for name in _all_names([*a, *b]):
+        in_a, in_b = {entry.settings.get(name) for entry in a}, {entry.settings.get(name) for entry in b}
+        if name not in SIZES and len(in_a) == len(in_b) == 1 and in_a != in_b:
+            changed[name] = (_shown(in_a.pop()), _shown(in_b.pop()))
+    return changed
+
+
+def _shown(value: str | None) -> str | None:
+    """JSON as a person writes it: text without quotes, nothing for what is not set."""
+    if value is None or value == "null":
+        return None
+    content = json.loads(value)
+    return one_line(content if isinstance(content, str) else value, _LONGEST_VALUE)
+
+
+def _matched(
+    a: Sequence[Entry], b: Sequence[Entry], key: Any, *, prefer_names: bool = False
+) -> list[tuple[Entry, Entry]]:
+    """Equal keys, each entry once; among several of one key the namesakes first."""
+    waiting: dict[Any, deque[Entry]] = defaultdict(deque)
+    for entry in b:
+        waiting[key(entry)].append(entry)
+    found, rest = [], []
+    for entry in a:
+        there = waiting.get(key(entry), deque())
+        namesake = next((other for other in there if other.name == entry.name), None) if prefer_names else None
+        if namesake is not None:
+            there.remove(namesake)
+            found.append((entry, namesake))
+        elif there:
+            rest.append(entry)
+    for entry in rest:
+        if waiting[key(entry)]:
+            found.append((entry, waiting[key(entry)].popleft()))
+    return found
+
+
+def _left(members: Sequence[Entry], taken: Iterable[Entry]) -> list[Entry]:
+    gone = {id(entry) for entry in taken}
+    return [entry for entry in members if id(entry) not in gone]
+
+
+# What differs in where two sweeps ran: versions, devices, hosts, the user's code, the peak of MFU. Pure.
+
+
+_MOST_VALUES = 3
+_LONGEST_FACT = 300
+
+
+def environment_differences(a: Sequence[TrialResult], b: Sequence[TrialResult]) -> tuple[Difference, ...]:
+    """Facts that have not the same values in both; several values with how many trials have each."""
+    in_a, in_b = _facts(a), _facts(b)
+    names = dict.fromkeys([*in_a, *in_b])
+    return tuple(
+        Difference(name, _told(in_a.get(name)), _told(in_b.get(name)))
+        for name in names
+        if set(in_a.get(name, ())) != set(in_b.get(name, ()))
+    )
+
+
+def _facts(results: Iterable[TrialResult]) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = {}
+    ran = [result for result in results if result.environment]
+    for environment, count in _distinct(ran):
+        facts = shown_settings(environment)
+        sources = environment.get("sources")
+        if isinstance(sources, Mapping):
+            facts |= {f"code of {name}": str(digest)[:12] for name, digest in sources.items()}
+        for name, value in facts.items():
+            found.setdefault(one_line(name), Counter())[one_line(value, _LONGEST_FACT)] += count
+    if peaks := denominators(ran):
+        found["peak of MFU"] = Counter(one_line(words) for words in peaks)
+    return found
+
+
+def _distinct(results: Iterable[TrialResult]) -> list[tuple[Mapping[str, Any], int]]:
+    """Most of 10,000 trials ran in the same place, which is put in words once."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, Mapping[str, Any]] = {}
+    for result in results:
+        key = repr(result.environment)
+        counts[key] += 1
+        examples[key] = result.environment
+    return [(examples[key], count) for key, count in counts.items()]
+
+
+def _told(counts: Counter[str] | None) -> str | None:
+    if not counts:
+        return None
+    if len(counts) == 1:
+        return next(iter(counts))
+    told = [f"{value} ({count:,})" for value, count in counts.most_common(_MOST_VALUES)]
+    return ", ".join(told) + (f" and {len(counts) - _MOST_VALUES:,} more" if len(counts) > _MOST_VALUES else "")
+
+
+def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
+    """B against A: pairs of the same configuration with ratios, and everything that is not the same."""
+    in_a, in_b = entries(a), entries(b)
+    pairing = paired(in_a, in_b)
+    told = [difference.what for difference in pairing.differences]
+    pairs = tuple(_pair(one, other, told) for one, other in pairing.pairs)
+    environment = environment_differences(list(a.results.values()), list(b.results.values()))
+    return SweepComparison(
+        a=_side(a, in_a),
+        b=_side(b, in_b),
+        settings=pairing.differences,
+        environment=environment,
+        pairs=pairs,
+        overall=overall(pairs),
+        by_trainer=_by_trainer(pairs),
+        only_a=tuple(entry.name for entry in pairing.only_a),
+        only_b=tuple(entry.name for entry in pairing.only_b),
+        notes=(*_troubles(a, b), *_memory_notes(pairing), *_notes(in_a, in_b, pairs, environment)),
+    )
+
+
+def _side(capture: Capture, members: Sequence[Entry]) -> Side:
+    return Side(str(capture.folder), len(members), Counter(map(_outcome, members)))
+
+
+def _pair(one: Entry, other: Entry, told: Sequence[str]) -> Pair:
+    return Pair(
+        one.name,
+        other.name,
+        trainer_name(one.spec),
+        _outcome(one),
+        _outcome(other),
+        one.result.reason if one.result else "",
+        other.result.reason if other.result else "",
+        _ratios(one, other),
+        setting_differences(one, other, told),
+        is_unstable=any(_is_unstable(entry) for entry in (one, other)),
+    )
+
+
+def _is_unstable(entry: Entry) -> bool:
+    steps = entry.result.measured.steps if entry.result and _outcome(entry) == "ok" else None
+    return steps is not None and steps.unstable
+
+
+def _ratios(one: Entry, other: Entry) -> Mapping[Quantity, Ratio]:
+    if one.result is None or other.result is None or not _outcome(one) == _outcome(other) == "ok":
+        return {}
+    found = ratios(make_cell(one.result, ""), make_cell(other.result, ""))
+    if not _is_memory_alike(one, other):
+        found.pop("memory", None)
+    return found
+
+
+def _is_memory_alike(one: Entry, other: Entry) -> bool:
+    kinds = [memory_kind(entry.result.measured.memory) for entry in (one, other) if entry.result]
+    return len(set(kinds)) <= 1
+
+
+def memory_kind(memory: MemoryUse) -> str:
+    """What its peak is of: an accelerator's memory, or a host's with shared pages counted once or for each process.
+
+    >>> memory_kind(MemoryUse(reserved_bytes=1)), memory_kind(MemoryUse(rss_bytes=1))
+    ('reserved on the accelerator', 'resident')
+    """
+    if memory.reserved_bytes is not None:
+        return "reserved on the accelerator"
+    is_resident = memory.host_bytes is None or memory.host_method == "rss"
+    return "resident" if is_resident else "host memory, each page once"
+
+
+def _outcome(entry: Entry) -> str:
+    return str(entry.result.outcome) if entry.result else "missing"
+
+
+def _by_trainer(pairs: Sequence[Pair]) -> dict[str, dict[Quantity, Overall]]:
+    members: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        if pair.ratios:
+            members[pair.trainer].append(pair)
+    return {trainer: overall(found) for trainer, found in members.items()}
+
+
+def _troubles(a: Capture, b: Capture) -> tuple[str, ...]:
+    return tuple(f"{side}: {one_line(trouble)}" for side, one in (("A", a), ("B", b)) for trouble in one.troubles)
+
+
+def _memory_notes(pairing: Pairing) -> tuple[str, ...]:
+    both = [pair for pair in pairing.pairs if _outcome(pair[0]) == _outcome(pair[1]) == "ok"]
+    unlike = sum(not _is_memory_alike(*pair) for pair in both)
+    return (
+        (f"memory of {unlike:,} pairs is not compared: A and B did not measure the same kind of it",) if unlike else ()
+    )
+
+
+def _notes(
+    a: Sequence[Entry],
+    b: Sequence[Entry],
+    pairs: Sequence[Pair],
+    environment: Sequence[Difference],
+) -> tuple[str, ...]:
+    notes = [f"{side} has no trials" for side, members in (("A", a), ("B", b)) if not members]
+    if a and b and not pairs:
+        apart = ", ".join(one_line(name) for name in disjoint_settings(a, b)) or "no single setting"
+        notes.append(f"no configuration is in both sweeps; they share no value of: {apart}")
+    elif pairs and not any(pair.ratios for pair in pairs):
+        notes.append("no configuration ran to its end in both, so there is nothing to divide")
+    if unstable := sum(pair.is_unstable and "time" in pair.ratios for pair in pairs):
+        notes.append(
+            f"the times of {unstable:,} pairs are unstable (~): the machine was busy with something else, and then "
+            "even what the intervals decide may be its doing; measure these again on a quiet machine"
+        )
+    by_name = sum(bool(pair.differences) for pair in pairs)
+    if by_name:
+        notes.append(f"{by_name:,} pairs have the same name and size, but other settings differ")
+    if any(difference.what == "peak of MFU" for difference in environment):
+        notes.append("MFU is a share of different peaks in A and B")
+    return tuple(notes)

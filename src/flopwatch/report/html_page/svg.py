@@ -1,0 +1,121 @@
+"""Small pieces of SVG and HTML: escaping, scales, ticks, markers."""
+
+import html
+from collections.abc import Callable, Sequence
+from math import ceil, floor, log2, log10
+from typing import NamedTuple
+
+from flopwatch.records.plain_text import plain
+
+_MARKERS = (
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
+    "M-3.6 -3.6h7.2v7.2h-7.2z",
+    "M0 -4.6L4.4 3.4H-4.4z",
+    "M0 -5L5 0L0 5L-5 0z",
+    "M0 4.6L4.4 -3.4H-4.4z",
+    "M-1.6 -4.6h3.2v3h3v3.2h-3v3h-3.2v-3h-3v-3.2h3z",
+)
+COLOURS = 8
+
+
+def esc(text: object) -> str:
+    """The only way text of others enters the page.
+
+    >>> esc("<script>'")
+    '&lt;script&gt;&#x27;'
+    """
+    return html.escape(plain(str(text)), quote=True)
+
+
+def marker(kind: int, x: float, y: float, tip: str, style: str = "m", *, is_small: bool = False) -> str:
+    scale = "scale(.6)" if is_small else ""
+    place = f'transform="translate({x:.1f} {y:.1f}){scale}"'
+    return f'<path class="{style} k{kind % COLOURS}" {place} d="{_marker(kind)}"{tipped(tip)}/>'
+
+
+def legend_marker(kind: int) -> str:
+    return (
+        f'<svg viewBox="-6 -6 12 12" aria-hidden="true"><path class="m k{kind % COLOURS}" d="{_marker(kind)}"/></svg>'
+    )
+
+
+def tipped(tip: str) -> str:
+    return f' data-t="{esc(tip)}"' if tip else ""
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", style: str = "") -> str:
+    extra = f' class="{style}"' if style else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{esc(words)}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
+    return f'<line class="{style}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+class Scale(NamedTuple):
+    """A logarithmic axis: costs grow as powers, so both batch size and memory are read in factors."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        if self.high <= self.low:
+            return (self.start + self.end) / 2
+        share = (log10(value) - log10(self.low)) / (log10(self.high) - log10(self.low))
+        return self.start + share * (self.end - self.start)
+
+
+def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12, least: float = 1.0) -> Scale:
+    """Of these values with some room; `least` is the least factor between its ends, so that ticks find a place."""
+    low, high = min(values) / room, max(values) * room
+    more = max((least * low / high) ** 0.5, 1.0)
+    return Scale(low / more, high * more, start, end)
+
+
+def binary_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
+    """Powers of two within.
+
+    >>> binary_ticks(3, 70)
+    [4.0, 8.0, 16.0, 32.0, 64.0]
+    """
+    first, last = ceil(log2(low) - 1e-9), floor(log2(high) + 1e-9)
+    step = max(1, ceil((last - first + 1) / at_most))
+    return [2.0**power for power in range(first, last + 1, step)]
+
+
+def decimal_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
+    """1, 2 and 5 times powers of ten within, or only the powers where those are too many.
+
+    >>> decimal_ticks(90, 1200)
+    [100.0, 200.0, 500.0, 1000.0]
+    """
+    powers = range(floor(log10(low)), ceil(log10(high)) + 1)
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [float(step * 10**power) if power >= 0 else step / 10**-power for power in powers for step in steps]
+        within = [tick for tick in ticks if low <= tick <= high]
+        if len(within) <= at_most:
+            return within
+    return within[:: max(1, ceil(len(within) / at_most))]
+
+
+def axes(x: Scale, y: Scale, x_ticks: Sequence[float], y_ticks: Sequence[float], y_text: Callable[[float], str]) -> str:
+    """Grid lines and the words at them."""
+    parts = [line(x.start, y(tick), x.end, y(tick), "axis") for tick in y_ticks]
+    parts += [text(x.start - 6, y(tick) + 3.5, y_text(tick), anchor="end") for tick in y_ticks]
+    parts += [text(x(tick), y.start + 15, f"{tick:g}", anchor="middle") for tick in x_ticks]
+    return "".join(parts)
+
+
+def figure(title: str, remark: str, drawing: str, width: float, height: float) -> str:
+    small = f" <small>{esc(remark)}</small>" if remark else ""
+    label = esc(f"{title} {remark}".strip())
+    return (
+        f"<figure><figcaption>{esc(title)}{small}</figcaption>"
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{label}">{drawing}</svg></figure>'
+    )
+
+
+def _marker(kind: int) -> str:
+    return _MARKERS[kind % len(_MARKERS)]

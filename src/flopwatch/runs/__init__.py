@@ -1,0 +1,25 @@
+"""Reading a run's log: all of it, a few windows of it, from its end, or while it grows. Never loads torch.
+
+>>> from flopwatch.runs import find_log, read_log
+>>> log = read_log(find_log("outputs"))  # doctest: +SKIP
+>>> log.rows[-1].values["perf/mfu"]  # doctest: +SKIP
+0.413
+"""
+
+from flopwatch.runs.finding import DEFAULT_NAME, NoLogError, find_log
+from flopwatch.runs.following import LogFollower
+from flopwatch.runs.reading import RunLog, StepCells, provenance_at, read_around, read_log, rows_from_end, step_cells
+
+__all__ = [
+    "DEFAULT_NAME",
+    "LogFollower",
+    "NoLogError",
+    "RunLog",
+    "StepCells",
+    "find_log",
+    "provenance_at",
+    "read_around",
+    "read_log",
+    "rows_from_end",
+    "step_cells",
+]

@@ -1,0 +1,321 @@
+"""What was not the same in two runs, and which numbers that touches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from flopwatch.records.run import Number
+from flopwatch.runs import RunLog
+from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
+from flopwatch.spread import cut, draws, interval, thinned
+
+_ALL = "every number"
+_FLOPS = "MFU and HFU"
+_SPEED = "speed"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One fact about the runs that is not the same.
+
+    Attributes:
+        what: The fact.
+        a: In run A; None when its log does not say.
+        b: In run B.
+        touches: Which numbers cannot be compared, or only with care.
+    """
+
+    what: str
+    a: Any
+    b: Any
+    touches: str
+
+
+def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
+    """Those that matter to the numbers, the gravest first. What neither log says is not listed."""
+    found = [(what, read(a), read(b), touches) for what, read, touches in _FACTS]
+    return tuple(Difference(what, in_a, in_b, touches) for what, in_a, in_b, touches in found if in_a != in_b)
+
+
+def _provenance(name: str) -> Callable[[RunLog], Any]:
+    """As it stood at the end: while a run begins, not everything is found yet."""
+    return lambda log: getattr(log.provenances[-1], name) if log.provenances else None
+
+
+def _peak(name: str) -> Callable[[RunLog], Any]:
+    def read(log: RunLog) -> Any:
+        peak = _provenance("peak")(log)
+        return None if peak is None else peak.get(name)
+
+    return read
+
+
+def _environment(name: str) -> Callable[[RunLog], Any]:
+    return lambda log: log.starts[-1].environment.get(name) if log.starts else None
+
+
+def _device(log: RunLog) -> Any:
+    return _peak("device")(log) or _environment("device")(log)
+
+
+def _dtype(log: RunLog) -> Any:
+    configured = log.starts[-1].config.get("dtype") if log.starts else None
+    return _peak("dtype")(log) or configured
+
+
+def _world_size(log: RunLog) -> int | None:
+    return log.starts[-1].world_size if log.starts else None
+
+
+def _exact(log: RunLog) -> bool | None:
+    """What the last row says of its FLOPs; of a log without such rows, what was said of the count."""
+    told = [row.exact for row in log.rows if row.exact is not None]
+    if told:
+        return told[-1]
+    count: bool | None = _provenance("exact")(log)
+    return count
+
+
+def _law(log: RunLog) -> str | None:
+    """Its terms in one line, so that two can be told apart on a screen; None where shapes are counted one by one."""
+    phases = _provenance("law")(log) or {}
+    terms = [f"{each} x {name}" for name, each in phases.get("forward", {}).items() if each not in ("0", "0.0")]
+    return " + ".join(terms) or None
+
+
+_FACTS: tuple[tuple[str, Callable[[RunLog], Any], str], ...] = (
+    ("device", _device, _ALL),
+    ("world size", _world_size, _ALL),
+    ("devices per process", _provenance("device_count"), _ALL),
+    ("dtype", _dtype, _ALL),
+    ("peak FLOP/s", _peak("flops_per_s"), _FLOPS),
+    ("peak is", _peak("kind"), _FLOPS),
+    ("forward FLOPs", _law, _ALL),
+    ("attention", _provenance("attention"), _FLOPS),
+    ("mode", _provenance("mode"), _FLOPS),
+    ("method", _provenance("method"), _FLOPS),
+    ("exact", _exact, _FLOPS),
+    ("coverage", _provenance("coverage"), _FLOPS),
+    ("host", _environment("host"), _SPEED),
+    ("threads", _environment("threads"), _SPEED),
+    ("torch", _environment("torch"), _SPEED),
+    ("flopwatch", _environment("flopwatch"), _FLOPS),
+)
+
+
+# What two runs add up to. No verdict: how long a run goes on says nothing about its speed.
+
+
+TOTALS: tuple[tuple[str, str, Literal["%", "steps", "tokens", "FLOP", "duration"]], ...] = (
+    ("perf/goodput_percent", "goodput", "%"),
+    ("total/steps", "steps in all", "steps"),
+    ("total/tokens", "tokens in all", "tokens"),
+    ("total/model_flops", "model FLOPs in all", "FLOP"),
+    ("time/train_seconds", "time in steps", "duration"),
+)
+
+
+def total(log: RunLog, key: str) -> Number | None:
+    """As the run itself has added it up, at its end or at the newest row that tells."""
+    if log.summary is not None and key in log.summary.values:
+        return log.summary.values[key]
+    group, _, name = key.partition("/")
+    for row in reversed(log.rows):
+        if key in row.values:
+            return row.values[key]
+        in_ledger = _from_ledger(row.ledger, group, name)
+        if in_ledger is not None:
+            return in_ledger
+    return None
+
+
+def _from_ledger(ledger: object, group: str, name: str) -> Number | None:
+    if not isinstance(ledger, dict) or not ledger:
+        return None
+    if name == "steps":
+        return ledger.get("steps")
+    part = ledger.get("totals" if group == "total" else "seconds", {})
+    found: Number | None = part.get(name.removesuffix("_seconds"))
+    return found
+
+
+def recompute_percent(log: RunLog) -> float | None:
+    """Over the rows that tell it (the detailed ones), each by its executed FLOPs."""
+    shares = [
+        (row.values["perf/recompute_percent"], sum(filter(None, row.steps.get("hardware_flops", ()))))
+        for row in log.rows
+        if "perf/recompute_percent" in row.values
+    ]
+    executed = sum(flops for _, flops in shares)
+    return sum(share * flops for share, flops in shares) / executed if executed else None
+
+
+# The comparison itself: every measure in both runs, its change, and whether the change can be told from noise.
+
+
+NOT_TOLD = "no difference that can be told"
+TOO_FEW = "too few steps to tell"
+_LEAST = 0.05
+"""Percent or points: what is printed as 0.0 is not called a difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One measure of both runs. Unknown is None.
+
+    Attributes:
+        key: Its name.
+        label: Its name on the screen.
+        unit: `s`, `tokens/s`, `samples/s`, `steps/s`, `%`, `% of peak`, `x`, `per step`, `steps`, `tokens`,
+            `FLOP` or `duration` (seconds).
+        a: The value of run A.
+        b: The value of run B.
+        change: From A to B, in percent of A; where the unit is `%`, in points, since such a share may be 0.
+        low: Lower end of the 99 % interval of the change.
+        high: Its upper end.
+        verdict: `faster`, `slower`, `higher`, `lower`, ... is B, or why that cannot be told; None where nothing is
+            judged.
+    """
+
+    key: str
+    label: str
+    unit: str
+    a: float | None
+    b: float | None
+    change: float | None = None
+    low: float | None = None
+    high: float | None = None
+    verdict: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSteps:
+    """Which steps of a run are compared.
+
+    Attributes:
+        log: The file.
+        compared: Timed steps outside warm-up.
+        left_out: Warm-up, and steps without a time.
+        has_ended: False while it runs, or when it was killed.
+        world_size: Processes of the training. The steps in a log are those of the rank that wrote it.
+    """
+
+    log: str
+    compared: int
+    left_out: int
+    has_ended: bool
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two runs side by side.
+
+    Attributes:
+        a: The first run.
+        b: The second.
+        differences: What was not the same, so that some numbers may not be comparable.
+        lines: The table.
+    """
+
+    a: RunSteps
+    b: RunSteps
+    differences: tuple[Difference, ...]
+    lines: tuple[Line, ...]
+
+    def line(self, key: str) -> Line:
+        return next(line for line in self.lines if line.key == key)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(a: RunLog, b: RunLog) -> Comparison:
+    """Compare two runs by the steps in their logs."""
+    in_a, in_b = steady_steps(a), steady_steps(b)
+    drawn = _Draws(in_a, in_b)
+    judged = tuple(_measured(measure, in_a, in_b, drawn) for measure in MEASURES)
+    return Comparison(
+        _run_steps(a, len(in_a)), _run_steps(b, len(in_b)), find_differences(a, b), (*judged, *_told(a, b))
+    )
+
+
+def speed_line(comparison: Comparison) -> Line | None:
+    """The line that says how fast the runs are: the first of `SPEED` known in both; None when neither has steps."""
+    lines = (comparison.line(key) for key in SPEED)
+    return next((line for line in lines if line.a is not None and line.b is not None), None)
+
+
+def _run_steps(log: RunLog, compared: int) -> RunSteps:
+    world_size = log.starts[-1].world_size if log.starts else 1
+    return RunSteps(str(log.path), compared, step_count(log) - compared, log.summary is not None, world_size)
+
+
+class _Draws:
+    """Two runs drawn anew again and again, the same way for every measure."""
+
+    def __init__(self, in_a: Sequence[SteadyStep], in_b: Sequence[SteadyStep]) -> None:
+        self._blocks = (cut(in_a), cut(in_b))
+        self._chosen = tuple(draws(len(blocks), seed) for seed, blocks in enumerate(self._blocks))
+        self._pooled: dict[Any, list[list[Any]]] = {}
+
+    def changes(self, measure: Measure) -> list[float]:
+        """The change in every draw; none where a run has too few steps."""
+        if not all(self._blocks):
+            return []
+        # Sorting is nearly all of the work, and several measures look at the same sorted steps.
+        if measure.of_block not in self._pooled:
+            self._pooled[measure.of_block] = [self._pool(measure, run) for run in (0, 1)]
+        pairs = zip(*self._pooled[measure.of_block], strict=True)
+        changes = (_change(measure.value(a), measure.value(b), measure.unit) for a, b in pairs)
+        return [change for change in changes if change is not None]
+
+    def _pool(self, measure: Measure, run: int) -> list[Any]:
+        blocks = [measure.of_block(thinned(block) if measure.sorts else block) for block in self._blocks[run]]
+        return [measure.pool([blocks[index] for index in chosen]) for chosen in self._chosen[run]]
+
+
+def _measured(measure: Measure, in_a: Sequence[SteadyStep], in_b: Sequence[SteadyStep], drawn: _Draws) -> Line:
+    a, b = (measure.value(measure.of_block(steps)) for steps in (in_a, in_b))
+    change = _change(a, b, measure.unit)
+    line = Line(measure.key, measure.label, measure.unit, a, b, change)
+    if change is None or measure.words is None:
+        return line
+    changes = drawn.changes(measure)
+    if not changes:
+        return replace(line, verdict=TOO_FEW)
+    low, high = interval(changes)
+    return replace(line, low=low, high=high, verdict=_verdict(measure.words, low, high))
+
+
+def _change(a: float | None, b: float | None, unit: str) -> float | None:
+    if a is None or b is None:
+        return None
+    if unit == "%":
+        return b - a
+    return 100 * (b - a) / a if a else None
+
+
+def _verdict(words: tuple[str, str], low: float, high: float) -> str:
+    if low > _LEAST:
+        return words[0]
+    return words[1] if high < -_LEAST else NOT_TOLD
+
+
+def _told(a: RunLog, b: RunLog) -> list[Line]:
+    """What the logs have added up themselves."""
+    again = recompute_percent(a), recompute_percent(b)
+    lines = [Line("recompute_percent", "recompute", "%", *again, _change(*again, "%"))]
+    for key, label, unit in TOTALS:
+        in_a, in_b = total(a, key), total(b, key)
+        lines.append(Line(key, label, unit, in_a, in_b, _change(in_a, in_b, unit)))
+    return lines
+
+
+# Two runs side by side, from their logs alone. Pure arithmetic; never loads torch.
+#
+# >>> from flopwatch.runs.comparison import compare
+# >>> from flopwatch.runs import find_log, read_log
+# >>> comparison = compare(read_log(find_log("before")), read_log(find_log("after")))  # doctest: +SKIP
+# >>> comparison.line("tokens_per_second").verdict  # doctest: +SKIP
+# 'faster'

@@ -1,0 +1,306 @@
+"""Host memory of everything below this process: each page counted once, at its peak. Standard library only.
+
+The figure is the proportional set size (PSS) of the tree as if the trial were alone on its machine. A page that
+several processes of the trial share counts once. A page of a file, such as libtorch's code, counts whole even where
+strangers map it too: by bare PSS a trial would seem to shrink when another one starts beside it. So the figure of a
+single process is its resident memory, and the kernel keeps the peak of that for us (VmHWM).
+
+smaps_rollup costs about 10 ms for each GiB a process maps, so of several processes it is read seldom; in between the
+resident sizes, which cost 30 us, are followed.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flopwatch.records.trial import HostMethod
+from flopwatch.sweep.host.processes import descendants
+
+_SEARCH_SECONDS = 1.0
+_SEARCH_LIMITED_SECONDS = 0.2
+_SEARCH_SHARE = 100
+"""How often children are looked for; more often where a limit must be kept, less often where that takes long."""
+
+_ROLLUP_SECONDS = 1.0
+_ROLLUP_URGENT_SECONDS = 0.2
+_ROLLUP_SHARE = 100
+_ROLLUP_URGENT_SHARE = 10
+"""Between two readings of smaps_rollup pass so many times the processor time of one; fewer in case of doubt."""
+
+_WORTH_A_ROLLUP = 0.05
+"""Of what is known: new processes smaller than that wait for the next rollup."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """One process, from /proc/PID/status; bytes.
+
+    Attributes:
+        now: Resident.
+        peak: Most that was resident since it began, or since somebody set that back.
+        anonymous: Of `now`, what is no file's and no shared memory.
+        file: Of `now`, pages of mapped files.
+        parent: Its parent's number.
+        figures: All that the kernel says of its memory.
+    """
+
+    now: int
+    peak: int
+    anonymous: int
+    file: int
+    parent: int = 0
+    figures: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostPeak:
+    """Most host memory seen.
+
+    Attributes:
+        bytes: None when nothing could be looked at.
+        method: How it was found.
+    """
+
+    bytes: int | None = None
+    method: HostMethod | None = None
+
+    def at_least(self, size: int, method: HostMethod) -> "HostPeak":
+        return self if self.bytes is not None and self.bytes >= size else HostPeak(size, method)
+
+
+def fullest(*peaks: HostPeak) -> HostPeak:
+    """Of several nodes.
+
+    >>> fullest(HostPeak(5, "samples"), HostPeak(), HostPeak(7, "rss")).bytes
+    7
+    """
+    return max(peaks, key=lambda peak: peak.bytes or 0)
+
+
+class TreeMemory:
+    """Looked at several times a second beside a trial that is being timed: takes about a hundredth of a core.
+
+    Args:
+        limit_bytes: What the tree may hold; None is no limit.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._pids: Sequence[int] = ()
+        self._seen: dict[int, Resident] = {}
+        self._next_search = self._next_rollup = self._urgent_rollup = 0.0
+        self._rollup: Rollup | None = None
+        self._now_bytes = 0
+        self._is_measured = True
+        self._method: HostMethod = "high_water"
+        self.peak = HostPeak()
+        self.sure_bytes = 0
+        """Least that it held at some moment, without pages of files: for a judgement, where `peak` may be too much."""
+
+    def look(self) -> None:
+        self._search()
+        found = distinct({pid: memory for pid in self._pids if (memory := resident(pid)) is not None})
+        if not found:
+            return
+        self._count(found)
+        # What a process held above its present level since the last look, while the others were as they are.
+        spikes = [one.peak - one.now for pid, one in found.items() if one.peak > self._peak_before(pid)]
+        self._seen = found
+        self.peak = self.peak.at_least(self._now_bytes + max([0, *spikes]), self._method)
+        self.sure_bytes = max([self.sure_bytes, *(one.peak - one.file for one in found.values())])
+
+    def over_limit_bytes(self) -> int | None:
+        """What it holds, when that is more than its limit; None when it is not, or while that is not sure.
+
+        Pages of mapped data files do not count here: the kernel drops them when memory is asked for.
+        """
+        if self._limit_bytes is None or self._now_bytes <= self._limit_bytes or not self._is_measured:
+            return None
+        held = self._now_bytes - max((mapped_data_bytes(pid) for pid in self._seen), default=0)
+        return held if held > self._limit_bytes else None
+
+    def note_ended(self, largest_bytes: int) -> None:
+        """The peak of the largest process that has ended, as the kernel says to its parent."""
+        self.peak = self.peak.at_least(largest_bytes, "high_water")
+        self.sure_bytes = max(
+            self.sure_bytes, largest_bytes - max((one.file for one in self._seen.values()), default=0)
+        )
+
+    def _search(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_search:
+            began = time.process_time()
+            self._pids = listed_descendants(os.getpid())
+            least = _SEARCH_SECONDS if self._limit_bytes is None else _SEARCH_LIMITED_SECONDS
+            self._next_search = now + max(least, _SEARCH_SHARE * (time.process_time() - began))
+
+    def _peak_before(self, pid: int) -> int:
+        return self._seen[pid].peak if pid in self._seen else 0
+
+    def _count(self, found: Mapping[int, Resident]) -> None:
+        """A single process shares with nobody. Of several, what they share is known from the last rollup."""
+        if len(found) == 1:
+            self._now_bytes = next(iter(found.values())).now
+            self._method, self._is_measured = "high_water", True
+            return
+        self._is_measured = time.monotonic() >= self._next_rollup
+        if self._is_measured:
+            self._rollup = self._read_rollup(found)
+        self._now_bytes = max([self._followed(found), *(one.now for one in found.values())])
+        if self._is_in_question(found):
+            self._next_rollup = min(self._next_rollup, self._urgent_rollup)
+
+    def _read_rollup(self, found: Mapping[int, Resident]) -> "Rollup | None":
+        began = time.process_time()
+        rollup = read_rollup(found)
+        if rollup is not None and rollup.total > (self.peak.bytes or 0):
+            # Processes are read one after the other: one that ends in between leaves its share to those read later,
+            # and its pages count twice. Such a moment does not come twice in a row.
+            again = read_rollup(found)
+            rollup = again if again is not None and again.total < rollup.total else rollup
+        took, now = time.process_time() - began, time.monotonic()
+        self._method = "samples" if rollup else "rss"
+        self._urgent_rollup = now + max(_ROLLUP_URGENT_SECONDS, _ROLLUP_URGENT_SHARE * took)
+        self._next_rollup = now + max(_ROLLUP_SECONDS, _ROLLUP_SHARE * took)
+        return rollup
+
+    def _followed(self, found: Mapping[int, Resident]) -> int:
+        """What the last rollup counted, and what its processes took or gave back since. Anonymous memory only: what
+        else becomes resident is often shared already. Who came since may share all it has, and counts for nothing.
+        """
+        if self._rollup is None:
+            return sum(one.now for one in found.values())
+        if self._is_measured:
+            return self._rollup.total
+        since = (found[pid].anonymous - before for pid, before in self._rollup.anonymous.items() if pid in found)
+        return self._rollup.total + sum(since)
+
+    def _is_in_question(self, found: Mapping[int, Resident]) -> bool:
+        """Whether what is not known yet could matter: large new processes, or a limit that seems to be passed."""
+        known = self._rollup.anonymous if self._rollup else found
+        unknown = sum(one.now for pid, one in found.items() if pid not in known)
+        if unknown > _WORTH_A_ROLLUP * self._now_bytes:
+            return True
+        return self._limit_bytes is not None and self._now_bytes > self._limit_bytes
+
+
+def listed_descendants(pid: int) -> list[int]:
+    """As `descendants`, from the lists of children of each thread: far quicker than to read all of /proc, on a machine
+    with many processes. A kernel without such lists is asked the long way.
+    """
+    if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
+        return descendants(pid)
+    found, waiting = [], [pid]
+    while waiting:
+        parent = waiting.pop()
+        with contextlib.suppress(OSError):
+            lists = (_whole(f"/proc/{parent}/task/{task}/children") for task in os.listdir(f"/proc/{parent}/task"))
+            below = [int(word) for each in lists for word in each.split()]
+            found += below
+            waiting += below
+    return found
+
+
+def resident(pid: int | str) -> Resident | None:
+    """None when it is gone, or ended and not yet waited for."""
+    lines = dict(_lines(f"/proc/{pid}/status", 4096))
+    if b"VmRSS" not in lines:
+        return None
+    now = _kibibytes(lines[b"VmRSS"])
+    return Resident(
+        now=now,
+        # The kernel brings the mark up to date only now and then, so it may lie below what is resident.
+        peak=max(now, _kibibytes(lines.get(b"VmHWM", b"0"))),
+        anonymous=_kibibytes(lines.get(b"RssAnon", b"0")),
+        file=_kibibytes(lines.get(b"RssFile", b"0")),
+        parent=int(lines.get(b"PPid", b"0")),
+        figures=tuple(rest for key, rest in lines.items() if key.startswith((b"Vm", b"Rss"))),
+    )
+
+
+def distinct(found: Mapping[int, Resident]) -> dict[int, Resident]:
+    """Without children that still are their parent: until it becomes another program, a child of vfork() runs in its
+    parent's memory, which would count twice. A child of fork() differs, as it has page tables of its own.
+    """
+    return {
+        pid: one for pid, one in found.items() if one.parent not in found or found[one.parent].figures != one.figures
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rollup:
+    """Several processes at one moment.
+
+    Attributes:
+        total: Their memory together, each page once.
+        anonymous: Of each process, as its own rollup says.
+    """
+
+    total: int
+    anonymous: Mapping[int, int]
+
+
+def read_rollup(found: Mapping[int, Resident]) -> Rollup | None:
+    """None where the kernel does not tell what they share, or not of all of them."""
+    parts = {pid: part for pid in found if (part := _rollup_of(pid))}
+    if not parts or any(resident(pid) is not None for pid in found.keys() - parts.keys()):
+        return None
+    files = sum(part.get(b"Pss_File", 0) for part in parts.values())
+    others = sum(part[b"Pss"] for part in parts.values()) - files
+    # Strangers that map the same files, such as libtorch in the next slot, take nothing from what this trial holds.
+    is_told_apart = any(b"Pss_File" in part for part in parts.values())
+    whole = max((found[pid].file for pid in parts), default=0) if is_told_apart else 0
+    return Rollup(others + max(files, whole), {pid: part.get(b"Anonymous", 0) for pid, part in parts.items()})
+
+
+def _rollup_of(pid: int) -> dict[bytes, int]:
+    """Empty when it is gone or may not be read."""
+    lines = _lines(f"/proc/{pid}/smaps_rollup", 8192)
+    found = {key: _kibibytes(rest) for key, rest in lines if key in (b"Pss", b"Pss_File", b"Anonymous")}
+    return found if b"Pss" in found else {}
+
+
+def mapped_data_bytes(pid: int | str) -> int:
+    """Resident pages of mapped files that hold no code, such as a dataset. Slow (tens of ms): asked for once."""
+    by_file: dict[bytes, int] = {}
+    programs: set[bytes] = set()
+    file = b""
+    for line in _whole(f"/proc/{pid}/smaps").splitlines():
+        words = line.split()
+        if b"-" in words[0] and not words[0].endswith(b":"):  # address, rights, offset, device, inode, path
+            file = words[5] if len(words) > 5 and words[4] != b"0" and not _is_shared_memory(words[5]) else b""
+            if b"x" in words[1]:
+                programs.add(file)
+        elif file and words[0] in (b"Rss:", b"Anonymous:"):
+            sign = 1 if words[0] == b"Rss:" else -1
+            by_file[file] = by_file.get(file, 0) + sign * int(words[1]) * 1024
+    return sum(size for name, size in by_file.items() if name not in programs)
+
+
+def _is_shared_memory(path: bytes) -> bool:
+    return path.startswith((b"/dev/shm/", b"/memfd:", b"/SYSV", b"/dev/zero"))
+
+
+def _lines(path: str, size: int) -> list[tuple[bytes, bytes]]:
+    """Key and rest of every line; none where there is no such file."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            content = os.read(handle, size)
+        finally:
+            os.close(handle)
+        parts = (line.partition(b":") for line in content.splitlines())
+        return [(key, rest) for key, _, rest in parts]
+    return []
+
+
+def _whole(path: str) -> bytes:
+    with contextlib.suppress(OSError), open(path, "rb") as stream:
+        return stream.read()
+    return b""
+
+
+def _kibibytes(rest: bytes) -> int:
+    return int(rest.split()[0]) * 1024

@@ -1,0 +1,348 @@
+"""The matrix: what a user asks for, read from YAML or flags, checked, and multiplied out into trials."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from flopwatch.errors import InputError
+from flopwatch.models.presets import image_preset
+from flopwatch.records.plain_text import cut
+from flopwatch.records.trainer_names import canonical_trainer
+from flopwatch.records.trial import Limits, TrialSpec
+from flopwatch.sweep.spec.names import check_label
+from flopwatch.sweep.spec.parsing import (
+    Condition,
+    check_conditions,
+    did_you_mean,
+    parse_bytes,
+    parse_condition,
+    parse_seconds,
+)
+from flopwatch.sweep.spec.processes import ProcessPoint, check_processes, process_points
+from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
+
+MOST_TRIALS = 100_000
+_MOST_MISTAKES = 5
+_LARGEST_FILE = 16 << 20
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _none_for_word(value: Any) -> Any:
+    return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
+
+
+Several = BeforeValidator(_as_list)
+PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+"""What `torch.manual_seed` takes."""
+
+
+class TrainerEntry(BaseModel):
+    """A trainer as the matrix names it: by name, as a class of the user's, or as a shell command."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    trainer: str = "command"
+    label: str | None = None
+    command: str | None = None
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"trainer": value} if isinstance(value, str) else value
+
+
+class LimitSettings(BaseModel):
+    """When a trial is ended."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    wall_seconds: Annotated[float, Field(gt=0)] | None = 3600.0
+    no_progress_seconds: Annotated[float, Field(gt=0)] | None = None
+    memory: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+
+
+class Matrix(BaseModel):
+    """A sweep as asked for. Every list is an axis; a list among the options is one too."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    trainers: Annotated[list[TrainerEntry], Several, Field(validation_alias=AliasChoices("trainers", "trainer"))] = [
+        TrainerEntry(trainer="standard")
+    ]
+    models: Annotated[
+        list[str], Several, Field(validation_alias=AliasChoices("models", "model", "model_sizes", "model_size"))
+    ] = ["small"]
+    batch_sizes: Annotated[
+        list[PositiveInt], Several, Field(validation_alias=AliasChoices("batch_sizes", "batch_size"))
+    ] = [4, 8]
+    seq_lens: Annotated[
+        list[PositiveInt],
+        Several,
+        Field(validation_alias=AliasChoices("seq_lens", "seq_len", "seq_lengths", "seq_length")),
+    ] = [512, 1024]
+    dtypes: Annotated[list[str], Several, Field(validation_alias=AliasChoices("dtypes", "dtype"))] = ["fp32"]
+    checkpointing: Annotated[list[bool], Several] = [False]
+    micro_batch_sizes: Annotated[
+        list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]],
+        Several,
+        Field(validation_alias=AliasChoices("micro_batch_sizes", "micro_batch_size")),
+    ] = [None]
+    batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    seeds: Annotated[list[Seed], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
+    nodes: Annotated[list[PositiveInt], Several] = [1]
+    processes: Annotated[list[PositiveInt], Several] = []
+    layouts: Annotated[
+        list[Literal["ddp", "fsdp"]], Several, Field(validation_alias=AliasChoices("layouts", "layout"))
+    ] = []
+    gpus_per_node: PositiveInt | None = None
+    device: str = "auto"
+    steps: PositiveInt = 10
+    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 3
+    threads: PositiveInt | None = None
+    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    cpus: PositiveInt | None = None
+    options: dict[str, Any] = {}
+    privacy: PrivacySettings | None = None
+    trace: bool = True
+    limits: LimitSettings = LimitSettings()
+    exclude: list[Annotated[Condition, BeforeValidator(parse_condition)]] = []
+    retries: Annotated[int, Field(ge=0)] = 2
+    retry_on: Annotated[list[str], Several] = []
+    budget: Annotated[float | None, BeforeValidator(parse_seconds)] = None
+
+
+_ALIASES = {
+    name: setting
+    for setting, field in Matrix.model_fields.items()
+    if isinstance(field.validation_alias, AliasChoices)
+    for name in field.validation_alias.choices
+    if isinstance(name, str)
+}
+"""How else a setting may be called."""
+
+_INNER: dict[str, type[BaseModel]] = {
+    "trainers": TrainerEntry,
+    "limits": LimitSettings,
+    "privacy": PrivacySettings,
+}
+"""Settings that have settings of their own."""
+
+
+def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
+    """The file's matrix with the settings over it.
+
+    Raises:
+        InputError: It cannot be used; the message names the key.
+    """
+    content = layered(_read_file(file), settings)
+    try:
+        return Matrix.model_validate(content)
+    except ValidationError as error:
+        where = f"{file}: " if file else ""
+        lines = [_told(item["type"], item["loc"], item["msg"], item["input"]) for item in error.errors()]
+        raise InputError(f"{where}the matrix cannot be used: " + "; ".join(lines[:_MOST_MISTAKES])) from None
+
+
+def _told(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
+    key = ".".join(map(str, place)) or "matrix"
+    if kind == "extra_forbidden":
+        known = [*Matrix.model_fields, *_ALIASES] if len(place) == 1 else _INNER[str(place[0])].model_fields
+        return f"there is no setting {key!r}{did_you_mean(str(place[-1]), known)}"
+    return f"{key}: {message}, got {cut(repr(value), 200)}"
+
+
+def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Later settings over earlier ones; of limits and options, only those they name.
+
+    >>> layered({"limits": {"memory": "4GiB"}, "steps": 5}, {"limits": {"wall_seconds": 60}, "steps": 9})
+    {'limits': {'memory': '4GiB', 'wall_seconds': 60}, 'steps': 9}
+    """
+    found: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in _by_one_name(layer).items():
+            below = found.get(key)
+            both = isinstance(value, Mapping) and isinstance(below, Mapping)
+            found[key] = {**below, **value} if both else value  # type: ignore[dict-item]
+    return found
+
+
+def _by_one_name(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """`batch_size` and `batch_sizes` are one setting, so that either goes over the other."""
+    found: dict[str, Any] = {}
+    for key, value in layer.items():
+        name = _ALIASES.get(key, key)
+        if name in found:
+            both = [given for given in layer if _ALIASES.get(given, given) == name]
+            raise InputError(f"{' and '.join(both)} are the same setting; give one of them")
+        found[name] = value
+    return found
+
+
+def _read_file(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        with file.open("rb") as stream:  # also a pipe, as `<(...)` of a shell
+            text = stream.read(_LARGEST_FILE + 1)
+        if len(text) > _LARGEST_FILE:
+            raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB and is no matrix; name a YAML file")
+        content = yaml.safe_load(text.decode("utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
+    except InputError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or a date such as 2026-13-45
+        raise InputError(f"{file} is not YAML: {cut(str(error), 500)}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} holds {type(content).__name__}, not a mapping such as `trainers: [standard, ghost]`")
+    inner = content.get("sweep", content)
+    if not isinstance(inner, dict):
+        raise InputError(f"`sweep` in {file} is {type(inner).__name__}, not a mapping of settings")
+    return inner
+
+
+def expand(matrix: Matrix) -> list[TrialSpec]:
+    """Every combination that no `exclude` leaves out, in the order of the axes.
+
+    Raises:
+        InputError: None is left, or far too many.
+    """
+    if matrix.gpus is not None and matrix.gpus_per_node not in (None, matrix.gpus):
+        raise InputError(
+            f"gpus: {matrix.gpus:g} and gpus_per_node: {matrix.gpus_per_node} both say how many GPUs a trial has on "
+            "each node; leave one out"
+        )
+    entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
+    check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
+    axes = (
+        entries,
+        matrix.models,
+        matrix.dtypes,
+        matrix.checkpointing,
+        matrix.seeds,
+        process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node),
+        matrix.seq_lens,
+        matrix.batch_sizes,
+        matrix.micro_batch_sizes,
+    )
+    for place in (matrix.options, *(entry.options for entry in matrix.trainers)):
+        _check_options(place)
+    options = _option_points(matrix.options)
+    count = len(options) * _product(len(axis) for axis in axes)
+    if count > MOST_TRIALS:
+        raise InputError(
+            f"the matrix has {count:,} trials; {MOST_TRIALS:,} is the most. Use fewer values, or `exclude`"
+        )
+    specs = [_spec(matrix, *point) for point in itertools.product(*axes, options)]
+    check_conditions(matrix.exclude, specs)
+    kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
+    if not kept:
+        raise InputError(f"nothing to run: the matrix has {count} trials and `exclude` leaves none of them")
+    for spec in kept:
+        check_processes(spec)
+    return kept
+
+
+def _resolved(entry: TrainerEntry) -> tuple[str, str]:
+    """Canonical trainer and label."""
+    if entry.command is not None:
+        if entry.trainer != "command":
+            raise InputError(f"a trainer is either a name or a command; {entry.trainer!r} has both, leave one out")
+        return "command", check_label(entry.label or "Command")
+    if entry.trainer == "command":
+        raise InputError("a command trainer needs its command: {label: mine, command: 'python train.py ...'}")
+    trainer, label = canonical_trainer(entry.trainer)
+    return trainer, check_label(entry.label) if entry.label else label
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Options are written to files as JSON; YAML also knows dates, sets and loops."""
+    for name, value in options.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            kind, text = type(value).__name__, cut(str(value), 100)
+            raise InputError(
+                f"option {name} is a {kind} ({text}), which has no JSON form; write it in quotes, or as numbers, text, "
+                "lists and mappings of them"
+            ) from None
+
+
+def _option_points(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    lists = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def _spec(
+    matrix: Matrix,
+    entry: tuple[TrainerEntry, str, str],
+    model: str,
+    dtype: str,
+    checkpointing: bool,
+    seed: int,
+    place: ProcessPoint,
+    seq_len: int,
+    batch_size: int,
+    micro_batch_size: int | None,
+    options: Mapping[str, Any],
+) -> TrialSpec:
+    settings, trainer, label = entry
+    images = image_preset(model)
+    chosen = {**options, **settings.options}
+    return TrialSpec(
+        trainer=trainer,
+        model=model,
+        batch_size=batch_size,
+        seq_len=seq_len if images is None else images.image_size,  # so that several lengths are one trial
+        label=label,
+        command=settings.command,
+        dtype=dtype,
+        device=matrix.device,
+        steps=matrix.steps,
+        warmup_steps=matrix.warmup_steps,
+        checkpointing=checkpointing,
+        seed=seed,
+        threads=matrix.threads,
+        gpus=matrix.gpus or float(matrix.gpus_per_node or 0),
+        cpus=matrix.cpus,
+        options=chosen,
+        trace=matrix.trace,
+        limits=_limits(matrix.limits, is_command=trainer == "command"),
+        nodes=place.nodes,
+        processes=place.processes,
+        layout=None if trainer == "command" else place.layout,  # a command's processes are its own affair
+        batch=matrix.batch,
+        micro_batch_size=micro_batch_size,
+        privacy=matrix.privacy.as_spec(trainer, batch_size, chosen) if matrix.privacy else {},
+    )
+
+
+def _limits(settings: LimitSettings, *, is_command: bool) -> Limits:
+    """A command of the user's may well be silent for long, so only what they ask for counts as too long."""
+    is_set = "no_progress_seconds" in settings.model_fields_set
+    silence = settings.no_progress_seconds if is_set or is_command else Limits().no_progress_seconds
+    return Limits(settings.wall_seconds, silence, settings.memory)
+
+
+def _distinct(specs: Sequence[TrialSpec]) -> list[TrialSpec]:
+    """A value named twice is one trial."""
+    return list({repr(spec): spec for spec in specs}.values())
+
+
+def _product(counts: Any) -> int:
+    total = 1
+    for count in counts:
+        total *= count
+    return total

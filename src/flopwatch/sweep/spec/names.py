@@ -1,0 +1,261 @@
+"""Names of trials, which are also names of files: `StandardTrainer_bs4_seq512`, and what else varies behind it."""
+
+import ast
+import difflib
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from flopwatch.errors import InputError
+from flopwatch.models.presets import PRESETS, check_model_name, image_preset, is_config
+from flopwatch.records.plain_text import one_line
+from flopwatch.records.trainer_names import COMMAND, LABELS
+from flopwatch.records.trial import TrialSpec, content_key
+from flopwatch.sweep.spec.parsing import did_you_mean
+from flopwatch.sweep.trainers.options import read_options
+
+_WHOLE_KEY = 20
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
+
+
+def check_label(label: str) -> str:
+    """A label the user chose, as it stands; it becomes part of file names.
+
+    >>> check_label("mine-v2")
+    'mine-v2'
+    """
+    if not _SAFE.fullmatch(label):
+        raise InputError(
+            f"the label {label!r} cannot be part of a file name; use letters, digits, '.', '_', '+' and '-', "
+            "beginning with a letter or digit, 80 at most"
+        )
+    return label
+
+
+def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
+    """One name for each, all different: trainer, batch, length, and every other setting that varies among them."""
+    varying = _varying_settings(specs)
+    names = [_name(spec, varying) for spec in specs]
+    counts = Counter(names)
+    keys = {place: content_key(spec, {}) for place, spec in enumerate(specs) if counts[names[place]] > 1}
+    digits = _digits([(names[place], key) for place, key in keys.items()])
+    return [f"{name}_{keys[place][:digits]}" if place in keys else name for place, name in enumerate(names)]
+
+
+def _digits(doubled: Sequence[tuple[str, str]]) -> int:
+    """Of their keys, so that trials of the same name differ: of 20,000, some agree in their first 6."""
+    digits = 6
+    while digits < _WHOLE_KEY and len({(name, key[:digits]) for name, key in doubled}) < len(doubled):
+        digits += 2
+    return digits
+
+
+def _varying_settings(specs: Sequence[TrialSpec]) -> list[str]:
+    seen: dict[str, set[str]] = {}
+    for spec in specs:
+        for key, value in _other_settings(spec).items():
+            seen.setdefault(key, set()).add(str(value))
+    return [key for key, values in seen.items() if len(values) > 1]
+
+
+def _other_settings(spec: TrialSpec) -> dict[str, Any]:
+    fixed: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "device": spec.device,
+        "ckpt": spec.checkpointing,
+        "seed": spec.seed,
+        "threads": spec.threads,
+        "gpus": spec.gpus,
+        "nodes": spec.nodes,
+        "processes": spec.processes,
+        "layout": spec.layout,
+        "micro": spec.micro_batch_size,
+    }
+    return fixed | {f"options.{name}": value for name, value in spec.options.items()}
+
+
+def _name(spec: TrialSpec, varying: Sequence[str]) -> str:
+    settings = _other_settings(spec)
+    parts = [_part(key, settings) for key in varying if key in settings]
+    return "_".join(
+        [slug(spec.label or spec.trainer), f"bs{spec.batch_size}", f"seq{spec.seq_len}", *filter(None, parts)]
+    )
+
+
+def _part(key: str, settings: Mapping[str, Any]) -> str:
+    value = settings[key]
+    if key == "ckpt":
+        return "ckpt" if value else ""
+    if key in ("layout", "micro") and value is None:  # of a single process; of the whole batch
+        return ""
+    if key == "model":
+        return slug(_model_word(str(value)))
+    return slug(str(value)) if key in ("dtype", "device", "layout") else slug(f"{key.removeprefix('options.')}{value}")
+
+
+def _model_word(model: str) -> str:
+    """A path's last telling part: the folder of a `config.json`, else the file's own name."""
+    path = Path(model)
+    if path.suffix == ".json":
+        return path.parent.name if path.stem == "config" and path.parent.name else path.stem
+    return path.name if "/" in model else model
+
+
+def slug(text: str) -> str:
+    """What of a text may stand in a file name.
+
+    >>> slug("../my models:build")
+    'my-models-build'
+    """
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-.")[:60] or "x"
+
+
+# Whether `package.module:name` can be there, without importing it: that would run the user's code, and load torch.
+
+
+_LARGEST_SOURCE = 1_000_000
+
+
+def check_attribute(what: str, name: str) -> None:
+    """Raise InputError when it is certain that there is no such thing.
+
+    Args:
+        what: `trainer`, `model`, for the message.
+        name: `package.module:name`; looked for in the working directory first, as the trial does.
+    """
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = _find(what, name, module)
+    finally:
+        sys.path.pop(0)
+    if found is not None and found.origin and found.origin.endswith(".py"):
+        _check_source(what, name, Path(found.origin), attribute.partition(".")[0])
+
+
+def _find(what: str, name: str, module: str) -> ModuleSpec | None:
+    """None when only importing would tell."""
+    place: Any = None
+    found: ModuleSpec | None = None
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        part = ".".join(parts[:count])
+        try:
+            found = _asked(part, place)
+        except Exception:  # a finder of somebody else
+            return None
+        if found is None:
+            where = f"in {one_line(os.getcwd())} or on Python's path" if count == 1 else f"in {parts[count - 2]}"
+            raise InputError(
+                f"{what} {one_line(name, 200)!r} cannot be loaded: there is no module {part!r} {where}; correct the "
+                "name, start from the folder it lies in, or set PYTHONPATH"
+            )
+        place = found.submodule_search_locations
+        if place is None and count < len(parts):
+            return None  # `os.path` is a module of a module
+    return found
+
+
+def _asked(module: str, place: Any) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        ask = getattr(finder, "find_spec", None)
+        found: ModuleSpec | None = ask(module, place) if ask else None
+        if found is not None:
+            return found
+    return None
+
+
+def _check_source(what: str, name: str, file: Path, attribute: str) -> None:
+    try:
+        text = file.read_text(encoding="utf-8") if file.stat().st_size <= _LARGEST_SOURCE else ""
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise InputError(f"{what} {name!r} cannot be loaded: {file}, line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError, RecursionError):
+        return
+    names = set(_defined(tree.body))
+    if text and attribute not in names and not names & {"*", "__getattr__"} and "globals()" not in text:
+        told = did_you_mean(attribute, sorted(known for known in names if not known.startswith("_"))[:20])
+        raise InputError(f"{what} {name!r} cannot be loaded: {file} defines no {attribute!r}{told}")
+
+
+def _defined(body: Iterable[ast.AST]) -> Iterator[str]:
+    """Names a module has after its import, those in `if`, `try` and `with` too."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        else:
+            yield from (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
+            yield from _defined(child for child in ast.walk(node) if isinstance(child, _STATEMENTS))
+
+
+_STATEMENTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+# Names a sweep cannot work with, told before anything runs. Nothing of the user's is imported, and no torch.
+
+
+DTYPES = ("fp32", "bf16", "fp16")
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
+_PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
+_ALIKE = 0.75
+
+
+def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:
+    """Raise InputError for the first name that cannot be: a typo must not cost a night.
+
+    Args:
+        specs: All trials.
+        with_modules: Whether trainers and models of the user's must be found here; False where they are on the nodes
+            of a cluster only.
+    """
+    ours = [spec for spec in specs if spec.trainer != COMMAND]
+    for dtype in _distinct(spec.dtype for spec in ours):
+        if dtype not in DTYPES:
+            raise InputError(f"there is no dtype {_shown(dtype)}{did_you_mean(dtype, DTYPES)}")
+    for device in _distinct(spec.device for spec in ours):
+        if not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", device):
+            raise InputError(f"there is no device {_shown(device)}{did_you_mean(device, DEVICES)}")
+    for spec in {repr(spec.options): spec for spec in ours if spec.trainer in LABELS}.values():
+        read_options(spec.options)
+    if with_modules:
+        _check_modules(ours)
+    for spec in {str(spec.command): spec for spec in specs if spec.trainer == COMMAND}.values():
+        _check_placeholders(spec)
+
+
+def _check_modules(specs: Sequence[TrialSpec]) -> None:
+    for trainer in _distinct(spec.trainer for spec in specs if spec.trainer not in LABELS):
+        check_attribute("trainer", trainer)
+    for model in _distinct(spec.model for spec in specs):
+        check_model_name(model)
+        if model not in PRESETS and image_preset(model) is None and not is_config(model):
+            check_attribute("model", model)
+    for batch in _distinct(spec.batch for spec in specs if spec.batch is not None):
+        check_attribute("batch", batch)
+
+
+def _check_placeholders(spec: TrialSpec) -> None:
+    """Shell commands have braces of their own, so only what is nearly one of ours is taken for a typo."""
+    known = (*_PLACEHOLDERS, *spec.options)
+    for word in _PLACEHOLDER.findall(spec.command or ""):
+        near = difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)
+        if word not in known and near:
+            raise InputError(f"the command has {{{word}}}, which nothing fills in; did you mean {{{near[0]}}}?")
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _shown(name: str) -> str:
+    return repr(one_line(name, 100))

@@ -1,0 +1,227 @@
+"""What a misspelt name may have meant."""
+
+import contextlib
+import difflib
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+import yaml
+
+from flopwatch.errors import InputError
+from flopwatch.models.presets import IMAGE_PRESETS, PRESETS
+from flopwatch.records.plain_text import one_line
+from flopwatch.records.trainer_names import LABELS, canonical_trainer
+from flopwatch.records.trial import TrialSpec
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence: the name that was likely meant, else all there are.
+
+    >>> did_you_mean("batchsize", ["batch_sizes", "steps"])
+    "; did you mean 'batch_sizes'?"
+    >>> did_you_mean("speed", ["lr", "steps"])
+    '; there are lr, steps'
+    """
+    names = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(one_line(name, 100).lower(), names, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(names)}" if names else ""
+
+
+# Amounts of memory as people write them.
+
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+_MOST_BYTES = 2**60
+"""An exbibyte. The kernel's limits are signed 64-bit numbers, and we set ours up to half as high again."""
+
+
+def parse_bytes(text: Any) -> int | None:
+    """Bytes, from a number or from text.
+
+    >>> parse_bytes("1.5GiB"), parse_bytes("512M"), parse_bytes(1000)
+    (1610612736, 536870912, 1000)
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
+    if not found or found[2] not in _UNITS or float(found[1]) <= 0:
+        raise InputError(f"{text!r} is not an amount of memory; write it as 4GiB, 512MiB or a number of bytes")
+    size = int(found[1]) if found[2] == "" and "." not in found[1] else int(float(found[1]) * _UNITS[found[2]])
+    if size > _MOST_BYTES:
+        raise InputError(f"{text!r} is more memory than any machine has; write it as 4GiB, 512MiB or a number of bytes")
+    return size
+
+
+# Spans of time as people write them.
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_DURATION = r"([0-9]+(?:\.[0-9]+)?)\s*(d|h|min|m|s|)\s*"
+
+
+def parse_seconds(text: Any) -> float | None:
+    """Seconds, from a number or from text.
+
+    >>> parse_seconds("8h"), parse_seconds("1h30m"), parse_seconds("90m"), parse_seconds(3600)
+    (28800.0, 5400.0, 5400.0, 3600.0)
+    """
+    if text is None:
+        return None
+    written = str(text).strip().lower()
+    parts = re.findall(_DURATION, written)
+    is_whole = re.fullmatch(f"(?:{_DURATION})+", written) and (len(parts) == 1 or all(unit for _, unit in parts))
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts) if is_whole else 0.0
+    if isinstance(text, bool) or seconds <= 0:
+        raise InputError(f"{text!r} is not a span of time; write it as 8h, 90m, 1h30m or a number of seconds")
+    return seconds
+
+
+# Settings as Hydra's users write them: `batch_size=1,2,4 trainer=standard,ghost options.lr=0.1`.
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """A mapping for the matrix; a comma makes an axis.
+
+    >>> parse_overrides(["batch_size=1,2", "options.lr=0.1", "trainer=ghost"])
+    {'batch_size': [1, 2], 'options': {'lr': 0.1}, 'trainer': 'ghost'}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key.strip() or not text.strip():
+            raise InputError(f"{word!r} is no setting; write it as batch_size=1,2,4")
+        place = found
+        *outer, last = names = key.strip().split(".")
+        if not all(names):
+            raise InputError(f"{word!r} is no setting: a name is missing beside a dot; write it as options.lr=0.1")
+        for name in outer:
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise InputError(
+                    f"{word!r} sets a part of {name!r}, which another setting makes {place!r}; leave one out"
+                )
+        if isinstance(place.get(last), dict):
+            raise InputError(f"{word!r} sets the whole of {key.strip()!r}, other settings parts of it; leave one out")
+        place[last] = _value(text)
+    return found
+
+
+def _value(text: str) -> Any:
+    parts = [_scalar(part) for part in text.split(",")]
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _scalar(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date such as 2026-13-45
+        return text.strip()
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)  # YAML 1.1 takes 1e-3 for a word
+    return value if isinstance(value, int | float | bool | str) else text.strip()
+
+
+# Conditions on a trial, such as `trainer=ghost seq_len>=1024`: all of its parts must hold.
+
+
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+    "=": operator.eq,
+}
+_PART = re.compile(r"\s*([A-Za-z_.]+)\s*(<=|>=|!=|<|>|==?)\s*(\S+)\s*")
+_FIELDS = {field.name for field in fields(TrialSpec)}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Parts as (field, comparison, value)."""
+
+    parts: tuple[tuple[str, str, str], ...]
+
+    def holds_for(self, spec: TrialSpec) -> bool:
+        return all(_holds(spec, *part) for part in self.parts)
+
+
+def parse_condition(text: Any) -> Any:
+    """Read a condition from text or from a mapping; anything else is returned unchanged for pydantic to refuse.
+
+    >>> parse_condition("trainer=ghost seq_len>=1024").holds_for(TrialSpec("ghost", "tiny", 4, 2048))
+    True
+    """
+    if isinstance(text, dict):
+        text = " ".join(f"{key}{value if str(value)[:1] in '<>!' else f'={value}'}" for key, value in text.items())
+    if not isinstance(text, str):
+        return text
+    parts = []
+    for piece in re.sub(r"\s*(<=|>=|!=|==|<|>|=)\s*", r"\1", text).replace(",", " ").split():
+        found = _PART.fullmatch(piece)
+        if not found:
+            raise InputError(f"{piece!r} in {text!r} is no condition; write `batch_size>8` or `trainer=ghost`")
+        name = found[1]
+        if name not in _FIELDS and not name.startswith("options."):
+            raise InputError(f"a trial has no {name!r} to compare; it has {', '.join(sorted(_FIELDS))}, options.NAME")
+        parts.append((name, found[2].replace("==", "="), found[3]))
+    if not parts:
+        raise InputError("an empty condition in `exclude` would leave out everything; write `batch_size>8`, or none")
+    return Condition(tuple(parts))
+
+
+def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
+    actual = spec.options.get(name.removeprefix("options.")) if name.startswith("options.") else getattr(spec, name)
+    if isinstance(actual, bool) or actual is None:
+        return _COMPARE[comparison](str(actual).lower(), value.lower()) if comparison in ("=", "!=") else False
+    if isinstance(actual, int | float):
+        try:
+            return _COMPARE[comparison](actual, float(value))
+        except ValueError:
+            raise InputError(f"{name} is a number, so it cannot be compared with {value!r}") from None
+    if name == "trainer":
+        is_named = value in (spec.trainer, spec.label) or _canonical(value) == spec.trainer
+        return _COMPARE[comparison](is_named, True)
+    return _COMPARE[comparison](str(actual), value)
+
+
+def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]) -> None:
+    """Raise InputError for one that names what no trial has: it would leave out nothing without a word."""
+    for name, _, value in (part for condition in conditions for part in condition.parts):
+        if name.startswith("options."):
+            known = {f"options.{option}" for spec in specs for option in spec.options}
+            if name not in known:
+                raise InputError(f"`exclude` names {name!r}, which no trial has{did_you_mean(name, sorted(known))}")
+        elif name in _NAMES:
+            known = {str(getattr(spec, field)) for spec in specs for field in _NAMES[name]}
+            near = get_close_matches(value, known | set(_KNOWN[name]), n=1)
+            is_known = value in known or value in _KNOWN[name] or (name == "trainer" and _canonical(value))
+            if not is_known and (near or name == "trainer"):
+                told = did_you_mean(value, sorted(known | set(_KNOWN[name])))
+                raise InputError(f"`exclude` names the {name} {value!r}, which no trial has{told}")
+
+
+def _canonical(trainer: str) -> str | None:
+    try:
+        return canonical_trainer(trainer)[0]
+    except InputError:
+        return None
+
+
+_NAMES = {"trainer": ("trainer", "label"), "model": ("model",), "dtype": ("dtype",), "device": ("device",)}
+_KNOWN = {
+    "trainer": tuple(LABELS),
+    "model": (*PRESETS, *IMAGE_PRESETS),
+    "dtype": ("fp32", "bf16", "fp16"),
+    "device": ("cpu", "cuda"),
+}

@@ -1,0 +1,263 @@
+"""What is measured in a trial, phase by phase."""
+
+import contextlib
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from flopwatch.errors import InputError, MissingDependencyError
+from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
+from flopwatch.models.load import load_model
+from flopwatch.optional import require
+from flopwatch.records.flops import Peak
+from flopwatch.records.trial import Measured, MemoryUse, TrialSpec
+from flopwatch.records.trial_files import read_lines, write_json
+from flopwatch.sweep.claims import Heartbeat
+from flopwatch.sweep.engines.slots import GPUS
+from flopwatch.sweep.host.tree_memory import mapped_data_bytes, resident
+from flopwatch.sweep.supervisor.measurements import MEASURED, STEPS, of_rank
+from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
+from flopwatch.sweep.trainers.options import enable_checkpointing, read_options
+from flopwatch.sweep.trainers.privacy import privacy_spent
+from flopwatch.sweep.trainers.protocol import StepPart, Trainer, TrainerSettings, load_trainer, run_step, step_parts
+from flopwatch.sweep.worker.device import describe_worker, host_peak_bytes, peak_bytes, reset_peak, timed_step
+from flopwatch.sweep.worker.exception_outcome import message_of, traceback_of
+from flopwatch.sweep.worker.rank_group import ALONE, RankGroup
+from flopwatch.sweep.worker.step_cost import count_step
+
+
+class HostLimitError(MemoryError):
+    """The trial held more host memory than it may."""
+
+
+def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup = ALONE) -> None:
+    """All phases of one trial; everything known so far is in `measured.json` at any moment.
+
+    Of several processes each goes through all phases, and the first one writes what they measured together.
+    """
+    trial = _TrialRun(trial_dir, spec, heartbeat, ranks)
+    trial.build()
+    own_steps = trial_dir / of_rank(STEPS, ranks.rank)
+    with own_steps.open("w", buffering=1) as rows:
+        trial.run_steps("warmup", spec.warmup_steps, rows)
+        trial.run_steps("measure", spec.steps, rows)
+    trial.tell_slowest_steps(own_steps)
+    trial.finish_steps()
+    trial.attempt("memory", trial.measure_memory)
+    trial.attempt("flops", trial.count_flops)
+    if spec.privacy:
+        trial.attempt("privacy", trial.account_privacy)
+    if spec.trace:
+        trial.attempt("trace", trial.record_trace)
+    trial.save(is_done=True)
+
+
+class _TrialRun:
+    def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup) -> None:
+        self.trial_dir, self.spec, self._heartbeat, self._ranks = trial_dir, spec, heartbeat, ranks
+        self.run_dir = trial_dir.parent.parent / "runs" / trial_dir.name
+        self.device = ranks.device(_device(spec.device))
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        before = resident("self")
+        self.measured = Measured(memory=MemoryUse(baseline_bytes=before.now if before else None))
+        self._has_all_steps = False
+        self.environment = describe_worker(self.device)
+        self.trainer: Trainer
+        self.batch: Mapping[str, Any]
+        self._batches: list[Mapping[str, Any]]
+
+    def build(self) -> None:
+        self._heartbeat.beat("build")
+        can_tell = reset_peak(self.device)
+        random.seed(self.spec.seed)
+        torch.manual_seed(self.spec.seed)
+        model = _model(self.spec, str(self.device))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        spec = self.spec
+        whole = trial_batch(model, spec.batch_size, spec.seq_len, spec.seed, self.device, spec.batch)
+        self.batch, size = self._ranks.own_part(whole, spec.batch_size), self._ranks.share(spec.batch_size)
+        self._batches = micro_batches(self.batch, spec.micro_batch_size)
+        settings = TrainerSettings(size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
+        self.trainer = load_trainer(self.spec.trainer)(self._ranks.laid_out(model, self.device), settings)
+        if can_tell:
+            self._note_memory("build")
+        self.measured = replace(self.measured, parameters=parameters, extra=_positions(whole))
+        self.save()
+
+    def run_steps(self, phase: str, count: int, rows: TextIO) -> None:
+        for step in range(count):
+            self._heartbeat.beat(phase, step)
+            seconds = timed_step(self._parts(), self.device)
+            rows.write(json.dumps({"phase": phase, "step": step, **seconds}) + "\n")
+
+    def tell_slowest_steps(self, own_steps: Path) -> None:
+        """A step of several processes takes as long as the slowest of them."""
+        rows = self._ranks.slowest_rows(list(read_lines(own_steps)))
+        if self._ranks.size > 1 and self._ranks.rank == 0:
+            own_steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def _parts(self) -> list[StepPart]:
+        return step_parts(self.trainer, self._batches)
+
+    def finish_steps(self) -> None:
+        """From here on nothing can cost the trial what it measured.
+
+        Raises:
+            HostLimitError: It held more than it may, and for too short a time for its supervisor to see it.
+        """
+        self.measured = replace(self.measured, memory=_whole_run(self.measured.memory, self.device))
+        held, limit = self.measured.memory.host_bytes, self.spec.limits.memory_bytes
+        if held is not None and limit is not None and held - mapped_data_bytes("self") > limit:
+            raise HostLimitError(f"it held {held / 2**20:,.0f} MiB in its steps, its limit is {limit / 2**20:,.0f} MiB")
+        self._has_all_steps = True
+        self.save()
+
+    def attempt(self, phase: str, action: Callable[[], None]) -> None:
+        """What comes after the steps is flopwatch's own: where it fails, the reason is kept and the trial goes on."""
+        self._heartbeat.beat(phase)
+        try:
+            action()
+        except (Exception, SystemExit) as error:
+            if self._ranks.size > 1:  # the others would wait for this process in the next collective
+                raise
+            with contextlib.suppress(Exception):  # the trainer may have closed or replaced it
+                sys.stderr.write(traceback_of(error))
+            self._note_missing(phase, f"{type(error).__name__}: {message_of(error)[:300]}")
+        self.save()
+
+    def _note_missing(self, phase: str, why: str) -> None:
+        self.measured = replace(self.measured, not_measured={**self.measured.not_measured, phase: why})
+
+    def measure_memory(self) -> None:
+        """One step more, with the peak set back before each part."""
+        for name, part in self._parts():
+            can_tell = reset_peak(self.device)
+            part()
+            if can_tell:
+                self._note_memory(name)
+            else:
+                self._note_missing(
+                    "memory", "the peak of each part: this system does not set the mark of the peak back"
+                )
+        self.measured = replace(self.measured, memory=self._ranks.job_memory(self.measured.memory))
+
+    def _note_memory(self, part: str) -> None:
+        peak = peak_bytes(self.device)
+        if peak is not None:
+            memory = self.measured.memory
+            peak = max(peak, memory.by_phase.get(part, 0))  # a batch in micro-batches has several of each part
+            self.measured = replace(self.measured, memory=replace(memory, by_phase={**memory.by_phase, part: peak}))
+
+    def count_flops(self) -> None:
+        size = self.spec.micro_batch_size
+        is_alone = self._ranks.size == 1
+        model = _model(self.spec, "meta")
+        cost = count_step(self.trainer, model, self.batch, micro_batch_size=size, is_alone=is_alone)
+        cost = self._ranks.job_cost(cost)
+        peak = self._ranks.job_peak(self.device, lambda: _peak(self.device, self.spec.dtype))
+        self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
+
+    def account_privacy(self) -> None:
+        """After the steps: the PRV accountant may take hundreds of megabytes."""
+        noise = read_options(self.spec.options).noise_multiplier
+        spent = privacy_spent(self.spec.privacy, self.spec.batch_size, noise)
+        self.measured = replace(self.measured, privacy=spent)
+
+    def record_trace(self) -> None:
+        if self._ranks.rank > 0:  # the recorded process cannot make a step without the others
+            run_step(self._parts())
+            return
+        path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
+        self.measured = replace(self.measured, trace=os.path.relpath(path, self.trial_dir.parent.parent))
+
+    def save(self, *, is_done: bool = False) -> None:
+        if self._ranks.rank > 0:
+            return
+        if is_done:
+            write_scalars(self.run_dir, self.trial_dir, self.spec, self.measured)
+        facts = {"done": is_done, "steps_done": self._has_all_steps}
+        content = {**facts, "measured": asdict(self.measured), "environment": self.environment}
+        write_json(self.trial_dir / MEASURED, content)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None and (gpus := os.environ.get(GPUS)):
+            raise InputError(
+                f"the trial was given GPU {gpus}, and torch finds no accelerator; device=cpu asks for the CPU"
+            )
+        return found or torch.device("cpu")
+    return torch.device(name)
+
+
+def _model(spec: TrialSpec, device: str) -> nn.Module:
+    model = load_model(spec.model, device=device)
+    if spec.checkpointing:
+        enable_checkpointing(model)
+    return model
+
+
+def _positions(batch: Mapping[str, Any]) -> dict[str, float]:
+    ids = batch.get("input_ids")
+    return {"positions_per_step": float(ids.numel())} if isinstance(ids, torch.Tensor) else {}
+
+
+def _whole_run(memory: MemoryUse, device: torch.device) -> MemoryUse:
+    if device.type == "cuda":
+        counts = torch.cuda.memory_stats(device)
+        memory = replace(
+            memory,
+            allocated_bytes=torch.cuda.max_memory_allocated(device),
+            reserved_bytes=torch.cuda.max_memory_reserved(device),
+            alloc_retries=counts.get("num_alloc_retries", 0),
+            device_bytes=torch.cuda.get_device_properties(device).total_memory,
+        )
+    return replace(memory, host_bytes=host_peak_bytes(), host_method="high_water")
+
+
+def _peak(device: torch.device, dtype: str) -> Peak | None:
+    """The datasheet's; a CPU has none, so the best matmul seen on it is taken (and its kind says so)."""
+    compute = matmul_dtype(device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32))
+    known = peak_flops(device, compute)
+    return known or (measure_peak(device, compute) if device.type == "cpu" else None)
+
+
+# What a trial leaves for other tools: TensorBoard scalars and one Kineto trace.
+
+
+def write_trace(run_dir: Path, run_step: Callable[[], Any], device: torch.device) -> Path:
+    """One step, with shapes and without stacks: a trace with stacks of a few steps has been seen to take 4 GB."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities, record_shapes=True) as profiler:
+        run_step()
+    path = run_dir / "step.pt.trace.json.gz"
+    profiler.export_chrome_trace(str(path))
+    return path
+
+
+def write_scalars(run_dir: Path, trial_dir: Path, spec: TrialSpec, measured: Measured) -> None:
+    """Step times and memory for TensorBoard; nothing where it is not installed."""
+    try:
+        writer_class = require("torch.utils.tensorboard", "tensorboard").SummaryWriter
+    except MissingDependencyError:
+        return
+    with writer_class(str(run_dir)) as writer:
+        for index, row in enumerate(read_lines(trial_dir / STEPS)):
+            writer.add_scalar(f"{row['phase']}/step_seconds", row["seconds"], index)
+            writer.add_scalar(f"{row['phase']}/samples_per_s", spec.batch_size / row["seconds"], index)
+        for part, peak in measured.memory.by_phase.items():
+            writer.add_scalar(f"memory_mib/{part}", peak / 2**20, 0)
+        if measured.cost is not None and measured.cost.model_flops is not None:
+            writer.add_scalar("flops/model", measured.cost.model_flops, 0)

@@ -1,0 +1,309 @@
+"""A model of the same architecture, small enough to be tried on a CPU in a moment."""
+
+import copy
+import functools
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
+from flopwatch.models.load import load_model
+from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
+from flopwatch.models.resnet import ResNet
+from flopwatch.models.transformer import Decoder
+from flopwatch.records.plain_text import cut
+from flopwatch.records.trainer_names import LABELS, PRIVATE
+from flopwatch.records.trial_files import read_json
+from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
+from flopwatch.sweep.trainers.batch import trial_batch
+from flopwatch.sweep.trainers.losses import forward_inputs, own_loss
+from flopwatch.sweep.trainers.options import enable_checkpointing
+from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
+from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
+from flopwatch.sweep.trainers.unsupported import check_supported, explain_failure, layer_paths
+from flopwatch.sweep.worker.exception_outcome import message_of
+from flopwatch.sweep.worker.step_cost import count_plain
+
+MOST_PARAMETERS = 20_000_000
+"""What is larger than this is not run here: a step of it would take seconds and hundreds of megabytes."""
+
+_HEADS, _HEAD_WIDTH, _VOCABULARY, _EXPERTS, _PATCH = 4, 8, 96, 4, 4
+_CHANNELS, _SIDE = 8, 32
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_INNER = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_inner",
+    "d_ff",
+    "ffn_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+)
+_ATTENTION_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_NUMBER_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "cls_token_id", "sep_token_id")
+
+Settings = dict[str, Any]
+
+
+def tiny_copies(model: str) -> Iterator[nn.Module]:
+    """Copies on the CPU to try one after the other, the smallest first; none when all are too large.
+
+    Shrinking a config may break it, so the caller takes the first that an ordinary training step runs on.
+
+    Args:
+        model: As `load_model` takes it. What `package.module:function` makes is tried as it is.
+    """
+    if model in PRESETS:
+        yield Decoder(_small_preset(PRESETS[model])).train()
+        return
+    if (sizes := image_preset(model)) is not None:
+        yield ResNet(_small_image_preset(sizes)).train()
+        return
+    path = Path(model)
+    if path.suffix == ".json" or path.is_dir():
+        settings = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        for smaller in (with_small_width(settings), with_few_layers(settings), settings):
+            copy = _built(smaller)
+            if copy is not None:
+                yield copy
+    elif _parameters(load_model(model)) <= MOST_PARAMETERS:
+        yield load_model(model, device="cpu").train()
+
+
+def _small_preset(sizes: Preset) -> Preset:
+    heads = min(sizes.heads, _HEADS)
+    return Preset(min(sizes.vocab_size, _VOCABULARY), heads * _HEAD_WIDTH, min(sizes.layers, 2), heads)
+
+
+def _small_image_preset(sizes: ImagePreset) -> ImagePreset:
+    """As many stages and classes, one block in each: labels of the user's own batch must fit."""
+    widths = tuple(_CHANNELS * 2**stage for stage in range(len(sizes.widths)))
+    return replace(sizes, image_size=_SIDE, widths=widths, blocks_per_stage=1)
+
+
+def with_few_layers(settings: Settings) -> Settings:
+    """Two layers, or as many as it takes to have one of each kind, and few tokens."""
+    small = _parts(settings, with_few_layers)
+    kinds = settings.get("layer_types")
+    count = 2
+    if isinstance(kinds, list):
+        count = max([2, *(kinds.index(kind) + 1 for kind in kinds)])
+        small["layer_types"] = kinds[:count]
+    _limit(small, _LAYERS, count)
+    _limit(small, ("vocab_size",), _VOCABULARY)
+    for name in _TOKENS:
+        if isinstance(small.get(name), int) and small[name] >= _VOCABULARY:
+            small[name] = None if name != "decoder_start_token_id" else 0
+    return small
+
+
+def with_small_width(settings: Settings) -> Settings:
+    """Few layers, few tokens, few and narrow heads, few experts, small images."""
+    small = with_few_layers(_parts(settings, with_small_width))
+    heads: int = next((small[name] for name in _ATTENTION_HEADS if isinstance(small.get(name), int)), _HEADS)
+    groups = small.get("num_key_value_heads")
+    if isinstance(groups, int):
+        small["num_key_value_heads"] = max(1, min(heads, _HEADS) * groups // heads)
+    _limit(small, _ATTENTION_HEADS, _HEADS)
+    _limit(small, _WIDTH, min(heads, _HEADS) * _HEAD_WIDTH)
+    _limit(small, _INNER, 2 * _HEADS * _HEAD_WIDTH)
+    _limit(small, ("head_dim", "d_kv"), _HEAD_WIDTH)
+    _limit(small, _NUMBER_OF_EXPERTS, _EXPERTS)
+    _limit(small, ("num_experts_per_tok",), 2)
+    if isinstance(small.get("image_size"), int) and isinstance(small.get("patch_size"), int):
+        small["image_size"], small["patch_size"] = 4 * _PATCH, _PATCH
+    return small
+
+
+def _parts(settings: Settings, shrink: Callable[[Settings], Settings]) -> Settings:
+    """A config of text and images holds a config for each."""
+    return {
+        key: shrink(value) if key.endswith("_config") and isinstance(value, dict) else value
+        for key, value in settings.items()
+    }
+
+
+def _limit(settings: Settings, names: tuple[str, ...], most: int) -> None:
+    for name in names:
+        if isinstance(settings.get(name), int):
+            settings[name] = min(settings[name], most)
+
+
+def _built(settings: Settings) -> nn.Module | None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(settings))
+        try:
+            if _parameters(load_model(str(file))) > MOST_PARAMETERS:
+                return None
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return load_model(str(file), device="cpu")
+        except Exception:  # whatever a config that was shrunk wrongly makes transformers raise
+            return None
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# Tries pairs of trainer and model on tiny copies: `python -m flopwatch.sweep.worker.preflight_main SWEEP_FOLDER`.
+
+
+_BATCH_SIZE, _SEQ_LEN = 3, 8
+"""Different from each other and from the copies' sizes, so that no dimension is taken for another by chance."""
+
+_SAME_GRADIENTS = 1e-2
+"""Rounding is below 1e-5 in fp32; a sample left out of a norm is above this."""
+
+Request = Mapping[str, Any]
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    sweep = Path(folder)
+    for request in read_json(sweep / REQUEST) or ():
+        note_begun(sweep, request)
+        note_found(sweep, preflight(request))
+        gc.collect()
+
+
+def preflight(request: Request) -> PreflightResult:
+    """Look at the full model on the meta device, then run a step of a tiny copy."""
+    begin = time.perf_counter()
+    pair = {name: request[name] for name in ("trainer", "model", "checkpointing", "dtype")}
+    result = PreflightResult(**pair, supported=True, batch_size=request["batch_size"], seq_len=request["seq_len"])
+    try:
+        result = _with_facts(result, request.get("batch"))
+        result = _tried(result, request)
+    except (InputError, MissingDependencyError) as error:  # the trial would say the same, after taking a slot
+        is_mistake = not isinstance(error, UnsupportedError)
+        result = replace(result, supported=False, is_mistake=is_mistake, reason=cut(message_of(error), 1000))
+    except Exception as error:  # a user's trainer or model may raise anything; that must not cost the other pairs
+        result = replace(result, tried=False, reason=f"not tried: {_said(error)}")
+    return replace(result, seconds=time.perf_counter() - begin)
+
+
+def _with_facts(result: PreflightResult, function: str | None) -> PreflightResult:
+    """What the full model says of itself, without weights."""
+    full = load_model(result.model)
+    result = replace(result, parameters=sum(parameter.numel() for parameter in full.parameters()))
+    if result.batch_size and result.seq_len:
+        flops = _model_flops(result.model, result.batch_size, result.seq_len, function)
+        result = replace(result, model_flops=flops)
+    if result.trainer in PRIVATE:
+        result = replace(result, layers=layer_paths(result.trainer, full))
+    return result
+
+
+@functools.cache
+def _model_flops(model: str, batch_size: int, seq_len: int, function: str | None) -> int | None:
+    """The same whichever trainer runs, and with checkpointing too."""
+    full = load_model(model)
+    try:
+        return count_plain(full, trial_batch(full, batch_size, seq_len, 0, "cpu", function), "full").model_flops
+    except FlopwatchError:
+        return None
+
+
+def _tried(result: PreflightResult, request: Request) -> PreflightResult:
+    if result.trainer in PRIVATE:
+        full = load_model(result.model)
+        if result.checkpointing:
+            enable_checkpointing(full)
+        check_supported(result.trainer, full)
+    is_ours = result.trainer in LABELS
+    problem = "no copy of the model is small enough to be run here"
+    for tiny in tiny_copies(result.model):
+        if result.checkpointing:
+            enable_checkpointing(tiny)
+        try:
+            _run_step("standard", copy.deepcopy(tiny), request if is_ours else {**request, "options": {}})
+        except UnsupportedError:
+            raise
+        except Exception as error:  # a config that was shrunk wrongly
+            problem = f"an ordinary step of a tiny copy failed: {_said(error)}"
+            continue
+        return _tried_on(tiny, result, request)
+    return replace(result, tried=False, reason=f"not tried: {problem}")
+
+
+def _tried_on(tiny: nn.Module, result: PreflightResult, request: Request) -> PreflightResult:
+    """Ordinary training works on this copy; now the trainer in question."""
+    if result.trainer == "standard":
+        return result
+    try:
+        _run_step(result.trainer, copy.deepcopy(tiny), request)
+    except FlopwatchError:
+        raise
+    except Exception as error:
+        if result.trainer in PRIVATE:
+            raise UnsupportedError(explain_failure(result.trainer, _idle_parameters(tiny, request), error)) from error
+        raise
+    return _compared(tiny, result, request) if result.trainer in PRIVATE else result
+
+
+def _run_step(trainer: str, model: nn.Module, request: Request) -> None:
+    device = torch.device("cpu")
+    batch = trial_batch(model, _BATCH_SIZE, _SEQ_LEN, 0, device, request.get("batch"))
+    settings = TrainerSettings(_BATCH_SIZE, device, request["dtype"], request["options"])
+    instance = load_trainer(trainer)(model, settings)
+    instance.backward(instance.forward(batch))
+    _check_finite("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+    instance.update()
+    _check_finite("weights", model.parameters())
+
+
+def _idle_parameters(tiny: nn.Module, request: Request) -> list[str]:
+    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", request.get("batch"))
+    names, parameters = zip(*((n, p) for n, p in tiny.named_parameters() if p.requires_grad), strict=True)
+    loss = own_loss(tiny, tiny(**forward_inputs(tiny, batch)), batch)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+
+
+def _check_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise UnsupportedError(f"the {what} are not finite after one step of a tiny copy")
+
+
+def _compared(tiny: nn.Module, result: PreflightResult, request: Request) -> PreflightResult:
+    """A step that runs may still clip wrongly: hold it against a loop over the samples."""
+    batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", request.get("batch"))
+    try:
+        difference = parity(tiny, batch, trainers=[result.trainer])[result.trainer]
+    except Exception as error:
+        return replace(result, reason=f"runs, but was not compared with a loop over the samples: {_said(error)}")
+    if difference <= _SAME_GRADIENTS:
+        return replace(result, difference=difference)
+    if _is_random(tiny, batch):
+        return replace(result, reason="runs, but was not compared with a loop over the samples: the model draws lots")
+    raise UnsupportedError(
+        f"it runs, but its clipped gradients are {difference:.1%} away from a loop over the samples: Opacus does not "
+        "see the samples of this model as they are, so neither clipping nor privacy would hold"
+    )
+
+
+def _is_random(tiny: nn.Module, batch: Mapping[str, Any]) -> bool:
+    plain = without_dropout(copy.deepcopy(tiny))
+    first, second = sample_gradients(plain, batch)[0], sample_gradients(plain, batch)[0]
+    return any(not torch.allclose(first[name], second[name]) for name in first)
+
+
+def _said(error: Exception) -> str:
+    return cut(f"{type(error).__name__}: {(message_of(error).strip() or 'no message').splitlines()[0]}", 1000)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,266 @@
+"""The processes of one trial as their workers see them: what is each one's part, and what they are together.
+
+`ALONE` stands for a trial of one process, so that measuring asks nobody how many there are.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from flopwatch.errors import InputError, UnsupportedError
+from flopwatch.monitor.ranks.sharing import device_identity
+from flopwatch.records.flops import Peak
+from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
+from flopwatch.sweep.spec.processes import check_processes, needs_one_process, world_size
+from flopwatch.sweep.supervisor.measurements import median
+from flopwatch.sweep.trainers.batch import batch_rows, micro_batches
+
+_LEAST_TIMEOUT_SECONDS = 1800.0
+"""torch's own for gloo. A hang is for the supervisor to end: collectives must not give up before it does."""
+
+
+class RankGroup:
+    """One process among those of its trial.
+
+    Attributes:
+        rank: Its number; 0 writes what all have measured.
+        size: How many there are.
+    """
+
+    rank = 0
+    size = 1
+
+    def device(self, asked: torch.device) -> torch.device:
+        """The device of this process."""
+        return asked
+
+    def share(self, batch_size: int) -> int:
+        """Samples of this process."""
+        return batch_size // self.size
+
+    def own_part(self, batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+        """The samples of this process among those of the trial's batch."""
+        return dict(batch)
+
+    def laid_out(self, model: nn.Module, device: torch.device) -> nn.Module:
+        return model
+
+    def job_cost(self, cost: StepCost) -> StepCost:
+        """Of the whole trial, from each process's own."""
+        return cost
+
+    def job_peak(self, device: torch.device, peak_of: Any) -> Peak | None:
+        found: Peak | None = peak_of()
+        return found
+
+    def job_memory(self, memory: MemoryUse) -> MemoryUse:
+        return memory
+
+    def slowest_rows(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The times of the steps, of the process that was slowest."""
+        return rows
+
+
+class ManyRanks(RankGroup):
+    """Started by torchrun, whose variables say which one this is."""
+
+    def __init__(self, spec: TrialSpec) -> None:
+        check_processes(spec)
+        if reason := needs_one_process(spec):
+            raise UnsupportedError(reason)
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._layout = spec.layout
+        silence = spec.limits.no_progress_seconds or 0.0
+        self._timeout = timedelta(seconds=max(_LEAST_TIMEOUT_SECONDS, 2 * silence))
+
+    def device(self, asked: torch.device) -> torch.device:
+        """Joins the other processes, over the network that belongs to the device."""
+        if asked.type == "cpu":
+            dist.init_process_group("gloo", timeout=self._timeout)
+            return asked
+        own = torch.device(asked.type, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(own.index)
+        own_backend = dist.get_default_backend_for_device(own)
+        dist.init_process_group(f"cpu:gloo,{own.type}:{own_backend}", timeout=self._timeout, device_id=own)
+        return own
+
+    def own_part(self, batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+        """
+        Raises:
+            UnsupportedError: The batch is not one of so many samples.
+        """
+        rows = batch_rows(batch)
+        if rows != batch_size:
+            raise UnsupportedError(
+                f"the batch has {rows} rows for {batch_size} samples, so {self.size} processes cannot share it; make "
+                "a batch with one row for each sample, or leave nodes and processes out"
+            )
+        part = micro_batches(batch, self.share(batch_size))[self.rank]
+        # A view would keep the samples of all processes in memory.
+        return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in part.items()}
+
+    def laid_out(self, model: nn.Module, device: torch.device) -> nn.Module:
+        return laid_out(model, self._layout, device)
+
+    def job_cost(self, cost: StepCost) -> StepCost:
+        return job_cost(self._gathered(cost))
+
+    def job_peak(self, device: torch.device, peak_of: Any) -> Peak | None:
+        """Of every device once. One process of those that share a device asks, with the threads of all of them."""
+        mine = device_identity(device)
+        told = self._gathered((mine, torch.get_num_threads()))
+        first = [identity for identity, _ in told].index(mine) == self.rank
+        peak = None
+        if first:
+            own, together = torch.get_num_threads(), sum(threads for identity, threads in told if identity == mine)
+            torch.set_num_threads(min(together, len(os.sched_getaffinity(0))))
+            peak = peak_of()
+            torch.set_num_threads(own)
+        return job_peak(self._gathered((first, peak)))
+
+    def job_memory(self, memory: MemoryUse) -> MemoryUse:
+        return job_memory(self._gathered(memory))
+
+    def slowest_rows(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        return slowest_rows(self._gathered(list(rows)))
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine)
+        return found
+
+
+ALONE = RankGroup()
+
+
+def rank_group(spec: TrialSpec) -> RankGroup:
+    return ManyRanks(spec) if world_size(spec) > 1 else ALONE
+
+
+# How the processes of a trial share a model: each has all of it (DDP), or a part of it (FSDP2).
+
+
+class ReplicatedModel(DistributedDataParallel):
+    """DDP through which the model's own methods and settings are still seen: trainers ask for `per_sample_losses`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def laid_out(model: nn.Module, layout: str | None, device: torch.device) -> nn.Module:
+    """The model for this process; the process group is there already.
+
+    Every process has built the same model from the same seed. Of FSDP2 the blocks of the model are units of their own,
+    as its tutorial does, so that one block at a time is whole in memory.
+    """
+    if layout == "ddp":
+        return ReplicatedModel(model, device_ids=None if device.type == "cpu" else [device])
+    if layout != "fsdp":
+        raise InputError(f"layout is ddp or fsdp, got {layout!r}")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # else it would take a GPU that is not asked for
+    for block in dict.fromkeys(blocks(model)):  # a model may run one block several times
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the outermost module lists, such as a transformer's layers."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            found += [member for member in child if next(member.parameters(), None) is not None]
+        else:
+            found += blocks(child)
+    return found
+
+
+# The figures of a whole trial from those of its processes. Pure arithmetic, exact for FLOPs.
+
+
+def job_cost(costs: Sequence[StepCost]) -> StepCost:
+    """FLOPs of all processes together; unknown where one does not know its own.
+
+    >>> job_cost([StepCost(model_flops=10, hardware_flops=12), StepCost(model_flops=10)]).model_flops
+    20
+    """
+    coverages = [cost.coverage for cost in costs if cost.coverage is not None]
+    return replace(
+        costs[0],
+        model_flops=_sum([cost.model_flops for cost in costs]),
+        hardware_flops=_sum([cost.hardware_flops for cost in costs]),
+        coverage=min(coverages, default=None),
+        is_lower_bound=any(cost.is_lower_bound for cost in costs),
+        notes=tuple(dict.fromkeys(note for cost in costs for note in cost.notes)),
+    )
+
+
+def job_peak(told: Sequence[tuple[bool, Peak | None]]) -> Peak | None:
+    """The sum over the devices: each entry says whether its process speaks for a device, and the device's peak.
+
+    >>> one = Peak(1e12, "a GPU", "bf16", "its datasheet", "datasheet", "high")
+    >>> job_peak([(True, one), (True, one), (False, None)]).flops_per_s
+    2000000000000.0
+    """
+    peaks = [peak for speaks, peak in told if speaks]
+    known = [peak for peak in peaks if peak is not None]
+    if len(known) < len(peaks) or not known:
+        return None
+    if len(known) == 1:
+        return known[0]
+    names = dict.fromkeys(peak.device for peak in known)
+    return replace(
+        known[0],
+        flops_per_s=sum(peak.flops_per_s for peak in known),
+        device=", ".join(f"{sum(peak.device == name for peak in known)} x {name}" for name in names),
+        source=f"{known[0].source}; summed over {len(known)} devices",
+    )
+
+
+def job_memory(memories: Sequence[MemoryUse]) -> MemoryUse:
+    """What the fullest accelerator held. Resident memory is the first process's; the supervisor knows that of all."""
+    parts = dict.fromkeys(part for memory in memories for part in memory.by_phase)
+    return replace(
+        memories[0],
+        allocated_bytes=_most([memory.allocated_bytes for memory in memories]),
+        reserved_bytes=_most([memory.reserved_bytes for memory in memories]),
+        alloc_retries=_most([memory.alloc_retries for memory in memories]),
+        by_phase={part: max(memory.by_phase.get(part, 0) for memory in memories) for part in parts},
+    )
+
+
+def slowest_rows(rows_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of the process with the longest median among the measured steps, each with its rank.
+
+    >>> fast, slow = ({"phase": "measure", "seconds": seconds} for seconds in (1.0, 2.0))
+    >>> slowest_rows([[fast], [slow]])
+    [{'phase': 'measure', 'seconds': 2.0, 'rank': 1}]
+    """
+
+    def typical(rank: int) -> float:
+        timed = sorted(row["seconds"] for row in rows_by_rank[rank] if row["phase"] == "measure")
+        return median(timed) if timed else 0.0
+
+    slowest = max(range(len(rows_by_rank)), key=typical)
+    return [{**row, "rank": slowest} for row in rows_by_rank[slowest]]
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _most(values: Sequence[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)

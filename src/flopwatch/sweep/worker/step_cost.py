@@ -1,0 +1,146 @@
+"""What a step of a trainer costs in FLOPs: the mathematics of ordinary training, and what this trainer executes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.errors import FlopwatchError
+from flopwatch.flops.count import count_flops
+from flopwatch.flops.tracing.counter import CountingMode
+from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
+from flopwatch.records.flops import AttentionConvention, FlopCount
+from flopwatch.records.plain_text import cut
+from flopwatch.records.trial import StepCost
+from flopwatch.sweep.trainers.batch import micro_batches
+from flopwatch.sweep.trainers.builtin import StandardTrainer
+from flopwatch.sweep.trainers.losses import forward_inputs, own_loss, takes_labels
+from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
+from flopwatch.sweep.worker.exception_outcome import first_line, message_of
+
+
+def count_step(
+    trainer: Trainer,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    attention: AttentionConvention = "full",
+    micro_batch_size: int | None = None,
+    is_alone: bool = True,
+) -> StepCost:
+    """Count one step; MFU and HFU come later, when its time and the peak are known (`assemble.py`).
+
+    Unless the trainer is the built-in standard one with the whole batch at once, it makes one more step of the
+    trainer, weights and all, and torch will not compile its model afterwards: count when all else is measured.
+
+    Args:
+        trainer: Ready to make a step on this batch.
+        model: The same architecture as a plain module, on the meta device if you like; it is not changed.
+        batch: Of the trial.
+        attention: `full` or `causal`.
+        micro_batch_size: Samples the trainer takes at once; None is the whole batch. The mathematics stays the same;
+            what is executed is the sum over the micro-batches.
+        is_alone: False for one process of several: its step needs the others, so none is made.
+    """
+    batches = micro_batches(batch, micro_batch_size)
+    try:
+        cost = _cost_of(count_plain(model, batch, attention))
+    except FlopwatchError as error:
+        cost = StepCost(
+            attention=attention, notes=(f"the model's FLOPs could not be counted: {cut(message_of(error))}",)
+        )
+    if type(trainer) is StandardTrainer and len(batches) == 1:
+        return cost
+    cost = replace(cost, hardware_flops=None)
+    if not is_alone:
+        return _without_a_step(cost, trainer, model, batches)
+    try:
+        executed = count_executed(trainer, batches, attention)
+    except Exception as error:  # a user's trainer may raise anything, and the rest of the trial is measured already
+        return _noted(cost, f"what the trainer executes could not be counted: {first_line(error)}")
+    return _with_executed(cost, executed)
+
+
+def _without_a_step(
+    cost: StepCost, trainer: Trainer, model: nn.Module, batches: Sequence[Mapping[str, Any]]
+) -> StepCost:
+    """The standard trainer executes the model's passes on each micro-batch; what others do is not known."""
+    if type(trainer) is not StandardTrainer or cost.model_flops is None:
+        return _noted(cost, "what the trainer executes is not counted in one process of several")
+    counts = [count_plain(model, batch, cost.attention) for batch in batches]  # type: ignore[arg-type]
+    return replace(cost, hardware_flops=sum(count.hardware_flops for count in counts))
+
+
+def count_executed(
+    trainer: Trainer, batches: Sequence[Mapping[str, Any]], attention: AttentionConvention = "full"
+) -> FlopCount | None:
+    """Everything one step of the trainer runs on its micro-batches, its update included; None where compiled code
+    hides it.
+    """
+    if any(map(_is_compiled, _attributes(trainer))):
+        return None
+    mode = CountingMode(ModuleStack(), attention)
+    devices = {value.device for value in batches[0].values() if isinstance(value, torch.Tensor)}
+    with undisturbed(devices), mode:
+        run_step(step_parts(trainer, batches))
+    return mode.tally.as_count("step", attention)
+
+
+def count_plain(model: nn.Module, batch: Mapping[str, Any], attention: AttentionConvention) -> FlopCount:
+    """One ordinary training step of the model, whichever trainer is asked about."""
+    on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
+    tensors = {name: value.cpu() if on_meta and _is_tensor(value) else value for name, value in batch.items()}
+    is_loss_apart = hasattr(model, "per_sample_losses") or ("labels" in batch and not takes_labels(model))
+    loss_fn = (lambda output: own_loss(model, output, tensors)) if is_loss_apart else None
+    return count_flops(model, forward_inputs(model, tensors), attention=attention, loss_fn=loss_fn)
+
+
+def _cost_of(count: FlopCount) -> StepCost:
+    return StepCost(
+        model_flops=count.model_flops,
+        hardware_flops=count.hardware_flops,
+        method=count.method,
+        attention=count.attention,
+        coverage=count.coverage,
+        is_lower_bound=count.is_lower_bound,
+        notes=count.notes,
+    )
+
+
+def _with_executed(cost: StepCost, executed: FlopCount | None) -> StepCost:
+    if executed is None:
+        return _noted(cost, "what the trainer executes is not known: compiled code hides its ops")
+    if executed.hardware_flops == 0:
+        return _noted(cost, "what the trainer executes is not known: none of its ops could be seen")
+    cost = replace(cost, hardware_flops=executed.hardware_flops)
+    if not executed.uncounted:
+        return cost
+    ops = ", ".join(sorted({op.op for op in executed.uncounted}))
+    return replace(_noted(cost, f"the trainer executes ops without a formula: {ops}"), is_lower_bound=True)
+
+
+def _noted(cost: StepCost, note: str) -> StepCost:
+    return replace(cost, notes=(*cost.notes, note))
+
+
+def _attributes(trainer: Trainer) -> list[Any]:
+    names = [*getattr(trainer, "__dict__", ()), *getattr(trainer, "__slots__", ())]
+    return [getattr(trainer, name, None) for name in names]
+
+
+def _is_compiled(value: Any) -> bool:
+    """`torch.compile(module)`, `module.compile()`, or `torch.compile(function)`."""
+    if hasattr(value, "_torchdynamo_orig_callable") or hasattr(value, "_orig_mod"):
+        return True
+    if not isinstance(value, nn.Module):
+        return False
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in value.modules()
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

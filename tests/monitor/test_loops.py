@@ -1,0 +1,38 @@
+"""Whatever a loop does: a row that says it is exact is, and one that is not says why."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from testbeds.loops.audit import Loop, audit
+from testbeds.loops.loops import LOOPS
+
+PENDING = "so far|no step of this kind|times the FLOPs of the model's calls"
+
+
+def marks_of(loop: Loop) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.slow] if loop.is_slow else []
+    return marks if loop.hole is None else [*marks, pytest.mark.xfail(strict=True, reason=loop.hole)]
+
+
+every_loop = pytest.mark.parametrize("loop", [pytest.param(loop, id=loop.name, marks=marks_of(loop)) for loop in LOOPS])
+
+
+@every_loop
+@pytest.mark.filterwarnings("ignore")  # of the frameworks; what flopwatch says is in the log
+def test_every_row_of_a_loop_is_right_or_says_why_not(loop: Loop, tmp_path: Path) -> None:
+    outcome = audit(loop, tmp_path)
+
+    assert outcome.rows
+    assert [row for row in outcome.rows if row.is_wrong_and_exact] == []
+    assert [row for row in outcome.rows if row.is_exact is False and not row.notes] == []
+    assert outcome.errors == []
+    assert outcome.is_same_training
+    first = outcome.first_exact()
+    if loop.exact_from is not None and (first is None or first > loop.exact_from):
+        # The loops are short: some end before enough of their steps were counted, and say so.
+        assert all(re.search(PENDING, reason) for reason in outcome.reasons), outcome.reasons
+    elif first is None:
+        assert loop.told is not None
+        assert outcome.is_told(loop.told), outcome.reasons

@@ -1,0 +1,137 @@
+"""Cost against standard, out-of-memory frontier, matrices and groups."""
+
+import pytest
+
+from flopwatch.records.trial import Measured, MemoryUse
+from flopwatch.report.matrices import METRICS, best_trials, cell_text, known_metrics, matrix_rows, narrowed
+from flopwatch.report.sentences import frontier_words
+from support.few_results import GIB, ended, group_of, ran, summary_of
+
+
+def test_factors_are_ratios_at_the_same_batch_and_sequence():
+    (factor,) = group_of(
+        ran("standard", 8, 64, 1.0, spread=0.1, gib=2, flops=100),
+        ran("ghost", 8, 64, 3.0, spread=0.1, gib=3, flops=250),
+        ran("ghost", 16, 64, 9.0),
+    ).cost_factors
+    assert (factor.trainer, factor.batch_size, factor.seq_len) == ("ghost", 8, 64)
+    assert (factor.time, factor.memory, factor.flops) == (3.0, 1.5, 2.5)
+    assert factor.low_time == pytest.approx(2.7 / 1.1)
+    assert factor.high_time == pytest.approx(3.3 / 0.9)
+
+
+def test_on_a_cpu_the_memory_above_the_start_is_told_apart():
+    def on_cpu(trainer, rss):
+        memory = MemoryUse(host_bytes=rss * GIB, baseline_bytes=1 * GIB)
+        return ended(trainer, 8, 64, "ok", measured=Measured(memory=memory))
+
+    (factor,) = group_of(on_cpu("standard", 2), on_cpu("ghost", 4)).cost_factors
+    assert (factor.memory, factor.memory_above_start, factor.time) == (2.0, 3.0, None)
+
+
+def test_the_frontier_is_the_largest_that_ran_and_the_smallest_out_of_memory():
+    points = {
+        point.trainer: point
+        for point in group_of(
+            ran("standard", 4, 64),
+            ran("standard", 8, 64),
+            ended("standard", 16, 64, "oom_device"),
+            ended("standard", 32, 64, "oom_inferred"),
+            ran("ghost", 4, 64),
+            ended("ghost", 8, 64, "error"),
+            ended("dpsgd", 4, 64, "oom_inferred"),
+        ).frontier
+    }
+    assert (points["standard"].largest_ok, points["standard"].smallest_oom) == (8, 16)
+    assert [frontier_words(points[name]) for name in ("standard", "ghost", "dpsgd")] == [
+        "8 (16 OOM)",
+        "≥ 4",
+        "none ran (4 OOM*)",
+    ]
+
+
+def test_a_limit_that_is_not_sharp_is_marked():
+    (point,) = group_of(ran("ghost", 16, 64), ended("ghost", 8, 64, "oom_device")).frontier
+    assert not point.is_monotone
+    assert frontier_words(point) == "16 (8 OOM) !"
+
+
+def test_cells_show_the_figure_or_how_the_trial_ended():
+    group = group_of(
+        ran("standard", 4, 64, 0.25, gib=3, mfu=0.4127),
+        ended("dpsgd", 4, 64, "oom_inferred"),
+        ended("ghost", 4, 64, "hang"),
+        ran("fast", 4, 64, 0.5, spread=0.04),
+    )
+    (row,) = matrix_rows(group)
+    assert group.trainers == ("standard", "dpsgd", "ghost", "fast")
+    assert [cell_text(cell, METRICS["time"]) for cell in row.cells] == ["250 ms ±1.0%", "OOM*", "hang", "~500 ms ±4%"]
+    assert [cell_text(cell, METRICS["memory"]) for cell in row.cells] == ["3.00 GiB", "OOM*", "hang", "–"]
+    assert cell_text(row.cells[0], METRICS["mfu"]) == "41.3 %"
+    assert [metric.key for metric in known_metrics(group)] == ["memory", "time", "tokens", "mfu"]
+
+
+def test_bold_is_the_best_of_a_class_only_where_it_is_clear():
+    def best(dpsgd_seconds):
+        group = group_of(
+            ran("standard", 4, 64, 0.1),
+            ran("dpsgd", 4, 64, dpsgd_seconds),
+            ran("ghost", 4, 64, 1.0, name="ghost"),
+            ran("fast", 4, 64, 9.0),
+        )
+        return best_trials(matrix_rows(group)[0].cells, METRICS["time"])
+
+    assert best(2.0) == {"ghost"}
+    assert best(1.01) == set(), "fast is clearly slower, dpsgd is not"
+
+
+def test_models_dtypes_and_checkpointing_are_never_compared():
+    summary = summary_of(
+        ran("standard", 4, 64, name="a"),
+        ran("standard", 4, 64, name="b", dtype="bf16"),
+        ran("standard", 4, 64, name="c", model="small"),
+        ran("standard", 4, 64, name="d", checkpointing=True),
+    )
+    assert sorted(group.title for group in summary.groups) == [
+        "small, fp32, no checkpointing",
+        "tiny, bf16, no checkpointing",
+        "tiny, fp32, checkpointing",
+        "tiny, fp32, no checkpointing",
+    ]
+
+
+def test_options_that_vary_make_columns_of_their_own():
+    group = group_of(
+        ran("ghost", 4, 64, name="a", options={"max_grad_norm": 0.1, "lr": 1}),
+        ran("ghost", 4, 64, name="b", options={"max_grad_norm": 1.0, "lr": 1}),
+        ran("standard", 4, 64, name="c"),
+    )
+    assert group.trainers == ("standard", "ghost max_grad_norm=0.1", "ghost max_grad_norm=1.0")
+
+
+def test_the_long_names_of_the_documents_are_shown_short_and_own_labels_as_they_are():
+    group = group_of(
+        ran("ghost", 4, 64, label="DPGhostClippingTrainer", name="a"), ran("ghost", 8, 64, label="mine", name="b")
+    )
+    assert set(group.trainers) == {"ghost", "mine"}
+
+
+def test_results_of_different_environments_are_compared_with_a_warning():
+    a, b = {"torch": "2.13", "device": "L4", "host": "x"}, {"torch": "2.14", "device": "L4", "host": "y"}
+    summary = summary_of(ran("standard", 4, 64, environment=a), ran("ghost", 4, 64, environment=b))
+    assert summary.warnings == ("tiny, fp32: compares results of different torch: 2.13 (1), 2.14 (1)",)
+    assert [one.trials for one in summary.environments] == [1, 1]
+    hosts = summary_of(ran("standard", 4, 64, environment=a), ran("ghost", 4, 64, environment={**a, "host": "z"}))
+    assert "2 hosts" in hosts.warnings[0]
+    alike = summary_of(ran("standard", 4, 64, environment=a), ran("ghost", 4, 64, environment=a))
+    assert alike.warnings == ()
+
+
+def test_hundreds_of_seeds_are_not_laid_side_by_side():
+    summary = summary_of(*(ran("ghost", 4, seq, seed=seed, gib=1) for seed in range(300) for seq in (64, 128)))
+    (group,) = summary.groups
+    assert len(group.trainers) == 300
+    assert group.crossovers == ()
+    assert "300 trainers, options or seeds: 16 are shown" in summary.warnings[0]
+    assert len(narrowed(group).trainers) == 16
+    assert len(narrowed(group).cells) == 32

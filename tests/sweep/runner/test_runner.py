@@ -1,0 +1,155 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flopwatch.errors import InputError
+from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.sweep.engines.protocol import Ended
+from flopwatch.sweep.folder import held_folder
+from flopwatch.sweep.runner.decisions import is_larger
+from flopwatch.sweep.runner.plan import make_plan
+from flopwatch.sweep.runner.run import Stop, run_plan
+from flopwatch.testing import InProcessEngine
+from support.sweeping import Listener, run_sweep
+
+
+def grid(trainers=("standard", "ghost")):
+    return [TrialSpec(trainer, "tiny", batch, seq) for trainer in trainers for batch in (1, 2, 4) for seq in (64, 128)]
+
+
+def test_what_is_larger_than_an_out_of_memory_is_not_run(tmp_path):
+    def run(trial):
+        outcome = "oom_device" if trial.spec.batch_size * trial.spec.seq_len >= 256 else "ok"
+        return TrialResult(trial.name, trial.key, trial.spec, outcome)
+
+    engine = InProcessEngine(run)
+    results = run_sweep(tmp_path / "s", grid(), engine, shuffle_seed=None)
+    inferred = {name for name, result in results.items() if result.outcome == "oom_inferred"}
+    assert inferred == {"standard_bs4_seq128", "ghost_bs4_seq128"}
+    assert not inferred & set(engine.submitted)
+    assert results["ghost_bs4_seq128"].evidence["from"].startswith("ghost_")
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (TrialSpec("ghost", "1b", 8, 512), True),
+        (TrialSpec("ghost", "1b", 4, 513), True),
+        (TrialSpec("ghost", "1b", 4, 512), False),
+        (TrialSpec("ghost", "1b", 8, 511), False),
+        (TrialSpec("ghost", "small", 8, 1024), False),
+        (TrialSpec("fast", "1b", 8, 1024), False),
+        (TrialSpec("ghost", "1b", 8, 1024, dtype="bf16"), False),
+        (TrialSpec("ghost", "1b", 8, 1024, checkpointing=True), False),
+        (TrialSpec("ghost", "1b", 8, 1024, options={"x": 1}), False),
+    ],
+)
+def test_only_the_same_thing_in_larger_is_inferred(spec, expected):
+    assert is_larger(spec, TrialSpec("ghost", "1b", 4, 512)) is expected
+
+
+def test_a_supervisor_that_vanished_is_lost_and_the_sweep_goes_on(tmp_path):
+    engine = InProcessEngine(
+        lambda trial: None if trial.spec.batch_size == 2 else TrialResult(trial.name, trial.key, trial.spec, "ok")
+    )
+    results = run_sweep(tmp_path / "s", grid(("standard",)), engine)
+    assert sorted(result.outcome for result in results.values()) == ["lost"] * 2 + ["ok"] * 4
+
+
+def test_a_refused_trial_takes_no_slot(tmp_path):
+    engine = InProcessEngine(lambda trial: TrialResult(trial.name, trial.key, trial.spec, "ok"))
+    listener = Listener()
+    with held_folder(tmp_path / "s"):
+        plan = make_plan(tmp_path / "s", grid())
+        run_plan(
+            plan, engine, listener, Stop(), lambda trial: "tied weights" if trial.spec.trainer == "ghost" else None
+        )
+    refused = [result for result in listener.results if result.outcome == "unsupported"]
+    assert {result.reason for result in refused} == {"tied weights"}
+    assert not {result.name for result in refused} & set(engine.submitted)
+    assert len(engine.submitted) == 6
+
+
+def test_finishing_starts_nothing_new(tmp_path):
+    stop = Stop()
+
+    def run(trial):
+        stop.finish = True
+        return TrialResult(trial.name, trial.key, trial.spec, "ok")
+
+    results = run_sweep(tmp_path / "s", grid(), InProcessEngine(run), stop=stop)
+    assert len(results) == 1
+    assert len(run_sweep(tmp_path / "s", grid(), InProcessEngine(run))) == 12
+
+
+def test_two_sweeps_in_one_folder_are_kept_apart(tmp_path):
+    holder = "import sys, time; from pathlib import Path; from flopwatch.sweep.folder import held_folder\n"
+    holder += f"with held_folder(Path({str(tmp_path / 's')!r})): print('held', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(InputError, match=rf"another sweep is running in .*pid {process.pid}.*--output"):
+            run_sweep(tmp_path / "s", grid(), InProcessEngine(lambda trial: None))
+    finally:
+        process.kill()
+        process.communicate()
+    with held_folder(tmp_path / "s"):
+        pass
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(InputError, match="not the folder of a sweep"), held_folder(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot write to .*--output"), held_folder(tmp_path / "file" / "sweep"):
+        pass
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/sys"), reason="needs a folder even root cannot write")
+def test_a_folder_even_root_cannot_write():
+    from pathlib import Path
+
+    with pytest.raises(InputError, match="cannot write to"), held_folder(Path("/proc/sys/flopwatch-sweep")):
+        pass
+
+
+def test_what_the_engine_knows_better_than_a_supervisor_told_to_stop(tmp_path):
+    """Slurm's time limit reaches the supervisor as a plain SIGTERM."""
+
+    class TimedOut(InProcessEngine):
+        def wait(self, seconds):
+            return [Ended(ended.name, {"state": "TIMEOUT"}) for ended in super().wait(seconds)]
+
+    engine = TimedOut(lambda trial: TrialResult(trial.name, trial.key, trial.spec, "cancelled"))
+    results = run_sweep(tmp_path / "s", grid(("standard",)), engine)
+    assert {result.outcome for result in results.values()} == {"timeout"}
+
+
+def looped():
+    itself = []
+    itself.append(itself)
+    return itself
+
+
+@pytest.mark.parametrize("evidence", [
+    {"node": object()},
+    {"load": float("nan"), "host": "n1"},
+    {"jobs": {1, 2}, 3: "three"},
+    {"itself": looped()},
+    None,
+    "killed",
+])  # fmt: skip
+def test_whatever_evidence_an_engine_of_the_users_gives_the_sweep_goes_on(tmp_path, evidence):
+    class Odd(InProcessEngine):
+        def wait(self, seconds):
+            return [Ended(ended.name, evidence) for ended in super().wait(seconds)]
+
+    results = run_sweep(tmp_path / "s", grid(("standard",)), Odd(lambda trial: None))
+    assert [result.outcome for result in results.values()] == ["lost"] * 6

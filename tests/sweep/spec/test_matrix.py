@@ -1,0 +1,164 @@
+import pytest
+
+from flopwatch.errors import InputError
+from flopwatch.sweep.spec.matrix import expand, read_matrix
+from flopwatch.sweep.spec.names import trial_names
+from flopwatch.sweep.spec.parsing import parse_bytes, parse_overrides
+
+DOCUMENT = {
+    "trainers": "StandardTrainer,DPSGDTrainer,DPGhostClippingTrainer,DPFastGradientClippingTrainer",
+    "batch_sizes": "4,8",
+    "seq_lens": [512, 1024],
+    "model_size": "1b",
+}
+
+
+def names_of(settings):
+    return trial_names(expand(read_matrix(None, settings)))
+
+
+@pytest.mark.requirement("R23", "R25")
+def test_the_documents_matrix_has_sixteen_trials_with_the_documents_names():
+    names = names_of(DOCUMENT)
+    assert len(names) == 16
+    assert "StandardTrainer_bs4_seq512" in names
+    assert "DPFastGradientClippingTrainer_bs8_seq1024" in names
+
+
+@pytest.mark.requirement("R27")
+def test_a_file_and_settings_over_it(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(
+        "trainers: [standard, ghost]\nbatch_sizes: [1, 2]\nseq_lens: 64\nmodels: tiny\nlimits: {memory: 2GiB}\n"
+    )
+    specs = expand(read_matrix(file, {"batch_sizes": [16]}))
+    assert [(spec.trainer, spec.batch_size) for spec in specs] == [("standard", 16), ("ghost", 16)]
+    assert specs[0].limits.memory_bytes == 2 * 2**30
+
+
+def test_what_else_varies_stands_in_the_name():
+    names = names_of(
+        {
+            "models": ["tiny", "small"],
+            "dtypes": ["fp32", "bf16"],
+            "checkpointing": [False, True],
+            "batch_sizes": 4,
+            "seq_lens": 8,
+        }
+    )
+    assert names[0] == "StandardTrainer_bs4_seq8_tiny_fp32"
+    assert "StandardTrainer_bs4_seq8_small_bf16_ckpt" in names
+    assert len(set(names)) == 8
+
+
+def test_a_list_among_the_options_is_an_axis():
+    specs = expand(
+        read_matrix(None, {"options": {"lr": [0.1, 0.2], "max_grad_norm": 1.0}, "batch_sizes": 1, "seq_lens": 8})
+    )
+    assert [spec.options for spec in specs] == [{"lr": 0.1, "max_grad_norm": 1.0}, {"lr": 0.2, "max_grad_norm": 1.0}]
+    assert trial_names(specs) == ["StandardTrainer_bs1_seq8_lr0.1", "StandardTrainer_bs1_seq8_lr0.2"]
+
+
+def test_excluded_trials_are_left_out():
+    settings = {**DOCUMENT, "exclude": ["trainer=ghost seq_len>=1024", {"batch_size": ">4", "trainer": "DPSGDTrainer"}]}
+    names = names_of(settings)
+    assert len(names) == 12
+    assert not any(name.startswith("DPGhost") and name.endswith("1024") for name in names)
+    assert not any(name.startswith("DPSGD") and "bs8" in name for name in names)
+
+
+def test_a_value_named_twice_is_one_trial():
+    assert len(names_of({"batch_sizes": [4, 4], "seq_lens": [8]})) == 1
+
+
+def test_models_with_the_same_word_get_different_names(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "llama").mkdir(parents=True)
+    models = [str(tmp_path / name / "llama" / "config.json") for name in ("a", "b")]
+    names = names_of({"models": models, "batch_sizes": 1, "seq_lens": 8})
+    assert len(set(names)) == 2
+    assert all(name.startswith("StandardTrainer_bs1_seq8_llama_") for name in names)
+
+
+@pytest.mark.parametrize("hostile", ["../../etc/passwd", "a\nb", "it's", 'say "hi"', "🔥", "", ".", "a/b", " x", "-x"])
+def test_a_label_that_is_no_file_name_is_refused(hostile):
+    with pytest.raises(InputError, match="cannot be part of a file name"):
+        names_of({"trainers": [{"label": hostile or " ", "command": "true"}]})
+
+
+@pytest.mark.parametrize("model", ["../../x.json", "a b\n.json", "🔥.json", "'quoted'.json", "mod.sub:build"])
+def test_a_models_path_becomes_a_harmless_part_of_the_name(model):
+    for name in names_of({"models": ["tiny", model], "batch_sizes": 1, "seq_lens": 8}):
+        assert not set(name) & set("/\n'\"🔥: "), name
+        assert ".." not in name.split("_")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"batch_sizes": []}, "nothing to run"),
+        ({"batch_sizes": [0]}, "batch_sizes.0: Input should be greater than or equal to 1, got 0"),
+        ({"batch_sizes": ["many"]}, "batch_sizes.0"),
+        ({"batchsize": 4}, "there is no setting 'batchsize'; did you mean 'batch_size'"),
+        ({"trainers": ["gost"]}, "did you mean 'ghost'"),
+        ({"trainers": [{"label": "x"}]}, "needs its command"),
+        ({"trainers": [{"trainer": "ghost", "command": "true"}]}, "has both"),
+        ({"limits": {"memory": "lots"}}, "not an amount of memory"),
+        ({"exclude": ["speed>3"]}, "no 'speed' to compare"),
+        ({"exclude": ["batch_size>=1"]}, "`exclude` leaves none"),
+        ({"batch_sizes": list(range(1, 400)), "seq_lens": list(range(1, 400))}, "100,000 is the most"),
+    ],
+)
+def test_a_matrix_that_cannot_be_is_refused_by_its_key(settings, told):
+    with pytest.raises(InputError) as caught:
+        expand(read_matrix(None, settings))
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "trainers: [", "just words"])
+def test_a_file_that_is_no_matrix_is_refused(tmp_path, content):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(content)
+    with pytest.raises(InputError, match=r"sweep\.yaml"):
+        read_matrix(file, {})
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match="cannot read the matrix"):
+        read_matrix(tmp_path / "none.yaml", {})
+
+
+def test_a_silent_command_is_not_taken_for_a_hang():
+    command, ours = expand(
+        read_matrix(None, {"trainers": [{"command": "true"}, "standard"], "batch_sizes": 1, "seq_lens": 1})
+    )
+    assert command.limits.no_progress_seconds is None
+    assert ours.limits.no_progress_seconds == 600
+
+
+def test_overrides_as_hydra_writes_them():
+    assert parse_overrides(["batch_size=1,2,4", "trainer=ghost", "limits.memory=2GiB", "trace=false"]) == {
+        "batch_size": [1, 2, 4],
+        "trainer": "ghost",
+        "limits": {"memory": "2GiB"},
+        "trace": False,
+    }
+
+
+@pytest.mark.parametrize("word", ["batch_size", "=4", "batch_size="])
+def test_half_an_override_is_refused(word):
+    with pytest.raises(InputError, match="is no setting"):
+        parse_overrides([word])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1GiB", 2**30), ("1GB", 10**9), ("1.5m", 1572864), (7, 7), ("7", 7), (None, None)]
+)
+def test_amounts_of_memory(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "GiB", "1 XB", True])
+def test_what_is_no_amount_of_memory(text):
+    with pytest.raises(InputError):
+        parse_bytes(text)

@@ -1,0 +1,114 @@
+"""Nodes, processes and layouts in the matrix, in names and in the report's columns, and which process ended a trial."""
+
+import signal
+
+import pytest
+
+from flopwatch.errors import InputError
+from flopwatch.records.trial import StepCost, TrialSpec, content_key
+from flopwatch.report.analysis.cells import column_names, group_key
+from flopwatch.sweep.preflight import refusals
+from flopwatch.sweep.spec.matrix import expand, read_matrix
+from flopwatch.sweep.spec.names import trial_names
+from flopwatch.sweep.supervisor.classify import RankEnd, first_cause
+from flopwatch.sweep.worker.rank_group import job_cost, job_peak
+
+SMALL = {"models": "tiny", "batch_sizes": [8], "seq_lens": [16]}
+
+
+def trials(**settings):
+    return expand(read_matrix(None, {**SMALL, **settings}))
+
+
+def test_gpus_per_node_starts_a_process_on_each_gpu_with_ddp():
+    (spec,) = trials(nodes=2, gpus_per_node=4)
+    assert (spec.nodes, spec.processes, spec.gpus, spec.layout) == (2, 4, 4.0, "ddp")
+    (spec,) = trials(gpus_per_node=4, processes=2)
+    assert (spec.processes, spec.gpus) == (2, 4.0)
+
+
+def test_a_single_process_has_no_layout_and_is_one_trial_of_all_layouts():
+    specs = trials(processes=[1, 2], layout=["ddp", "fsdp"])
+    assert [(spec.processes, spec.layout) for spec in specs] == [(1, None), (2, "ddp"), (2, "fsdp")]
+    assert trial_names(specs) == [
+        "StandardTrainer_bs8_seq16_processes1",
+        "StandardTrainer_bs8_seq16_processes2_ddp",
+        "StandardTrainer_bs8_seq16_processes2_fsdp",
+    ]
+    assert len({content_key(spec, {}) for spec in specs}) == 3
+
+
+def test_a_batch_that_its_processes_cannot_share_is_refused_before_anything_runs():
+    with pytest.raises(InputError, match=r"8 samples cannot be shared by 6 processes \(2 x 3\)"):
+        trials(nodes=2, processes=3)
+    kept = trials(batch_sizes=[8, 9], processes=[1, 2], exclude=["batch_size=9 processes=2"])
+    assert [(spec.batch_size, spec.processes) for spec in kept] == [(8, 1), (9, 1), (8, 2)]
+
+
+def test_an_unknown_layout_and_a_command_on_several_nodes_are_refused():
+    with pytest.raises(InputError, match="layout"):
+        trials(processes=2, layout="pipeline")
+    with pytest.raises(InputError, match="one node"):
+        trials(nodes=2, trainers=[{"command": "true"}])
+
+
+def test_a_command_starts_its_processes_itself_so_it_has_no_layout():
+    (spec,) = trials(
+        trainers=[{"command": "torchrun --nproc-per-node={processes} t.py"}], processes=3, layout="ddp,fsdp"
+    )
+    assert (spec.processes, spec.layout) == (3, None)
+
+
+def test_gpus_cannot_be_asked_for_twice():
+    with pytest.raises(InputError, match="leave one out"):
+        trials(gpus=4, gpus_per_node=8)
+
+
+def test_a_private_trainer_is_refused_several_processes_before_a_slot_is_used():
+    (spec,) = trials(trainers="ghost", processes=2)
+    assert "runs in one process" in refusals({}, [spec])(spec)
+    (spec,) = trials(trainers="ghost")
+    assert refusals({}, [spec])(spec) is None
+
+
+def test_the_report_compares_layouts_side_by_side_and_other_numbers_of_processes_apart():
+    one, ddp, fsdp = trials(processes=[1, 2], layout=["ddp", "fsdp"])
+    assert group_key(ddp) == group_key(fsdp) != group_key(one)
+    columns = column_names({"one": one, "ddp": ddp, "fsdp": fsdp})
+    assert columns == {"one": "standard", "ddp": "standard layout=ddp", "fsdp": "standard layout=fsdp"}
+
+
+def raised(rank, at, *, lost_peer=False, kind="RuntimeError"):
+    return RankEnd(rank, "n1", 1, {"type": kind, "message": "", "lost_peer": lost_peer, "unix_time": at})
+
+
+@pytest.mark.parametrize(
+    ("ends", "culprit"),
+    [
+        ([raised(0, 1.0, lost_peer=True), raised(1, 2.0, kind="ValueError")], 1),
+        ([raised(0, 3.0), raised(1, 2.0), raised(2, 2.5)], 1),
+        ([raised(0, 1.0, lost_peer=True), RankEnd(1, "n1", -signal.SIGKILL), RankEnd(2, "n1", -signal.SIGTERM)], 1),
+        ([RankEnd(0, "n1", -signal.SIGABRT), RankEnd(1, "n1", -signal.SIGSEGV)], 1),
+        ([RankEnd(0, "n1", -signal.SIGTERM), RankEnd(1, "n2", 3)], 1),
+        ([raised(0, 2.0, lost_peer=True), raised(1, 1.0, lost_peer=True)], 1),
+        ([RankEnd(0, "n1", 0), RankEnd(1, "n1", -signal.SIGTERM)], 1),
+    ],
+)
+def test_the_first_cause_is_the_process_that_did_not_follow_another(ends, culprit):
+    assert first_cause(ends).rank == first_cause(ends[::-1]).rank == culprit
+
+
+def test_nobody_is_the_cause_when_all_went_well():
+    assert first_cause([RankEnd(0, "n1", 0), RankEnd(1, "n1", 0)]) is None
+
+
+def test_what_one_process_does_not_know_nobody_knows_of_the_job():
+    whole, half = StepCost(model_flops=10, hardware_flops=11), StepCost(model_flops=10, notes=("compiled",))
+    cost = job_cost([whole, half])
+    assert (cost.model_flops, cost.hardware_flops, cost.notes) == (20, None, ("compiled",))
+    assert job_peak([(True, None), (False, None)]) is None
+
+
+def test_one_trial_of_one_process_keeps_the_key_it_had_before_processes_were_known():
+    spec = TrialSpec("standard", "tiny", 8, 16)
+    assert not {"nodes", "processes", "layout"} & set(spec.measured_settings())
