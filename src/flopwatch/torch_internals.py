@@ -44,11 +44,6 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-try:  # a release without flex_attention has no such op to recognise
-    from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
-except ImportError:
-    flex_attention_op = None  # type: ignore[assignment]
-
 from flopwatch.errors import MeasurementError
 
 CHECKED_WITH = "2.13.0"
@@ -285,6 +280,8 @@ def class_before_sharding(cls: type[nn.Module]) -> type[nn.Module]:
 
 # --- Attention --------------------------------------------------------------------------------------------------------
 
+# The higher-order op behind `flex_attention`, which torch loads itself. Missing: None, which is equal to no op.
+flex_attention_op: Any = getattr(sys.modules.get("torch._higher_order_ops.flex_attention"), "flex_attention", None)
 # Which kernel `scaled_dot_product_attention` would take; the number of an `SDPBackend`.
 fused_sdp_choice: Callable[..., int] = required(torch, "_fused_sdp_choice", "to know which attention kernel runs")
 
