@@ -91,7 +91,7 @@ def test_one_step_divides_by_its_own_cells(flopwatch, tmp_path):
     assert float(seconds) == columns["seconds"][index]
     assert is_close(result, columns["model_flops"][index] / columns["seconds"][index] / PEAK["flops_per_s"])
     assert f"{columns['tokens'][index]:,} positions, {columns['real_tokens'][index]:,} not padding" in out
-    assert f"padding {1 - columns['real_tokens'][index] / columns['tokens'][index]:.2%}" in out
+    assert f"padding {100 * (1 - columns['real_tokens'][index] / columns['tokens'][index]):.2f} %" in out
     assert "logged with steps 51 to 60" in out
 
 

@@ -239,7 +239,9 @@ def test_a_curve_is_drawn_through_its_points():
     assert [line.strip() == "" for line in flat] == [True, False, True]
 
 
-@pytest.mark.parametrize("module", ["flopwatch.cli.watch_panels", "flopwatch.cli.quantities", "flopwatch.cli.watch"])
+@pytest.mark.parametrize(
+    "module", ["flopwatch.cli.watch_panels", "flopwatch.number_format", "flopwatch.spread", "flopwatch.cli.watch"]
+)
 def test_the_examples_in_the_docstrings_are_true(module):
     result = doctest.testmod(import_module(module))
     assert result.attempted > 0

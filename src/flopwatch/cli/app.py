@@ -9,9 +9,8 @@ from flopwatch.cli.explain import explain
 from flopwatch.cli.flops import flops
 from flopwatch.cli.peak import peak
 from flopwatch.cli.report import report
-from flopwatch.cli.trials.fit import fit
 from flopwatch.cli.trials.sweep import sweep
-from flopwatch.cli.trials.trial import trial
+from flopwatch.cli.trials.trial import fit, trial
 from flopwatch.cli.typer_internals import LightCommand, LightGroup
 from flopwatch.cli.watch import watch
 from flopwatch.version import __version__

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flopwatch.cli.quantities import count_text, duration, flop_rate, percent, short_number, step_seconds
+from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, step_time
 from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
 
 if TYPE_CHECKING:
@@ -161,24 +161,24 @@ def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
 # A comparison as text. Not with rich: it would take longer to load than all the rest of the command.
 
 
-_UNKNOWN = "-"
 _WIDEST = 100
 _WIDTH_FOR_INTERVALS = 98
 _GOOD = ("faster", "steadier")
 _BAD = ("slower", "less steady")
-_NOT_TOLD = {"no difference that can be told": "no clear difference", "too few steps to tell": "too few steps"}
+_SHORT = {"no measurable difference": "no clear difference", "too few steps to tell": "too few steps"}
+"""Verdicts that would not fit a terminal of 80 columns."""
 _LABEL_WIDTH = 20
 _VALUE_WIDTH = 12
 _FACT_WIDTH = 30
 _FORMATS: dict[str, Callable[[float], str]] = {
-    "s": step_seconds,
-    "%": percent,
-    "% of peak": lambda value: f"{value:.2f} %",
+    "s": lambda value: step_time(value, digits=4),
+    "%": lambda value: percent(value / 100),
+    "% of peak": lambda value: percent(value / 100, decimals=2),
     "x": lambda value: f"{value:.3f}",
-    "per step": lambda value: short_number(value) if value >= 1000 else f"{value:g}",
+    "per step": lambda value: number(value) if value >= 1000 else f"{value:g}",
     "steps": lambda value: f"{value:,.0f}",
-    "tokens": count_text,
-    "FLOP": lambda value: flop_rate(value).removesuffix("/s"),
+    "tokens": count,
+    "FLOP": flops,
     "duration": duration,
 }
 
@@ -215,7 +215,7 @@ def _print_differences(differences: Sequence[Difference]) -> None:
 
 def _fact(value: Any) -> str:
     if value is None:
-        return _UNKNOWN
+        return UNKNOWN
     if isinstance(value, bool):
         return "yes" if value else "no"
     text = f"{value:,.6g}" if isinstance(value, float) else str(value)
@@ -237,16 +237,20 @@ def _print_table(lines: Sequence[Line]) -> None:
 
 def _print_verdict(verdict: str) -> None:
     colour = "green" if verdict in _GOOD else "red" if verdict in _BAD else None
-    typer.secho(f"  {_NOT_TOLD.get(verdict, verdict)}", fg=colour, dim=verdict in _NOT_TOLD)
+    typer.secho(f"  {_SHORT.get(verdict, verdict)}", fg=colour, dim=verdict in _SHORT)
 
 
 def _value(value: float | None, unit: str) -> str:
-    return _UNKNOWN if value is None else _FORMATS.get(unit, short_number)(value)
+    return UNKNOWN if value is None else _FORMATS.get(unit, _rate)(value)
+
+
+def _rate(value: float) -> str:
+    return number(value, digits=4)
 
 
 def _change(line: Line) -> str:
     if line.change is None:
-        return f"{_UNKNOWN}   "
+        return f"{UNKNOWN}   "
     return f"{_signed(line.change)} {'pt' if line.unit == '%' else '% '}"
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flopwatch.number_format import percent
 from flopwatch.records.goodput import Goodput
 from flopwatch.records.run import Provenance
 from flopwatch.runs.explain import Division, Explanation
@@ -78,12 +79,12 @@ def print_explanation(explanation: Explanation) -> None:
 
 
 def _of_one_rank(explanation: Explanation) -> str:
-    together = "" if explanation.all_ranks_mfu is None else f": MFU {100 * explanation.all_ranks_mfu:.2f} %"
+    together = "" if explanation.all_ranks_mfu is None else f": MFU {percent(explanation.all_ranks_mfu, decimals=2)}"
     return f"of the logging rank's own steps; the window of all {explanation.world_size} ranks is in the log{together}"
 
 
 def _percent(division: Division | None) -> str:
-    return "unknown" if division is None else f"{100 * division.share:.2f} %"
+    return "unknown" if division is None else percent(division.share, decimals=2)
 
 
 def _title(explanation: Explanation) -> str:
@@ -184,7 +185,7 @@ def _peak(explanation: Explanation) -> Iterator[str]:
     yield f"{peak['flops_per_s']:,.0f} FLOP/s, {peak['device']}, {peak['dtype']}"
     yield f"{peak['kind']}, confidence {peak['confidence']}: {peak['source']}"
     if peak.get("fraction", 1) < 1:
-        yield f"for the visible {peak['fraction']:.1%} of the device"
+        yield f"for the visible {percent(peak['fraction'])} of the device"
     devices = provenance.device_count
     yield "1 device" if devices == 1 else f"{devices} devices, {devices * peak['flops_per_s']:,.0f} FLOP/s in all"
 
@@ -201,7 +202,7 @@ def _tokens(explanation: Explanation) -> Iterator[str]:
         parts.append(f"in {explanation.samples:,} samples")
     yield ", ".join(parts)
     if explanation.real_tokens is not None and explanation.tokens:
-        yield f"padding {1 - explanation.real_tokens / explanation.tokens:.2%}"
+        yield f"padding {percent(1 - explanation.real_tokens / explanation.tokens, decimals=2)}"
     if explanation.seconds:
         yield f"{explanation.tokens / explanation.seconds:,.1f} positions per second"
 
@@ -226,7 +227,7 @@ def _counting(explanation: Explanation) -> Iterator[str]:
 
 
 def _goodput(goodput: Goodput) -> Iterator[str]:
-    yield f"{100 * goodput.share:.2f} % of {goodput.wall_seconds:,.1f} s since the first process started"
+    yield f"{percent(goodput.share, decimals=2)} of {goodput.wall_seconds:,.1f} s since the first process started"
     losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
     if losses:
         yield f"Lost most to {', '.join(losses)}."
@@ -236,7 +237,9 @@ def _coverage(coverage: float | None) -> str:
     if coverage is None:
         return "coverage unknown: no op was seen"
     if coverage < 1:
-        return f"coverage {coverage:.2%}: some matmul-like ops had no formula, the true number is higher"
+        return (
+            f"coverage {percent(coverage, decimals=2)}: some matmul-like ops had no formula, the true number is higher"
+        )
     return "coverage 100 %: every matmul-like op had a formula"
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from flopwatch.number_format import percent
 from flopwatch.records.flops import Peak
 
 
@@ -99,7 +100,7 @@ def _explanations(peaks: list[Peak], notes: str) -> list[tuple[str, str]]:
     first = peaks[0]
     explained: list[tuple[str, str]] = [("kind", first.kind), ("confidence", first.confidence)]
     if first.fraction < 1:
-        explained.append(("visible", f"{first.fraction:.1%} of the device; the figures are scaled to that"))
+        explained.append(("visible", f"{percent(first.fraction)} of the device; the figures are scaled to that"))
     dtypes_by_source: dict[str, list[str]] = {}
     for peak in peaks:
         dtypes_by_source.setdefault(peak.source, []).append(peak.dtype)

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from math import ceil, inf, isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -11,6 +11,7 @@ import typer
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 from flopwatch.runs import LogFollower, NoLogError, find_log
 from flopwatch.runs.process import is_gone
+from flopwatch.spread import percentile
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -284,8 +285,7 @@ class WatchedRun:
     def step_time_percentiles(self) -> dict[str, float]:
         """Of the last steps, up to the newest window; empty where no step was timed."""
         ordered = sorted(self._recent_seconds)
-        ranks = {f"p{percent}": ceil(percent / 100 * len(ordered)) for percent in (50, 90, 99)}
-        return {name: ordered[rank - 1] for name, rank in ranks.items() if rank}
+        return {f"p{percent}": percentile(ordered, percent / 100) for percent in (50, 90, 99)} if ordered else {}
 
     def seconds_spent(self) -> dict[str, float]:
         """By phase, since the first start, as the newest window has it."""

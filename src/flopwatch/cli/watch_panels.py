@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from flopwatch.cli.quantities import duration, flop_rate, percent, scaled_number, short_number, step_seconds
 from flopwatch.cli.watch import WatchedRun
+from flopwatch.number_format import count, duration, flop_rate, number, percent, step_time
 from flopwatch.records.goodput import goodput_of
 
 _TIME_PARTS = {
@@ -34,9 +34,9 @@ _FLOPS_PARTS = {
     "recompute or padding": ("yellow", "▒"),
 }
 _CURVES: Mapping[str, tuple[str, str, Callable[[float], str], float]] = {
-    "training/loss": ("loss", "cyan", short_number, 0.0),
-    "perf/mfu_percent": ("MFU", "green", percent, 0.2),
-    "perf/step_time": ("step time", "magenta", step_seconds, 0.2),
+    "training/loss": ("loss", "cyan", lambda value: number(value, digits=4), 0.0),
+    "perf/mfu_percent": ("MFU", "green", lambda value: percent(value / 100), 0.2),
+    "perf/step_time": ("step time", "magenta", lambda value: step_time(value, digits=4), 0.2),
 }
 """Name, colour, how its values are written, and the least range of its axis as a share of the values."""
 _CARD_WIDTHS = (20, 20, 20, 21)
@@ -92,8 +92,7 @@ def _utilisation(run: WatchedRun, name: str) -> Card:
         why = "FLOPs unknown" if rate is None else flop_rate(rate)
         return Card(name, None, "", why, "")
     style = "red" if value > 105 else "green"
-    number = f"{value:.1f}" if value >= 0.05 or value == 0 else f"{value:.2g}"  # a little is not nothing
-    return Card(name, number, "%", "" if rate is None else flop_rate(rate), style)
+    return Card(name, percent(value / 100).removesuffix(" %"), "%", "" if rate is None else flop_rate(rate), style)
 
 
 def _loss(run: WatchedRun) -> Card:
@@ -104,32 +103,29 @@ def _loss(run: WatchedRun) -> Card:
     step, value = run.loss
     if run.row is not None and step < run.row.step:
         remark = f"at step {step:,}"
-    return Card("loss", short_number(value), "", remark, "cyan" if isfinite(value) else "red")
+    return Card("loss", number(value, digits=4), "", remark, "cyan" if isfinite(value) else "red")
 
 
 def _tokens(run: WatchedRun) -> Card:
     value, padding = run.value("perf/tokens_per_second"), run.value("perf/padding_percent")
     if value is None:
         samples = run.value("perf/samples_per_second")
-        return Card("tokens/s", None, "", "" if samples is None else f"{short_number(samples)} samples/s", "")
-    number, unit = scaled_number(value)
+        return Card("tokens/s", None, "", "" if samples is None else f"{number(samples, digits=4)} samples/s", "")
+    shown = number(value, digits=4) if value < 1e6 else count(value, digits=4)  # seven large digits do not fit
+    digits = shown.rstrip("kMBT")
     remark = "" if padding is None else f"{100 - padding:.0f} % real"
-    return Card("tokens/s", number, unit, remark, "")
+    return Card("tokens/s", digits, shown.removeprefix(digits), remark, "")
 
 
 def _step_time(run: WatchedRun) -> Card:
     value = run.value("perf/step_time")
     if value is None:
         return Card("step time", None, "", "", "")
-    number, unit = step_seconds(value).split(" ")
+    digits, unit = step_time(value, digits=4).split(" ")
     factor = 1e3 if unit == "ms" else 1.0
     known = run.step_time_percentiles()
-    remark = " ".join(f"{name} {_two_digits(factor * seconds)}" for name, seconds in known.items())
-    return Card("step time", number, unit, remark, "magenta")
-
-
-def _two_digits(number: float) -> str:
-    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
+    remark = " ".join(f"{name} {number(factor * seconds, digits=2)}" for name, seconds in known.items())
+    return Card("step time", digits, unit, remark, "magenta")
 
 
 def curves(run: WatchedRun, width: int, height: int) -> list[Text]:
@@ -183,9 +179,9 @@ def _goodput(run: WatchedRun, width: int) -> list[Text]:
     goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
     if goodput is None:
         return []
-    text = line((" " * _LABEL_WIDTH, ""), "goodput ", (percent(100 * goodput.share), "bold"))
+    text = line((" " * _LABEL_WIDTH, ""), "goodput ", (percent(goodput.share), "bold"))
     for index, (name, seconds) in enumerate(goodput.largest_losses()):
-        share = percent(100 * seconds / goodput.wall_seconds)
+        share = percent(seconds / goodput.wall_seconds)
         loss = f"{', lost to' if index == 0 else ','} {_LOSSES.get(name) or name.replace('_', '-')} {share}"
         if text.cell_len + len(loss) <= width:
             text.append(loss, "dim")
@@ -225,7 +221,7 @@ def _bar(
             continue
         bar.append(("█" if in_colour else pattern) * cells[name], style)
         key = "■" if in_colour else pattern
-        legend.append(line((f"{key} ", style), f"{name} ", (percent(100 * parts[name] / whole), "bold")))
+        legend.append(line((f"{key} ", style), f"{name} ", (percent(parts[name] / whole), "bold")))
     bar.append(end, "dim")
     return [bar, *(line(" " * _LABEL_WIDTH) + row for row in flow(legend, width - _LABEL_WIDTH))]
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
-from flopwatch.cli.quantities import duration, flop_rate, percent
 from flopwatch.cli.watch import State, WatchedRun
 from flopwatch.cli.watch_panels import cards, curves, flops_bar, line, paragraph, spread, time_bar
+from flopwatch.number_format import duration, flop_rate, percent
 from flopwatch.records.run import Notice
 
 _STATES: Mapping[State, tuple[str, str]] = {
@@ -72,7 +72,7 @@ def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: i
 
 def _words(run: WatchedRun, state: State, unix_time: float) -> str:
     if state == "silent":
-        return f"silent for {duration(run.silent_seconds(unix_time))}"
+        return f"silent for {duration(run.silent_seconds(unix_time), rough=True)}"
     if state == "died":
         return "died without a word: killed or crashed"
     if state == "stopped":
@@ -125,13 +125,13 @@ def _progress(run: WatchedRun, state: State, width: int) -> Text:
     total = run.start.total_steps if run.start is not None else None
     elapsed = run.row.unix_time - run.start.unix_time if run.row is not None and run.start is not None else None
     if not total:
-        so_far = f"  {duration(elapsed)} in this session" if elapsed else ""
+        so_far = f"  {duration(elapsed, rough=True)} in this session" if elapsed else ""
         return line("step ", (f"{step:,}", "bold"), (so_far, "dim"))
     left = run.seconds_left if state in ("starting", "running") else None
     steps_done = run.row.steps_done if run.row is not None else step
     share = min(steps_done / total, 1.0)
     start = line((f"{steps_done:,}", "bold"), (f" of {total:,} steps  ", "dim"))
-    end = line((f"  {percent(100 * share)}", "bold"), (f"  {duration(left)} left" if left else "", "dim"))
+    end = line((f"  {percent(share)}", "bold"), (f"  {duration(left, rough=True)} left" if left else "", "dim"))
     room = max(width - start.cell_len - end.cell_len, 4)
     done = round(share * room)
     return line() + start + line(("━" * done, "green"), ("─" * (room - done), "bright_black")) + end
@@ -191,8 +191,10 @@ def _parts(run: WatchedRun, world_size: int) -> list[tuple[str, str]]:
     if rank is not None and excess is not None:
         shares = {cause: values.get(f"ranks/straggler_{cause}_percent", 0.0) for cause in _CAUSES}
         cause = max(shares, key=lambda name: shares[name])
-        parts.append((f", rank {rank} holds the others back by {percent(excess)} of the step: {_CAUSES[cause]}", "red"))
+        parts.append(
+            (f", rank {rank} holds the others back by {percent(excess / 100)} of the step: {_CAUSES[cause]}", "red")
+        )
     waiting = run.value("ranks/waiting_percent")
     if waiting is not None:
-        parts.append((f", {percent(waiting)} of the time is waiting for each other", "dim"))
+        parts.append((f", {percent(waiting / 100)} of the time is waiting for each other", "dim"))
     return parts

@@ -5,6 +5,7 @@ rich as `Text`, never as markup.
 """
 
 import re
+from collections.abc import Sequence
 
 _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # C0 and C1 but tab and newline, direction marks (they reorder what stands beside them), line separators, what has no
@@ -54,6 +55,16 @@ def cut(text: str, most: int = 4000) -> str:
         return text
     half = most // 2
     return f"{text[:half]} … ({len(text):,} characters in all, cut to {2 * half:,}) … {text[-half:]}"
+
+
+def listed(names: Sequence[str], at_most: int = 5) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2), listed(["a", "b"])
+    ('a, b and 1 more', 'a, b')
+    """
+    more = f" and {len(names) - at_most:,} more" if len(names) > at_most else ""
+    return ", ".join(names[:at_most]) + more
 
 
 def _spelled_out(match: re.Match[str]) -> str:

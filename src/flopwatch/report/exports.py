@@ -1,4 +1,4 @@
-"""The report as JSON: everything of the summary, unrounded, with one row per trial."""
+"""A report for machines: JSON, CSV, Parquet, and runs of a tracking service. Values are not rounded."""
 
 import csv
 import hashlib
@@ -23,14 +23,27 @@ FORMAT = 1
 
 
 def report_json(summary: SweepSummary) -> str:
-    """Strict JSON, one trial or group to a line: what is not finite is null."""
-    content = {"format": FORMAT, **_fields(summary)}
+    """The whole summary as strict JSON, one trial or group per line."""
+    content = record_fields(summary)
     content["trials"] = content.pop("rows")
-    return "{\n" + ",\n".join(f" {json.dumps(name)}: {_written(value)}" for name, value in content.items()) + "\n}"
+    return json_document(content)
+
+
+def json_document(content: Mapping[str, Any]) -> str:
+    """Strict JSON in which every item of a tuple has its own line; numbers that are not finite are null."""
+    lines = (f" {json.dumps(name)}: {_written(value)}" for name, value in {"format": FORMAT, **content}.items())
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def record_fields(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass, not of the ones it holds."""
+    if not is_dataclass(record):
+        raise TypeError(f"{type(record).__name__} has no JSON form")
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _written(value: Any) -> str:
-    # Not by `indent`: that leaves json's fast encoder, and 10,000 trials would take three times as long.
+    # Without `indent`, which would bypass json's fast encoder: 10,000 trials would take three times as long.
     if isinstance(value, tuple) and value:
         return "[\n  " + ",\n  ".join(map(_strict, value)) + "\n ]"
     return _strict(value)
@@ -38,50 +51,40 @@ def _written(value: Any) -> str:
 
 def _strict(value: Any) -> str:
     try:
-        return json.dumps(value, default=_fields, allow_nan=False)
-    except ValueError:  # rare, and walking through all values takes longer than writing them
+        return json.dumps(value, default=record_fields, allow_nan=False)
+    except ValueError:  # some number is not finite: rare, and checking all beforehand would take longer
         return json.dumps(_finite(value), allow_nan=False)
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    if not is_dataclass(record):
-        raise TypeError(f"{type(record).__name__} has no JSON form")
-    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else None
     if is_dataclass(value):
-        return _finite(_fields(value))
+        return _finite(record_fields(value))
     if isinstance(value, Mapping):
         return {str(name): _finite(item) for name, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-# The flat table of trials as CSV and as Parquet.
-
-
-# Also after what some spreadsheets take for the end of a cell: those that expect semicolons do not see our quotes.
+# Also after a semicolon, tab or newline: spreadsheets that expect semicolons ignore our quotes and begin a cell there.
 _BEGINS_A_FORMULA = re.compile(r"(?:^|(?<=[;\t\n]))(?=\s*[=+\-@＝＋－＠])")
 
 
 def table_csv(table: Table) -> str:
-    """UTF-8 with a header; numbers unrounded, flags as true and false, nothing where nothing is known.
+    """The table as CSV in UTF-8, with a header. Flags are true and false, unknown values are empty.
 
-    What a spreadsheet would run as a formula gets an apostrophe in front, the way OWASP advises: what a training raises
-    reaches a reader's machine by this file. Escape sequences and control codes are taken out.
+    Text that a spreadsheet would run as a formula is preceded by an apostrophe, as OWASP advises for CSV injection: an
+    exception's message reaches the reader's spreadsheet by this file. Escape sequences and control codes are removed.
     """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow([_harmless(name) for name in table.columns])
-    # By the tables' own columns: every row has them all, in this order.
     writer.writerows([_cell(value) for value in row.values()] for row in table.rows)
     return stream.getvalue()
 
 
 def table_parquet(table: Table) -> bytes:
-    """Parquet with typed columns; text as it is.
+    """The table as Parquet with typed columns; text is not changed.
 
     Raises:
         MissingDependencyError: pyarrow is not installed.
@@ -108,7 +111,7 @@ def _arrow_types(pyarrow: Any) -> Mapping[Kind, Any]:
 
 
 def _typed(value: Any, kind: Kind) -> Any:
-    """Options of several types share a column of text."""
+    """A value of the column's type. Options of several types are in a column of text."""
     if value is None:
         return None
     if kind == "number":
@@ -132,28 +135,25 @@ def _harmless(text: str) -> str:
     return _BEGINS_A_FORMULA.sub("'", plain(text))
 
 
-# A sweep's trials as runs of a tracking service: settings, figures, facts. Pure.
-
-
 _FIRST_RESULT = [column.name for column in COLUMNS].index("outcome")
 _FACTS = {column.name for column in COLUMNS[_FIRST_RESULT:] if column.kind == "text"}
 _FIGURES = {column.name for column in COLUMNS[_FIRST_RESULT:] if column.kind != "text"}
 
 
 def trial_runs(capture: Capture) -> Iterator[TrialRun]:
-    """Every trial that has ended, one way or another."""
+    """A run for every trial that has a result."""
     for result in capture.results.values():
         yield trial_run(result, capture.folder.resolve().name, capture.created)
 
 
 def trial_run(result: TrialResult, sweep: str, created: float | None) -> TrialRun:
-    """One trial.
+    """A trial as a run of a tracking service.
 
     Args:
-        result: How it ended.
+        result: The trial's result.
         sweep: Name of the sweep.
-        created: When the sweep was planned: tells two sweeps with the same trials apart, and stays as it is when a
-            folder is moved or a sweep resumed.
+        created: Unix time of the plan. It distinguishes two sweeps with the same trials, and does not change when the
+            folder is moved or the sweep resumed.
     """
     row = result_row(result)
     sweep_id = _hashed(sweep if created is None else repr(created))
@@ -177,7 +177,7 @@ def _hashed(*parts: str) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """As JSON that every service takes: whole characters, finite numbers."""
+    """A value that every service accepts: no half characters, no numbers that are not finite."""
     if isinstance(value, Mapping):
         return {whole_text(str(name)): _clean(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
-"""The report as Markdown that can be pasted into a GitHub issue."""
+"""The report as Markdown, to be pasted into a GitHub issue."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor, percent
 from flopwatch.records.plain_text import one_line, plain
-from flopwatch.report.figures import UNKNOWN, count, duration, factor, memory, share
 from flopwatch.report.matrices import (
     Metric,
     best_trials,
@@ -17,8 +17,10 @@ from flopwatch.report.matrices import (
 )
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary
 from flopwatch.report.sentences import (
+    CLASSES_APART,
     HEADINGS,
     MATRIX_NOTES,
+    NOTHING_TO_CHOOSE,
     choice_notes,
     choice_sentence,
     configuration,
@@ -38,23 +40,23 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#|~$])")
 
 
 def report_markdown(summary: SweepSummary) -> str:
-    """Headings, tables and folded logs; nothing of it is taken for markup that a trial printed."""
+    """Headings, tables and folded logs. Text from trials is escaped, so that none of it becomes markup."""
     return "\n".join(_lines(summary)).rstrip() + "\n"
 
 
 def escaped(text: str) -> str:
-    r"""One line that shows as it is.
+    r"""One line of text in which nothing is Markdown.
 
     >>> escaped("a|b <script> @user #12")
     'a\\|b \\<script\\> @\u200buser \\#12'
     """
-    # A name after @ would notify somebody who has nothing to do with it.
+    # A name after @ would notify that GitHub user, hence a zero-width space between them.
     return _SPECIAL.sub(r"\\\1", one_line(text)).replace("@", "@\u200b")
 
 
 def fenced(text: str) -> str:
-    """A block of code that nothing in the text can end."""
-    text = plain(text)  # first: what it takes out may have held backticks apart
+    """A block of code with a fence longer than any in the text."""
+    text = plain(text)  # first, because removing control characters may join backticks
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}text\n{text}\n{fence}"
@@ -88,10 +90,10 @@ def _what_to_run(groups: Sequence[Group]) -> Iterator[str]:
     head = ("", "seq", "class", "fastest that ran", "throughput", "peak", "least memory within 10 %", "peak", "")
     rows = [(group, choice) for group in groups for choice in some_choices(group.choices, MOST_ROWS // len(groups))]
     if not rows:
-        yield "Nothing ran to its end with a measured time: there is nothing to choose from.\n"
+        yield f"{NOTHING_TO_CHOOSE}\n"
         return
     yield from _table(head, (_choice_cells(group, choice) for group, choice in rows), "l1l")
-    yield "\nPrivate and not private trainers are never weighed against each other.\n"
+    yield f"\n{CLASSES_APART}\n"
 
 
 def _choice_cells(group: Group, choice: Choice) -> tuple[str, ...]:
@@ -105,9 +107,9 @@ def _choice_cells(group: Group, choice: Choice) -> tuple[str, ...]:
         choice.privacy,
         f"≈ {name}" if choice.tied else f"**{name}**",
         throughput(fastest),
-        memory(fastest.peak_bytes),
+        byte_size(fastest.peak_bytes),
         escaped(configuration(lightest)) if lightest else UNKNOWN,
-        memory(lightest.peak_bytes if lightest else None),
+        byte_size(lightest.peak_bytes if lightest else None),
         escaped("; ".join(remarks)),
     )
 
@@ -119,12 +121,12 @@ def _trainers(summary: SweepSummary) -> Iterator[str]:
             escaped(one.trainer),
             one.privacy,
             f"{one.ok:,} / {one.tried:,}",
-            share(one.success_rate),
+            percent(one.success_rate),
             f"{one.out_of_memory:,}",
             f"{one.failed:,}",
             f"{one.not_run:,}",
-            memory(one.mean_peak_bytes),
-            memory(one.shared_mean_peak_bytes),
+            byte_size(one.mean_peak_bytes),
+            byte_size(one.shared_mean_peak_bytes),
         )
         for one in summary.trainers[:MOST_ROWS]
     )
@@ -212,7 +214,7 @@ def _failure(failure: Failure) -> Iterator[str]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], sides: str = "") -> Iterator[str]:
-    """Numbers to the right, unless `sides` says `l` for the column."""
+    """A table; columns are aligned right unless `sides` has an `l` at their place."""
     yield f"| {' | '.join(head)} |"
     marks = [":--" if place < len(sides) and sides[place] == "l" else "--:" for place in range(len(head))]
     yield f"| {' | '.join(marks)} |"

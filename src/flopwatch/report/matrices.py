@@ -1,24 +1,29 @@
-"""Matrices of a group: rows sequence length x batch size, columns trainers, one per quantity."""
+"""The matrices of a group, one per quantity, and which rows and columns of a large sweep are shown.
+
+Rows are sequence length x batch size, columns are trainers.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from flopwatch.report.analysis.verdicts import is_told_apart
-from flopwatch.report.figures import UNKNOWN, digits, memory, outcome_word, share, step_seconds
+from flopwatch.number_format import UNKNOWN, byte_size, number, percent, step_time
+from flopwatch.report.analysis.summarise import MOST_COLUMNS
+from flopwatch.report.analysis.verdicts import differ_measurably
 from flopwatch.report.records import Cell, Choice, Group, Quantity
+from flopwatch.report.sentences import outcome_word
 
 
 class Metric(NamedTuple):
     """A quantity of a matrix.
 
     Attributes:
-        key: On the command line.
-        title: With its unit.
-        value: Of a cell; None when unknown.
-        text: As it is written.
-        better: Which end is better for marking the best of a row; a higher HFU alone is no merit.
-        quantity: What decides whether two differ.
+        key: Its name for `--metric`.
+        title: Its heading.
+        value: Reads it from a cell; None when unknown.
+        text: The figure as it is shown.
+        better: `min` or `max`, to mark the best of a row; None for HFU, which recomputation alone raises.
+        quantity: Whose measurement decides whether two cells differ.
     """
 
     key: str
@@ -34,26 +39,27 @@ def _time_text(cell: Cell) -> str:
         return UNKNOWN
     unstable = "~" if cell.is_unstable else ""
     if cell.low_seconds is None or cell.high_seconds is None:
-        return f"{unstable}{step_seconds(cell.seconds)}"
+        return f"{unstable}{step_time(cell.seconds)}"
     half_width = (cell.high_seconds - cell.low_seconds) / 2 / cell.seconds
-    return f"{unstable}{step_seconds(cell.seconds)} ±{_percent(100 * half_width)}"
+    return f"{unstable}{step_time(cell.seconds)} ±{_narrow_percent(100 * half_width)}"
 
 
-def _percent(value: float) -> str:
+def _narrow_percent(value: float) -> str:
+    """Without a space: the matrix has a column of 15 characters for each trainer."""
     return f"{value:.0f}%" if value >= 2 else f"{value:.1f}%"
 
 
 def _flops_share(cell: Cell, value: float | None) -> str:
-    return (">" if cell.is_lower_bound and value is not None else "") + share(value)
+    return (">" if cell.is_lower_bound and value is not None else "") + percent(value)
 
 
 METRICS: Mapping[str, Metric] = {
     metric.key: metric
     for metric in (
-        Metric("memory", "Peak memory", lambda c: c.peak_bytes, lambda c: memory(c.peak_bytes), min, "memory"),
+        Metric("memory", "Peak memory", lambda c: c.peak_bytes, lambda c: byte_size(c.peak_bytes), min, "memory"),
         Metric("time", "Median step time", lambda c: c.seconds, _time_text, min),
-        Metric("tokens", "Tokens per second", lambda c: c.tokens_per_s, lambda c: digits(c.tokens_per_s), max),
-        Metric("samples", "Samples per second", lambda c: c.samples_per_s, lambda c: digits(c.samples_per_s), max),
+        Metric("tokens", "Tokens per second", lambda c: c.tokens_per_s, lambda c: number(c.tokens_per_s), max),
+        Metric("samples", "Samples per second", lambda c: c.samples_per_s, lambda c: number(c.samples_per_s), max),
         Metric("mfu", "MFU", lambda c: c.mfu, lambda c: _flops_share(c, c.mfu), max),
         Metric("hfu", "HFU", lambda c: c.hfu, lambda c: _flops_share(c, c.hfu), None),
     )
@@ -61,7 +67,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 class MatrixRow(NamedTuple):
-    """One sequence length and batch size; cells in the order of the group's trainers, None where not asked for."""
+    """One sequence length and batch size. Cells are in the order of the trainers, None where no trial was planned."""
 
     seq_len: int
     batch_size: int
@@ -75,7 +81,7 @@ def matrix_rows(group: Group) -> list[MatrixRow]:
 
 
 def known_metrics(group: Group) -> list[Metric]:
-    """Those that any cell has; samples per second only where there are no tokens."""
+    """Metrics that at least one cell has; samples per second only where tokens per second are unknown."""
     known = [m for m in METRICS.values() if any(m.value(cell) is not None for cell in group.cells)]
     has_tokens = any(metric.key == "tokens" for metric in known)
     return [metric for metric in known if not (metric.key == "samples" and has_tokens)]
@@ -89,7 +95,7 @@ def cell_text(cell: Cell | None, metric: Metric) -> str:
 
 
 def best_trials(cells: Sequence[Cell | None], metric: Metric) -> set[str]:
-    """The best of a row in each privacy class, if the measurement tells it from the others of its class."""
+    """The best of a row in each privacy class, where it differs measurably from all others of its class."""
     best: set[str] = set()
     known = [cell for cell in cells if cell is not None and metric.value(cell) is not None]
     for privacy in {cell.privacy for cell in known}:
@@ -97,21 +103,16 @@ def best_trials(cells: Sequence[Cell | None], metric: Metric) -> set[str]:
         if len(rivals) < 2 or metric.better is None:
             continue
         first: Cell = metric.better(rivals, key=metric.value)
-        if all(is_told_apart(first, other, metric.quantity) for other in rivals if other is not first):
+        if all(differ_measurably(first, other, metric.quantity) for other in rivals if other is not first):
             best.add(first.trial)
     return best
 
 
-# Show some of many, and say so.
-
-
 Item = TypeVar("Item")
-MOST_COLUMNS = 16
-"""More trainers, options or seeds side by side than this nobody reads."""
 
 
 def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
-    """First, last, and evenly between.
+    """At most so many items: the first, the last, and evenly spaced ones between.
 
     >>> evenly([1, 2, 3, 4, 5, 6, 7], 3), evenly([1, 2], 3)
     ([1, 4, 7], [1, 2])
@@ -124,7 +125,7 @@ def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
 
 
 def some_choices(choices: Sequence[Choice], at_most: int) -> list[Choice]:
-    """Those of evenly chosen sequence lengths, every class of each."""
+    """The choices at evenly spaced sequence lengths, with every privacy class of each."""
     per_length = max(len({choice.privacy for choice in choices}), 1)
     lengths = sorted({choice.seq_len for choice in choices})
     kept = set(evenly(lengths, max(at_most // per_length, 2)))
@@ -132,7 +133,7 @@ def some_choices(choices: Sequence[Choice], at_most: int) -> list[Choice]:
 
 
 def narrowed(group: Group, at_most: int = MOST_COLUMNS) -> Group:
-    """The group with its first columns only."""
+    """The group with only its first columns."""
     if len(group.trainers) <= at_most:
         return group
     return with_columns(group, group.trainers[:at_most])
@@ -150,7 +151,7 @@ def with_columns(group: Group, trainers: Sequence[str]) -> Group:
 
 
 def column_chunks(group: Group, at_most: int) -> list[Group]:
-    """The group in pieces that fit side by side; one piece when it is narrow."""
+    """The group cut into pieces that are narrow enough for a terminal."""
     if len(group.trainers) <= at_most:
         return [group]
     starts = range(0, len(group.trainers), at_most)

@@ -1,25 +1,63 @@
-"""What the numbers mean, in words; the same in every renderer."""
+"""The words of a report, the same in every renderer: outcomes, sentences about the numbers, the privacy table."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import ROUND_CEILING, Context
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from flopwatch.records.trial import FAILED, OUT_OF_MEMORY, PrivacySpent, TrialResult
-from flopwatch.report.figures import UNKNOWN, digits, memory, outcome_word, share
+from flopwatch.number_format import UNKNOWN, byte_size, number, percent, plural
+from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
 from flopwatch.report.records import Cell, Choice, Crossover, FrontierPoint, Group, PrivacyRow, SweepSummary
 
 MATRIX_NOTES = (
-    "Bold is best within its privacy class, where the measurement decides.",
-    "± is half of the 95 % interval of the median; ~ marks an unstable time: small differences mean nothing.",
-    "OOM: out of memory. OOM*: not run, a smaller one was out of memory. n/a: the trainer cannot train the model.",
-    "> marks a lower bound: some ops had no FLOPs formula.",
+    "Bold marks the best of its privacy class, where the difference is measurable.",
+    "± is half the width of the median's 95 % interval. ~ marks an unstable step time: ignore small differences.",
+    "OOM: out of memory. OOM*: not run, because a smaller trial ran out of memory. n/a: the trainer does not support "
+    "the model.",
+    "> marks a lower bound: some ops have no FLOPs formula.",
 )
-WHOLE_PROCESS = "Memory is of the whole process, Python and torch included, which flattens its factor."
+NOTHING_TO_CHOOSE = "No trial ran to its end with a measured time, so there is nothing to choose from."
+CLASSES_APART = "Private trainers are never compared with trainers that are not private."
+WHOLE_PROCESS = "Memory includes Python and torch themselves, so its factor is smaller than that of the model alone."
+
+OutcomeClass: TypeAlias = Literal["ok", "oom", "failed", "not-run"]
+OUTCOME_STYLES: Mapping[OutcomeClass, str] = {"ok": "green", "oom": "yellow", "failed": "red", "not-run": "dim"}
+"""Styles of rich for every screen; the page's stylesheet has classes of the same names. The word is shown too."""
+_OUTCOME_WORDS = {
+    "oom_device": "OOM",
+    "oom_host": "OOM host",
+    "oom_inferred": "OOM*",
+    "unsupported": "n/a",
+}
+
+
+def outcome_word(outcome: str) -> str:
+    """The short form in matrices. `OOM*` was not run, because a smaller trial ran out of memory.
+
+    >>> outcome_word("oom_inferred"), outcome_word("hang")
+    ('OOM*', 'hang')
+    """
+    return _OUTCOME_WORDS.get(outcome, outcome)
+
+
+def outcome_class(outcome: str) -> OutcomeClass:
+    """What colours depend on.
+
+    >>> outcome_class("oom_host"), outcome_class("lost"), outcome_class("missing")
+    ('oom', 'failed', 'not-run')
+    """
+    if outcome in OUT_OF_MEMORY:
+        return "oom"
+    return "failed" if outcome in FAILED else "ok" if outcome == "ok" else "not-run"
+
+
+def outcome_style(outcome: str) -> str:
+    """The style of rich for an outcome."""
+    return OUTCOME_STYLES[outcome_class(outcome)]
 
 
 class Tally(NamedTuple):
-    """Trials by what a reader wants to know first."""
+    """How many trials ended in each of the ways that the totals name."""
 
     ok: int
     out_of_memory: int
@@ -52,9 +90,9 @@ def totals_sentence(summary: SweepSummary) -> str:
     parts = [f"{counted.ok:,} ok"]
     parts += [f"{counted.out_of_memory:,} out of memory{inferred}"] if counted.out_of_memory else []
     others = ("failed", "unsupported", "skipped", "cancelled", "missing")
-    parts += [f"{number:,} {word}" for word in others if (number := getattr(counted, word))]
+    parts += [f"{amount:,} {word}" for word in others if (amount := getattr(counted, word))]
     trials = summary.totals.trials
-    return f"{trials:,} {'trial' if trials == 1 else 'trials'}: {', '.join(parts)}" if trials else "No trials"
+    return f"{plural(trials, 'trial')}: {', '.join(parts)}" if trials else "No trials"
 
 
 def configuration(cell: Cell) -> str:
@@ -63,17 +101,17 @@ def configuration(cell: Cell) -> str:
 
 def throughput(cell: Cell) -> str:
     if cell.tokens_per_s is not None:
-        return f"{digits(cell.tokens_per_s)} tokens/s"
-    return f"{digits(cell.samples_per_s)} samples/s"
+        return f"{number(cell.tokens_per_s)} tokens/s"
+    return f"{number(cell.samples_per_s)} samples/s"
 
 
 def choice_sentence(choice: Choice) -> str:
-    """What was decided, or that nothing was."""
+    """The verdict on the fastest configuration."""
     if not choice.tied:
         if choice.candidates == 1:
             return "the only one that ran"
         return f"the fastest of {choice.candidates}"
-    # Another trainer is worth more words than another batch size of the same one.
+    # A tie with another trainer is more interesting than one with another batch size of the same trainer.
     tied = sorted(choice.tied, key=lambda cell: cell.trainer == choice.fastest.trainer)
     rivals = [_beside(cell, choice.fastest) for cell in tied[:2]]
     more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
@@ -85,10 +123,10 @@ def _beside(cell: Cell, fastest: Cell) -> str:
 
 
 def choice_notes(choice: Choice) -> str:
-    """What to know before running it."""
+    """Reasons to hesitate before running the fastest configuration."""
     notes = []
     if choice.fastest.alloc_retries:
-        notes.append("barely fits: the allocator had to free its cache")
+        notes.append("barely fits: the allocator had to free its cache to make room")
     if choice.fastest.is_unstable:
         notes.append("its step time is unstable")
     return "; ".join(notes)
@@ -101,7 +139,7 @@ def crossover_sentence(crossover: Crossover) -> str:
     measured = f"between {crossover.low} and {crossover.high} measured; {crossover.quantity}"
     beats = f"{crossover.below} beats {crossover.above}"
     if not crossover.is_claimed:
-        return f"{beats} below some {crossover.axis} {where}? Not decided: intervals overlap ({measured})"
+        return f"{beats} below some {crossover.axis} {where}? Not measurable: intervals overlap ({measured})"
     if crossover.at is None:
         equal = ", ".join(str(value) for value in crossover.equal_at)
         return (
@@ -111,14 +149,14 @@ def crossover_sentence(crossover: Crossover) -> str:
 
 
 def _limit(crossover: Crossover) -> str:
-    """Rounded, but never to where the other one was measured to be better."""
+    """The rounded crossover, kept within the interval in which the measurements place it."""
     at = rounded(crossover.at or 0)
     is_between = crossover.low < at <= crossover.high
     return f"below {crossover.axis} {at}" if is_between else f"up to {crossover.axis} {crossover.low}"
 
 
 def crossover_digest(crossovers: Iterable[Crossover]) -> list[str]:
-    """One line for each pair, quantity and axis, however many batch sizes or sequence lengths show it."""
+    """One sentence per pair of trainers, quantity and axis; crossovers at several batch sizes or lengths are joined."""
     alike: dict[tuple[str, ...], list[Crossover]] = defaultdict(list)
     for crossover in crossovers:
         if crossover.is_claimed:
@@ -137,7 +175,7 @@ def frontier_words(point: FrontierPoint) -> str:
 
 
 def layer_words(row: Mapping[str, Any]) -> str:
-    """Which share of the parameters takes which path, of a row of the preflight; nothing when it does not tell.
+    """Which share of the parameters takes which path, from a row of the preflight; empty when it does not say.
 
     >>> layer_words({"layers": {"ghost": {"Linear": 0.7, "Embedding": 0.2}, "hook": {"LayerNorm": 0.1}}})
     'ghost 90.0 %, hook 10.0 %'
@@ -147,12 +185,12 @@ def layer_words(row: Mapping[str, Any]) -> str:
         return ""
     paths = {str(path): found.values() for path, found in layers.items() if isinstance(found, Mapping)}
     known = {path: sum(s for s in shares if isinstance(s, int | float)) for path, shares in paths.items()}
-    return ", ".join(f"{path} {share(total)}" for path, total in known.items())
+    return ", ".join(f"{path} {percent(total)}" for path, total in known.items())
 
 
 def device_sentence(cells: Sequence[Cell]) -> str:
     sizes = {cell.device_bytes for cell in cells if cell.device_bytes}
-    return f"The device has {memory(max(sizes))}." if len(sizes) == 1 else ""
+    return f"The device has {byte_size(max(sizes))}." if len(sizes) == 1 else ""
 
 
 def denominator_sentence(group: Group) -> str:
@@ -160,7 +198,7 @@ def denominator_sentence(group: Group) -> str:
 
 
 def rounded(value: float) -> int:
-    """Two digits: an interpolation knows no more.
+    """Rounded to two digits: an interpolation is not more precise.
 
     >>> rounded(376.7), rounded(7.61), rounded(12345.0)
     (380, 8, 12000)
@@ -180,29 +218,13 @@ def _many(same: Sequence[Crossover]) -> str:
     return f"{first.below} beats {first.above} below {first.axis} {span} ({other} {values}; {first.quantity})"
 
 
-# What private trainings would spend: one row for each batch size and noise. Pure.
-
-
 HEADINGS = ("batch", "noise", "sampling rate", "steps", "delta", "accountant", "epsilon", "trainers")
 
 ASSUMED = (
-    "Epsilon is of a whole training with these settings, by Opacus's accountant, rounded up: it holds for Poisson "
-    "sampling with the logical batch. The trials themselves train on random data and spend nothing."
+    "Epsilon is that of a whole training with these settings, computed by Opacus's accountant and rounded up. It holds "
+    "for Poisson sampling with the logical batch. The trials themselves train on random data and spend nothing."
 )
-NOT_ASKED = (
-    "Epsilon was not asked for: add `privacy: {dataset_size: N, epochs: M}` to the matrix to see what a training would "
-    "spend."
-)
-
-
-def privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow, ...]:
-    """From (column, result); trainers that spend the same stand together."""
-    found: dict[tuple[int, PrivacySpent], list[str]] = {}
-    for column, result in trials:
-        if result.outcome == "ok" and result.measured.privacy is not None:
-            found.setdefault((result.spec.batch_size, result.measured.privacy), []).append(column)
-    rows = [PrivacyRow(batch, tuple(dict.fromkeys(columns)), spent) for (batch, spent), columns in found.items()]
-    return tuple(sorted(rows, key=lambda row: (row.batch_size, row.spent.noise_multiplier)))
+NOT_ASKED = "To see the epsilon that a training would spend, add `privacy: {dataset_size: N, epochs: M}` to the matrix."
 
 
 def privacy_cells(row: PrivacyRow) -> tuple[str, ...]:
@@ -220,7 +242,7 @@ def privacy_cells(row: PrivacyRow) -> tuple[str, ...]:
 
 
 def epsilon_text(epsilon: float | None) -> str:
-    """Four digits, rounded up, since it is a bound.
+    """Four digits, rounded up because epsilon is an upper bound.
 
     >>> epsilon_text(1.83831), epsilon_text(None)
     ('1.839', '–')
@@ -231,7 +253,7 @@ def epsilon_text(epsilon: float | None) -> str:
 
 
 def privacy_notes(group: Group) -> list[str]:
-    """What stands below the table; for private trainers without one, that nobody asked."""
+    """The notes below the privacy table; without a table, how private trainers get one."""
     if group.privacy_spent:
         return [ASSUMED, *_own_notes(group.privacy_spent)]
     has_private = any(cell.privacy == "private" and cell.outcome == "ok" for cell in group.cells)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from flopwatch.records.run import Number
 from flopwatch.runs import RunLog
 from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
-from flopwatch.spread import cut, draws, interval, thinned
+from flopwatch.spread import cut, interval, resampled
 
 _ALL = "every number"
 _FLOPS = "MFU and HFU"
@@ -153,8 +153,12 @@ def recompute_percent(log: RunLog) -> float | None:
 # The comparison itself: every measure in both runs, its change, and whether the change can be told from noise.
 
 
-NOT_TOLD = "no difference that can be told"
+NO_DIFFERENCE = "no measurable difference"
 TOO_FEW = "too few steps to tell"
+CONFIDENCE = 0.99
+_DRAWS = 1000
+_MOST_STEPS_DRAWN = 50
+"""Of a block: sorting all steps of a long run in every draw would take minutes."""
 _LEAST = 0.05
 """Percent or points: what is printed as 0.0 is not called a difference."""
 
@@ -256,7 +260,9 @@ class _Draws:
 
     def __init__(self, in_a: Sequence[SteadyStep], in_b: Sequence[SteadyStep]) -> None:
         self._blocks = (cut(in_a), cut(in_b))
-        self._chosen = tuple(draws(len(blocks), seed) for seed, blocks in enumerate(self._blocks))
+        self._chosen = tuple(
+            list(resampled(range(len(blocks)), _DRAWS, seed)) for seed, blocks in enumerate(self._blocks) if blocks
+        )
         self._pooled: dict[Any, list[list[Any]]] = {}
 
     def changes(self, measure: Measure) -> list[float]:
@@ -271,8 +277,13 @@ class _Draws:
         return [change for change in changes if change is not None]
 
     def _pool(self, measure: Measure, run: int) -> list[Any]:
-        blocks = [measure.of_block(thinned(block) if measure.sorts else block) for block in self._blocks[run]]
+        blocks = [measure.of_block(_thinned(block) if measure.sorts else block) for block in self._blocks[run]]
         return [measure.pool([blocks[index] for index in chosen]) for chosen in self._chosen[run]]
+
+
+def _thinned(block: Sequence[SteadyStep]) -> Sequence[SteadyStep]:
+    """Evenly spread steps of a long block; the interval grows a little wider."""
+    return block[:: -(-len(block) // _MOST_STEPS_DRAWN)]
 
 
 def _measured(measure: Measure, in_a: Sequence[SteadyStep], in_b: Sequence[SteadyStep], drawn: _Draws) -> Line:
@@ -284,7 +295,7 @@ def _measured(measure: Measure, in_a: Sequence[SteadyStep], in_b: Sequence[Stead
     changes = drawn.changes(measure)
     if not changes:
         return replace(line, verdict=TOO_FEW)
-    low, high = interval(changes)
+    low, high = interval(changes, CONFIDENCE)
     return replace(line, low=low, high=high, verdict=_verdict(measure.words, low, high))
 
 
@@ -299,7 +310,7 @@ def _change(a: float | None, b: float | None, unit: str) -> float | None:
 def _verdict(words: tuple[str, str], low: float, high: float) -> str:
     if low > _LEAST:
         return words[0]
-    return words[1] if high < -_LEAST else NOT_TOLD
+    return words[1] if high < -_LEAST else NO_DIFFERENCE
 
 
 def _told(a: RunLog, b: RunLog) -> list[Line]:

@@ -6,11 +6,11 @@ Rates and shares are sums over sums, as in the log: a mean of per-step rates ove
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import ceil
 from typing import Any, Literal, NamedTuple
 
 from flopwatch.records.run import Provenance, Row
 from flopwatch.runs import RunLog, provenance_at
+from flopwatch.spread import median, percentile
 
 # The steps of a run that can be compared: timed, and not warm-up.
 
@@ -96,15 +96,6 @@ class Measure:
     sorts: bool = False
 
 
-def nearest_rank(ordered: Sequence[float], percent: float) -> float:
-    """The percentile that occurred, as in `perf/step_time_p90`.
-
-    >>> nearest_rank([1.0, 2.0, 3.0, 4.0], 50)
-    2.0
-    """
-    return ordered[max(0, ceil(percent / 100 * len(ordered)) - 1)]
-
-
 def _sorted_seconds(steps: Sequence[SteadyStep]) -> list[float]:
     return sorted([step.seconds for step in steps])
 
@@ -158,14 +149,14 @@ _RATE = ("faster", "slower")
 _SHARE = ("higher", "lower")
 
 MEASURES = (
-    _of_times("step_time_median", "step time, median", "s", _TIME, lambda ordered: nearest_rank(ordered, 50)),
-    _of_times("step_time_p90", "step time, p90", "s", _TIME, lambda ordered: nearest_rank(ordered, 90)),
+    _of_times("step_time_median", "step time, median", "s", _TIME, median),
+    _of_times("step_time_p90", "step time, p90", "s", _TIME, lambda ordered: percentile(ordered, 0.9)),
     _of_times(
         "step_time_p90_over_median",
         "p90 over median",
         "x",
         ("less steady", "steadier"),
-        lambda ordered: nearest_rank(ordered, 90) / nearest_rank(ordered, 50),
+        lambda ordered: percentile(ordered, 0.9) / median(ordered),
     ),
     _quotient("steps_per_second", "steps/s", "steps/s", _RATE, lambda step: (1, step.seconds)),
     _quotient("tokens_per_second", "tokens/s", "tokens/s", _RATE, lambda step: (step.tokens, step.seconds)),

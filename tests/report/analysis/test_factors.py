@@ -132,6 +132,6 @@ def test_hundreds_of_seeds_are_not_laid_side_by_side():
     (group,) = summary.groups
     assert len(group.trainers) == 300
     assert group.crossovers == ()
-    assert "300 trainers, options or seeds: 16 are shown" in summary.warnings[0]
+    assert "300 columns of trainers, options or seeds: the first 16 are shown" in summary.warnings[0]
     assert len(narrowed(group).trainers) == 16
     assert len(narrowed(group).cells) == 32

@@ -1,4 +1,8 @@
-"""Trials that did not run to their end, grouped by cause. Pure."""
+"""Trials that did not run to their end, grouped by cause, with advice on each cause. Pure.
+
+Sources of the advice: man 7 signal for signals; the message of torch's DataLoader ("insufficient shared memory") for
+SIGBUS; the table of trainers in docs/sweep.md for what the clipping trainers hold in memory.
+"""
 
 import re
 import shlex
@@ -7,12 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from flopwatch.number_format import byte_size
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.report.analysis.cells import place_key, privacy_of, trainer_name
 from flopwatch.report.records import Failure
 
 LOG_LINES = 15
-# What needs a person first; an out-of-memory is a result, and what was not tried comes last.
+# What needs a person comes first. Running out of memory is a result, and what was not tried comes last.
 _URGENCY = (
     "crash",
     "hang",
@@ -29,10 +34,10 @@ _NOT_A_FAILURE = ("ok", "oom_inferred", "skipped")
 
 
 def group_failures(results: Iterable[TrialResult], largest_ok: Mapping[tuple[Any, ...], int]) -> tuple[Failure, ...]:
-    """By cause, the ones to look at first, then by count.
+    """One failure per cause, the most urgent first, then the most frequent.
 
     Args:
-        results: Of the sweep.
+        results: All results of the sweep.
         largest_ok: The largest batch that ran by `place_key`, for the advice.
     """
     alike: dict[tuple[str, str], list[TrialResult]] = defaultdict(list)
@@ -44,22 +49,22 @@ def group_failures(results: Iterable[TrialResult], largest_ok: Mapping[tuple[Any
 
 
 def cause_of(result: TrialResult) -> str:
-    """The strongest thing known; those whose log also tells of memory are kept apart, for what to do may differ."""
-    hint = "; its log tells of memory" if result.evidence.get("hint") else ""
+    """The cause by the strongest evidence. A hint in the log makes a group of its own, because its advice differs."""
+    hint = "; its log mentions memory" if result.evidence.get("hint") else ""
     return _cause(result) + hint
 
 
 def _cause(result: TrialResult) -> str:
-    """Exception, signal, exit code, the scheduler's word, or the reason in words."""
+    """The exception, else the signal, the exit code, the scheduler's state, or the reason in words."""
     evidence = result.evidence
     exception = evidence.get("exception")
-    if result.outcome in ("timeout", "hang", "cancelled"):  # our own kill: its signal says nothing
+    if result.outcome in ("timeout", "hang", "cancelled"):  # flopwatch ended it, so its signal says nothing
         return f"in phase {result.phase}"
     if isinstance(exception, Mapping) and exception.get("type"):
         return normalised(f"{exception['type']}: {exception.get('message') or ''}").rstrip(": ")
     if isinstance(exception, str) and exception:
         return normalised(exception)
-    if result.outcome == "oom_host" and result.reason:  # its SIGKILL is the kernel's, the reason says so
+    if result.outcome == "oom_host" and result.reason:  # the SIGKILL is the kernel's, and the reason says so
         return normalised(result.reason)
     if evidence.get("signal"):
         return signal_name(evidence["signal"])
@@ -71,7 +76,7 @@ def _cause(result: TrialResult) -> str:
 
 
 def normalised(message: str) -> str:
-    """The first line without what differs from trial to trial.
+    """The first line of a message without the numbers, addresses and paths that differ from trial to trial.
 
     >>> normalised("tried to allocate 2.50 GiB at 0x7f3a in /home/me/a.py, line 3")
     'tried to allocate N GiB at ADDRESS in PATH, line N'
@@ -83,7 +88,7 @@ def normalised(message: str) -> str:
 
 
 def signal_name(value: Any) -> str:
-    """Of a number or a name.
+    """The name of a signal that is given by number or by name.
 
     >>> signal_name(9), signal_name("SIGSEGV")
     ('SIGKILL', 'SIGSEGV')
@@ -98,7 +103,7 @@ def last_lines(text: str, count: int = LOG_LINES) -> str:
 
 
 def _failure(cause: str, members: Sequence[TrialResult], largest_ok: Mapping[tuple[Any, ...], int]) -> Failure:
-    # One with a log says more than one without.
+    # A member with a log is the more useful example.
     example = next((member for member in members if member.log_tail or member.stacks), members[0])
     return Failure(
         outcome=str(example.outcome),
@@ -122,52 +127,50 @@ def _urgency(outcome: str) -> int:
     return _URGENCY.index(outcome) if outcome in _URGENCY else len(_URGENCY)
 
 
-# What to do about a trial that did not run to its end. Pure.
-#
-# Sources: man 7 signal for signals; the message of torch's DataLoader ("insufficient shared memory") for SIGBUS; the
-# table of trainers in docs/sweep.md for what the clipping trainers hold in memory.
-
-
 _BY_SIGNAL = {
-    "SIGKILL": "Nobody of flopwatch sent SIGKILL: often the kernel for memory. Look: dmesg | grep -i 'killed process'",
-    "SIGSEGV": "A fault in native code. Run the command below with PYTHONFAULTHANDLER=1: it prints the Python line.",
-    "SIGABRT": "Native code gave up; its last words are at the end of the log.",
-    "SIGBUS": "Often a full /dev/shm: look at df -h /dev/shm, or use no data loader workers.",
-    "SIGTERM": "Somebody asked it to end: a scheduler's time limit, a preemption, a shutdown.",
-    "SIGILL": "An instruction this CPU does not have: a wheel built for another one.",
+    "SIGKILL": "Not sent by flopwatch; often the kernel, for lack of memory. Check: dmesg | grep -i 'killed process'",
+    "SIGSEGV": "A fault in native code. Run the command below with PYTHONFAULTHANDLER=1 to see the line of Python.",
+    "SIGABRT": "Native code called abort(); its message is at the end of the log.",
+    "SIGBUS": "Often a full /dev/shm. Check df -h /dev/shm, or use no data loader workers.",
+    "SIGTERM": "Something outside ended it: a scheduler's time limit, a preemption, a shutdown.",
+    "SIGILL": "An instruction that this CPU lacks: a package was built for another CPU.",
     "SIGFPE": "A division by zero in native code, often an empty batch or dimension.",
 }
 
 
 def advice_for(result: TrialResult, cause: str, largest_ok: int | None) -> tuple[str, ...]:
-    """Short and exact, most useful first.
+    """What to do about a failure, the most useful first.
 
     Args:
-        result: One of the trials.
-        cause: What they have in common.
+        result: One of its trials.
+        cause: Their common cause.
         largest_ok: The largest batch that ran with this trainer at this sequence length.
     """
     by_outcome: Mapping[str, Callable[[], tuple[str, ...]]] = {
         "oom_device": lambda: _out_of_memory(result, largest_ok),
         "oom_host": lambda: (*_host_limit(result), *_out_of_memory(result, largest_ok)),
-        "crash": lambda: (_BY_SIGNAL.get(cause, "Run the command below alone; the log's end is where it was."),),
+        "crash": lambda: (
+            _BY_SIGNAL.get(cause, "Run the command below alone; the end of the log shows where it crashed."),
+        ),
         "hang": lambda: _hang(result),
         "timeout": lambda: _timeout(result),
         "error": lambda: _error(cause),
         "unsupported": lambda: _unsupported(result),
-        "invalid": lambda: ("Change the configuration; no run can cure it.",),
-        "cancelled": lambda: ("Start the same sweep again: it goes on where it stopped.",),
-        "lost": lambda: ("The machine or its job went away. Run again: flopwatch sweep ... --only failed",),
+        "invalid": lambda: ("Change the configuration: it cannot run as it is.",),
+        "cancelled": lambda: ("Run the same sweep command again: it resumes where it stopped.",),
+        "lost": lambda: ("The machine or its job disappeared. Run again: flopwatch sweep ... --only failed",),
     }
     return (*_hint(result), *by_outcome.get(result.outcome, lambda: ())())
 
 
 def _hint(result: TrialResult) -> tuple[str, ...]:
-    """Words of a log, which decided nothing."""
+    """Advice on a log that mentions memory. A log's words never decide the outcome."""
     hint = result.evidence.get("hint")
     if not hint:
         return ()
-    said = f"Its log says: {hint}. Words decide nothing, so larger trials were run too; if memory ended it, "
+    said = (
+        f"Its log says: {hint}. Log messages do not decide an outcome, so larger trials ran too. If memory ended it, "
+    )
     if result.spec.trainer == "command":
         return (said + 'let the command write {"outcome": "oom_device"} to $FLOPWATCH_TRIAL_DIR/metrics.json.',)
     return (said + f"use a batch below {result.spec.batch_size}.",)
@@ -176,23 +179,23 @@ def _hint(result: TrialResult) -> tuple[str, ...]:
 def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ...]:
     spec = result.spec
     ran = f": {largest_ok} ran at sequence {spec.seq_len}" if largest_ok and largest_ok < spec.batch_size else ""
-    advice = [f"Use a batch below {spec.batch_size}{ran}." if spec.batch_size > 1 else "Batch 1 is too large already."]
+    advice = [f"Use a batch below {spec.batch_size}{ran}." if spec.batch_size > 1 else "Even batch 1 is too large."]
     is_private = privacy_of(spec) == "private"
     if not spec.checkpointing and not is_private:
-        advice.append("Gradient checkpointing holds fewer activations for about a third more compute.")
+        advice.append("Gradient checkpointing stores fewer activations, for about a third more compute.")
     if spec.trainer in ("dpsgd", "fast"):
-        advice.append("Ghost clipping holds no per-sample gradients; it needs less at short sequences.")
+        advice.append("Ghost clipping stores no per-sample gradients and needs less memory at short sequences.")
     if spec.trainer == "ghost":
-        advice.append("Ghost clipping holds a sequence x sequence matrix per sample; dpsgd may need less here.")
+        advice.append("Ghost clipping stores a sequence x sequence matrix per sample; dpsgd may need less memory here.")
     if spec.layout == "ddp":
-        advice.append("Every process holds the whole model under ddp; with layout: fsdp each holds a part of it.")
-    if spec.trainer != "command" and spec.layout is None:  # fit searches with one process
+        advice.append("With ddp every process holds the whole model; with layout: fsdp each holds a part of it.")
+    if spec.trainer != "command" and spec.layout is None:  # `flopwatch fit` runs one process
         advice.append(f"Find the largest batch: {_fit_command(spec)}")
     return tuple(advice)
 
 
 def _fit_command(spec: TrialSpec) -> str:
-    """For this very configuration."""
+    """The command that searches the largest batch of this configuration."""
     words = ["flopwatch", "fit", "--trainer", spec.trainer, "--model", spec.model, "--seq-len", str(spec.seq_len)]
     words += ["--dtype", spec.dtype] if spec.dtype != "fp32" else []
     words += ["--checkpoint"] if spec.checkpointing else []
@@ -204,13 +207,17 @@ def _fit_command(spec: TrialSpec) -> str:
 
 def _host_limit(result: TrialResult) -> tuple[str, ...]:
     limit = result.spec.limits.memory_bytes
-    return (f"The trial's limit was {limit / 2**30:.3g} GiB; raise --memory if the host has more.",) if limit else ()
+    return (f"The trial's limit was {byte_size(limit)}; raise --memory if the host has more.",) if limit else ()
 
 
 def _hang(result: TrialResult) -> tuple[str, ...]:
     limit = result.spec.limits.no_progress_seconds
     slow = f"If a step may take longer than {limit:g} s, raise --no-progress." if limit else ""
-    shown = "The stacks below show what each thread waited for." if result.stacks else "No stacks: it held the GIL."
+    shown = (
+        "The stacks below show where each thread was waiting."
+        if result.stacks
+        else "There are no stacks: native code held the GIL."
+    )
     return tuple(line for line in (shown, slow) if line)
 
 
@@ -222,10 +229,10 @@ def _timeout(result: TrialResult) -> tuple[str, ...]:
 
 def _error(cause: str) -> tuple[str, ...]:
     if cause.startswith(("ModuleNotFoundError", "ImportError")):
-        return ("Install what is missing in the environment the trials run in.",)
+        return ("Install the missing package in the environment of the trials.",)
     if cause.startswith("exit code"):
-        return ("The program ended itself; look for exit() in it, and at the end of the log.",)
-    return ("Run the command below alone; once cured: flopwatch sweep ... --only failed",)
+        return ("The program exited by itself; look for exit() in it, and at the end of the log.",)
+    return ("Run the command below alone. Once it works: flopwatch sweep ... --only failed",)
 
 
 def _unsupported(result: TrialResult) -> tuple[str, ...]:
