@@ -163,7 +163,7 @@ def test_what_differs_is_listed_before_the_numbers(flopwatch, write):
     b = write("b", [1.0] * 30, start=replace(START, world_size=8), provenance=other)
     _, out, _ = flopwatch("compare", a, b)
 
-    listed = out[out.index("Not the same in both") : out.index("step time, median")]
+    listed = out[out.index("The runs differ in these") : out.index("step time, median")]
     facts = {
         "device": ("H100 SXM5 80GB", "A100 SXM4 80GB"),
         "world size": ("1", "8"),
@@ -179,7 +179,7 @@ def test_what_differs_is_listed_before_the_numbers(flopwatch, write):
         pattern = rf"^  {what} +{re.escape(in_a)}  +{re.escape(in_b)}  +touches "
         assert re.search(pattern, listed, re.MULTILINE), (what, listed)
     assert listed.count("touches") == len(facts)
-    assert "Of several ranks, rates and shares are those of the logging rank's own steps." in out
+    assert "With several ranks, rates and shares are those of the logging rank." in out
 
 
 def test_runs_made_alike_are_said_to_be(flopwatch, write):

@@ -7,10 +7,9 @@ from dataclasses import replace
 from rich.console import Console
 
 from flopwatch.records.trial import PrivacySpent
-from flopwatch.report.exports import report_json
+from flopwatch.report.contents import epsilon_text
+from flopwatch.report.exports import report_json, report_markdown
 from flopwatch.report.html_page.page import report_page
-from flopwatch.report.markdown import report_markdown
-from flopwatch.report.sentences import epsilon_text
 from flopwatch.report.terminal import draw_report
 from support.few_results import ended, ran, summary_of
 

@@ -1,4 +1,7 @@
-"""`flopwatch compare`: whether a change has made training faster, as far as two logs can tell."""
+"""`flopwatch compare`: whether a change has made training faster, as far as two logs or two sweeps can show.
+
+The text is not drawn with rich, which takes longer to load than everything else in this command.
+"""
 
 import shutil
 import textwrap
@@ -19,7 +22,7 @@ def compare(
     run_a: Annotated[str, typer.Argument(metavar="A", help="Folder of the run before, its log file, or a sweep.")],
     run_b: Annotated[str, typer.Argument(metavar="B", help="Folder of the run after, its log file, or a sweep.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    md: Annotated[str | None, typer.Option(metavar="PATH", help="Of two sweeps: write Markdown.")] = None,
+    md: Annotated[str | None, typer.Option(metavar="PATH", help="For two sweeps: write Markdown.")] = None,
     fail_if_slower: Annotated[
         float | None,
         typer.Option(
@@ -41,7 +44,7 @@ def compare(
         compare_two_sweeps(run_a, run_b, as_json=as_json, md=md, fail_if_slower=fail_if_slower)
         return
     if md is not None:
-        raise InputError("--md is for two sweeps; of two runs there is text and --json")
+        raise InputError("--md is for two sweeps; for two runs use the text or --json")
     comparison = compare_logs(read_log(find_log(run_a)), read_log(find_log(run_b)))
     if as_json:
         import json
@@ -54,7 +57,7 @@ def compare(
 
 
 def _refuse_slower(comparison: "Comparison", percent: float) -> None:
-    """Speak on stderr, so that `--json` stays JSON. What cannot be judged is an error: a gate must not pass unseen."""
+    """Exit with 1 if B is slower. Prints to stderr, to keep `--json` valid. A gate that cannot judge is an error."""
     from flopwatch.errors import InputError
     from flopwatch.runs.comparison import speed_line
     from flopwatch.spread import FEWEST_STEPS
@@ -72,11 +75,8 @@ def _refuse_slower(comparison: "Comparison", percent: float) -> None:
         raise typer.Exit(1)
 
 
-# `flopwatch compare SWEEP_A SWEEP_B`: two sweeps, pair by pair.
-
-
 def is_sweep(path: str) -> bool:
-    """A folder `flopwatch sweep` wrote; a run whose log is called results.jsonl is none."""
+    """Whether it is the folder of a sweep; the folder of a run may have a log called results.jsonl."""
     from flopwatch.errors import InputError
     from flopwatch.records.sweep_results import SWEEP, is_sweep_folder
     from flopwatch.runs import find_log
@@ -94,12 +94,14 @@ def is_sweep(path: str) -> bool:
 
 
 def refuse_mixed(a: str, b: str) -> None:
-    """A run and a sweep have nothing in common that could be divided."""
+    """Refuse to compare a run with a sweep."""
     from flopwatch.errors import InputError
 
     sweep, other = (a, b) if is_sweep(a) else (b, a)
     if not Path(other).expanduser().exists():
-        raise InputError(f"{other!r} is not there, and {sweep!r} is the folder of a sweep: name another sweep's folder")
+        raise InputError(
+            f"{other!r} does not exist, and {sweep!r} is the folder of a sweep: name another sweep's folder"
+        )
     raise InputError(
         f"{sweep!r} is the folder of a sweep and {other!r} is not: compare two sweeps, or two runs "
         "(folders with a training_log.jsonl)"
@@ -107,7 +109,7 @@ def refuse_mixed(a: str, b: str) -> None:
 
 
 def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if_slower: float | None) -> None:
-    """Print or write the comparison; exit status 0, unless `fail_if_slower` says otherwise."""
+    """Print or write the comparison of two sweeps; exit with 1 if `fail_if_slower` is exceeded."""
     from flopwatch.errors import InputError
     from flopwatch.report.capture import capture_sweep
     from flopwatch.report.comparison import compare_sweeps
@@ -135,7 +137,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
 
 
 def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
-    """Speak on stderr, so that `--json` stays JSON. What cannot be judged is an error: a gate must not pass unseen."""
+    """Exit with 1 if B is slower. Prints to stderr, to keep `--json` valid. A gate that cannot judge is an error."""
     from flopwatch.errors import InputError
     from flopwatch.records.plain_text import one_line
 
@@ -156,9 +158,6 @@ def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
     if slower or gone:
         raise typer.Exit(1)
     typer.secho(f"passed: of {len(judged):,} pairs none is slower by more than {percent:g} %", err=True)
-
-
-# A comparison as text. Not with rich: it would take longer to load than all the rest of the command.
 
 
 _WIDEST = 100
@@ -184,7 +183,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Print what differs, the table, and how far it can be trusted."""
+    """Print what differs, the table, and how the verdicts were reached."""
     typer.echo()
     for name, run in (("A", comparison.a), ("B", comparison.b)):
         typer.secho(f"{name}  {run.log}", bold=True)
@@ -205,7 +204,7 @@ def _print_differences(differences: Sequence[Difference]) -> None:
     if not differences:
         typer.echo(_wrapped("Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."))
         return
-    typer.secho("Not the same in both, so compare with care:", fg="yellow")
+    typer.secho("The runs differ in these, so compare with care:", fg="yellow")
     rows = [(entry.what, _fact(entry.a), _fact(entry.b), entry.touches) for entry in differences]
     what_width, a_width, b_width = (max(len(row[column]) for row in rows) for column in range(3))
     for what, a, b, touches in rows:
@@ -270,15 +269,15 @@ def _signed(change: float) -> str:
 
 def _print_remarks(comparison: Comparison) -> None:
     remarks = [
-        "Verdicts come from the spread within each run, block by block of consecutive steps; about one in twenty is "
-        "chance. What drifts over a whole run or changes from run to run, such as another node, clocks or neighbours, "
-        "is not in it: repeat both runs before you believe a small difference."
+        "Verdicts are based on the spread within each run, in blocks of consecutive steps; about one in twenty is "
+        "wrong by chance. They do not cover what drifts over a whole run or changes from run to run, such as another "
+        "node, clocks or neighbours: repeat both runs before you rely on a small difference."
     ]
     per_step = comparison.line("tokens_per_step")
     if per_step.change is not None and abs(per_step.change) > 1:
         remarks.insert(0, "The runs' steps differ in size: compare rates and MFU, not step times.")
     if max(comparison.a.world_size, comparison.b.world_size) > 1:
-        remarks.insert(0, "Of several ranks, rates and shares are those of the logging rank's own steps.")
+        remarks.insert(0, "With several ranks, rates and shares are those of the logging rank.")
     typer.echo()
     for remark in remarks:
         typer.secho(_wrapped(remark), dim=True)

@@ -1,4 +1,4 @@
-"""The report in a terminal: first the answer, then matrices, then failures."""
+"""The report in a terminal: what to run, then trainers and matrices, then failures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,41 +12,36 @@ from rich.text import Text
 
 from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor, percent
 from flopwatch.records.plain_text import one_line, plain
-from flopwatch.report.matrices import (
-    METRICS,
-    Metric,
-    best_trials,
-    cell_text,
-    column_chunks,
-    evenly,
-    known_metrics,
-    matrix_rows,
-    narrowed,
-    some_choices,
-)
-from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Failure, Group, SweepSummary, TrainerTotals
-from flopwatch.report.sentences import (
+from flopwatch.report.contents import (
     CLASSES_APART,
     HEADINGS,
     MATRIX_NOTES,
+    METRICS,
     NOTHING_TO_CHOOSE,
     WHOLE_PROCESS,
+    Metric,
+    best_trials,
+    cell_text,
     choice_notes,
     choice_sentence,
+    column_chunks,
     crossover_digest,
     denominator_sentence,
     device_sentence,
+    evenly,
     frontier_words,
+    known_metrics,
     layer_words,
+    matrix_rows,
+    narrowed,
     outcome_style,
     privacy_cells,
     privacy_notes,
+    some_choices,
     throughput,
     totals_sentence,
 )
-
-# The tables of the report in a terminal.
-
+from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Failure, Group, SweepSummary, TrainerTotals
 
 MOST_ROWS = 24
 MOST_TIES = 4

@@ -3,8 +3,15 @@
 import pytest
 
 from flopwatch.records.trial import Measured, MemoryUse
-from flopwatch.report.matrices import METRICS, best_trials, cell_text, known_metrics, matrix_rows, narrowed
-from flopwatch.report.sentences import frontier_words
+from flopwatch.report.contents import (
+    METRICS,
+    best_trials,
+    cell_text,
+    frontier_words,
+    known_metrics,
+    matrix_rows,
+    narrowed,
+)
 from support.few_results import GIB, ended, group_of, ran, summary_of
 
 

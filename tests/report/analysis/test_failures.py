@@ -3,7 +3,7 @@
 import pytest
 
 from flopwatch.records.trial import Limits
-from flopwatch.report.analysis.failures import normalised
+from flopwatch.report.analysis.problems import normalised
 from support.few_results import ended, ran, summary_of
 
 pytestmark = pytest.mark.requirement("R26")

@@ -1,5 +1,5 @@
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.report.analysis.caveats import retried_warnings
+from flopwatch.report.analysis.problems import retried_warnings
 
 
 def result(name, **facts):

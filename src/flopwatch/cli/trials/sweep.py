@@ -130,7 +130,7 @@ def sweep(
         with held_folder(request.output):
             _preflight(request.output, request.plan())
         return
-    from flopwatch.cli.output import lasting_output
+    from flopwatch.cli import lasting_output
     from flopwatch.cli.trials.tracking import refuse_unusable, tracked
 
     refuse_unusable(wandb, mlflow)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from flopwatch.cli.output import lasting_output
+from flopwatch.cli import lasting_output
 from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_line
 from flopwatch.errors import InputError
 from flopwatch.number_format import plural

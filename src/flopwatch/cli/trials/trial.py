@@ -66,7 +66,7 @@ def trial(
 ) -> None:
     """Measure one configuration in a separate process: time, memory, FLOPs, MFU, and how it ended."""
     given = locals()  # typer needs every flag in the signature; passing each on by name would double it
-    from flopwatch.cli.output import lasting_output
+    from flopwatch.cli import lasting_output
     from flopwatch.sweep.spec.names import check_names
 
     if spec is not None:
@@ -107,7 +107,7 @@ def fit(
     trials are kept.
     """
     given = locals()
-    from flopwatch.cli.output import lasting_output
+    from flopwatch.cli import lasting_output
     from flopwatch.errors import InputError
     from flopwatch.sweep.fit import with_host_limit
     from flopwatch.sweep.spec.names import check_names

@@ -18,7 +18,7 @@ from rich.text import Text
 from flopwatch.number_format import byte_size, count, duration, number, percent, step_time
 from flopwatch.records.plain_text import one_line, plain
 from flopwatch.records.trial import PrivacySpent, TrialResult
-from flopwatch.report.sentences import epsilon_text, outcome_style
+from flopwatch.report.contents import epsilon_text, outcome_style
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.fit_search import Found, Probe

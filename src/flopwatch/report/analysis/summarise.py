@@ -7,15 +7,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, PrivacySpent, TrialResult, TrialSpec
-from flopwatch.report.analysis.caveats import (
-    denominators,
-    distinct_environments,
-    host_memory_warnings,
-    incomplete_warnings,
-    mixed_warnings,
-    peak_warnings,
-    retried_warnings,
-)
 from flopwatch.report.analysis.cells import (
     column_names,
     group_key,
@@ -30,7 +21,16 @@ from flopwatch.report.analysis.cells import (
     trainer_name,
     trainer_order,
 )
-from flopwatch.report.analysis.failures import group_failures
+from flopwatch.report.analysis.problems import (
+    denominators,
+    distinct_environments,
+    group_failures,
+    host_memory_warnings,
+    incomplete_warnings,
+    mixed_warnings,
+    peak_warnings,
+    retried_warnings,
+)
 from flopwatch.report.analysis.verdicts import choose, cost_factors, find_crossovers, frontier, pareto_trials
 from flopwatch.report.capture import Capture
 from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals, TrialRow

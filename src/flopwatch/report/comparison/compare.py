@@ -13,8 +13,8 @@ from typing import Any
 from flopwatch.number_format import plural
 from flopwatch.records.plain_text import listed, one_line
 from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
-from flopwatch.report.analysis.caveats import denominators, shown_settings
 from flopwatch.report.analysis.cells import make_cell, trainer_name
+from flopwatch.report.analysis.problems import denominators, shown_settings
 from flopwatch.report.capture import Capture
 from flopwatch.report.comparison.ratios import (
     Difference,

@@ -9,9 +9,6 @@ from flopwatch.report.analysis.cells import MOST_FINITE
 from flopwatch.report.analysis.verdicts import MEMORY_RESOLUTION, PROCESS_NOISE, throughput_interval
 from flopwatch.report.records import Cell
 
-# What a comparison of two sweeps knows: frozen records that the terminal, Markdown and JSON draw from.
-
-
 Quantity: TypeAlias = Literal["time", "samples_per_s", "memory", "mfu"]
 Verdict: TypeAlias = Literal["better", "worse", "not told apart", "too few steps"]
 

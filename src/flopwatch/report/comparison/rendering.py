@@ -23,8 +23,7 @@ from flopwatch.report.comparison.ratios import (
     SweepComparison,
     Verdict,
 )
-from flopwatch.report.exports import json_document, record_fields
-from flopwatch.report.markdown import escaped
+from flopwatch.report.exports import escaped, json_document, record_fields
 
 TITLES: dict[Quantity, str] = {"time": "time", "samples_per_s": "samples/s", "memory": "memory", "mfu": "MFU"}
 _WORDS: dict[Quantity, dict[Verdict, str]] = {

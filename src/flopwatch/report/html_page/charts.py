@@ -6,6 +6,16 @@ from typing import NamedTuple
 
 from flopwatch.number_format import byte_size, number, percent, step_time
 from flopwatch.records.trial import OUT_OF_MEMORY
+from flopwatch.report.contents import (
+    METRICS,
+    Metric,
+    cell_text,
+    configuration,
+    evenly,
+    outcome_class,
+    outcome_word,
+    throughput,
+)
 from flopwatch.report.html_page.svg import (
     Scale,
     axes,
@@ -19,9 +29,7 @@ from flopwatch.report.html_page.svg import (
     text,
     tipped,
 )
-from flopwatch.report.matrices import METRICS, Metric, cell_text, evenly
 from flopwatch.report.records import Cell, Group
-from flopwatch.report.sentences import configuration, outcome_class, outcome_word, throughput
 
 MOST_PANELS = 8
 MOST_CELLS = 24

@@ -3,6 +3,26 @@
 from collections.abc import Iterator, Mapping
 
 from flopwatch.number_format import UNKNOWN, count, factor
+from flopwatch.report.contents import (
+    HEADINGS,
+    MATRIX_NOTES,
+    METRICS,
+    WHOLE_PROCESS,
+    MatrixRow,
+    Metric,
+    best_trials,
+    cell_text,
+    crossover_digest,
+    crossover_sentence,
+    denominator_sentence,
+    evenly,
+    frontier_words,
+    known_metrics,
+    matrix_rows,
+    outcome_class,
+    privacy_cells,
+    privacy_notes,
+)
 from flopwatch.report.html_page.charts import (
     curve_panels,
     frontier_maps,
@@ -12,29 +32,7 @@ from flopwatch.report.html_page.charts import (
     utilisation_panels,
 )
 from flopwatch.report.html_page.svg import esc, legend_marker
-from flopwatch.report.matrices import (
-    METRICS,
-    MatrixRow,
-    Metric,
-    best_trials,
-    cell_text,
-    evenly,
-    known_metrics,
-    matrix_rows,
-)
 from flopwatch.report.records import CostFactor, Group
-from flopwatch.report.sentences import (
-    HEADINGS,
-    MATRIX_NOTES,
-    WHOLE_PROCESS,
-    crossover_digest,
-    crossover_sentence,
-    denominator_sentence,
-    frontier_words,
-    outcome_class,
-    privacy_cells,
-    privacy_notes,
-)
 
 MOST_ROWS = 60
 MOST_CROSSOVERS = 200

@@ -11,21 +11,22 @@ from typing import Any
 from flopwatch.number_format import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.records.plain_text import plain
 from flopwatch.records.trainer_names import LABELS
-from flopwatch.report.html_page.group import group_section
-from flopwatch.report.html_page.svg import COLOURS, esc
-from flopwatch.report.matrices import narrowed, some_choices
-from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary, TrialRow
-from flopwatch.report.sentences import (
+from flopwatch.report.contents import (
     CLASSES_APART,
     NOTHING_TO_CHOOSE,
     choice_notes,
     choice_sentence,
     layer_words,
+    narrowed,
     outcome_class,
+    some_choices,
     tally,
     throughput,
     totals_sentence,
 )
+from flopwatch.report.html_page.group import group_section
+from flopwatch.report.html_page.svg import COLOURS, esc
+from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary, TrialRow
 from flopwatch.version import __version__
 
 DETAILED_GROUPS = 12
