@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+
+from flopwatch.torch_internals import default_store, gloo_group
 
 _PATIENCE = dt.timedelta(days=7)
 """A rank may be stopped, or its link cut, for as long as the training bears it."""
@@ -38,8 +40,7 @@ def is_possible() -> bool:
 def open_job_store() -> Any:
     """The key-value store of this job's process group, under a prefix of ours."""
     # A second connection, because waiting on the training's own would block the training's calls.
-    training_store: Any = distributed_c10d._get_default_store()
-    return distributed_c10d.PrefixStore("flopwatch", training_store.clone())
+    return PrefixStore("flopwatch", default_store().clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class RunKey:
 
 def run_store(job_store: Any, run: str) -> Any:
     """The part of the job's store that belongs to one run."""
-    return distributed_c10d.PrefixStore(run, job_store)
+    return PrefixStore(run, job_store)
 
 
 def publish_run(job_store: Any, key: RunKey) -> None:
@@ -114,11 +115,7 @@ def _by_log(key: RunKey) -> str:
 
 def open_group(store: Any) -> Any:
     """Join the group; the other ranks may come later or never."""
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [_device()]
-    options._timeout = _PATIENCE
-    return gloo(store, dist.get_rank(), dist.get_world_size(), options)
+    return gloo_group(store, dist.get_rank(), dist.get_world_size(), device=_device(), timeout=_PATIENCE)
 
 
 def is_set(store: Any, key: str) -> bool:

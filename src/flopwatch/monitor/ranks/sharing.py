@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataPa
 from torch.distributed.tensor import DTensor
 
 from flopwatch.records.flops import Peak
+from flopwatch.torch_internals import fsdp_groups
 
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 """How launchers say how many ranks a host has: torchrun and accelerate, Open MPI, MPICH."""
@@ -109,6 +110,5 @@ def _fsdp_size(module: nn.Module) -> int | None:
     """Ranks that FSDP2 shards and replicates this module over."""
     if not isinstance(module, FSDPModule):
         return None
-    groups: Any = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
     # Experts may be sharded over a smaller mesh than the rest.
-    return max((int(group.mesh_info.mesh.size()) for group in groups), default=None)
+    return max((int(group.mesh_info.mesh.size()) for group in fsdp_groups(module)), default=None)
