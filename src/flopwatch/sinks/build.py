@@ -1,4 +1,4 @@
-"""Sinks by name, by `module:Class`, or as they are."""
+"""Makes sinks from names, from `module:Class`, or takes ready-made objects."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -14,7 +14,7 @@ SINK_NAMES = ("console", "tensorboard", "wandb", "mlflow", "prometheus")
 def build_sinks(
     wanted: Sequence[str | Sink], output_dir: Path, options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[Sink], dict[str, str]]:
-    """Make the sinks somebody asked for. Nothing is opened yet: a sink does that at its first record, in its thread.
+    """Make the wanted sinks. Nothing is opened yet: a sink does that at its first record, in its thread.
 
     >>> sinks, failures = build_sinks(["console", "prometheus"], Path("outputs"), {"console": {}})
     >>> [sink.name for sink in sinks]
@@ -25,13 +25,13 @@ def build_sinks(
     Args:
         wanted: Names of `SINK_NAMES`, `module:Class`, or objects with the methods of `Sink`.
         output_dir: The run's folder; sinks that write files put them there.
-        options: Keyword arguments for the sinks made here, by the name they were asked for.
+        options: Keyword arguments of the sinks made here, by the name in `wanted`.
 
     Returns:
-        The sinks, and why those that are missing could not be made.
+        The sinks, and for each that could not be made the reason.
 
     Raises:
-        InputError: There is no sink of that name.
+        InputError: There is no sink with that name.
     """
     sinks: list[Sink] = []
     failures: dict[str, str] = {}
@@ -52,7 +52,7 @@ def build_sinks(
 
 
 def _make(name: str, output_dir: Path, options: Mapping[str, Any]) -> Sink:
-    """Each module is loaded only when its sink is wanted; the package behind it waits for the first record."""
+    """Loads only the module of the wanted sink; the sink loads its tracker's package at its first record."""
     if name == "console":
         from flopwatch.sinks.console import ConsoleSink
 
@@ -72,7 +72,9 @@ def _make(name: str, output_dir: Path, options: Mapping[str, Any]) -> Sink:
     if name == "prometheus":
         from flopwatch.sinks.prometheus import PrometheusSink
 
-        if "port" not in options:  # no default: 9400 and its neighbours belong to other exporters of a GPU machine
+        if (
+            "port" not in options
+        ):  # no default, because 9400 and the next ports belong to other exporters of GPU machines
             raise InputError("no port was given; pass one, such as options={'prometheus': {'port': 9477}}")
         return PrometheusSink(**options)
     module, _, class_name = name.partition(":")
