@@ -14,8 +14,8 @@ from typing import Any
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
-from flopwatch.hardware.facts import DeviceFacts
-from flopwatch.hardware.matmul_speed import Shape, matmul_flops
+from flopwatch.hardware.measure import Shape, matmul_flops
+from flopwatch.hardware.table import DeviceFacts
 from flopwatch.records.run import Record
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import trial_folder, write_json
