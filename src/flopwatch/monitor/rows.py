@@ -181,7 +181,7 @@ class RowMaker:
 
     def row(
         self,
-        window: CompleteWindow,
+        window: CompleteWindow[SettledStep],
         peak: Peak | None,
         more: dict[str, Number],
         *,

@@ -17,9 +17,8 @@ from torch import nn
 
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
 from flopwatch.models.load import load_model
+from flopwatch.models.networks import Decoder, ResNet
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
-from flopwatch.models.resnet import ResNet
-from flopwatch.models.transformer import Decoder
 from flopwatch.records.plain_text import cut
 from flopwatch.records.trainer_names import LABELS, PRIVATE
 from flopwatch.records.trial_files import read_json
