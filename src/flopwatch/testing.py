@@ -19,7 +19,8 @@ from flopwatch.hardware.matmul_speed import Shape, matmul_flops
 from flopwatch.records.run import Record
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import trial_folder, write_json
-from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.sweep.engines.protocol import Ended
+from flopwatch.sweep.folder import Trial
 
 FAKE_DEVICES = {
     "h100": DeviceFacts("NVIDIA H100 80GB HBM3", "cuda", 132, 79.1, None, (9, 0), 1980.0),
