@@ -18,7 +18,8 @@ from flopwatch.hardware.table import DeviceFacts
 from flopwatch.records.run import Record
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import trial_folder, write_json
-from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.sweep.engines.protocol import Ended
+from flopwatch.sweep.folder import Trial
 
 if TYPE_CHECKING:
     from flopwatch.hardware.measure import Shape
