@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flopwatch.records.plain_text import first_line
+from flopwatch.records.reading import first_line
 from flopwatch.records.trial import OUT_OF_MEMORY, Outcome
 from flopwatch.sweep.host.tree_memory import HostPeak
 

@@ -8,8 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.plain_text import cut
-from flopwatch.records.reading import BrokenRecordError, read_record
+from flopwatch.records.reading import BrokenRecordError, cut, read_record
 from flopwatch.records.trial import Measured, MemoryUse, Outcome, StepCost, StepTimes, TrialSpec
 from flopwatch.records.trial_files import read_json, read_lines
 from flopwatch.sweep.claims import Progress

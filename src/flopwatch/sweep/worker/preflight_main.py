@@ -20,7 +20,7 @@ from flopwatch.models.load import load_model
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
 from flopwatch.models.resnet import ResNet
 from flopwatch.models.transformer import Decoder
-from flopwatch.records.plain_text import cut
+from flopwatch.records.reading import cut
 from flopwatch.records.trainer_names import LABELS, PRIVATE
 from flopwatch.records.trial_files import read_json
 from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
