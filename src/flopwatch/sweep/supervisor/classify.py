@@ -2,8 +2,8 @@
 
 Order of evidence, strongest first: a kill by the supervisor, what the trial itself reported (the worker's exception,
 the outcome in a command's `metrics.json`), the kernel's count of out-of-memory kills, the memory sampled, the wait
-status. An exit code alone proves little: a SIGKILL may come from us, the kernel or another user. Words in a log prove nothing;
-they are shown as a hint.
+status. An exit code alone proves little: a SIGKILL may come from us, the kernel or another user. Words in a log prove
+nothing; they are shown as a hint.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flopwatch.records.plain_text import first_line
+from flopwatch.records.reading import first_line
 from flopwatch.records.trial import OUT_OF_MEMORY, Outcome
 from flopwatch.sweep.host.tree_memory import HostPeak
 

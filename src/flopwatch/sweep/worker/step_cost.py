@@ -12,7 +12,7 @@ from flopwatch.flops.count import count_flops
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
 from flopwatch.records.flops import AttentionConvention, FlopCount
-from flopwatch.records.plain_text import cut
+from flopwatch.records.reading import cut
 from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
 from flopwatch.sweep.trainers.builtin import StandardTrainer
