@@ -17,7 +17,7 @@ from typing import TextIO, cast
 import typer
 
 from flopwatch.errors import FlopwatchError
-from flopwatch.records.plain_text import plain
+from flopwatch.records.reading import plain
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 

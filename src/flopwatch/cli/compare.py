@@ -78,7 +78,8 @@ def _refuse_slower(comparison: "Comparison", percent: float) -> None:
 def is_sweep(path: str) -> bool:
     """Whether it is the folder of a sweep; the folder of a run may have a log called results.jsonl."""
     from flopwatch.errors import InputError
-    from flopwatch.records.sweep_results import SWEEP, is_sweep_folder
+    from flopwatch.records.sweep_results import is_sweep_folder
+    from flopwatch.records.trial_files import SWEEP
     from flopwatch.runs import find_log
 
     folder = Path(path).expanduser()
@@ -139,7 +140,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
 def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
     """Exit with 1 if B is slower. Prints to stderr, to keep `--json` valid. A gate that cannot judge is an error."""
     from flopwatch.errors import InputError
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
 
     rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
     judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != "too few steps"}

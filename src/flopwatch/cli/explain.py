@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from flopwatch.number_format import percent
-from flopwatch.records.goodput import Goodput
+from flopwatch.records.metrics import Goodput
 from flopwatch.records.run import Provenance
 from flopwatch.runs.explain import Division, Explanation, LawSum
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from flopwatch.cli.watch import WatchedRun
 from flopwatch.number_format import count, duration, flop_rate, number, percent, step_time
-from flopwatch.records.goodput import goodput_of
+from flopwatch.records.metrics import goodput_of
 
 _TIME_PARTS = {
     "compute": ("green", "█"),

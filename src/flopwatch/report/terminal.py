@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor, percent
-from flopwatch.records.plain_text import one_line, plain
+from flopwatch.records.reading import one_line, plain
 from flopwatch.report.contents import (
     CLASSES_APART,
     HEADINGS,

@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import isclose
 from typing import Any
 
-from flopwatch.records.goodput import APART, Goodput, goodput_of
+from flopwatch.records.metrics import APART, Goodput, goodput_of
 from flopwatch.records.run import Number, Provenance, Row
 from flopwatch.runs import RunLog, provenance_at, step_cells
 

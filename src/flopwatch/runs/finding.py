@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flopwatch.errors import InputError
-from flopwatch.records.plain_text import listed
+from flopwatch.records.reading import listed
 from flopwatch.runs.lines import TornLineError, parse_object, row_step
 
 DEFAULT_NAME = "training_log.jsonl"

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flopwatch.records.trial import TrialSpec
-    from flopwatch.sweep.engines.protocol import Engine, Trial
+    from flopwatch.sweep.engines.protocol import Engine
+    from flopwatch.sweep.folder import Trial
     from flopwatch.sweep.runner.decisions import RetryPolicy
+    from flopwatch.sweep.runner.observing import Stop
     from flopwatch.sweep.runner.plan import Plan
-    from flopwatch.sweep.runner.run import Stop
     from flopwatch.sweep.spec.matrix import Matrix
 
 _QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1, "batch": None}
@@ -233,14 +234,14 @@ def _engine(name: str, options: list[str], jobs: int, gpus: str | None) -> "Engi
 
 def _run(request: _Request, *, shuffle_seed: int | None, with_preflight: bool) -> None:
     from flopwatch.cli.trials.sweep_screens import watched
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
     from flopwatch.sweep.folder import held_folder, write_trial_list
-    from flopwatch.sweep.runner.observing import noted_runner
+    from flopwatch.sweep.runner.observing import runner_file
     from flopwatch.sweep.runner.plan import record_unlisted
     from flopwatch.sweep.runner.run import run_plan
 
     output, engine = request.output, request.engine
-    with held_folder(output), noted_runner(output) as noted:
+    with held_folder(output), runner_file(output) as noted:
         plan = request.plan(shuffle_seed)
         for trouble in plan.troubles:
             typer.echo(one_line(f"warning: {trouble}", 1000), err=True)
@@ -272,7 +273,7 @@ def _print_next_steps(output: Path, plan: "Plan", counts: dict[str, int], stop: 
     import shlex
 
     from flopwatch.number_format import plural
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
     from flopwatch.sweep.runner.decisions import OVER_BUDGET, STOPPED, exit_status, failed_before, trials_left
 
     typer.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")

@@ -212,12 +212,10 @@ def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: boo
     Returns the result, and a note if an earlier, better result was kept instead of it.
     """
     from flopwatch.cli.trials.trial_screens import interruptible, phases_shown
-    from flopwatch.records.sweep_results import read_trial_list
+    from flopwatch.records.sweep_results import read_result, read_trial_list
     from flopwatch.records.trial import content_key
-    from flopwatch.records.trial_files import read_result
     from flopwatch.sweep.attempts import is_worse, put_aside, put_back
-    from flopwatch.sweep.engines.protocol import Trial
-    from flopwatch.sweep.folder import has_begun, held_folder, prepare, record, result_file, write_trial_list
+    from flopwatch.sweep.folder import Trial, has_begun, held_folder, prepare, record, result_file, write_trial_list
     from flopwatch.sweep.host.environment import fingerprint
     from flopwatch.sweep.spec.names import trial_names
     from flopwatch.sweep.supervisor.supervise import supervise
@@ -251,7 +249,7 @@ def _fit_spec(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
 def _searched(output: Path, spec: "TrialSpec", max_batch: int, *, with_preflight: bool, quiet: bool) -> "Found":
     from flopwatch.cli.trials.trial_screens import ProbeStatus, interruptible, probe_line
     from flopwatch.sweep.fit import fit_batch
-    from flopwatch.sweep.runner.run import Stop
+    from flopwatch.sweep.runner.observing import Stop
 
     stop = Stop()
     with interruptible() as asked_to_stop, ProbeStatus(stop, asked_to_stop, quiet=quiet) as status:

@@ -16,14 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwatch.number_format import byte_size, count, duration, number, percent, step_time
-from flopwatch.records.plain_text import one_line, plain
+from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import PrivacySpent, TrialResult
 from flopwatch.report.contents import epsilon_text, outcome_style
 from flopwatch.sweep.claims import read_progress
-from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.fit_search import Found, Probe
-from flopwatch.sweep.runner.plan import folder_of
-from flopwatch.sweep.runner.run import Stop
+from flopwatch.sweep.folder import Trial, folder_of
+from flopwatch.sweep.runner.observing import Stop
 
 
 def outcome_text(outcome: str) -> Text:

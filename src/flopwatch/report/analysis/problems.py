@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flopwatch.number_format import byte_size, percent, plural
-from flopwatch.records.plain_text import listed
+from flopwatch.records.reading import listed
 from flopwatch.records.trial import StepCost, TrialResult, TrialSpec
 from flopwatch.report.analysis.cells import place_key, privacy_of, trainer_name
 from flopwatch.report.records import Environment, Failure

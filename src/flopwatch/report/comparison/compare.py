@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from flopwatch.number_format import plural
-from flopwatch.records.plain_text import listed, one_line
+from flopwatch.records.reading import listed, one_line
 from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
 from flopwatch.report.analysis.cells import make_cell, trainer_name
 from flopwatch.report.analysis.problems import denominators, shown_settings

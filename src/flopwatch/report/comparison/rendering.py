@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import typer
 
 from flopwatch.number_format import UNKNOWN, factor, plural
-from flopwatch.records.plain_text import listed, one_line
+from flopwatch.records.reading import listed, one_line
 from flopwatch.report.comparison.ratios import (
     QUANTITIES,
     Difference,

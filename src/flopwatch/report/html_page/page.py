@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.number_format import UNKNOWN, byte_size, count, duration, percent
-from flopwatch.records.plain_text import plain
+from flopwatch.records.reading import plain
 from flopwatch.records.trainer_names import LABELS
 from flopwatch.report.contents import (
     CLASSES_APART,
