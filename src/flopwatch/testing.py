@@ -5,6 +5,7 @@ Nothing in the package imports this module.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import prod
 from os import getpid, sysconf
 from pathlib import Path
 from random import Random
@@ -14,7 +15,6 @@ from typing import Any
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
-from flopwatch.hardware.measure import Shape, matmul_flops
 from flopwatch.hardware.table import DeviceFacts
 from flopwatch.records.run import Record
 from flopwatch.records.trial import TrialResult, TrialSpec
@@ -152,14 +152,14 @@ class FakeMatmul:
         timed: What was asked for: shape and number of calls.
     """
 
-    def __init__(self, clock: FakeClock, flops_per_s: Callable[[Shape], float]) -> None:
-        self.timed: list[tuple[Shape, int]] = []
+    def __init__(self, clock: FakeClock, flops_per_s: Callable[[tuple[int, int, int]], float]) -> None:
+        self.timed: list[tuple[tuple[int, int, int], int]] = []
         self._clock = clock
         self._flops_per_s = flops_per_s
 
-    def __call__(self, shape: Shape, calls: int) -> float:
+    def __call__(self, shape: tuple[int, int, int], calls: int) -> float:
         self.timed.append((shape, calls))
-        seconds = calls * matmul_flops(shape) / self._flops_per_s(shape)
+        seconds = calls * 2 * prod(shape) / self._flops_per_s(shape)
         self._clock.advance(seconds)
         return seconds
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from flopwatch.torch_internals import default_store, gloo_group
 
@@ -39,7 +40,7 @@ def is_possible() -> bool:
 def open_job_store() -> Any:
     """The key-value store of this job's process group, under a prefix of ours."""
     # A second connection, because waiting on the training's own would block the training's calls.
-    return dist.PrefixStore("flopwatch", default_store().clone())
+    return PrefixStore("flopwatch", default_store().clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class RunKey:
 
 def run_store(job_store: Any, run: str) -> Any:
     """The part of the job's store that belongs to one run."""
-    return dist.PrefixStore(run, job_store)
+    return PrefixStore(run, job_store)
 
 
 def publish_run(job_store: Any, key: RunKey) -> None:
