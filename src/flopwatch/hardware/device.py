@@ -8,6 +8,7 @@ import torch
 from flopwatch.errors import InputError
 from flopwatch.hardware.cpu import read_cpu
 from flopwatch.hardware.table import DeviceFacts, canonical_dtype
+from flopwatch.records.reading import first_line
 
 _GIB = 2**30
 _EUS_PER_XE_CORE = 8
@@ -35,7 +36,7 @@ def read_device(device: torch.device | str | None = None, torch_module: Any = to
         return read(wanted, torch_module)
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"device {str(wanted)!r} cannot be used here: {_first_line(error)}; "
+            f"device {str(wanted)!r} cannot be used here: {first_line(error)}; "
             f"pass a device that exists, such as 'cpu', or look a product up by name"
         ) from error
 
@@ -53,7 +54,7 @@ def find_device(device: torch.device | str | None = None, torch_module: Any = to
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"{device!r} is not a device: {_first_line(error)}; use one like 'cuda:0' or 'cpu'") from error
+        raise InputError(f"{device!r} is not a device: {first_line(error)}; use one like 'cuda:0' or 'cpu'") from error
 
 
 def _read_cuda(device: torch.device, torch_module: Any) -> DeviceFacts:
@@ -90,10 +91,6 @@ def _read_mps(device: torch.device, torch_module: Any) -> DeviceFacts:
 def _read_other(device: torch.device, torch_module: Any) -> DeviceFacts:
     """Ascend (`torch.npu`, present once torch_npu is imported) and others that follow torch's naming."""
     return DeviceFacts(getattr(torch_module, device.type).get_device_name(device), device.type)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 _FIRST_WITH_TF32 = (8, 0)
