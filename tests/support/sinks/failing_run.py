@@ -90,7 +90,7 @@ def mlflow_down_from_the_start(folder):
         probe.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{probe.getsockname()[1]}"
 
-    # Loading mlflow alone can take longer than closing waits. MLflow's own client would need 247 s, longer than we wait.
+    # Loading mlflow alone can outlast the wait for closing. MLflow's own client would need 247 s, longer than we wait.
     return Scenario([MlflowSink(folder, nobody)], at_the_end=lambda threads: wait_for(lambda: threads[0].failed))
 
 
