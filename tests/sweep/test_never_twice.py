@@ -22,7 +22,7 @@ from flopwatch.sweep import claims
 from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, create_exclusively, own_identity, withdraw
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, result_file
-from flopwatch.sweep.host.memory_limit import group_places, limit_memory
+from flopwatch.sweep.host.memory import group_places, limit_memory
 from flopwatch.sweep.runner.waiting import LateResults, SilentSupervisors
 from flopwatch.sweep.supervisor import supervise as supervisor
 from flopwatch.sweep.supervisor.__main__ import main

@@ -15,9 +15,8 @@ from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.runner import run as runner_module
 from flopwatch.sweep.runner import waiting as passing_errors
-from flopwatch.sweep.runner.decisions import RetryPolicy, hosts_to_avoid, retry_policy
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import make_plan
+from flopwatch.sweep.runner.plan import RetryPolicy, hosts_to_avoid, make_plan, retry_policy
 from flopwatch.sweep.runner.run import run_plan
 from flopwatch.sweep.spec.parsing import parse_seconds
 from flopwatch.testing import FakeClock, InProcessEngine

@@ -16,17 +16,17 @@ from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, explained
 from flopwatch.sweep.folder import Trial, folder_of, has_begun, own_result, prepare, record, restore_lists
 from flopwatch.sweep.host import processes as process_tree
-from flopwatch.sweep.runner.decisions import (
+from flopwatch.sweep.runner.observing import Observer as Observer
+from flopwatch.sweep.runner.observing import RetryObserver, SafeObserver
+from flopwatch.sweep.runner.observing import Stop as Stop
+from flopwatch.sweep.runner.plan import (
     DEFAULT_POLICY,
+    Plan,
     RetryPolicy,
     hosts_to_avoid,
     inferred_result,
     proves_too_large,
 )
-from flopwatch.sweep.runner.observing import Observer as Observer
-from flopwatch.sweep.runner.observing import RetryObserver, SafeObserver
-from flopwatch.sweep.runner.observing import Stop as Stop
-from flopwatch.sweep.runner.plan import Plan
 from flopwatch.sweep.runner.waiting import LateResults, Pause, ResultWriter, SilentSupervisors, is_transient
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
 

@@ -17,13 +17,15 @@ from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
     Condition,
+    ProcessPoint,
     check_conditions,
+    check_processes,
     did_you_mean,
     parse_bytes,
     parse_condition,
     parse_seconds,
+    process_points,
 )
-from flopwatch.sweep.spec.processes import ProcessPoint, check_processes, process_points
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
 
 MOST_TRIALS = 100_000
