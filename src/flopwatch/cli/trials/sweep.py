@@ -223,7 +223,7 @@ def _run(
         write_trial_list(output, plan.trials, engine.name)
         refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)
         with watched(plan, output) as (observer, stop):
-            seen = noted.before(observer, stop)
+            seen = noted.passing_to(observer, stop)
             limits: dict[str, Any] = {"retries": retries, "budget_seconds": budget_seconds}
             counts = run_plan(plan, engine, seen, stop, refuse, **limits) if plan.todo else {}
     _say_what_next(output, plan, counts, stop)
