@@ -138,7 +138,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
 def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
     """Speak on stderr, so that `--json` stays JSON. What cannot be judged is an error: a gate must not pass unseen."""
     from flopwatch.errors import InputError
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
 
     rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
     judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != "too few steps"}

@@ -209,7 +209,7 @@ def _run(
     budget_seconds: float | None,
 ) -> None:
     from flopwatch.cli.trials.sweep_screens import watched
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
     from flopwatch.sweep.folder import held_folder, write_trial_list
     from flopwatch.sweep.runner.observing import runner_file
     from flopwatch.sweep.runner.plan import make_plan, record_unlisted
@@ -246,7 +246,7 @@ def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], stop: "St
     import shlex
 
     from flopwatch.cli.quantities import plural
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
     from flopwatch.sweep.runner.plan import OVER_BUDGET, STOPPED, exit_status, failed_before, trials_left
 
     typer.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")

@@ -16,7 +16,7 @@ from flopwatch.cli.output import lasting_output
 from flopwatch.cli.quantities import plural
 from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_line
 from flopwatch.errors import InputError
-from flopwatch.records.plain_text import plain
+from flopwatch.records.reading import plain
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import RUNNER_LOG

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.quantities import bytes_text, count_text, duration, short_number, step_seconds
-from flopwatch.records.plain_text import one_line, plain
+from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import PrivacySpent, TrialResult
 from flopwatch.report.sentences import epsilon_text
 from flopwatch.sweep.claims import read_progress

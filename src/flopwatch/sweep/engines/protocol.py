@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from flopwatch.errors import InputError
-from flopwatch.records.plain_text import cut
+from flopwatch.records.reading import cut
 from flopwatch.records.trial import Outcome, TrialSpec
 from flopwatch.sweep.folder import Trial as Trial
 

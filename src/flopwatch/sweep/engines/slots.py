@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from flopwatch.errors import InputError
-from flopwatch.records.plain_text import one_line
+from flopwatch.records.reading import one_line
 from flopwatch.sweep.host.processes import CORES
 
 GPUS = "FLOPWATCH_GPUS"

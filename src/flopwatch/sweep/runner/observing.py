@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.records.plain_text import one_line
-from flopwatch.records.reading import BrokenRecordError, UnreadableError, opened_regular, read_json, read_record
+from flopwatch.records.reading import (
+    BrokenRecordError,
+    UnreadableError,
+    one_line,
+    opened_regular,
+    read_json,
+    read_record,
+)
 from flopwatch.records.sweep_results import NewerFormatError, read_results, read_trial_list, result_from
 from flopwatch.records.trial import UNSETTLED, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULTS, RUNNER, write_json

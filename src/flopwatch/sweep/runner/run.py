@@ -162,7 +162,7 @@ class _Run:
         self.observer.ended(result)
 
     def _reclaim_ended(self) -> None:
-        """Take over the trials of an earlier runner once their supervisors are gone: note their results, or run them."""
+        """Settle or queue the trials of an earlier runner whose supervisors are gone."""
         ended = [trial for trial in self.elsewhere.values() if self.late.is_over(trial)]
         for trial in ended:
             del self.elsewhere[trial.name]

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flopwatch.records.plain_text import cut, first_line
-from flopwatch.records.reading import BrokenRecordError, clean_value, read_json, read_record, tail
+from flopwatch.records.reading import BrokenRecordError, clean_value, cut, first_line, read_json, read_record, tail
 from flopwatch.records.trial import OUT_OF_MEMORY, Outcome, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, SPEC, log_file, trial_folder
 from flopwatch.sweep.claims import Progress, read_progress

@@ -8,8 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.plain_text import cut
-from flopwatch.records.reading import BrokenRecordError, read_json, read_lines, read_object, read_record
+from flopwatch.records.reading import BrokenRecordError, cut, read_json, read_lines, read_object, read_record
 from flopwatch.records.trial import AFTER_THE_STEPS, Measured, MemoryUse, Outcome, StepCost, StepTimes, TrialSpec
 from flopwatch.records.trial_files import MEASURED, METRICS, STEPS
 from flopwatch.sweep.claims import Progress
