@@ -1,0 +1,1 @@
+"""This machine: processes, memory, and what a trial runs on. Standard library only."""
