@@ -1,1 +1,1 @@
-"""This machine: processes, memory, and what a trial runs on. Standard library only."""
+"""The machine we run on: processes, memory, and what a trial runs on. Standard library only."""
