@@ -10,9 +10,8 @@ if TYPE_CHECKING:
 
     from flopwatch.sweep.engines.protocol import Engine
     from flopwatch.sweep.folder import Trial
-    from flopwatch.sweep.runner.decisions import RetryPolicy
     from flopwatch.sweep.runner.observing import Stop
-    from flopwatch.sweep.runner.plan import Plan
+    from flopwatch.sweep.runner.plan import Plan, RetryPolicy
     from flopwatch.sweep.spec.matrix import Matrix
 
 _QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1, "batch": None}
@@ -99,7 +98,7 @@ def sweep(
         attach_or_stop(words)
         return
     from flopwatch.cli.output import lasting_output
-    from flopwatch.sweep.runner.decisions import retry_policy
+    from flopwatch.sweep.runner.plan import retry_policy
     from flopwatch.sweep.spec.matrix import expand
     from flopwatch.sweep.spec.names import check_names
 
@@ -224,7 +223,7 @@ def _run(
         write_trial_list(output, plan.trials, engine.name)
         refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)
         with watched(plan, output) as (observer, stop):
-            seen = noted.before(observer, stop)
+            seen = noted.passing_to(observer, stop)
             limits: dict[str, Any] = {"retries": retries, "budget_seconds": budget_seconds}
             counts = run_plan(plan, engine, seen, stop, refuse, **limits) if plan.todo else {}
     _say_what_next(output, plan, counts, stop)
@@ -248,7 +247,7 @@ def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], stop: "St
 
     from flopwatch.cli.quantities import plural
     from flopwatch.records.reading import one_line
-    from flopwatch.sweep.runner.decisions import OVER_BUDGET, STOPPED, exit_status, failed_before, trials_left
+    from flopwatch.sweep.runner.plan import OVER_BUDGET, STOPPED, exit_status, failed_before, trials_left
 
     typer.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")
     if before := failed_before(plan):
