@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -115,9 +116,19 @@ def _is_own(module: ModuleType, name: str, value: Any) -> bool:
     """Whether the module defines it; constants have no `__module__`, so those in capitals count as its own."""
     if name.startswith("_") or isinstance(value, ModuleType):
         return False
-    if name in getattr(module, "__all__", ()):
+    if name in getattr(module, "__all__", ()) or name.isupper():
         return True
-    return getattr(value, "__module__", None) == module.__name__ if not name.isupper() else True
+    homes = {module.__name__, _moved_modules().get(module.__name__)}
+    return getattr(value, "__module__", None) in homes
+
+
+def _moved_modules() -> Mapping[str, str]:
+    """Empty for versions that had not moved any."""
+    try:
+        from flopwatch.compat import MOVED_MODULES
+    except ImportError:
+        return {}
+    return MOVED_MODULES
 
 
 def _commands() -> dict[str, list[str]]:
