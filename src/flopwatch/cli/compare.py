@@ -78,7 +78,8 @@ def _refuse_slower(comparison: "Comparison", percent: float) -> None:
 def is_sweep(path: str) -> bool:
     """A folder `flopwatch sweep` wrote; a run whose log is called results.jsonl is none."""
     from flopwatch.errors import InputError
-    from flopwatch.records.sweep_results import SWEEP, is_sweep_folder
+    from flopwatch.records.sweep_results import is_sweep_folder
+    from flopwatch.records.trial_files import SWEEP
     from flopwatch.runs import find_log
 
     folder = Path(path).expanduser()

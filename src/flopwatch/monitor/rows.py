@@ -180,7 +180,7 @@ class RowMaker:
 
     def row(
         self,
-        window: CompleteWindow,
+        window: CompleteWindow[SettledStep],
         peak: Peak | None,
         more: dict[str, Number],
         *,

@@ -21,10 +21,9 @@ from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import PrivacySpent, TrialResult
 from flopwatch.report.sentences import epsilon_text
 from flopwatch.sweep.claims import read_progress
-from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.fit_search import Found, Probe
-from flopwatch.sweep.runner.plan import folder_of
-from flopwatch.sweep.runner.run import Stop
+from flopwatch.sweep.folder import Trial, folder_of
+from flopwatch.sweep.runner.observing import Stop
 
 
 @contextlib.contextmanager

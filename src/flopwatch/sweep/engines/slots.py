@@ -11,7 +11,7 @@ from typing import IO
 
 from flopwatch.errors import InputError
 from flopwatch.records.reading import one_line
-from flopwatch.sweep.supervisor.supervise import CORES
+from flopwatch.sweep.host.processes import CORES
 
 GPUS = "FLOPWATCH_GPUS"
 """The GPUs of a trial's slot; a worker that then finds no accelerator does not take the CPU."""
