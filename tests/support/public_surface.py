@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -118,17 +117,7 @@ def _is_own(module: ModuleType, name: str, value: Any) -> bool:
         return False
     if name in getattr(module, "__all__", ()) or name.isupper():
         return True
-    homes = {module.__name__, _moved_modules().get(module.__name__)}
-    return getattr(value, "__module__", None) in homes
-
-
-def _moved_modules() -> Mapping[str, str]:
-    """Empty for versions that had not moved any."""
-    try:
-        from flopwatch.compat import MOVED_MODULES
-    except ImportError:
-        return {}
-    return MOVED_MODULES
+    return getattr(value, "__module__", None) == module.__name__
 
 
 def _commands() -> dict[str, list[str]]:
