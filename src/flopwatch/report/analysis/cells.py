@@ -5,26 +5,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flopwatch.records.trainer_names import LABELS, is_private
 from flopwatch.records.trial import MemoryUse, StepCost, TrialResult, TrialSpec
 from flopwatch.report.records import Cell, Privacy, TrialRow
 
 # Which trials may be compared, and how their trainers are called. Pure.
 
 
-_PRIVACY: Mapping[str, Privacy] = {
-    "standard": "not private",
-    "dpsgd": "private",
-    "ghost": "private",
-    "fast": "private",
-}
-_ORDER = tuple(_PRIVACY)
+_PRIVACY: Mapping[bool | None, Privacy] = {True: "private", False: "not private", None: "unknown"}
+_ORDER = tuple(LABELS)
 _MICRO_BATCH = "micro-batch"
-# Labels that say no more than the trainer's short name, which fits a narrow column.
-_LONG_NAMES = frozenset(("StandardTrainer", "DPSGDTrainer", "DPGhostClippingTrainer", "DPFastGradientClippingTrainer"))
 
 
 def privacy_of(spec: TrialSpec) -> Privacy:
-    return _PRIVACY.get(spec.trainer, "unknown")
+    return _PRIVACY[is_private(spec.trainer)]
 
 
 def trainer_name(spec: TrialSpec) -> str:
@@ -35,7 +29,8 @@ def trainer_name(spec: TrialSpec) -> str:
     >>> trainer_name(TrialSpec("my.trainers:Lion", "tiny", 4, 512))
     'my.trainers:Lion'
     """
-    is_long = spec.trainer in _PRIVACY and spec.label in _LONG_NAMES
+    # A built-in trainer's class name says no more than its short name, which fits a narrow column.
+    is_long = spec.trainer in LABELS and spec.label in LABELS.values()
     return spec.trainer if is_long or not spec.label else spec.label
 
 

@@ -173,6 +173,9 @@ def _read(path: str) -> bytes:
 PARENT = "FLOPWATCH_PARENT_PID"
 """Whose child a supervisor is meant to be; one that finds another parent was orphaned before it began."""
 
+GPUS = "FLOPWATCH_GPUS"
+"""The GPUs of a trial's slot. A worker that has them and finds no accelerator must not measure the CPU instead."""
+
 STACKS = "stacks.txt"
 
 _STACKS_PATIENCE_SECONDS = 2.0

@@ -13,7 +13,7 @@ from flopwatch.records.reading import read_object, tail
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.records.trial_files import SWEEP, log_file
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
-from flopwatch.sweep.engines.protocol import Ended, Engine, Trial, ending_from_evidence, explained
+from flopwatch.sweep.engines.protocol import Ended, Engine, Trial, ending_from_evidence, outcome_known_to_engine
 from flopwatch.sweep.folder import has_begun, own_result, prepare, record, restore_lists
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.runner.decisions import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid, inferred, proves_too_large
@@ -225,7 +225,7 @@ def _settle(ended: Ended, state: _Round, note: Callable[[TrialResult], None], ob
 
 def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult:
     result = own_result(trial.sweep, trial.name) or _without_result(trial, ended.evidence)
-    if result.outcome == "cancelled" and not is_cancelled and (better := explained(ended.evidence)):
+    if result.outcome == "cancelled" and not is_cancelled and (better := outcome_known_to_engine(ended.evidence)):
         evidence = {**result.evidence, **ended.evidence}
         result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
     result = with_finished_steps(result, folder_of(trial))
