@@ -61,12 +61,15 @@ TOLERANCE = 0.05
 """The search for the largest batch ends when none that is larger by more than this share could fit."""
 
 MOST_BATCH = 4096
+"""The default for the largest batch to try."""
 
 _FIRST_BATCHES = (1, 8)
 _MOST_GROWTH = 16
 """The next batch is at most this many times the largest one tried: a line through small batches does not reach far."""
 
 _NEAR_MISS = 1.1
+"""A predicted edge up to this far above a batch that did not fit is still believed: some capacity is unusable."""
+
 _PATIENCE = 8
 """After so many trials the curves are not followed any more, and the bracket is halved instead."""
 
@@ -75,6 +78,7 @@ _LEAST_NOISE = 0.02
 
 _SPEED_PROBES = 2
 _WORTHWHILE_GAP = 2.5
+"""For the fastest batch, only gaps between two tried batches with a larger ratio are narrowed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,17 +153,17 @@ def run_preflight(
         specs: Its trials.
         timeout_seconds: For all pairs together.
     """
-    asked = _requests(specs)
+    requests = _requests(specs)
     log_file(sweep, "preflight").parent.mkdir(parents=True, exist_ok=True)
     (sweep / PROGRESS).unlink(missing_ok=True)
     deadline = time.monotonic() + timeout_seconds
     found: dict[Pair, PreflightResult] = {}
-    while left := [content for pair, content in asked.items() if pair not in found]:
+    while left := [content for pair, content in requests.items() if pair not in found]:
         write_json(sweep / REQUEST, left)
         ending = _run_worker(sweep, deadline)
         found = _progress(sweep, ending) | found  # results of an earlier process take precedence
         if time.monotonic() >= deadline or not any(_pair(content) in found for content in left):
-            found = {_pair(content): _not_known(content, ending) for content in asked.values()} | found
+            found = {_pair(content): _not_known(content, ending) for content in requests.values()} | found
     write_preflight(sweep, found.values())
     for name in (REQUEST, PROGRESS):
         (sweep / name).unlink(missing_ok=True)
@@ -172,15 +172,15 @@ def run_preflight(
 
 def _requests(specs: Sequence[TrialSpec]) -> dict[Pair, dict[str, Any]]:
     """One request for each pair, with the smallest sizes of its trials."""
-    asked: dict[Pair, dict[str, Any]] = {}
+    requests: dict[Pair, dict[str, Any]] = {}
     for spec in specs:
         if spec.trainer == COMMAND:
             continue
-        known = asked.setdefault(pair_of(spec), {**pair_of(spec)._asdict(), "options": dict(spec.options)})
+        known = requests.setdefault(pair_of(spec), {**pair_of(spec)._asdict(), "options": dict(spec.options)})
         known["batch"] = spec.batch
         for name, value in (("batch_size", spec.batch_size), ("seq_len", spec.seq_len)):
             known[name] = min(value, known.get(name, value))
-    return asked
+    return requests
 
 
 def _run_worker(sweep: Path, deadline: float) -> str:

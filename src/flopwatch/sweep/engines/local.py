@@ -23,7 +23,7 @@ from flopwatch.sweep.folder import attempt_of, is_supervised
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.processes import PARENT
 
-_CANCEL_PATIENCE_SECONDS = 20.0
+_CANCEL_PATIENCE_SECONDS = 20.0  # for a supervisor to kill its trial and write the result
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,13 +221,13 @@ def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
         return "lost", str(stuck)
     log = str(evidence.get("log") or "")
     if _state(evidence) and _is_over_memory(log):
-        return "oom_host", "the job used more host memory than it had asked for; ask for more memory"
+        return "oom_host", "the job used more host memory than it had requested; request more memory"
     state = _state(evidence)
     if state in _SLURM:
         return _SLURM[state]
     if state == "REFUSED":
-        words = evidence.get("detail")
-        return "invalid", f"Slurm refuses the job: {words}; mend the engine's settings and run it with --only failed"
+        message = evidence.get("detail")
+        return "invalid", f"Slurm refuses the job: {message}; correct the engine's settings and run with --only failed"
     if state == "NOT_TAKEN":
         return "lost", str(evidence.get("detail"))
     if state == "FAILED" and evidence.get("signal") == _NO_OUTPUT_FILE:

@@ -31,9 +31,9 @@ from flopwatch.sweep.engines.ray_internals import (
 )
 from flopwatch.sweep.folder import has_begun, is_supervised
 
-_NODES_EVERY_SECONDS = 5.0
-_GET_SECONDS = 60.0
-_LEAVE_SECONDS = 30.0
+_NODES_EVERY_SECONDS = 5.0  # how often the list of nodes is read again
+_GET_SECONDS = 60.0  # for the value of a finished task, which may be on another node
+_LEAVE_SECONDS = 30.0  # for the supervisor of a finished task to kill the trial's processes
 _TICK_SECONDS = 0.05
 
 
@@ -74,17 +74,17 @@ class RayEngine:
         self._address, self._local = address, (cpus, gpus)
         self._cpus_per_trial, self._gpus_per_trial = cpus_per_trial, gpus_per_trial
         self._token = uuid.uuid4().hex
-        self._trials: dict[str, Trial] = {}
-        self._references: dict[Any, str] = {}
-        self._needs: dict[str, dict[str, float]] = {}
-        self._groups: dict[str, Any] = {}
+        self._unsent: list[Trial] = []  # submitted during an outage
+        self._references: dict[Any, str] = {}  # the trials of Ray's tasks
         self._leaving: dict[str, _Leaving] = {}
+        self._trials: dict[str, Trial] = {}  # with a task, or leaving
+        self._needs: dict[str, dict[str, float]] = {}
+        self._groups: dict[str, Any] = {}  # placement groups of trials over several nodes
+        self._recalled: set[str] = set()  # cancelled by `withdraw`
+        self._unrun: list[str] = []  # withdrawn, to be returned by the next `withdraw`
         self._nodes: list[dict[str, Any]] = []
         self._nodes_read = -math.inf
         self._is_cancelled = False
-        self._unsent: list[Trial] = []
-        self._recalled: set[str] = set()
-        self._unrun: list[str] = []
         self._outage = RayOutage(can_come_back=address is not None)
         self._opened = ExitStack()
 
@@ -323,10 +323,10 @@ def fits(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int
     >>> fits({"CPU": 1, "GPU": 2}, [{"CPU": 8, "GPU": 3}, {"CPU": 8}])
     1
     """
-    asked = {resource: amount for resource, amount in need.items() if amount > 0}
+    needed = {resource: amount for resource, amount in need.items() if amount > 0}
     # The millionth absorbs rounding errors such as that of 0.1 + 0.2.
     return sum(
-        math.floor(min(node.get(resource, 0) / amount for resource, amount in asked.items()) + 1e-6) for node in nodes
+        math.floor(min(node.get(resource, 0) / amount for resource, amount in needed.items()) + 1e-6) for node in nodes
     )
 
 

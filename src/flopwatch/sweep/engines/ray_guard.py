@@ -19,11 +19,11 @@ def main(parent: int, command: list[str]) -> int:
     environment = {**os.environ, "FLOPWATCH_PARENT_PID": str(os.getpid())}
     child = subprocess.Popen(command, env=environment, pass_fds=sockets)
 
-    def tell(number: int, frame: object) -> None:
+    def terminate_child(number: int, frame: object) -> None:
         child.terminate()
 
-    signal.signal(signal.SIGTERM, tell)
-    signal.signal(signal.SIGINT, tell)
+    signal.signal(signal.SIGTERM, terminate_child)
+    signal.signal(signal.SIGINT, terminate_child)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before prctl

@@ -159,7 +159,7 @@ def forget_node(token: str, name: str) -> None:
 
 
 def has_node_records() -> bool:
-    """Whether `node_of` can tell a trial that has not begun from one that has."""
+    """Whether `node_of` is reliable: without the store it returns None for every trial."""
     return _key_value_store() is not None
 
 

@@ -4,7 +4,7 @@ A node that can read the sweep's folder writes to it. On other nodes the trial r
 are sent back as the task's value; its heartbeat is not visible before that.
 
 A trial over several nodes has a placement group with one bundle per node. The task of the first node runs the
-supervisor and starts the agents of the other nodes as tasks of its own, so that Ray ends them together.
+supervisor and starts the agents of the other nodes as its own child tasks, so that Ray ends them together.
 """
 
 import contextlib
@@ -190,7 +190,7 @@ def _tail(file: Path) -> bytes:
 
 
 def put_in_place(sweep: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files of a node, `result.json` last: where it exists, the others do too."""
+    """Write the files that a node returned, `result.json` last: once it exists, the trial's files are complete."""
     for path in sorted(files, key=lambda path: path.endswith("/result.json")):
         file = sweep / path
         file.parent.mkdir(parents=True, exist_ok=True)

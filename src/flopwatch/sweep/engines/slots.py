@@ -163,9 +163,9 @@ class SlotPool:
 
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs this process may use, without loading torch: from the environment, or else from the NVIDIA driver."""
-    asked = os.environ.get(_variable())
-    if asked is not None:
-        return tuple(part.strip() for part in asked.split(",") if part.strip() and part.strip() != "-1")
+    visible = os.environ.get(_variable())
+    if visible is not None:
+        return tuple(part.strip() for part in visible.split(",") if part.strip() and part.strip() != "-1")
     with contextlib.suppress(OSError):
         return tuple(str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir()))
     return ()
@@ -194,17 +194,17 @@ def gpu_uuids(gpus: Sequence[str]) -> dict[str, str]:
     return {gpu: listed.get(gpu, whole[gpu]) for gpu in gpus}
 
 
-def check_gpus(asked: Sequence[str]) -> None:
+def check_gpus(gpus: Sequence[str]) -> None:
     """Raise InputError for a GPU that this machine does not have, because torch would silently use the CPU instead."""
     known = visible_gpus()
     if not known and any(Path(place).exists() for place in _UNCOUNTED):
         return
     has = f"the GPUs {', '.join(known)}" if known else "no GPU"
-    for gpu in asked:
+    for gpu in gpus:
         if gpu.isdecimal() and gpu not in known:
             raise InputError(
-                f"--gpus {gpu} is the device of that number, and this machine has {has}; leave --gpus out, or name "
-                "GPUs it has. How many a trial gets is --gpus-per-trial"
+                f"--gpus {gpu} names the device with that number, and this machine has {has}; leave --gpus out, or "
+                "name GPUs it has. The number of GPUs per trial is --gpus-per-trial"
             )
 
 
@@ -217,7 +217,7 @@ def core_sets(jobs: int) -> list[tuple[int, ...]]:
     cores = sorted(os.sched_getaffinity(0))
     if not 1 <= jobs <= len(cores):
         raise InputError(
-            f"--jobs {jobs} on {len(cores)} cores: every trial needs a core of its own, so 1 to {len(cores)}"
+            f"--jobs {jobs} on {len(cores)} cores: every trial needs at least one core, so --jobs is 1 to {len(cores)}"
         )
     size = len(cores) // jobs
     return [tuple(cores[index * size : (index + 1) * size]) for index in range(jobs)]

@@ -9,8 +9,8 @@ DIR/slurm/
   BATCH.sh            the script of the array; a new runner recognises the array's tasks by its path
   BATCH-INDEX.log     the output of Slurm and the supervisor
 
-Job numbers are not stored: a new runner asks Slurm which tasks of which script it has. So there is no moment between
-submitting and storing in which the runner could die.
+Job numbers are not stored: a new runner reads from Slurm's queue which tasks of which script exist. So there is no
+moment between submitting and storing in which the runner could die.
 """
 
 import hashlib
@@ -35,13 +35,11 @@ from flopwatch.sweep.folder import attempt_of, has_begun, is_supervised, result_
 
 _TICK_SECONDS = 0.05
 _SQUEUE_EVERY_SECONDS = 1.0
-_FILES_PER_TICK = 256
-_GIVE_UP_SECONDS = 30.0
+_FILES_PER_TICK = 256  # result files checked at once, which keeps the load on a shared file system small
+_GIVE_UP_SECONDS = 30.0  # for accounting to catch up with a task that left the queue
 _WITHDRAW_EVERY_SECONDS = 5.0
-_AVOID_SECONDS = 600.0
-"""How long a retried trial avoids the node that lost it. Then any node will do: no other may ever be free."""
-_LARGEST_ARRAY = 1000
-"""Slurm's default MaxArraySize is 1001, which allows indices up to 1000."""
+_AVOID_SECONDS = 600.0  # a retried trial avoids the node that lost it for so long, because no other may ever be free
+_LARGEST_ARRAY = 1000  # Slurm's default MaxArraySize is 1001, which allows indices up to 1000
 _TAIL_BYTES = 4000
 
 

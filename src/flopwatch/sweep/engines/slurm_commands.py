@@ -159,8 +159,8 @@ def job_list(tasks: Iterable[str]) -> Sequence[str]:
     return sorted({task.partition("_")[0] for task in tasks}, key=int)
 
 
-_COMMAND_SECONDS = 60.0
-_JOBS_PER_CALL = 500
+_COMMAND_SECONDS = 60.0  # a controller under load may answer after tens of seconds
+_JOBS_PER_CALL = 500  # keeps the command line short
 
 # Messages of slurm_strerror and of sbatch that name a fault of the request. All other errors may be temporary.
 _BAD_REQUEST = (
@@ -267,13 +267,13 @@ def submit(script: Path, job_name: str, *, may_have_arrived: bool) -> str:
     raise submission_error(answer.stderr.strip() or answer.stdout.strip() or f"exit code {answer.returncode}")
 
 
-def submission_error(words: str) -> Exception:
+def submission_error(message: str) -> Exception:
     """The exception for a message of sbatch.
 
     >>> type(submission_error("sbatch: error: Slurm controller in standby mode")).__name__
     'NotNowError'
     """
-    text, line = words.lower(), " ".join(words.split())
+    text, line = message.lower(), " ".join(message.split())
     # Limits first, because their message also names faults: "job violates accounting/QOS policy (job submit limit,
     # user's size and/or time limits)".
     if any(part in text for part in _FULL):

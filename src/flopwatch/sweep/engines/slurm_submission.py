@@ -22,8 +22,8 @@ _TIME_MARGIN_SECONDS = 120.0
 _MEMORY_MARGIN_BYTES = 256 << 20
 """Added to the trial's own memory limit: for the supervisor itself, and so that its limit is reached before Slurm's."""
 
-_FULL_PAUSE_SECONDS = 20.0
-_FIRST_PAUSE_SECONDS = 2.0
+_FULL_PAUSE_SECONDS = 20.0  # until the next submission if the user has too many jobs
+_FIRST_PAUSE_SECONDS = 2.0  # after other errors; it doubles with each failure
 _LONGEST_PAUSE_SECONDS = 300.0
 
 
@@ -129,8 +129,8 @@ class Array:
         tries: Number of failed submissions.
         since: Time of the first failed submission.
         next_try: Time of the next submission.
-        words: Slurm's last message.
-        is_full: Slurm refuses only because this user has too many jobs; that may last as long as it likes.
+        message: Slurm's last message.
+        is_full: Slurm refuses only because this user has too many jobs, which is retried without end.
     """
 
     trials: Sequence[Trial]
@@ -139,7 +139,7 @@ class Array:
     tries: int = 0
     since: float = 0.0
     next_try: float = 0.0
-    words: str = ""
+    message: str = ""
     is_full: bool = False
 
     @property
@@ -198,7 +198,7 @@ class Outbox:
         try:
             return self._submit(array)
         except slurm_commands.QueueFullError as error:
-            array.is_full, array.words = True, str(error)
+            array.is_full, array.message = True, str(error)
             array.next_try = time.monotonic() + _FULL_PAUSE_SECONDS
             return None
         except slurm_commands.RefusedError as error:
@@ -216,15 +216,15 @@ class Outbox:
             array.write_script(False)  # no other node fits, so allow all
             return slurm_commands.submit(array.script, self._job_name, may_have_arrived=False)
 
-    def _postponed(self, array: Array, words: str) -> Mapping[str, Any] | None:
+    def _postponed(self, array: Array, message: str) -> Mapping[str, Any] | None:
         now = time.monotonic()
         if array.tries == 0:
             array.since = now
         if now - array.since > self._patience:
             hours = self._patience / 3600
-            return {"state": "NOT_TAKEN", "detail": f"Slurm did not take the job for {hours:.3g} h: {words}"}
+            return {"state": "NOT_TAKEN", "detail": f"Slurm did not accept the job for {hours:.3g} h: {message}"}
         array.next_try = now + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**array.tries)
-        array.tries, array.is_full, array.words = array.tries + 1, False, words
+        array.tries, array.is_full, array.message = array.tries + 1, False, message
         return None
 
     def take_back(self) -> list[Array]:
@@ -240,4 +240,4 @@ class Outbox:
         if last.is_full:
             return f"{len(self)} held back: Slurm accepts no more jobs of this user"
         wait = max(0.0, min(array.next_try for array in self._arrays) - time.monotonic())
-        return f"{len(self)} held back, next try in {wait:.0f} s: {last.words[:200]}"
+        return f"{len(self)} held back, next try in {wait:.0f} s: {last.message[:200]}"

@@ -20,7 +20,7 @@ from flopwatch.errors import UnsupportedError
 PerSampleLosses = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """From the model's output and the batch to the loss of each sample, of shape (batch size,)."""
 
-_IGNORED = -100
+_IGNORED = -100  # the label that torch's cross-entropy ignores by default
 _SAME = 1e-3  # above the error of logits rounded to bf16; a wrong shift of the labels differs by more
 _ADVICE = "give the model a method per_sample_losses(output, batch) that returns one loss for each sample"
 

@@ -1,7 +1,7 @@
 """The `privacy` settings of a matrix, and the epsilon that the training they describe would spend.
 
 A trial trains on random data and spends no privacy itself. Epsilon is computed by Opacus's accountants, which assume
-Poisson sampling: each sample is in a batch with the same probability, independently of the others. Never loads torch.
+Poisson sampling: each sample is in a batch with the same probability, independently of all others. Never loads torch.
 """
 
 import warnings
@@ -81,6 +81,8 @@ _MOST_POINTS = 2_000_000
 """Largest grid of the PRV accountant that we compute: up to 1 GB and some seconds, and both grow with the grid."""
 
 _TARGET_ERROR = 0.01
+"""How far epsilon may stay below the target; the default of Opacus's own search."""
+
 _MOST_TRIES = 12
 """Bisections between half the noise and all of it, so the noise found is exact to 1 / 8192."""
 
@@ -101,26 +103,26 @@ def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier:
     """
     rate, steps = training_plan(privacy, batch_size)
     accountant, target = privacy["accountant"], privacy.get("target_epsilon")
-    asked = PrivacySpent(None, privacy["delta"], noise_multiplier, float(rate), steps, accountant)
+    training = PrivacySpent(None, privacy["delta"], noise_multiplier, float(rate), steps, accountant)
     if rate > 1:
-        return _noted(asked, f"a batch of {batch_size} is larger than the data set")
+        return _noted(training, f"a batch of {batch_size} is larger than the data set")
     load_opacus()  # before any other import of Opacus, whose effect on the program's log it undoes
     try:
         with warnings.catch_warnings():  # about noise that the search only tries
             warnings.simplefilter("ignore")
-            asked = asked if target is None else _with_noise_for(asked, target)
-        with warnings.catch_warnings(record=True) as said:
+            training = training if target is None else _with_noise_for(training, target)
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = _spent(asked)
+            found = _spent(training)
     except MissingDependencyError:
         raise
     except Exception as error:  # scipy and Opacus raise various errors for extreme settings
-        words = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return _noted(asked, f"Opacus's accountant {accountant} failed: {words}")
-    for words in dict.fromkeys(str(one.message) for one in said if issubclass(one.category, UserWarning)):
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return _noted(training, f"Opacus's accountant {accountant} failed: {message}")
+    for message in dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning)):
         # The PRV accountant uses rdp only for the width of its grid, where this warning does not matter.
-        if found.accountant != "prv" or not words.startswith("Optimal order"):
-            found = _noted(found, f"Opacus says: {words}")
+        if found.accountant != "prv" or not message.startswith("Optimal order"):
+            found = _noted(found, f"Opacus says: {message}")
     return found
 
 
@@ -137,80 +139,84 @@ def training_plan(privacy: Mapping[str, Any], batch_size: int) -> tuple[Fraction
     return rate, steps if steps is not None else ceil(Fraction(str(privacy["epochs"])) / rate)
 
 
-def _spent(asked: PrivacySpent) -> PrivacySpent:
-    if asked.noise_multiplier == 0:
-        return _noted(asked, "without noise there is no epsilon")
-    if asked.accountant == "prv" and _grid_points(asked) > _MOST_POINTS:
-        return _noted(_spent(_by_rdp(asked)), _TOO_LARGE)
-    epsilon = _epsilon(asked)
+def _spent(training: PrivacySpent) -> PrivacySpent:
+    if training.noise_multiplier == 0:
+        return _noted(training, "without noise there is no epsilon")
+    if training.accountant == "prv" and _grid_points(training) > _MOST_POINTS:
+        return _noted(_spent(_by_rdp(training)), _TOO_LARGE)
+    epsilon = _epsilon(training)
     if not isfinite(epsilon) or epsilon < 0:  # rdp returns such values for a delta near 1
         return _noted(
-            asked, f"Opacus's accountant {asked.accountant} returned {epsilon:.4g}, which is no valid epsilon"
+            training, f"Opacus's accountant {training.accountant} returned {epsilon:.4g}, which is no valid epsilon"
         )
-    return replace(asked, epsilon=epsilon)
+    return replace(training, epsilon=epsilon)
 
 
 _TOO_LARGE = "the PRV accountant would take gigabytes here, so this is the looser bound of rdp"
 
 
-def _with_noise_for(asked: PrivacySpent, target: float) -> PrivacySpent:
+def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
     """Noise whose epsilon is at most the target and at most 0.01 below it, the tolerance of Opacus's own search."""
-    if asked.accountant != "prv":
-        return replace(asked, noise_multiplier=_noise(asked, target))
+    if training.accountant != "prv":
+        return replace(training, noise_multiplier=_noise(training, target))
     # Opacus's search tries very low noise first, where the PRV accountant takes gigabytes, so start at rdp's answer.
     try:
-        high = _noise(_by_rdp(asked), target)
+        high = _noise(_by_rdp(training), target)
     except ValueError:  # rdp has no epsilon below about 0.2, whatever the noise
         high = 1.0
-    while (epsilon := _tried(asked, high)) is not None and epsilon > target:
+    while (epsilon := _tried(training, high)) is not None and epsilon > target:
         high *= 2
     low = 0.5 * high
     for _ in range(_MOST_TRIES):
         if epsilon is None or target - epsilon <= _TARGET_ERROR:
             break
         middle = (low + high) / 2
-        tried = _tried(asked, middle)
+        tried = _tried(training, middle)
         if tried is not None and tried <= target:
             high, epsilon = middle, tried
         else:
             low = middle
-    return replace(asked, noise_multiplier=high)
+    return replace(training, noise_multiplier=high)
 
 
-def _tried(asked: PrivacySpent, noise: float) -> float | None:
+def _tried(training: PrivacySpent, noise: float) -> float | None:
     """Epsilon at this noise; None if computing it would take too much memory."""
-    at_noise = replace(asked, noise_multiplier=noise)
+    at_noise = replace(training, noise_multiplier=noise)
     return _epsilon(at_noise) if _grid_points(at_noise) <= _MOST_POINTS else None
 
 
-def _epsilon(asked: PrivacySpent) -> float:
-    return epsilon_spent(asked.accountant, asked.noise_multiplier, asked.sample_rate, asked.steps, asked.delta)
+def _epsilon(training: PrivacySpent) -> float:
+    return epsilon_spent(
+        training.accountant, training.noise_multiplier, training.sample_rate, training.steps, training.delta
+    )
 
 
-def _noise(asked: PrivacySpent, target: float) -> float:
+def _noise(training: PrivacySpent, target: float) -> float:
     search = require("opacus.accountants.utils", "dp").get_noise_multiplier
     return float(
         search(
             target_epsilon=target,
-            target_delta=asked.delta,
-            sample_rate=asked.sample_rate,
-            steps=asked.steps,
-            accountant=asked.accountant,
+            target_delta=training.delta,
+            sample_rate=training.sample_rate,
+            steps=training.steps,
+            accountant=training.accountant,
         )
     )
 
 
-def _grid_points(asked: PrivacySpent) -> float:
+def _grid_points(training: PrivacySpent) -> float:
     """Points of the grid that the PRV accountant would allocate (Gopi et al., arXiv 2106.02848, as in Opacus 1.6)."""
-    delta_error = asked.delta / 1000
-    half_width = prv_half_width(asked.noise_multiplier, asked.sample_rate, asked.steps, _EPSILON_ERROR, delta_error)
-    mesh = _EPSILON_ERROR / sqrt(asked.steps * log(12 / delta_error) / 2)
+    delta_error = training.delta / 1000
+    half_width = prv_half_width(
+        training.noise_multiplier, training.sample_rate, training.steps, _EPSILON_ERROR, delta_error
+    )
+    mesh = _EPSILON_ERROR / sqrt(training.steps * log(12 / delta_error) / 2)
     return 2 * half_width / mesh
 
 
-def _by_rdp(asked: PrivacySpent) -> PrivacySpent:
-    return replace(asked, accountant="rdp")
+def _by_rdp(training: PrivacySpent) -> PrivacySpent:
+    return replace(training, accountant="rdp")
 
 
-def _noted(spent: PrivacySpent, words: str) -> PrivacySpent:
-    return replace(spent, note="; ".join(filter(None, [spent.note, words])))
+def _noted(spent: PrivacySpent, note: str) -> PrivacySpent:
+    return replace(spent, note="; ".join(filter(None, [spent.note, note])))

@@ -1,10 +1,10 @@
 """The worker process of a trial: `python -m flopwatch.sweep.worker.main TRIAL_DIR [--rank]`.
 
 A supervisor starts it for a trial of one process. For a trial of several, torchrun starts it with `--rank` once for
-each process, and each writes files of its own (`of_rank`).
+each process, and each process writes its own files (`of_rank`).
 
-Phases: import, build, warmup, measure, memory, flops, privacy, trace. Results are written after each phase, so an end
-at any moment keeps what was measured before it.
+Phases: import, build, warmup, measure, memory, flops, privacy, trace. Results are written after each phase, so that a
+crash keeps the results of all earlier phases.
 """
 
 import contextlib

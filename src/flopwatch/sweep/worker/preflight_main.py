@@ -185,6 +185,7 @@ def _said(error: Exception) -> str:
 MOST_PARAMETERS = 20_000_000
 """Larger models are not run in the preflight: a step would take seconds and hundreds of megabytes."""
 
+# Sizes of the copies, and the names that configs of transformers have for each size.
 _HEADS, _HEAD_WIDTH, _VOCABULARY, _EXPERTS, _PATCH = 4, 8, 96, 4, 4
 _CHANNELS, _SIDE = 8, 32
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")

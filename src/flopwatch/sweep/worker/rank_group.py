@@ -39,9 +39,9 @@ class RankGroup:
     rank = 0
     size = 1
 
-    def device(self, asked: torch.device) -> torch.device:
+    def device(self, device: torch.device) -> torch.device:
         """The device of this process."""
-        return asked
+        return device
 
     def share(self, batch_size: int) -> int:
         """The number of samples for each process."""
@@ -82,12 +82,12 @@ class ManyRanks(RankGroup):
         silence = spec.limits.no_progress_seconds or 0.0
         self._timeout = timedelta(seconds=max(_LEAST_TIMEOUT_SECONDS, 2 * silence))
 
-    def device(self, asked: torch.device) -> torch.device:
+    def device(self, device: torch.device) -> torch.device:
         """The device of this process. Also joins the process group, with the backend of the device."""
-        if asked.type == "cpu":
+        if device.type == "cpu":
             dist.init_process_group("gloo", timeout=self._timeout)
-            return asked
-        own = torch.device(asked.type, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+            return device
+        own = torch.device(device.type, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
         torch.accelerator.set_device_index(own.index)
         own_backend = dist.get_default_backend_for_device(own)
         dist.init_process_group(f"cpu:gloo,{own.type}:{own_backend}", timeout=self._timeout, device_id=own)
