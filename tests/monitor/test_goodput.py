@@ -14,8 +14,8 @@ import torch
 import flopwatch
 from flopwatch.monitor import session as wall_clock
 from flopwatch.monitor.session import describe_environment
-from flopwatch.records import goodput
-from flopwatch.records.goodput import LOST, carried_seconds, goodput_of, loss_in_step
+from flopwatch.records import metrics as goodput
+from flopwatch.records.metrics import LOST, carried_seconds, goodput_of, loss_in_step
 from flopwatch.testing import FakeClock, RecordingSink
 
 FIRST_START = 1_000_000.0

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flopwatch.records.plain_text import plain
+from flopwatch.records.reading import plain
 from flopwatch.report.terminal import draw_report
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import hostile_results

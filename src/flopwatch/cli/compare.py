@@ -78,7 +78,8 @@ def _refuse_slower(comparison: "Comparison", percent: float) -> None:
 def is_sweep(path: str) -> bool:
     """A folder `flopwatch sweep` wrote; a run whose log is called results.jsonl is none."""
     from flopwatch.errors import InputError
-    from flopwatch.records.sweep_results import SWEEP, is_sweep_folder
+    from flopwatch.records.sweep_results import is_sweep_folder
+    from flopwatch.records.trial_files import SWEEP
     from flopwatch.runs import find_log
 
     folder = Path(path).expanduser()
@@ -137,7 +138,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
 def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
     """Speak on stderr, so that `--json` stays JSON. What cannot be judged is an error: a gate must not pass unseen."""
     from flopwatch.errors import InputError
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
 
     rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
     judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != "too few steps"}

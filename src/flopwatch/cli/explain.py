@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flopwatch.records.goodput import Goodput
+from flopwatch.records.metrics import Goodput
 from flopwatch.records.run import Provenance
 from flopwatch.runs.explain import Division, Explanation
 from flopwatch.runs.explain_law import LawSum

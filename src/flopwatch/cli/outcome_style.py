@@ -2,7 +2,7 @@
 
 from rich.text import Text
 
-from flopwatch.records.plain_text import one_line
+from flopwatch.records.reading import one_line
 
 _STYLES = {
     "ok": "green",

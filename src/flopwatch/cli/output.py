@@ -10,7 +10,7 @@ from typing import TextIO, cast
 
 import typer
 
-from flopwatch.records.plain_text import plain
+from flopwatch.records.reading import plain
 
 
 def print_error(message: str) -> None:

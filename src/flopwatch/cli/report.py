@@ -142,7 +142,7 @@ STANDARD_OUTPUT = "-"
 
 def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:
     """Write what was asked for; the files that were written, without standard output."""
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
     from flopwatch.report.exports import table_csv, table_parquet
     from flopwatch.report.table import make_table
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from flopwatch.cli.quantities import duration, flop_rate, percent, scaled_number, short_number, step_seconds
 from flopwatch.cli.watch import WatchedRun
-from flopwatch.records.goodput import goodput_of
+from flopwatch.records.metrics import goodput_of
 
 _TIME_PARTS = {
     "compute": ("green", "█"),

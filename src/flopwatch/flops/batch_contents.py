@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from flopwatch.errors import InputError
+from flopwatch.torch_internals import stored_count
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _LONG, _MOST_ELEMENTS = 32, 4096
@@ -110,7 +111,7 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
 
 def stored_elements(tensor: torch.Tensor) -> int | None:
     """How many elements a sparse tensor holds, which its products cost by; None for others."""
-    return int(tensor._nnz()) if tensor.layout in _SPARSE else None
+    return int(stored_count(tensor)) if tensor.layout in _SPARSE else None
 
 
 def _slots(kind: type) -> tuple[str, ...]:

@@ -14,13 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from flopwatch.flops.batch_contents import tensors_of
 from flopwatch.flops.formulas import find_formula
 from flopwatch.records.flops import FlopCount
+from flopwatch.torch_internals import FakeTensor, HigherOrderOperator, op_name, op_packet
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -76,7 +75,7 @@ class Steering:
 
     def _follow_sizes(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Sizes that depend on values, on their way to a product."""
-        if func._overloadpacket is _aten.index:
+        if op_packet(func) is _aten.index:
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             origin = _origins(masks) | _sized([i for i in args[1] if i is not None])
             if origin:
@@ -105,19 +104,19 @@ class Steering:
             return
         if _is_certain(func, args):
             origin = origin - {CHANCE}
-        if func._schema.name in _PRODUCTS_BY_VALUE:
+        if op_name(func) in _PRODUCTS_BY_VALUE:
             self.sizes |= origin
-        if torch.Tag.data_dependent_output in tags or func._schema.name == "aten::_local_scalar_dense":
+        if torch.Tag.data_dependent_output in tags or op_name(func) == "aten::_local_scalar_dense":
             self._note_read(origin)
-        elif func._overloadpacket is _aten.index:
+        elif op_packet(func) is _aten.index:
             pass  # its size depends on values only where a mask is the index, which was looked at
-        elif torch.Tag.dynamic_output_shape in tags or func._schema.name in _SIZES_BY_VALUE:
+        elif torch.Tag.dynamic_output_shape in tags or op_name(func) in _SIZES_BY_VALUE:
             _set_sized(out, origin)
             self.reads |= origin
         for leaf in out if isinstance(out, list | tuple) else (out,):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
                 _set_origin(leaf, origin)
-                if func._overloadpacket in _UNIFORM_DRAWS:
+                if op_packet(func) in _UNIFORM_DRAWS:
                     setattr(leaf, _UNIFORM, True)
 
 
@@ -141,7 +140,7 @@ def _set_sized(out: Any, origin: frozenset[str]) -> None:
 
 def _is_certain(func: Any, args: tuple[Any, ...]) -> bool:
     """A draw between 0 and 1 that is compared with 0 or 1 decides nothing: layer drop that is off."""
-    if func._overloadpacket not in _COMPARISONS or not getattr(args[0], _UNIFORM, False):
+    if op_packet(func) not in _COMPARISONS or not getattr(args[0], _UNIFORM, False):
         return False
     bound = args[1]
     if isinstance(bound, torch.Tensor):

@@ -6,8 +6,8 @@ Loads torch only when a device is looked at.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.hardware.facts import DeviceFacts
 from flopwatch.hardware.resolve import explain_unknown, list_peaks, peak_flops, product_notes
+from flopwatch.hardware.table import DeviceFacts
 
 if TYPE_CHECKING:
     from flopwatch.hardware.device import matmul_dtype, read_device

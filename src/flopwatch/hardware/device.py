@@ -7,7 +7,7 @@ import torch
 
 from flopwatch.errors import InputError
 from flopwatch.hardware.cpu import read_cpu
-from flopwatch.hardware.facts import DeviceFacts, canonical_dtype
+from flopwatch.hardware.table import DeviceFacts, canonical_dtype
 
 _GIB = 2**30
 _EUS_PER_XE_CORE = 8

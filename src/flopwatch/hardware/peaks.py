@@ -3,8 +3,7 @@
 import re
 from typing import Any
 
-from flopwatch.hardware.facts import DeviceFacts, Unknown
-from flopwatch.hardware.table import Accelerator, load_accelerators, read_table
+from flopwatch.hardware.table import Accelerator, DeviceFacts, Unknown, load_accelerators, read_table
 from flopwatch.records.flops import Peak
 
 # What matmuls run on where a product quotes two rates for one type: fp64 on tensor cores (cuBLAS), fp32 and fp64 on

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from flopwatch.errors import InputError
+from flopwatch.models.networks import Decoder, ResNet
 from flopwatch.models.presets import PRESETS, check_model_name, config_file, image_preset, is_config
-from flopwatch.models.resnet import ResNet
-from flopwatch.models.transformer import Decoder
 from flopwatch.optional import require
 
 

@@ -8,17 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.reading import BrokenRecordError, clean_value, read_record
-from flopwatch.records.sweep_results import (
-    RESULTS,
-    NewerFormatError,
-    SweepResults,
-    gather_results,
-    result_from,
-    troubles,
-)
+from flopwatch.records.reading import BrokenRecordError, clean_value, read_json, read_record
+from flopwatch.records.sweep_results import NewerFormatError, SweepResults, gather_results, result_from, troubles
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import PREFLIGHT, read_json
+from flopwatch.records.trial_files import PREFLIGHT, RESULTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Any
 
 from flopwatch.optional import require_package
-from flopwatch.records.plain_text import one_line, plain
+from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import FAILED, TrialResult
 from flopwatch.report.analysis.cells import MOST_FINITE
 from flopwatch.report.capture import Capture

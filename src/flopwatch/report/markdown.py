@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from flopwatch.records.plain_text import one_line, plain
+from flopwatch.records.reading import one_line, plain
 from flopwatch.report.figures import UNKNOWN, count, duration, factor, memory, share
 from flopwatch.report.matrices import (
     Metric,

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.records.plain_text import one_line, plain
+from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report.figures import UNKNOWN, count, duration, factor, memory, share
 from flopwatch.report.matrices import (

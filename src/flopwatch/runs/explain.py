@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from math import isclose
 from typing import Any
 
-from flopwatch.records.goodput import APART, Goodput, goodput_of
+from flopwatch.records.metrics import APART, Goodput, goodput_of
 from flopwatch.records.run import Number, Provenance, Row
 from flopwatch.runs import RunLog, provenance_at, step_cells
 from flopwatch.runs.explain_law import LawSum, add_up, apply_law

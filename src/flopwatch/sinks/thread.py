@@ -1,4 +1,4 @@
-"""A thread and a bounded queue for each sink: one that hangs or fails holds up nobody else, and never the training."""
+"""A thread and a bounded queue for each sink: one that hangs or fails affects neither the training nor other sinks."""
 
 import time
 from collections.abc import Callable
@@ -19,9 +19,9 @@ _MOST_GATHERED = 20
 class SinkThread:
     """Feeds one sink from a queue, in a daemon thread that sleeps while there is nothing to do.
 
-    Rows are gathered for a few seconds and written together, then the sink is flushed: every waking costs the training
-    thread 20 µs and finds cold caches, so five rows at a time take less than half the CPU time of five rows one by one.
-    Everything else, and a row after a silence, is written at once.
+    Rows are gathered for a few seconds and written together, then the sink is flushed: every wake-up costs the training
+    thread 20 µs and finds cold caches, so five rows at once take less than half the processor time of five single
+    ones. Other records are written at once.
 
     >>> from flopwatch.records.run import RunStart
     >>> from flopwatch.testing import RecordingSink
@@ -35,10 +35,10 @@ class SinkThread:
     'a1'
 
     Attributes:
-        name: Of the sink.
-        dropped_rows: Records that a full queue turned away.
-        failed: What made the sink be switched off; None while it works.
-        opening_cpu_seconds: CPU time up to and with the first row, imports and connecting included; 0 before it.
+        name: The sink's name.
+        dropped_rows: Records dropped because the queue was full.
+        failed: Why the sink was switched off; None while it works.
+        opening_cpu_seconds: CPU time until the first row is written, imports and connecting included; 0 before it.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class SinkThread:
         """Starts the thread.
 
         Args:
-            sink: Where the records go. An attribute `gather_seconds` of it comes before the argument.
-            on_failure: Called once, from the thread, with the sink's name and what it raised first.
-            queue_size: Rows that may wait. Other records, rare and dear, may wait up to twice as many.
-            gather_seconds: How long rows may wait for each other; 0 has every row written at once.
+            sink: Where the records go. Its attribute `gather_seconds`, if it has one, overrides the argument.
+            on_failure: Called once, in the thread, with the sink's name and the first error.
+            queue_size: Most rows that may wait. Other records are rare and matter more: twice as many may wait.
+            gather_seconds: How long rows may wait for each other; with 0 every row is written at once.
         """
         self.name = sink.name
         self.dropped_rows = 0
@@ -74,11 +74,11 @@ class SinkThread:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of this thread, as of its last record."""
+        """CPU time of this thread up to its last record."""
         return self._cpu_seconds
 
     def put(self, record: Record) -> bool:
-        """Hand a record over; never blocks, never raises. False when the sink will not get it."""
+        """Queue a record; never blocks, never raises. False if the sink will not get it."""
         if self._closing or self.failed is not None:
             return False
         limit = self._queue_size if isinstance(record, Row) else 2 * self._queue_size
@@ -91,17 +91,17 @@ class SinkThread:
         return True
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Let the thread hand on all it has been given; waits so long at most. True when it has."""
+        """Wait until all queued records are written; False if that took longer than the timeout."""
         if self._closing or self.failed is not None:
             return False
         done = Event()
         self._queue.put(done)
         self._wake.set()
-        # A sink that failed in between took its thread along: nobody would ever answer.
+        # If the sink failed in between, its thread has ended and will never set the event.
         return self.failed is None and done.wait(timeout_seconds) and self.failed is None
 
     def close(self, timeout_seconds: float) -> bool:
-        """Let the thread drain the queue, close the sink and end; waits so long at most. True when it ended."""
+        """Drain the queue, close the sink and end the thread; False if that took longer than the timeout."""
         if not self._closing:
             self._closing = True
             self._queue.put(_CLOSE)
@@ -112,7 +112,7 @@ class SinkThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # SystemExit too: a thread that ends without a word would be a silent loss
+        except BaseException as error:  # SystemExit too, or the thread would end without a report
             self._switch_off(error)
         self._cpu_seconds = time.thread_time()
 
@@ -134,7 +134,7 @@ class SinkThread:
         self._sink.close()
 
     def _next(self, unflushed: bool) -> Record | str | Event:
-        """The next of what waits; a flush when all of it is written; else sleep."""
+        """The next record; a flush if all records are written; otherwise sleep until there is one."""
         with suppress(Empty):
             return self._queue.get_nowait()
         if unflushed:

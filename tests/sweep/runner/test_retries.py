@@ -8,15 +8,17 @@ import os
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import append_line, read_results
+from flopwatch.records.trial_files import append_line
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.runner import run as runner_module
 from flopwatch.sweep.runner import waiting as passing_errors
 from flopwatch.sweep.runner.decisions import RetryPolicy, hosts_to_avoid, retry_policy
+from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import make_plan
-from flopwatch.sweep.runner.run import Stop, run_plan
+from flopwatch.sweep.runner.run import run_plan
 from flopwatch.sweep.spec.parsing import parse_seconds
 from flopwatch.testing import FakeClock, InProcessEngine
 from support.sweeping import Listener

@@ -95,7 +95,7 @@ def _spec(words: list[str], given: dict[str, Any]) -> "TrialSpec":
 def _searched(output: Path, spec: "TrialSpec", max_batch: int, *, with_preflight: bool, quiet: bool) -> "Found":
     from flopwatch.cli.trials.trial_screens import ProbeStatus, interruptible, probe_line
     from flopwatch.sweep.fit import fit_batch
-    from flopwatch.sweep.runner.run import Stop
+    from flopwatch.sweep.runner.observing import Stop
 
     stop = Stop()
     with interruptible() as asked_to_stop, ProbeStatus(stop, asked_to_stop, quiet=quiet) as status:

@@ -8,10 +8,11 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flopwatch.sweep.engines.protocol import Engine, Trial
+    from flopwatch.sweep.engines.protocol import Engine
+    from flopwatch.sweep.folder import Trial
     from flopwatch.sweep.runner.decisions import RetryPolicy
+    from flopwatch.sweep.runner.observing import Stop
     from flopwatch.sweep.runner.plan import Plan
-    from flopwatch.sweep.runner.run import Stop
     from flopwatch.sweep.spec.matrix import Matrix
 
 _QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1, "batch": None}
@@ -209,13 +210,13 @@ def _run(
     budget_seconds: float | None,
 ) -> None:
     from flopwatch.cli.trials.sweep_screens import watched
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
     from flopwatch.sweep.folder import held_folder, write_trial_list
-    from flopwatch.sweep.runner.observing import noted_runner
+    from flopwatch.sweep.runner.observing import runner_file
     from flopwatch.sweep.runner.plan import make_plan, record_unlisted
     from flopwatch.sweep.runner.run import run_plan
 
-    with held_folder(output), noted_runner(output) as noted:
+    with held_folder(output), runner_file(output) as noted:
         plan = make_plan(output, specs, only=only, limit=limit, shuffle_seed=shuffle_seed, engine=engine.name)
         for trouble in plan.troubles:
             typer.echo(one_line(f"warning: {trouble}", 1000), err=True)
@@ -246,7 +247,7 @@ def _say_what_next(output: Path, plan: "Plan", counts: dict[str, int], stop: "St
     import shlex
 
     from flopwatch.cli.quantities import plural
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
     from flopwatch.sweep.runner.decisions import OVER_BUDGET, STOPPED, exit_status, failed_before, trials_left
 
     typer.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")

@@ -16,13 +16,13 @@ from flopwatch.cli.output import lasting_output
 from flopwatch.cli.quantities import plural
 from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_line
 from flopwatch.errors import InputError
-from flopwatch.records.plain_text import plain
+from flopwatch.records.reading import plain
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial import TrialResult
+from flopwatch.records.trial_files import RUNNER_LOG
 from flopwatch.sweep.folder import held_folder
 from flopwatch.sweep.runner.decisions import GREEN
-from flopwatch.sweep.runner.observing import LOG, Follower, RunnerState, is_alive, is_here, read_runner
-from flopwatch.sweep.runner.run import Stop
+from flopwatch.sweep.runner.observing import Follower, RunnerState, Stop, is_alive, is_here, read_runner
 
 _LOOK_EVERY_SECONDS = 0.5
 
@@ -137,7 +137,7 @@ def run_detached(sweep: Path) -> None:
     with held_folder(sweep):  # made if need be, and free
         pass
     words = [word for word in sys.argv[1:] if word != "--detach"]
-    with (sweep / LOG).open("ab") as log:
+    with (sweep / RUNNER_LOG).open("ab") as log:
         said_before = log.tell()
         runner = subprocess.Popen(
             [sys.executable, "-m", "flopwatch", *words],
@@ -150,12 +150,12 @@ def run_detached(sweep: Path) -> None:
     while runner.poll() is None and not _holds(sweep, runner.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     if runner.returncode:
-        with (sweep / LOG).open("rb") as log:
+        with (sweep / RUNNER_LOG).open("rb") as log:
             log.seek(said_before)
             typer.echo(plain(log.read().decode(errors="replace")), nl=False, err=True)
         raise typer.Exit(runner.returncode)
     folder = shlex.quote(str(sweep))
-    typer.echo(f"The sweep runs on as process {runner.pid}; what it says is in {sweep / LOG}.")
+    typer.echo(f"The sweep runs on as process {runner.pid}; what it says is in {sweep / RUNNER_LOG}.")
     typer.echo(f"See it:  flopwatch sweep attach {folder}")
     typer.echo(f"Stop it: flopwatch sweep stop {folder}")
 

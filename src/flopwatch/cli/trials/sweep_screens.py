@@ -22,13 +22,13 @@ from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.output import PatientLines
 from flopwatch.cli.quantities import bytes_text, count_text, duration, flop_rate, percent, plural, step_seconds
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.records.plain_text import one_line
+from flopwatch.records.reading import one_line
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.claims import read_progress
-from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.preflight import PreflightResult
-from flopwatch.sweep.runner.plan import Plan, folder_of
-from flopwatch.sweep.runner.run import Observer, Stop
+from flopwatch.sweep.runner.observing import Observer, Stop
+from flopwatch.sweep.runner.plan import Plan
 
 _LAST_ENDED = 6
 _MOST_RUNNING = 12

@@ -110,7 +110,7 @@ def _waited(follower: "subprocess.Popen[bytes]") -> int:
 
 
 def _last_line(said: IO[bytes]) -> str:
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
 
     said.seek(0)
     lines = said.read()[-_LONGEST_LINE:].decode("utf-8", "replace").strip().splitlines()
@@ -159,7 +159,7 @@ def logged_text(service: str, logged: "Logged") -> str:
     'W&B: logged 3 trials, 1 failed (a: no answer)'
     """
     from flopwatch.cli.quantities import plural
-    from flopwatch.records.plain_text import one_line
+    from flopwatch.records.reading import one_line
 
     text = f"{service}: logged {plural(logged.count, 'trial')}"
     if logged.failures:

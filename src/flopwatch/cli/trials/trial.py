@@ -129,12 +129,10 @@ def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: boo
     Returns the result, and a sentence where an earlier one stands instead of it.
     """
     from flopwatch.cli.trials.trial_screens import interruptible, phases_shown
-    from flopwatch.records.sweep_results import read_trial_list
+    from flopwatch.records.sweep_results import read_result, read_trial_list
     from flopwatch.records.trial import content_key
-    from flopwatch.records.trial_files import read_result
     from flopwatch.sweep.attempts import is_worse, put_aside, put_back
-    from flopwatch.sweep.engines.protocol import Trial
-    from flopwatch.sweep.folder import has_begun, held_folder, prepare, record, result_file, write_trial_list
+    from flopwatch.sweep.folder import Trial, has_begun, held_folder, prepare, record, result_file, write_trial_list
     from flopwatch.sweep.host.environment import fingerprint
     from flopwatch.sweep.spec.names import trial_names
     from flopwatch.sweep.supervisor.supervise import supervise

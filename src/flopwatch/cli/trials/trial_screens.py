@@ -17,14 +17,13 @@ from rich.text import Text
 
 from flopwatch.cli.outcome_style import outcome_text
 from flopwatch.cli.quantities import bytes_text, count_text, duration, short_number, step_seconds
-from flopwatch.records.plain_text import one_line, plain
+from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import PrivacySpent, TrialResult
 from flopwatch.report.sentences import epsilon_text
 from flopwatch.sweep.claims import read_progress
-from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.fit_search import Found, Probe
-from flopwatch.sweep.runner.plan import folder_of
-from flopwatch.sweep.runner.run import Stop
+from flopwatch.sweep.folder import Trial, folder_of
+from flopwatch.sweep.runner.observing import Stop
 
 
 @contextlib.contextmanager

@@ -12,18 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._higher_order_ops import flex_attention as flex_attention_op
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend
-from torch.nn.attention import flex_attention as flex_module
-from torch.nn.attention.flex_attention import _vmap_for_bhqkv, noop_mask
+from torch.nn.attention.flex_attention import noop_mask
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, compute_type, formula
 from flopwatch.records.flops import AttentionConvention
+from flopwatch.torch_internals import (
+    FakeTensor,
+    disable_current_modes,
+    flex_attention_op,
+    fused_sdp_choice,
+    is_flex_device_check,
+    is_identity_score,
+    mask_over_indices,
+    tree_leaves,
+)
 
 MASK_NOT_READABLE = "the attention mask is computed from activations and could not be read: counted as full attention"
 
@@ -123,8 +128,8 @@ class AttentionCall:
         Asked with real tensors of the same shape that take no memory: for fake ones torch answers as for the meta
         device, which is not what the call itself would do.
         """
-        with _disable_current_modes():
-            choice = torch._fused_sdp_choice(
+        with disable_current_modes():
+            choice = fused_sdp_choice(
                 _stand_in(self.query),
                 _stand_in(self.key),
                 _stand_in(self.value),
@@ -274,7 +279,7 @@ def _flex_sizes(
     full = full_sizes(query, key, value)
     if attention == "full":
         return full
-    note = None if getattr(score_mod, "__name__", "") == "_identity" else SCORES_MAY_MASK
+    note = None if is_identity_score(score_mod) else SCORES_MAY_MASK
     mask_mod = block_mask[-1]
     if mask_mod is noop_mask:
         return AttentionSizes(full.pairs, full.query_width, full.value_width, note)
@@ -289,7 +294,7 @@ def _flex_sizes(
 
 def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int, keys: int) -> int | None:
     """Pairs that the mask lets through, asked for some rows at a time; None when it depends on fake values."""
-    allowed = _vmap_for_bhqkv(mask_mod, prefix=())
+    allowed = mask_over_indices(mask_mod)
     rows_at_once = max(1, _MOST_PAIRS_AT_ONCE // (batch * heads * keys))
     indices = torch.arange(batch), torch.arange(heads), torch.arange(queries), torch.arange(keys)
     pairs = 0
@@ -332,7 +337,7 @@ class WholeAttention(TorchFunctionMode):
                 return _Attention.apply(*operands, call, self._attention, self._add)  # type: ignore[no-untyped-call]
         if func is flex_attention_op:
             return self._flex(*args, **kwargs)
-        if getattr(func, "__self__", None) is torch.Tensor.requires_grad and _is_flex_asking(sys._getframe(1)):
+        if getattr(func, "__self__", None) is torch.Tensor.requires_grad and is_flex_device_check(sys._getframe(1)):
             return False
         return func(*args, **kwargs)
 
@@ -349,11 +354,6 @@ def _under_autocast(tensor: Any) -> Any:
     """As autocast hands it to attention."""
     changes = torch.is_autocast_enabled("cpu") and tensor.is_floating_point() and tensor.dtype is not torch.float64
     return tensor.to(torch.get_autocast_dtype("cpu")) if changes else tensor
-
-
-def _is_flex_asking(frame: Any) -> bool:
-    """`flex_attention` refuses tensors on the CPU that need a gradient; the live ones are where it works."""
-    return bool(frame.f_code.co_name == "_validate_device" and frame.f_globals["__name__"] == flex_module.__name__)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ sparse and nested tensors and linear algebra (`linalg_*`, `cholesky`, `geqrf`, .
 import functools
 
 import torch
-from torch._ops import OpOverload
+
+from flopwatch.torch_internals import OpOverload, op_name, op_schema
 
 # Vectors, elements, neighbours and places: every output element needs a number of operations that does not grow with a
 # dimension that two inputs share, or is a plain sum over one input.
@@ -201,7 +202,7 @@ _FREE_TAGS = (torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy)
 @functools.cache
 def costs_nothing(func: OpOverload) -> bool:
     """True when it is known that this op runs no products of matrices."""
-    namespace, _, name = func._schema.name.partition("::")
+    namespace, _, name = op_name(func).partition("::")
     if namespace in _COLLECTIVES:
         return "matmul" not in name and "_mm" not in name
     if namespace == "prims":
@@ -218,7 +219,7 @@ def costs_nothing(func: OpOverload) -> bool:
 
 def _has_no_data(func: OpOverload) -> bool:
     """Makes a tensor of nothing, or answers a question with a number."""
-    schema = func._schema
+    schema = op_schema(func)
     takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
     gives = any("Tensor" in str(result.type) for result in schema.returns)
     return not takes or (not gives and not schema.is_mutable)

@@ -6,6 +6,7 @@ from typing import Any
 
 from flopwatch.flops.formulas.matrices import matmul_flops
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
+from flopwatch.torch_internals import nested_sizes
 
 
 @formula("aten::convolution", "aten::_convolution", "aten::convolution_overrideable", "aten::cudnn_convolution")
@@ -145,7 +146,7 @@ def _self_attention_block(lengths: list[int], width: int) -> int:
 
 def _sample_lengths(tokens: Any) -> list[int]:
     if tokens.is_nested:
-        return [int(size) for size in tokens._nested_tensor_size()[:, 0]]
+        return [int(size) for size in nested_sizes(tokens)[:, 0]]
     batch, length, _ = tokens.shape
     return [int(length)] * batch
 

@@ -5,10 +5,10 @@ from math import ceil, isfinite, log2, prod
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flopwatch.errors import UntraceableError
 from flopwatch.flops.formulas.registry import OpCall, OpFlops, formula
+from flopwatch.torch_internals import FakeTensor, coo_values, op_name
 
 
 def matmul_flops(rows: int, contracted: int, columns: int) -> int:
@@ -164,7 +164,7 @@ _IN_INT8 = [
 
 @formula(*(name for names in _ACTIVATION.values() for name in names))
 def _linear(call: OpCall) -> int:
-    name = next(key for key, names in _ACTIVATION.items() if call.func._schema.name in names)
+    name = next(key for key, names in _ACTIVATION.items() if op_name(call.func) in names)
     return int(2 * prod(call.arguments[name].shape) * call.out.shape[-1])
 
 
@@ -218,7 +218,7 @@ _PRODUCTS = {
 
 def sparse_product_flops(call: OpCall) -> OpFlops | None:
     """The FLOPs of a product with exactly one sparse factor, None for anything else."""
-    names = _PRODUCTS.get(call.func._schema.name.removesuffix("_"))
+    names = _PRODUCTS.get(op_name(call.func).removesuffix("_"))
     if names is None:
         return None
     left, right = (call.arguments[name] for name in names)
@@ -233,7 +233,7 @@ def sparse_product_flops(call: OpCall) -> OpFlops | None:
 
 def _stored(matrix: Any) -> int | None:
     if matrix.layout is torch.sparse_coo:
-        return int(matrix._values().numel())
+        return int(coo_values(matrix).numel())
     if matrix.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         return int(matrix.values().numel())
     return None

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry as torch_registry
 
 from flopwatch.errors import InputError
 from flopwatch.records.flops import AttentionConvention
+from flopwatch.torch_internals import OpOverload, OpOverloadPacket, op_name, op_packet, op_schema, packet_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class OpCall:
     that is not known.
     """
 
-    func: torch._ops.OpOverload
+    func: OpOverload
     arguments: Mapping[str, Any]
     out: Any
     attention: AttentionConvention = "full"
@@ -60,7 +61,7 @@ def formula(*names: str) -> Callable[[Formula], Formula]:
 
 
 def register_formula(
-    op: str | torch._ops.OpOverloadPacket[Any, Any] | torch._ops.OpOverload[Any, Any], *, replace: bool = False
+    op: str | OpOverloadPacket[Any, Any] | OpOverload[Any, Any], *, replace: bool = False
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Teach flopwatch what an op costs.
 
@@ -93,13 +94,13 @@ def register_formula(
     return register
 
 
-def find_formula(func: torch._ops.OpOverload[Any, Any]) -> Formula | None:
+def find_formula(func: OpOverload[Any, Any]) -> Formula | None:
     """Our formula for this op, else torch's, else None. In-place variants (`addmm_`) cost what the plain op costs."""
-    name = func._schema.name
+    name = op_name(func)
     ours = _formulas.get(name) or _formulas.get(name.removesuffix("_"))
     if ours is not None:
         return ours
-    theirs = torch_registry.get(func._overloadpacket)
+    theirs = torch_registry.get(op_packet(func))
     if theirs is None:
         return None
 
@@ -110,9 +111,9 @@ def find_formula(func: torch._ops.OpOverload[Any, Any]) -> Formula | None:
     return as_called
 
 
-def bind(func: torch._ops.OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's arguments by the names in the op's schema, and in its order."""
-    schema = func._schema.arguments
+    schema = op_schema(func).arguments
     bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     bound.update(zip((argument.name for argument in schema), args, strict=False))
     bound.update(kwargs)
@@ -121,17 +122,17 @@ def bind(func: torch._ops.OpOverload[Any, Any], args: Sequence[Any], kwargs: Map
 
 def unbind(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
     """The arguments as a call takes them: positional ones in order, keyword-only ones by name."""
-    schema = call.func._schema.arguments
+    schema = op_schema(call.func).arguments
     given = call.arguments
     args = [given[item.name] for item in schema if not item.kwarg_only and item.name in given]
     kwargs = {item.name: given[item.name] for item in schema if item.kwarg_only and item.name in given}
     return args, kwargs
 
 
-def _qualified_name(op: torch._ops.OpOverloadPacket[Any, Any] | torch._ops.OpOverload[Any, Any]) -> str:
-    if isinstance(op, torch._ops.OpOverload):
-        return str(op._schema.name)
-    return str(op._qualified_op_name)
+def _qualified_name(op: OpOverloadPacket[Any, Any] | OpOverload[Any, Any]) -> str:
+    if isinstance(op, OpOverload):
+        return str(op_name(op))
+    return str(packet_name(op))
 
 
 # The type a matrix product runs in, by the names that the table of peaks has.

@@ -6,12 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import distributed
-from torch._library.custom_ops import OPDEFS
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.formulas import Formula, OpCall, OpFlops, bind, find_formula
@@ -24,6 +19,25 @@ from flopwatch.flops.tracing.custom_functions import CustomFunctions, storage_ad
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.tally import EventLog, Phase, Tally, float_tensors
 from flopwatch.records.flops import AttentionConvention
+from flopwatch.torch_internals import (
+    PIN_MEMORY,
+    TO_COPY,
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    TorchDispatchMode,
+    can_decompose,
+    current_autograd_node,
+    current_graph_task_id,
+    is_checkpoint_recomputing,
+    next_sequence_nr,
+    op_name,
+    op_packet,
+    python_body,
+    sequence_nr,
+    short_op_name,
+    tree_leaves,
+)
 
 # Finds kernels that do not go through torch's dispatcher: they fill tensors that no op has written.
 #
@@ -61,7 +75,7 @@ _READ_NO_VALUES = {
     _aten.set_,
     _aten.zeros_like,
 }
-_COPY_WHOLE = {_aten.clone, _aten._to_copy, _aten._pin_memory, _aten.lift_fresh_copy}
+_COPY_WHOLE = {_aten.clone, TO_COPY, PIN_MEMORY, _aten.lift_fresh_copy}
 
 
 class Unwritten:
@@ -73,7 +87,7 @@ class Unwritten:
 
     def is_read_by(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
         """Take note of one op that ran; true when it read something that nobody had written."""
-        packet = func._overloadpacket
+        packet = op_packet(func)
         if packet in _MAKE_EMPTY:
             self._made(out)
             return False
@@ -94,7 +108,7 @@ class Unwritten:
     def _values_read(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        if func.is_view or func._overloadpacket in _READ_NO_VALUES or func.namespace != "aten":
+        if func.is_view or op_packet(func) in _READ_NO_VALUES or func.namespace != "aten":
             return []
         return [
             leaf
@@ -150,21 +164,12 @@ def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return
     where = f"module {module!r}" if module else "the model itself"
     raise NeedsOtherRanksError(
-        f"{where} calls the collective {func._schema.name}, which this rank cannot run alone; "
+        f"{where} calls the collective {op_name(func)}, which this rank cannot run alone; "
         "count the model without its parallelism, or give its FLOPs yourself (flops_fn of the monitor)"
     )
 
 
 # Ops that people write in Python with `torch.library.custom_op`: their body says what they run.
-
-
-def python_body(func: OpOverload) -> Callable[..., Any] | None:
-    """The function that computes this op on every device, if it is one of Python's."""
-    definition: Any = OPDEFS.get(func._schema.name)
-    if definition is None or set(definition._backend_fns) != {None}:
-        return None
-    body: Callable[..., Any] = definition._init_fn
-    return body
 
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -240,12 +245,12 @@ class CountingMode(TorchDispatchMode):
             return self._higher_order(func, args, kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if func._opname in QUESTIONS:
+        if short_op_name(func) in QUESTIONS:
             return NotImplemented
         if is_collective(func):
             self._meet_collective(func, args, kwargs)
-        if func._schema.name in RISKY:
-            self.risky_ops.add(func._schema.name)
+        if op_name(func) in RISKY:
+            self.risky_ops.add(op_name(func))
         formula = find_formula(func)
         if formula is None and self._takes_apart(func, args):
             with self:
@@ -280,7 +285,7 @@ class CountingMode(TorchDispatchMode):
         Under inference mode composite ops arrive whole; their parts are what we know. Nested tensors have kernels of
         their own for some of them, and fail in the parts.
         """
-        return func._can_decompose() and not _has_nested(args)
+        return can_decompose(func) and not _has_nested(args)
 
     def _meet_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_real_collective(func, args, kwargs, self._stack.current)
@@ -304,7 +309,7 @@ class CountingMode(TorchDispatchMode):
         return True, out
 
     def _count(self, call: OpCall, formula: Formula | None) -> None:
-        values, name = list(call.arguments.values()), call.func._schema.name
+        values, name = list(call.arguments.values()), op_name(call.func)
         if not _is_dense(values) and name not in KNOW_NESTED:
             flops = sparse_product_flops(call)
         else:
@@ -361,36 +366,30 @@ class CountingMode(TorchDispatchMode):
         gradient taken inside the forward pass (a gradient penalty, forces) has grad mode on and runs inside a module;
         there, modules entered since it began and the checkpoint's own hook on saved tensors are the signs.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == -1:
             return "forward"
         if self.in_backward:
-            runs_again = torch.is_grad_enabled() or self._stack.is_inside or _is_recomputing()
+            runs_again = torch.is_grad_enabled() or self._stack.is_inside or is_checkpoint_recomputing()
         else:
-            runs_again = self._stack.entered_in == task or _is_recomputing()
+            runs_again = self._stack.entered_in == task or is_checkpoint_recomputing()
         return "recompute" if runs_again else "backward"
 
     def _module(self, phase: Phase) -> str:
         """The module an op belongs to; in the backward pass, the one whose forward op made the autograd node."""
         if phase == "backward":
-            node = torch._C._current_autograd_node()
-            return "" if node is None else self._module_of_node.get(node._sequence_nr(), "")
+            node = current_autograd_node()
+            return "" if node is None else self._module_of_node.get(sequence_nr(node), "")
         # Below autograd an op's node exists already: it took the number before the next one.
-        self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._stack.current)
+        self._module_of_node.setdefault(next_sequence_nr() - 1, self._stack.current)
         return self._stack.current
 
     @staticmethod
     def _needs_grad() -> tuple[bool, ...]:
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None:
             return ()
         return tuple(edge is not None for edge, _ in cast("Any", node).next_functions)
-
-
-def _is_recomputing() -> bool:
-    """Whether `torch.utils.checkpoint` runs a part of the forward pass again: it then catches what autograd saves."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return bool(hooks) and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
 def _as_flops(answer: OpFlops | int | None) -> OpFlops | None:

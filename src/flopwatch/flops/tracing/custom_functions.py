@@ -9,16 +9,30 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from flopwatch.flops.formulas import bind
+from flopwatch.torch_internals import (
+    APPLY_CODE,
+    ENGINE_CODE,
+    TO_COPY,
+    OpOverload,
+    current_autograd_node,
+    current_graph_task_id,
+    next_sequence_nr,
+    op_name,
+    op_packet,
+    op_schema,
+    runs_forward_code,
+    saved_tensor_hooks,
+    sequence_nr,
+    storage_identity,
+    tree_leaves,
+)
 
 # Tells whether two tensors hold the same values without reading any: by the ops that made them.
 #
@@ -29,7 +43,7 @@ from flopwatch.flops.formulas import bind
 
 
 _aten = torch.ops.aten
-_COPIES = {_aten.clone, _aten._to_copy}
+_COPIES = {_aten.clone, TO_COPY}
 
 
 class Value(NamedTuple):
@@ -107,16 +121,16 @@ class Values:
         """Note what an op that is not followed has changed of what is known."""
         if not self._contents:
             return
-        if func._overloadpacket in _COPIES and storage_address(args[0]) in self._contents:
+        if op_packet(func) in _COPIES and storage_address(args[0]) in self._contents:
             self._follow_copy(func, args, out, in_backward=False)
-        if func._schema.is_mutable:
+        if op_schema(func).is_mutable:
             for tensor in written(func, args, kwargs):
                 if storage_address(tensor) in self._contents:
                     self._set(tensor, self._number(object(), in_backward=False), 0, is_from_forward=False)
 
     def _follow_copy(self, func: OpOverload, args: tuple[Any, ...], out: Any, in_backward: bool) -> bool:
         """A copy in the same layout and type has its source's content, on whatever device."""
-        if func._overloadpacket not in _COPIES:
+        if op_packet(func) not in _COPIES:
             return False
         source = args[0]
         if source.dtype != out.dtype or source.stride() != out.stride() or not storage_address(source):
@@ -153,9 +167,9 @@ class Values:
 
 def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an op writes into, by its schema."""
-    if not func._schema.is_mutable:
+    if not op_schema(func).is_mutable:
         return
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(op_schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[index] if index < len(args) else None)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
@@ -165,7 +179,7 @@ def storage_address(tensor: torch.Tensor) -> int:
     """Where the storage's own record lies, which views share; 0 for tensors that have no storage of their own."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return 0
-    return int(tensor.untyped_storage()._cdata)
+    return storage_identity(tensor)
 
 
 MAY_RUN_AGAIN = (
@@ -189,8 +203,6 @@ _FACTORS = {
     "aten::mv": ("self", "vec"),
 }
 """Matrix products by their two factors; what is added to the product does not matter."""
-_APPLY = cast("Any", torch.autograd.Function.apply).__func__.__code__
-_ENGINE = _engine_run_backward.__code__
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +291,7 @@ class CustomFunctions:
         return False
 
     def _keep_partners(self, factors: list[_Factor]) -> None:
-        packs = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        packs = saved_tensor_hooks() is not None
         if packs:
             self._packed_sizes.add(_sizes(factors))
         for key in _partner_keys(factors):
@@ -303,12 +315,12 @@ class CustomFunctions:
 
     def _call(self) -> _Call | None:
         """The forward or backward pass of a custom function that this op belongs to, by the nearest engine."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != -1 and self._forward:
-            node = torch._C._current_autograd_node()
+            node = current_autograd_node()
             if isinstance(node, BackwardCFunction):
                 is_inside_forward = not torch.is_grad_enabled() and _outermost_apply()[0] is not None
-                return _Call(True, (task, node._sequence_nr()), is_inside_forward)
+                return _Call(True, (task, sequence_nr(node)), is_inside_forward)
         # Torch switches grad mode off for a custom function's forward pass.
         if torch.is_grad_enabled():
             return None
@@ -322,7 +334,7 @@ class CustomFunctions:
 
         A frame's address alone may be the next call's. Nodes made by functions inside of it say nothing.
         """
-        node = torch._C._autograd._get_sequence_nr()
+        node = next_sequence_nr()
         is_same = depth > 1 or self._last_depth > 1 or node == self._last_node
         running = self._running
         self._last_depth, self._last_node = depth, node
@@ -334,11 +346,11 @@ class CustomFunctions:
 def _outermost_apply() -> tuple[int | None, int, bool]:
     """Of the frames up to autograd's engine: the outermost call of a custom function, how many, through modules?"""
     frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
-    while frame is not None and frame.f_code is not _ENGINE:
+    while frame is not None and frame.f_code is not ENGINE_CODE:
         code = frame.f_code
-        if code is _APPLY:
+        if code is APPLY_CODE:
             found, depth, through_modules = id(frame), depth + 1, modules
-        elif code.co_name == "_call_impl" or code.co_filename.endswith("torch/utils/checkpoint.py"):
+        elif runs_forward_code(code):
             modules = True
         frame = frame.f_back  # type: ignore[assignment]
     return found, depth, through_modules
@@ -346,7 +358,7 @@ def _outermost_apply() -> tuple[int | None, int, bool]:
 
 def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, call: _Call) -> list[_Factor]:
     """The factors of a product, so that equal products have equal ones, whichever way round they are computed."""
-    name = func._schema.name.removesuffix("_")
+    name = op_name(func).removesuffix("_")
     names = _FACTORS.get(name)
     if names is not None:
         left, right = (arguments[each] for each in names)

@@ -11,20 +11,28 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
+
+from flopwatch.errors import UntraceableError
+from flopwatch.flops.formulas import bind
+from flopwatch.torch_internals import (
+    CTC_LOSS,
+    CTC_LOSS_BACKWARD,
+    FAKE_TENSOR_LOGGER,
+    GROUPED_MM,
+    TO_COPY,
+    UNSAFE_VIEW,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     UnsupportedOperatorException,
     in_kernel_invocation_manager,
+    no_dispatch,
+    op_packet,
+    tree_any,
+    tree_map_only,
 )
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_any, tree_map_only
-
-from flopwatch.errors import UntraceableError
-from flopwatch.flops.formulas import bind
 
 # What the commonest ops give for fake tensors, without the long way through torch's fake mode.
 #
@@ -38,8 +46,8 @@ _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 
 SHAPED_BY_TORCH = {
-    _aten._to_copy.default,
-    _aten._unsafe_view.default,
+    TO_COPY.default,
+    UNSAFE_VIEW.default,
     _aten.alias.default,
     _aten.bmm.default,
     _aten.clone.default,
@@ -292,16 +300,16 @@ class Faker:
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Shapes of ops that fake tensors cannot do, None for all others."""
-        packet = getattr(func, "_overloadpacket", None)
+        packet = op_packet(func) if isinstance(func, OpOverload) else None
         if packet in _INDEXED_BY_MASK:
             return func(args[0], _mask_to_positions(args[1]), *args[2:], **kwargs)
-        if packet is _aten._grouped_mm:
+        if packet is GROUPED_MM:
             return self._grouped_mm(bind(func, args, kwargs))
         if packet is _aten.bincount:
             return self._bincount(bind(func, args, kwargs))
-        if packet is _aten._ctc_loss:
+        if packet is CTC_LOSS:
             return self._ctc_loss(bind(func, args, kwargs))
-        if packet is _aten._ctc_loss_backward:
+        if packet is CTC_LOSS_BACKWARD:
             log_probs = bind(func, args, kwargs)["log_probs"]
             return self._empty(log_probs.shape, log_probs.dtype)
         return None if kwargs else quick_loss(self._mode, func, args)
@@ -345,7 +353,7 @@ def _are_fake(values: Iterable[Any]) -> bool:
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
     """Keep torch from logging a page about an op whose shapes do not fit, before it raises what we report anyway."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     was_disabled, logger.disabled = logger.disabled, True
     try:
         yield

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopwatch.model_library_internals import prepare_for_opacus
+from flopwatch.torch_internals import BACKWARD_HOOK_TABLES, FORWARD_HOOKS, FORWARD_PRE_HOOKS, HOOK_OPTION_TABLES
+
 Value = Callable[[Any], Any]
 Extra = Callable[[str], AbstractContextManager[None]]
 
-FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
-OTHER_TABLES = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
-HOOK_TABLES = (*FORWARD_TABLES, *OTHER_TABLES, *BACKWARD_TABLES)
+_FORWARD_TABLES = (FORWARD_PRE_HOOKS, FORWARD_HOOKS)
 
 # Hooks these libraries install are part of the model and touch nothing else (old-style weight norm, captured hidden
 # states): they run as they are.
@@ -78,20 +78,20 @@ class HookCopies:
     def tables(self, module: nn.Module) -> dict[str, Any]:
         """The stand-in's hook tables."""
         kept: dict[str, Any] = {}
-        for table in FORWARD_TABLES:
+        for table in _FORWARD_TABLES:
             hooks = getattr(module, table)
             copies = ((key, self._copy(hook)) for key, hook in hooks.items())
             kept[table] = OrderedDict((key, hook) for key, hook in copies if hook is not None)
-        runs = {key for table in FORWARD_TABLES for key in kept[table]}
-        for table in OTHER_TABLES:
+        runs = {key for table in _FORWARD_TABLES for key in kept[table]}
+        for table in HOOK_OPTION_TABLES:
             entries = getattr(module, table)
             kept[table] = OrderedDict((key, value) for key, value in entries.items() if key in runs)
-        for table in BACKWARD_TABLES:
+        for table in BACKWARD_HOOK_TABLES:
             kept[table] = OrderedDict()
             for key, hook in getattr(module, table).items():
                 copy = self._per_sample(hook)
                 if copy is not None:  # on the output's gradient: torch's own way warns where no input needs one
-                    kept["_forward_hooks"][key] = functools.partial(_when_gradient_comes, copy)
+                    kept[FORWARD_HOOKS][key] = functools.partial(_when_gradient_comes, copy)
                 elif not _is_quiet(hook):
                     self._left_behind.append(_name(hook))
         return kept
@@ -184,8 +184,7 @@ def _run_or_tell(hook: Any, name: str, left_behind: list[str], *args: Any, **kwa
 def _run_per_sample(extra: Extra, hook: Any, name: str, left_behind: list[str], module: nn.Module, *args: Any) -> None:
     """Opacus keeps two attributes on every parameter, which those of the stand-in do not have yet."""
     for parameter in module.parameters():
-        if not hasattr(parameter, "_forward_counter"):
-            parameter._forward_counter, parameter.grad_sample = 0, None  # type: ignore[attr-defined]
+        prepare_for_opacus(parameter)
     with extra(name):
         _run_or_tell(hook, name, left_behind, module, *args)
 

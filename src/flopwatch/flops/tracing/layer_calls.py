@@ -11,10 +11,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import TreeSpec, tree_flatten
+
+from flopwatch.model_library_internals import is_cache, outputs_are_captured
+from flopwatch.torch_internals import (
+    AnyBatchNorm,
+    FakeTensor,
+    TreeSpec,
+    current_graph_task_id,
+    own_buffers,
+    own_parameters,
+    saved_tensor_hooks,
+    sequence_nr,
+    tensor_version,
+    tree_flatten,
+)
 
 Key = tuple[Any, ...]
 """Equal for calls that, in equal layers, cost the same."""
@@ -23,12 +34,12 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, t
 
 
 def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(current_graph_task_id() != -1)
 
 
 def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
     """None when the inputs hold something that a layer could write to, or whose meaning is not known."""
-    if _outputs_are_captured():
+    if outputs_are_captured():
         return None
     places: dict[int, int] = {}
     parts: list[Any] = []
@@ -37,7 +48,7 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
             same = places.setdefault(id(leaf), place)
             parts.append((same, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
         elif isinstance(leaf, torch.Tensor):
-            parts.append((id(leaf), leaf._version))
+            parts.append((id(leaf), tensor_version(leaf)))
         elif isinstance(leaf, _PLAIN):
             parts.append((type(leaf), leaf))
         elif isinstance(leaf, FunctionType) or _is_only_looked_up(leaf):
@@ -47,16 +58,9 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
     return structure, tuple(parts), _settings()
 
 
-def _outputs_are_captured() -> bool:
-    """Transformers keeps outputs of inner modules aside when asked for them; those only exist if the modules run."""
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    return bool(capturing and capturing._active_collector.get())
-
-
 def _is_only_looked_up(value: Any) -> bool:
     """A layer writes its own keys and values into a cache, which nobody reads in training, and reads a block mask."""
-    caches = sys.modules.get("transformers.cache_utils")
-    if caches is not None and isinstance(value, caches.Cache):
+    if is_cache(value):
         return True
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     return flex is not None and isinstance(value, flex.BlockMask)
@@ -66,11 +70,11 @@ def _settings() -> tuple[Any, ...]:
     autocast = tuple(
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
-    saves_elsewhere = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    saves_elsewhere = saved_tensor_hooks() is not None
     kernels = (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
     )
     return torch.is_grad_enabled(), autocast, saves_elsewhere, kernels
 
@@ -141,7 +145,7 @@ def _reached(grad_fn: Any, edges: dict[tuple[Any, int], int], first_node: int) -
             node = edge[0]
             if edge in edges:
                 reached.add(edges[edge])
-            elif node is not None and node not in seen and first_node <= node._sequence_nr():
+            elif node is not None and node not in seen and first_node <= sequence_nr(node):
                 seen.add(node)
                 waiting.append(node)
     return frozenset(reached)
@@ -154,15 +158,15 @@ def side_effects_watched(
     """Add to `found` what happens inside besides computing an output."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for module in modules:
-        tensors += [tensor for tensor in module._parameters.values() if tensor is not None]
-        if not isinstance(module, _BatchNorm):  # its statistics change no shape
-            tensors += [tensor for tensor in module._buffers.values() if tensor is not None]
-    versions = [tensor._version for tensor in tensors]
+        tensors += [tensor for tensor in own_parameters(module).values() if tensor is not None]
+        if not isinstance(module, AnyBatchNorm):  # its statistics change no shape
+            tensors += [tensor for tensor in own_buffers(module).values() if tensor is not None]
+    versions = [tensor_version(tensor) for tensor in tensors]
     held = [*modules, *_objects_held(modules)]
     attributes = [_attributes(holder) for holder in held]
     torch_random, python_random = torch.get_rng_state(), random.getstate()
     yield
-    if versions != [tensor._version for tensor in tensors]:
+    if versions != [tensor_version(tensor) for tensor in tensors]:
         found.append("it writes into a tensor it was given or owns")
     if any(before != _attributes(holder) for before, holder in zip(attributes, held, strict=True)):
         found.append("it writes to its own attributes or to those of an object it holds")

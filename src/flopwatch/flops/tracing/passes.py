@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from flopwatch.errors import FlopwatchError, InputError, MeasurementError, UntraceableError
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
+from flopwatch.torch_internals import engine_run_backward
 
 # Which of a model's outputs a training minimises.
 
@@ -365,7 +365,7 @@ def _tell_of_eval_mode(model: nn.Module, mode: CountingMode) -> None:
 def _backward(loss: torch.Tensor) -> None:
     """Do what `loss.backward()` does, but keep function modes on: recomputation must see them."""
     gradient = torch.ones_like(loss)
-    _engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager

@@ -15,22 +15,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from flopwatch.flops.tracing.hooks import HOOK_TABLES
+from flopwatch.model_library_internals import CACHES, OUTPUT_CAPTURING
+from flopwatch.torch_internals import HOOK_TABLES, MODULE_STATE, FakeTensor, own_buffers, own_modules, own_parameters
 
 FEWEST_EQUAL = 6
 """Four of them are traced in any case."""
 _MOST_VALUES_COMPARED = 2**22
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PLAIN_TYPES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-_NOT_SETTINGS = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *HOOK_TABLES}
 _PATH_IN_PEFT = "target_name"
 """Where an adapter was put; it is not read again when the adapter runs."""
 _NAMES_OF_CLASSES = {"id2label"}
 """In a config of transformers: numbered, but not by layer."""
-_MAY_USE_THE_INDEX = "transformers.cache_utils"
-"""There it only selects the layer's own place in the cache."""
 
 _Position = tuple[str, ...]
 _Facts = dict[_Position, Any]
@@ -94,7 +91,7 @@ def _containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[
     if id(module) in seen:
         return
     seen.add(id(module))
-    children = {name: child for name, child in module._modules.items() if child is not None}
+    children = {name: child for name, child in own_modules(module).items() if child is not None}
     if isinstance(module, _CONTAINERS) and _may_repeat(list(children.values())):
         yield path, module
         return
@@ -104,12 +101,12 @@ def _containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[
 
 def _may_repeat(children: list[nn.Module]) -> bool:
     """Enough of one class that are more than a single op, and none of them twice."""
-    classes = Counter(type(child) for child in children if child._modules)
+    classes = Counter(type(child) for child in children if own_modules(child))
     return len(set(map(id, children))) == len(children) and max(classes.values(), default=0) >= FEWEST_EQUAL
 
 
 def _kinds(path: str, container: nn.Module) -> list[Kind]:
-    layers = {name: child for name, child in container._modules.items() if child is not None}
+    layers = {name: child for name, child in own_modules(container).items() if child is not None}
     modules = list(layers.values())
     facts = [_Description(module).facts for module in modules]
     index_positions = _index_positions(facts)
@@ -125,9 +122,9 @@ def _kinds(path: str, container: nn.Module) -> list[Kind]:
     for (rest, _), numbers in members.items():
         if len(numbers) >= FEWEST_EQUAL and not any(value == "hook" for _, value in rest):
             paths = [f"{path}.{names[number]}".lstrip(".") for number in numbers]
-            own_modules = [modules[number] for number in numbers]
-            evidence = _evidence(own_modules, _EntriesPerLayer(len(own_modules)))
-            kinds.append(Kind(paths, own_modules, index_positions, evidence))
+            members_found = [modules[number] for number in numbers]
+            evidence = _evidence(members_found, _EntriesPerLayer(len(members_found)))
+            kinds.append(Kind(paths, members_found, index_positions, evidence))
     for kind in kinds:
         _watch_indices(kind)
     return kinds
@@ -145,14 +142,14 @@ class _Description:
 
     def _add(self, module: nn.Module, path: str) -> None:
         self.facts[path, "class"] = type(module)
-        for name, child in module._modules.items():
+        for name, child in own_modules(module).items():
             self.facts[path, "child", name] = None if child is None else self._paths[id(child)]
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
             self.facts[path, "tensor", name] = self._value(tensor)
         for name, value in module.__dict__.items():
             if name == "kwargs" and type(module).__module__.startswith("peft."):
                 value = {key: item for key, item in value.items() if key != _PATH_IN_PEFT}
-            if name not in _NOT_SETTINGS:
+            if name not in MODULE_STATE:
                 self.facts[path, "setting", name] = self._value(value)
         if has_hooks([module]):
             self.facts[path, "hooks"] = "hook"
@@ -203,7 +200,7 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 
 def _is_idle(hook: Any) -> bool:
     """The hooks with which transformers keeps hidden states do nothing unless one is asked for; a replay looks."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    return getattr(hook, "__module__", "") == OUTPUT_CAPTURING
 
 
 def _index_positions(facts: list[_Facts]) -> set[_Position]:
@@ -296,7 +293,7 @@ def _noticed(name: str) -> Callable[..., Any]:
     plain = getattr(int, name)
 
     def method(self: WatchedIndex, *args: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") != _MAY_USE_THE_INDEX:
+        if sys._getframe(1).f_globals.get("__name__") != CACHES:
             self.used()
         return plain(self, *args)
 

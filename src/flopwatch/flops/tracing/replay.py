@@ -13,14 +13,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.tracing.fakes import Faker
 from flopwatch.flops.tracing.layer_calls import Answer, Key, call_key, in_backward, side_effects_watched
 from flopwatch.flops.tracing.repeated import Kind, KnownKind, equal_layers, found_again, has_hooks
 from flopwatch.flops.tracing.tally import Event, EventLog, Tally
+from flopwatch.torch_internals import (
+    COMPILED_CALL,
+    FakeTensor,
+    TreeSpec,
+    current_autograd_node,
+    next_sequence_nr,
+    sequence_nr,
+    tree_flatten,
+    tree_unflatten,
+)
 
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _MADE_IN = "_flopwatch_made_in"
@@ -70,7 +78,7 @@ class _Layer:
         self.kind = kind
         self.path = path
         self.must_run = must_run
-        self.call: Any = module.__dict__["_compiled_call_impl"]
+        self.call: Any = module.__dict__[COMPILED_CALL]
         self.last: _Call | None = None
         """Its latest call in the forward pass; recomputation belongs to that."""
         self.modules = list(module.modules())
@@ -122,7 +130,7 @@ class Replay:
             must_run = self._samples(kind)
             for number, (path, module) in enumerate(zip(kind.paths, kind.modules, strict=True)):
                 layer = _Layer(kind, path, module, must_run=number in must_run)
-                module.__dict__["_compiled_call_impl"] = _bound(self._called, layer)
+                module.__dict__[COMPILED_CALL] = _bound(self._called, layer)
         self.is_attached = True
 
     def _samples(self, kind: Kind) -> set[int]:
@@ -155,7 +163,7 @@ class Replay:
         self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: TreeSpec
     ) -> Any:
         obstacles: list[str] = []
-        first_node = torch._C._autograd._get_sequence_nr()
+        first_node = next_sequence_nr()
         with side_effects_watched(call.layer.modules, (args, kwargs), leaves, structure, obstacles):
             output = self._within(call, args, kwargs)
         call.answer = Answer.of(output, leaves, first_node)
@@ -175,13 +183,13 @@ class Replay:
 
     def _within(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._running = call
-        first_node = torch._C._autograd._get_sequence_nr()
+        first_node = next_sequence_nr()
         try:
             return call.layer.call(*args, **kwargs)
         finally:
             self._running = None
             self._first_nodes.append(first_node)
-            self._last_nodes.append(torch._C._autograd._get_sequence_nr())
+            self._last_nodes.append(next_sequence_nr())
             self._calls_by_node.append(call)
 
     def _hand_out(self, call: _Call, output: Any) -> None:
@@ -233,10 +241,10 @@ class Replay:
 
     def _call_of_node(self) -> _Call | None:
         """The call whose forward pass made the autograd node that runs now."""
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None:
             return None
-        number = node._sequence_nr()
+        number = sequence_nr(node)
         for first, last, call in zip(self._first_nodes, self._last_nodes, self._calls_by_node, strict=True):
             if first <= number < last:
                 return call

@@ -18,19 +18,34 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from flopwatch.errors import InputError, UntraceableError
-from flopwatch.flops.tracing.hooks import HOOK_TABLES, HookCopies, hooks_told
+from flopwatch.flops.tracing.hooks import HookCopies, hooks_told
+from flopwatch.model_library_internals import SHARDED_FORWARDS
+from flopwatch.torch_internals import (
+    BUFFERS,
+    COMPILED_CALL,
+    MODULE_STATE,
+    MODULES,
+    PARAMETERS,
+    FakeTensor,
+    LocalBatchNorm,
+    call_module,
+    class_before_sharding,
+    compiled_original,
+    current_graph_task_id,
+    disable_current_modes,
+    global_hook_tables,
+    is_traceable_wrapper_subclass,
+    mark_as_parameter,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
-
-# They put a `forward` of their own on instances (`from_pretrained(..., tp_plan="auto")`); the class has the whole one.
-_SPREAD_OVER_RANKS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -38,8 +53,8 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DistributedDataParallel | DataParallel):
             module = module.module
-        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
-            module = cast("nn.Module", module._orig_mod)
+        elif (original := compiled_original(module)) is not None:
+            module = original
         else:
             return module
 
@@ -84,7 +99,7 @@ class ModuleStack:
     @contextmanager
     def inside(self, path: str) -> Iterator[None]:
         self._now.paths.append(path)
-        self._now.tasks.append(torch._C._current_graph_task_id())
+        self._now.tasks.append(current_graph_task_id())
         try:
             yield
         except Exception:
@@ -126,18 +141,18 @@ class _Replicator:
         self._remember(original, twin)
         if module is not original:
             self._remember(module, twin)
-        twin.__dict__["_parameters"] = {name: self.value(value) for name, value in original._parameters.items()}
-        twin.__dict__["_buffers"] = {name: self.value(value) for name, value in original._buffers.items()}
-        twin.__dict__["_modules"] = {
+        twin.__dict__[PARAMETERS] = {name: self.value(value) for name, value in own_parameters(original).items()}
+        twin.__dict__[BUFFERS] = {name: self.value(value) for name, value in own_buffers(original).items()}
+        twin.__dict__[MODULES] = {
             name: None if child is None else self.module(child, f"{path}.{name}".lstrip("."))
-            for name, child in original._modules.items()
+            for name, child in own_modules(original).items()
         }
         # After the children, so that a module which is also kept in a plain attribute goes by its path in the tree.
         attributes = [(name, value) for name, value in original.__dict__.items() if not _is_left_out(name, value)]
         twin.__dict__.update({name: self.value(value) for name, value in attributes})
         self._copied_modules.append((original, twin))
         # nn.Module.__call__ prefers this attribute: it is how the running module is known without a hook.
-        twin.__dict__["_compiled_call_impl"] = functools.partial(_call_inside, twin, self._stack, path)
+        twin.__dict__[COMPILED_CALL] = functools.partial(_call_inside, twin, self._stack, path)
         return twin
 
     def copy_hooks(self) -> None:
@@ -201,7 +216,7 @@ class _Replicator:
         mapped = self._map_tensor(tensor)
         if isinstance(tensor, nn.Parameter):
             if type(mapped) is FakeTensor:  # a new one: what torch makes of it, without another op
-                mapped._is_param = True
+                mark_as_parameter(mapped)
                 return mapped.requires_grad_(tensor.requires_grad)
             return nn.Parameter(mapped, requires_grad=tensor.requires_grad)
         return mapped
@@ -221,16 +236,13 @@ def own_generator(value: Any) -> Any:
     return value
 
 
-_STATE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *HOOK_TABLES}
-
-
 def _is_left_out(name: str, value: Any) -> bool:
-    return name in _STATE or (name == "forward" and getattr(value, "__module__", None) in _SPREAD_OVER_RANKS)
+    return name in MODULE_STATE or (name == "forward" and getattr(value, "__module__", None) in SHARDED_FORWARDS)
 
 
 def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, **kwargs: Any) -> Any:
     with stack.inside(path):
-        return module._call_impl(*args, **kwargs)
+        return call_module(module, *args, **kwargs)
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
@@ -245,22 +257,14 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
                 "or use fully_shard"
             )
         if isinstance(module, FSDPModule):
-            cls = cls.__mro__[2]
-    return _LocalBatchNorm if cls is nn.SyncBatchNorm else cls
-
-
-class _LocalBatchNorm(_BatchNorm):
-    """Batch norm of any number of dimensions that asks no other rank."""
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
-        return None
+            cls = class_before_sharding(cls)
+    return LocalBatchNorm if cls is nn.SyncBatchNorm else cls
 
 
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
     """Hooks registered for all modules would fire for the copies too."""
-    tables = [value for name, value in vars(nn.modules.module).items() if name.startswith("_global_") and value]
-    tables = [table for table in tables if isinstance(table, OrderedDict)]
+    tables = global_hook_tables()
     saved = [OrderedDict(table) for table in tables]
     try:
         for table in tables:
@@ -291,7 +295,7 @@ def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
         stack.enter_context(_no_autocast_cache())
         stack.enter_context(without_global_hooks())
         # The user's own modes (another counter, say) would see our ops.
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(disable_current_modes())
         # A compiled function that first runs under a dispatch mode is never compiled again (pytorch issue 140909):
         # forced to run eagerly it is passed by, and stays as it was.
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -22,7 +22,6 @@ from flopwatch.monitor.pricing.peak_lookup import Peaks, device_of, weights_dtyp
 from flopwatch.monitor.pricing.watched_step import (
     StepCount,
     WatchedStep,
-    autograd_nodes,
     is_watched,
     is_watched_by_ranks,
     may_compile,
@@ -34,13 +33,22 @@ from flopwatch.monitor.pricing.watched_step import (
 from flopwatch.monitor.ranks.sharing import is_sharded
 from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
+from flopwatch.torch_internals import (
+    BUFFERS,
+    COMPILED_CALL,
+    MODULES,
+    NON_PERSISTENT_BUFFERS,
+    PARAMETERS,
+    gradient_hooks,
+    recorded_operations,
+)
 
 # Whether a model has changed in a way that may change what it costs; looked at once per logging window.
 
 
 _PLAIN = (bool, int, float, str)
 _MOST_ITEMS = 64
-_STATE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", "_non_persistent_buffers_set"}
+_STATE = {PARAMETERS, BUFFERS, MODULES, COMPILED_CALL, NON_PERSISTENT_BUFFERS}
 
 
 def fingerprint(model: nn.Module) -> int:
@@ -51,7 +59,7 @@ def fingerprint(model: nn.Module) -> int:
 def structure_of(model: nn.Module, *, with_trained: bool) -> int:
     """Changes with the modules and their parameters: about a microsecond per parameter."""
     parameters = tuple(
-        (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None, len(p._backward_hooks or ()))
+        (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None, len(gradient_hooks(p) or ()))
         for name, p in model.named_parameters()
     )
     return hash((parameters, tuple(type(module) for module in model.modules())))
@@ -233,7 +241,7 @@ class Pricing:
         self._fingerprint = None
         self._known_steps.clear()
         self._undeclared.clear()
-        self._nodes_before = autograd_nodes()
+        self._nodes_before = recorded_operations()
         if self.flops_fn is None:
             self._listener.listen_to(model)
             if self._is_alone and self._mode.book is not None:
@@ -286,7 +294,7 @@ class Pricing:
         listener = self._listener
         if listener.calls or listener.backwards:
             listener.begin_step()
-        self._nodes_before, self._nodes_apart = autograd_nodes(), 0
+        self._nodes_before, self._nodes_apart = recorded_operations(), 0
         if self._watches_next or self._steps >= self._no_watch_before:
             self._begin_watch()
         if not self._listener.is_compiled and not may_compile():  # else the hook would be compiled with the modules
@@ -306,7 +314,7 @@ class Pricing:
     @contextmanager
     def not_listening(self) -> Iterator[None]:
         """Calls in phases outside of steps are not the training's."""
-        was, before = self._listener.is_listening, autograd_nodes()
+        was, before = self._listener.is_listening, recorded_operations()
         self._listener.is_listening = self._outside.is_listening = False
         self._pause_watch(on=True)
         try:
@@ -315,7 +323,7 @@ class Pricing:
             self._listener.is_listening = self._outside.is_listening = was
             self._pause_watch(on=not was)
             if was:  # the outermost
-                self._nodes_apart += (autograd_nodes() or 0) - (before or 0)
+                self._nodes_apart += (recorded_operations() or 0) - (before or 0)
 
     def _begin_watch(self) -> None:
         if self._watched is not None or self.model is None or self.waits_for_laws or self._has_given_up:
@@ -377,7 +385,7 @@ class Pricing:
         listener = self._listener
         seen, listener.calls = listener.calls, []
         backwards, listener.backwards = listener.backwards, 0
-        now, before = autograd_nodes(), self._nodes_before
+        now, before = recorded_operations(), self._nodes_before
         apart, self._nodes_apart = self._nodes_apart, 0
         outside = self._outside.end()
         if self._outside.intervals:
@@ -432,7 +440,7 @@ class Pricing:
         self._watches_next = self._would_another_count_help(calls)
         if not self._opens_steps:
             # Never counted as they run: after the last one a mode would stay on, for whatever the program does next.
-            self._nodes_before, self._nodes_apart = autograd_nodes(), 0
+            self._nodes_before, self._nodes_apart = recorded_operations(), 0
             self._why_not_watched = NOT_OPENED
         if self._needs_no_second_look(calls, seen):
             if len(self._known_steps) >= _MOST_KNOWN_STEPS:

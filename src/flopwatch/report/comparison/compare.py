@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from flopwatch.records.plain_text import one_line
+from flopwatch.records.reading import one_line
 from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
 from flopwatch.report.analysis.caveats import denominators, shown_settings
 from flopwatch.report.analysis.cells import make_cell, trainer_name

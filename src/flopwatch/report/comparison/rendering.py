@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from flopwatch.records.plain_text import one_line
+from flopwatch.records.reading import one_line
 from flopwatch.report.comparison.ratios import (
     QUANTITIES,
     Difference,

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.plain_text import plain
+from flopwatch.records.reading import plain
 from flopwatch.report.figures import UNKNOWN, count, duration, memory, share
 from flopwatch.report.html_page.charts import outcome_class
 from flopwatch.report.html_page.group import group_section

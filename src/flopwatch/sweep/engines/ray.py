@@ -15,9 +15,9 @@ from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import trial_folder
+from flopwatch.records.trial_files import SPEC, trial_folder
 from flopwatch.sweep.engines import ray_task
-from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.engines.ray_internals import (
     RayOutage,
     forget_node,
@@ -29,7 +29,7 @@ from flopwatch.sweep.engines.ray_internals import (
     node_of,
     start_local,
 )
-from flopwatch.sweep.folder import has_begun, is_supervised
+from flopwatch.sweep.folder import Trial, has_begun, is_supervised
 
 _NODES_EVERY_SECONDS = 5.0  # how often the list of nodes is read again
 _GET_SECONDS = 60.0  # for the value of a finished task, which may be on another node
@@ -180,7 +180,7 @@ class RayEngine:
         environment = {name: os.environ[name] for name in handed_on}
         if not need["GPU"]:  # Ray would leave the variable unset, and the trial would use GPU 0 of another trial
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        spec = (trial_folder(trial.sweep, trial.name) / "spec.json").read_bytes()
+        spec = (trial_folder(trial.sweep, trial.name) / SPEC).read_bytes()
         where = (str(trial.sweep.resolve()), trial.name, self._token, spec, os.getcwd())
         return ray_task.Order(*where, environment, trial.spec.nodes, need)
 

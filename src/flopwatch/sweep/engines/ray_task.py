@@ -21,15 +21,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.trial_files import log_file, run_folder, trial_folder
+from flopwatch.records.trial_files import RESULT, SPEC, log_file, run_folder, trial_folder
 from flopwatch.sweep.engines.ray_internals import publish_node
-from flopwatch.sweep.supervisor.job_nodes import LISTENER, TOKEN, listener, written
+from flopwatch.sweep.supervisor.job_nodes import LISTENER, TOKEN, encoded, listener
 
 FOLDER_TOKEN = ".ray-token"
 """A file in the sweep's folder; a node that reads the expected token there can see that folder."""
 
 GUARD = Path(__file__).with_name("ray_guard.py")
-SUPERVISOR = ("-m", "flopwatch.sweep.supervisor.supervise")
+SUPERVISOR = ("-m", "flopwatch.sweep.supervisor")
 
 # Limits of what a task sends back through Ray's object store, which is small (see `start_local`).
 _FILE_BYTES = 4 << 20
@@ -95,7 +95,7 @@ def sees_the_sweep(order: Order) -> bool:
 def _run_apart(sweep: Path, order: Order) -> Returned:
     for folder in (trial_folder(sweep, order.name), log_file(sweep, order.name).parent):
         folder.mkdir(parents=True)
-    (trial_folder(sweep, order.name) / "spec.json").write_bytes(order.spec)
+    (trial_folder(sweep, order.name) / SPEC).write_bytes(order.spec)
     evidence = _supervise_all(sweep, order)
     files, left_out = collect(sweep, order.name)
     if not left_out:
@@ -105,7 +105,7 @@ def _run_apart(sweep: Path, order: Order) -> Returned:
 
 
 def _result(name: str) -> Path:
-    return trial_folder(Path(), name) / "result.json"
+    return trial_folder(Path(), name) / RESULT
 
 
 def _with_evidence(files: dict[str, bytes], path: str, missing: Mapping[str, Any]) -> dict[str, bytes]:
@@ -293,7 +293,7 @@ def _watch(references: Mapping[Any, int], meeting: Meeting) -> None:
             report = {"token": meeting.token, "gone": references[ready], "why": f"{type(error).__name__}: {message}"}
             host, _, port = meeting.address.rpartition(":")
             with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as connection:
-                connection.sendall(written({**report, "is_lost": not is_own}))
+                connection.sendall(encoded({**report, "is_lost": not is_own}))
 
 
 def run_agent(agent: AgentOrder) -> None:
@@ -306,7 +306,7 @@ def run_agent(agent: AgentOrder) -> None:
     with tempfile.TemporaryDirectory(prefix="flopwatch-node-") as folder:
         trial_dir = trial_folder(Path(folder), order.name)
         trial_dir.mkdir(parents=True)
-        (trial_dir / "spec.json").write_bytes(order.spec)
+        (trial_dir / SPEC).write_bytes(order.spec)
         with tempfile.TemporaryFile() as output:
             _run(agent, trial_dir, output)
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from flopwatch.errors import InputError
-from flopwatch.records.plain_text import one_line
-from flopwatch.sweep.host.processes import GPUS
-from flopwatch.sweep.supervisor.supervise import CORES
+from flopwatch.records.reading import one_line
+from flopwatch.sweep.host.processes import CORES, GPUS
 
 _EPSILON = 1e-9
 

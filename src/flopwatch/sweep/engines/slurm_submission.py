@@ -14,7 +14,8 @@ from typing import Any
 
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.engines import slurm_commands
-from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.sweep.engines.protocol import Ended
+from flopwatch.sweep.folder import Trial
 
 _TIME_MARGIN_SECONDS = 120.0
 """Added to the trial's own time limit, so that the supervisor ends it first and records why."""

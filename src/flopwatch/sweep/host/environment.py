@@ -1,13 +1,15 @@
-"""What a trial runs on, without loading torch: part of its identity, so that an upgrade measures again."""
+"""What a trial runs on, found without loading torch. It is part of a trial's identity: an upgrade measures again.
 
-import hashlib
+Supervisors import it to record where a trial ran, so slow modules are imported in the functions that need them:
+hashlib, platform and importlib.metadata together take 30 ms.
+"""
+
+import contextlib
 import os
-import platform
 import shlex
 import stat
 import subprocess
 from functools import cache, lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,35 @@ from flopwatch.records.reading import UnreadableError, opened_regular
 from flopwatch.records.trial import TrialSpec
 from flopwatch.version import __version__
 
-# The devices of this host, read without loading torch. Light: supervisors tell where a command ran.
-
-
 OF_THIS_HOST = ("cpu", "gpus", "driver")
+"""Keys of the facts that differ between the host that submits a trial and the one that runs it."""
+
+_PACKAGES = ("torch", "opacus", "transformers")
+_SOURCES_LAST_SECONDS = 5.0
+"""Sources are read again after this time: a user may edit their trainer while the sweep runs."""
+_LARGEST_SOURCE = 16 << 20
+"""A command may name gigabytes of data. Of a larger file, size and time stand for the content."""
+
+_NO_SOURCES = ("/proc/", "/sys/")
+"""Files of the kernel claim to be regular, but change by themselves and may block for ever."""
 
 
 @cache
 def host_facts() -> dict[str, Any]:
-    """`cpu`, and `gpus` and `driver` where there are some."""
+    """`cpu`, and `gpus` and `driver` on a host with NVIDIA GPUs."""
     found: dict[str, Any] = {"cpu": _cpu()}
     gpus = [_line(file, "Model") for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     if gpus:
         found["gpus"] = gpus
-        found["driver"] = Path("/proc/driver/nvidia/version").read_text().split("Module")[-1].split()[0]
+        with contextlib.suppress(OSError, IndexError):
+            found["driver"] = Path("/proc/driver/nvidia/version").read_text().split("Module")[-1].split()[0]
     return found
 
 
 def _cpu() -> str:
     name = _line(Path("/proc/cpuinfo"), "model name")
     if not name:
-        import platform  # 5 ms that supervisors do without
+        import platform
 
         name = platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} threads"
@@ -50,19 +60,12 @@ def _line(file: Path, key: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(key)), "")
 
 
-_PACKAGES = ("torch", "opacus", "transformers")
-_SOURCES_LAST_SECONDS = 5.0
-"""Sources are read again after this: a user may edit their trainer while the sweep runs."""
-_LARGEST_SOURCE = 16 << 20
-"""A command may name its data too, and gigabytes are not read: size and time stand for a larger file's content."""
-
-_NO_SOURCES = ("/proc/", "/sys/")
-"""What the kernel makes up: its files call themselves regular, change by themselves, and may wait for ever."""
-
-
 @cache
 def machine() -> dict[str, Any]:
     """Versions and devices of this host."""
+    import platform
+    from importlib import metadata
+
     found: dict[str, Any] = {"flopwatch": __version__, "python": platform.python_version(), **host_facts()}
     for package in _PACKAGES:
         try:
@@ -73,12 +76,11 @@ def machine() -> dict[str, Any]:
 
 
 def fingerprint(spec: TrialSpec, *, is_here: bool = True) -> dict[str, Any]:
-    """The machine, and the user's own code that the trial runs: their trainer, model, batch, config file, command's
-    files.
+    """Versions, devices, and digests of the user's code: trainer, model, batch, config file, a command's files.
 
     Args:
         spec: The trial.
-        is_here: False for a cluster, where trials run on other hosts than this one: its devices are left out.
+        is_here: False when the trial may run on another host; then this host's devices are left out.
     """
     names = (spec.trainer, spec.model, *filter(None, [spec.batch])) if spec.command is None else _words(spec.command)
     moment = int(monotonic_seconds() / _SOURCES_LAST_SECONDS)
@@ -96,7 +98,7 @@ def _words(command: str) -> tuple[str, ...]:
 
 @cache
 def git_state(folder: str) -> str | None:
-    """Commit of the working directory, with `+` when files differ from it; None outside of a repository."""
+    """Commit of the working directory, with `+` when files were changed since; None outside of a repository."""
     try:
         done = subprocess.run(
             ["git", "-C", folder, "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=12"],
@@ -112,7 +114,9 @@ def git_state(folder: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _source_digest(name: str, moment: int) -> str | None:
-    """Of the file or package behind `module:Class`, or of a file; None for what is installed, and for other words."""
+    """Digest of the source behind `module:Class`, or of a file; None for installed packages and other words."""
+    import hashlib
+
     module, colon, _ = name.partition(":")
     try:
         files = _sources(module) if colon else [Path(name) / "config.json" if Path(name).is_dir() else Path(name)]
@@ -123,7 +127,7 @@ def _source_digest(name: str, moment: int) -> str | None:
 
 
 def _content(file: Path) -> bytes:
-    """Of a regular file; devices, FIFOs and sockets have none, and are not even opened."""
+    """Content of a regular file. Devices, FIFOs and sockets are not opened, because that may block."""
     if os.path.realpath(file).startswith(_NO_SOURCES) or not stat.S_ISREG(file.stat().st_mode):
         return b""
     with opened_regular(file) as stream:
@@ -134,7 +138,7 @@ def _content(file: Path) -> bytes:
 
 
 def _sources(module: str) -> list[Path]:
-    """In the working directory, its `src`, or what PYTHONPATH names: where a user's own code lies."""
+    """Source files in the working directory, its `src`, or PYTHONPATH, where a user's own code is."""
     for root in ("", "src", *os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         place = Path(root) / module.replace(".", "/")
         if place.with_suffix(".py").is_file():

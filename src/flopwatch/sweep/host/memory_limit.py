@@ -1,9 +1,10 @@
-"""A wall around the host memory of a trial's whole process tree: a cgroup where we may make one, else a resource limit.
+"""A hard limit on the host memory of a trial's process tree, and how much memory this host has left.
 
-The limit itself is kept by the supervisor, which ends a trial whose tree holds more (tree_memory.py). The wall is for
-what grows faster than it looks. With a cgroup the kernel kills and counts its kills, so the ending is certain. Without
-one, allocations far beyond the limit fail inside each process. RLIMIT_DATA counts private writable memory whether it is
-used or not (stacks of threads, what an allocator holds ready), so it stands well above the limit.
+The supervisor enforces the limit itself: it samples the tree and kills it above the limit (tree_memory.py). The hard
+limit is for a tree that grows faster than that. In a cgroup, where we may create one, the kernel kills and counts its
+kills, so the cause of the end is certain. Else a resource limit makes allocations far beyond the limit fail in each
+process: RLIMIT_DATA counts private writable memory whether it is used or not (stacks of threads, reserves of
+allocators), so it is set well above the limit.
 """
 
 import contextlib
@@ -32,11 +33,11 @@ class MemoryLimit:
     folder: Path | None = None
 
     def oom_kills(self) -> int:
-        """How many processes the kernel killed in it for want of memory."""
+        """How many of its processes the kernel killed for memory."""
         return read_oom_kills(self.folder) if self.folder else 0
 
     def peak_bytes(self) -> int | None:
-        """Most memory charged to it; None without a cgroup."""
+        """Peak of the memory charged to the cgroup; None without one."""
         for name in ("memory.peak", "memory.max_usage_in_bytes"):
             with contextlib.suppress(OSError, ValueError, TypeError):
                 return int((self.folder / name).read_text())  # type: ignore[operator]
@@ -49,7 +50,7 @@ class MemoryLimit:
 
 
 def limit_memory(limit_bytes: int | None, name: str) -> MemoryLimit:
-    """The best limit this machine lets us set."""
+    """Set the strictest limit that we may set on this machine."""
     if limit_bytes is None:
         return MemoryLimit("none", lambda: None)
     for parent in _places():
@@ -65,7 +66,7 @@ def _join_group(folder: Path) -> None:
 
 
 def own_oom_kills() -> int:
-    """Kills by the kernel in the group we run in (a container, a Slurm step), those of our children included."""
+    """Kills by the kernel in the cgroups we run in (a container, a Slurm step), our children's included."""
     return sum(read_oom_kills(folder) for folder in own_groups())
 
 
@@ -87,9 +88,9 @@ def _make_group(folder: Path, limit_bytes: int) -> bool:
     file = next((folder / limit for limit in limits if (folder / limit).exists()), None)
     try:
         if file is None:
-            raise OSError("the memory controller is not switched on here")
+            raise OSError("the memory controller is not enabled in this cgroup")
         file.write_text(str(limit_bytes))
-        # Else the kernel swaps instead of saying no; not every kernel counts swap.
+        # Otherwise the kernel swaps instead of enforcing the limit. Not every kernel accounts for swap.
         for swap, value in (("memory.swap.max", 0), ("memory.memsw.limit_in_bytes", limit_bytes)):
             with contextlib.suppress(OSError):
                 (folder / swap).write_text(str(value))
@@ -100,12 +101,12 @@ def _make_group(folder: Path, limit_bytes: int) -> bool:
 
 
 def group_places() -> list[Path]:
-    """Where groups of trials may lie."""
+    """Where cgroups of trials may be."""
     return _places()
 
 
 def _places() -> list[Path]:
-    """Where a group may be made: beside our own (version 2 forbids groups below one with processes), or below it."""
+    """Where a cgroup may be created: beside ours (version 2 forbids children of one with processes), or below it."""
     return [place for own in own_groups() for place in ([own.parent, own] if own != _V2_ROOT else [own])]
 
 
@@ -124,9 +125,6 @@ def own_groups() -> list[Path]:
     return [folder for folder in found if folder.is_dir()]
 
 
-# How much memory this host can still give, so that a trial is stopped by its own limit and not by the kernel's.
-
-
 _MEMINFO = Path("/proc/meminfo")
 _GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -138,19 +136,19 @@ _LEAST_MARGIN_BYTES = 512 << 20
 
 
 def available_bytes() -> int | None:
-    """What new processes may take: of the machine, and of the groups (a container, a Slurm step) we are in."""
+    """Memory that new processes can get, on the machine and in our cgroups (a container, a Slurm step)."""
     return least_available(_MEMINFO, own_groups())
 
 
 def least_available(meminfo: Path, groups: Sequence[Path]) -> int | None:
-    """The least that is left in the machine or in any of the groups, their parents included; None when nobody says."""
+    """The smallest of what the machine and each cgroup, with its parents, have left; None when unknown."""
     folders = {folder for group in groups for folder in (group, *group.parents)}
     found = [_of_machine(meminfo), *(_of_group(folder, *files) for folder in folders for files in _GROUP_FILES)]
     return min((size for size in found if size is not None), default=None)
 
 
 def safe_limit_bytes(available: int) -> int:
-    """The available memory less a margin, for what other processes take meanwhile.
+    """The available memory minus a margin for other processes.
 
     >>> safe_limit_bytes(20 << 30) / 2**30
     18.0
@@ -167,7 +165,7 @@ def _of_machine(meminfo: Path) -> int | None:
 
 
 def _of_group(folder: Path, limit: str, used: str, droppable: str) -> int | None:
-    """None without a limit ("max"). Old page cache counts as free: the kernel drops it when memory is asked for."""
+    """None without a limit ("max"). Inactive page cache counts as free: the kernel drops it on demand."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         taken = int((folder / used).read_text()) - int(statistics[droppable])

@@ -1,12 +1,12 @@
-"""Host memory of everything below this process: each page counted once, at its peak. Standard library only.
+"""Peak host memory of all processes below this one, each page counted once. Standard library only.
 
 The figure is the proportional set size (PSS) of the tree as if the trial were alone on its machine. A page that
-several processes of the trial share counts once. A page of a file, such as libtorch's code, counts whole even where
-strangers map it too: by bare PSS a trial would seem to shrink when another one starts beside it. So the figure of a
-single process is its resident memory, and the kernel keeps the peak of that for us (VmHWM).
+several processes of the trial share counts once. A page of a file, such as libtorch's code, counts in full even when
+processes outside of the trial map it too: with plain PSS a trial would seem to shrink when another one starts beside
+it. So the figure of a single process is its resident memory, whose peak the kernel keeps (VmHWM).
 
-smaps_rollup costs about 10 ms for each GiB a process maps, so of several processes it is read seldom; in between the
-resident sizes, which cost 30 us, are followed.
+Reading smaps_rollup costs about 10 ms for each GiB a process maps, so it is read seldom and only for several processes;
+in between we follow the resident sizes, which cost 30 us to read.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from flopwatch.sweep.host.processes import descendants
 _SEARCH_SECONDS = 1.0
 _SEARCH_LIMITED_SECONDS = 0.2
 _SEARCH_SHARE = 100
-"""How often children are looked for; more often where a limit must be kept, less often where that takes long."""
+"""Seconds between two searches for new processes: fewer with a limit; at least 100 times what a search takes."""
 
 _ROLLUP_SECONDS = 1.0
 _ROLLUP_URGENT_SECONDS = 0.2
 _ROLLUP_SHARE = 100
 _ROLLUP_URGENT_SHARE = 10
-"""Between two readings of smaps_rollup pass so many times the processor time of one; fewer in case of doubt."""
+"""Seconds between two readings of smaps_rollup: at least so many times what one takes; fewer near a limit."""
 
 _WORTH_A_ROLLUP = 0.05
-"""Of what is known: new processes smaller than that wait for the next rollup."""
+"""New processes larger than this share of the known memory make the next reading urgent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Resident:
     """One process, from /proc/PID/status; bytes.
 
     Attributes:
-        now: Resident.
-        peak: Most that was resident since it began, or since somebody set that back.
-        anonymous: Of `now`, what is no file's and no shared memory.
-        file: Of `now`, pages of mapped files.
-        parent: Its parent's number.
-        figures: All that the kernel says of its memory.
+        now: Resident now.
+        peak: Largest resident size since its start, or since the mark was reset.
+        anonymous: The part of `now` that belongs to no file and no shared memory.
+        file: The part of `now` that is pages of mapped files.
+        parent: Pid of its parent.
+        figures: All memory lines of the file, to compare two processes.
     """
 
     now: int
@@ -56,10 +56,10 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class HostPeak:
-    """Most host memory seen.
+    """Peak host memory.
 
     Attributes:
-        bytes: None when nothing could be looked at.
+        bytes: None when it could not be read.
         method: How it was found.
     """
 
@@ -70,20 +70,25 @@ class HostPeak:
         return self if self.bytes is not None and self.bytes >= size else HostPeak(size, method)
 
 
-def fullest(*peaks: HostPeak) -> HostPeak:
-    """Of several nodes.
+def largest_peak(*peaks: HostPeak) -> HostPeak:
+    """The largest of several nodes' peaks.
 
-    >>> fullest(HostPeak(5, "samples"), HostPeak(), HostPeak(7, "rss")).bytes
+    >>> largest_peak(HostPeak(5, "samples"), HostPeak(), HostPeak(7, "rss")).bytes
     7
     """
     return max(peaks, key=lambda peak: peak.bytes or 0)
 
 
 class TreeMemory:
-    """Looked at several times a second beside a trial that is being timed: takes about a hundredth of a core.
+    """Samples the memory of all processes below this one; takes about a hundredth of a core.
 
     Args:
-        limit_bytes: What the tree may hold; None is no limit.
+        limit_bytes: Limit of the tree; None is no limit.
+
+    Attributes:
+        peak: Largest sample so far, with what single processes held between two samples.
+        lower_bound_bytes: What the tree certainly held at some moment, without pages of files. For deciding whether a
+            limit was reached, where `peak` may be too high.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -96,25 +101,24 @@ class TreeMemory:
         self._is_measured = True
         self._method: HostMethod = "high_water"
         self.peak = HostPeak()
-        self.sure_bytes = 0
-        """Least that it held at some moment, without pages of files: for a judgement, where `peak` may be too much."""
+        self.lower_bound_bytes = 0
 
-    def look(self) -> None:
+    def sample(self) -> None:
         self._search()
         found = distinct({pid: memory for pid in self._pids if (memory := resident(pid)) is not None})
         if not found:
             return
         self._count(found)
-        # What a process held above its present level since the last look, while the others were as they are.
-        spikes = [one.peak - one.now for pid, one in found.items() if one.peak > self._peak_before(pid)]
+        # What a process held above its present size since the last sample, while the others were as large as now.
+        spikes = [one.peak - one.now for pid, one in found.items() if one.peak > self._earlier_peak(pid)]
         self._seen = found
         self.peak = self.peak.at_least(self._now_bytes + max([0, *spikes]), self._method)
-        self.sure_bytes = max([self.sure_bytes, *(one.peak - one.file for one in found.values())])
+        self.lower_bound_bytes = max([self.lower_bound_bytes, *(one.peak - one.file for one in found.values())])
 
     def over_limit_bytes(self) -> int | None:
-        """What it holds, when that is more than its limit; None when it is not, or while that is not sure.
+        """What the tree holds, if that is above its limit; None if not, or while the last sample is an estimate.
 
-        Pages of mapped data files do not count here: the kernel drops them when memory is asked for.
+        Pages of mapped data files do not count: the kernel drops them when memory is needed.
         """
         if self._limit_bytes is None or self._now_bytes <= self._limit_bytes or not self._is_measured:
             return None
@@ -122,25 +126,25 @@ class TreeMemory:
         return held if held > self._limit_bytes else None
 
     def note_ended(self, largest_bytes: int) -> None:
-        """The peak of the largest process that has ended, as the kernel says to its parent."""
+        """Take into account the peak of the largest process that has ended, from getrusage."""
         self.peak = self.peak.at_least(largest_bytes, "high_water")
-        self.sure_bytes = max(
-            self.sure_bytes, largest_bytes - max((one.file for one in self._seen.values()), default=0)
+        self.lower_bound_bytes = max(
+            self.lower_bound_bytes, largest_bytes - max((one.file for one in self._seen.values()), default=0)
         )
 
     def _search(self) -> None:
         now = time.monotonic()
         if now >= self._next_search:
             began = time.process_time()
-            self._pids = listed_descendants(os.getpid())
+            self._pids = descendants_from_lists(os.getpid())
             least = _SEARCH_SECONDS if self._limit_bytes is None else _SEARCH_LIMITED_SECONDS
             self._next_search = now + max(least, _SEARCH_SHARE * (time.process_time() - began))
 
-    def _peak_before(self, pid: int) -> int:
+    def _earlier_peak(self, pid: int) -> int:
         return self._seen[pid].peak if pid in self._seen else 0
 
     def _count(self, found: Mapping[int, Resident]) -> None:
-        """A single process shares with nobody. Of several, what they share is known from the last rollup."""
+        """A single process shares no pages. What several share is known from the last rollup."""
         if len(found) == 1:
             self._now_bytes = next(iter(found.values())).now
             self._method, self._is_measured = "high_water", True
@@ -148,16 +152,16 @@ class TreeMemory:
         self._is_measured = time.monotonic() >= self._next_rollup
         if self._is_measured:
             self._rollup = self._read_rollup(found)
-        self._now_bytes = max([self._followed(found), *(one.now for one in found.values())])
-        if self._is_in_question(found):
+        self._now_bytes = max([self._estimated(found), *(one.now for one in found.values())])
+        if self._needs_rollup(found):
             self._next_rollup = min(self._next_rollup, self._urgent_rollup)
 
     def _read_rollup(self, found: Mapping[int, Resident]) -> "Rollup | None":
         began = time.process_time()
         rollup = read_rollup(found)
         if rollup is not None and rollup.total > (self.peak.bytes or 0):
-            # Processes are read one after the other: one that ends in between leaves its share to those read later,
-            # and its pages count twice. Such a moment does not come twice in a row.
+            # Processes are read one after the other. When one ends in between, its shared pages are added to those
+            # read later and count twice. A second reading is very unlikely to hit such a moment again.
             again = read_rollup(found)
             rollup = again if again is not None and again.total < rollup.total else rollup
         took, now = time.process_time() - began, time.monotonic()
@@ -166,9 +170,11 @@ class TreeMemory:
         self._next_rollup = now + max(_ROLLUP_SECONDS, _ROLLUP_SHARE * took)
         return rollup
 
-    def _followed(self, found: Mapping[int, Resident]) -> int:
-        """What the last rollup counted, and what its processes took or gave back since. Anonymous memory only: what
-        else becomes resident is often shared already. Who came since may share all it has, and counts for nothing.
+    def _estimated(self, found: Mapping[int, Resident]) -> int:
+        """The last rollup, plus what its processes have allocated or freed since.
+
+        Counts anonymous memory only: other pages that become resident are often shared and counted already. For the
+        same reason a process that started since the rollup does not count yet.
         """
         if self._rollup is None:
             return sum(one.now for one in found.values())
@@ -177,8 +183,8 @@ class TreeMemory:
         since = (found[pid].anonymous - before for pid, before in self._rollup.anonymous.items() if pid in found)
         return self._rollup.total + sum(since)
 
-    def _is_in_question(self, found: Mapping[int, Resident]) -> bool:
-        """Whether what is not known yet could matter: large new processes, or a limit that seems to be passed."""
+    def _needs_rollup(self, found: Mapping[int, Resident]) -> bool:
+        """Whether an exact reading matters now: large new processes, or a limit that seems exceeded."""
         known = self._rollup.anonymous if self._rollup else found
         unknown = sum(one.now for pid, one in found.items() if pid not in known)
         if unknown > _WORTH_A_ROLLUP * self._now_bytes:
@@ -186,9 +192,10 @@ class TreeMemory:
         return self._limit_bytes is not None and self._now_bytes > self._limit_bytes
 
 
-def listed_descendants(pid: int) -> list[int]:
-    """As `descendants`, from the lists of children of each thread: far quicker than to read all of /proc, on a machine
-    with many processes. A kernel without such lists is asked the long way.
+def descendants_from_lists(pid: int) -> list[int]:
+    """As `descendants`, but from each thread's list of children: much faster on a machine with many processes.
+
+    Kernels without CONFIG_PROC_CHILDREN have no such lists; there all of /proc is read.
     """
     if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
         return descendants(pid)
@@ -204,14 +211,14 @@ def listed_descendants(pid: int) -> list[int]:
 
 
 def resident(pid: int | str) -> Resident | None:
-    """None when it is gone, or ended and not yet waited for."""
+    """None when the process is gone or a zombie."""
     lines = dict(_lines(f"/proc/{pid}/status", 4096))
     if b"VmRSS" not in lines:
         return None
     now = _kibibytes(lines[b"VmRSS"])
     return Resident(
         now=now,
-        # The kernel brings the mark up to date only now and then, so it may lie below what is resident.
+        # The kernel updates the mark only now and then, so it may be below the present size.
         peak=max(now, _kibibytes(lines.get(b"VmHWM", b"0"))),
         anonymous=_kibibytes(lines.get(b"RssAnon", b"0")),
         file=_kibibytes(lines.get(b"RssFile", b"0")),
@@ -221,8 +228,9 @@ def resident(pid: int | str) -> Resident | None:
 
 
 def distinct(found: Mapping[int, Resident]) -> dict[int, Resident]:
-    """Without children that still are their parent: until it becomes another program, a child of vfork() runs in its
-    parent's memory, which would count twice. A child of fork() differs, as it has page tables of its own.
+    """Without children of vfork() before their exec: they run in their parent's memory, which would count twice.
+
+    They are recognised by equal figures. A child of fork() has page tables of its own, so its figures differ.
     """
     return {
         pid: one for pid, one in found.items() if one.parent not in found or found[one.parent].figures != one.figures
@@ -234,8 +242,8 @@ class Rollup:
     """Several processes at one moment.
 
     Attributes:
-        total: Their memory together, each page once.
-        anonymous: Of each process, as its own rollup says.
+        total: Their memory together, each page counted once.
+        anonymous: Anonymous memory of each process.
     """
 
     total: int
@@ -243,27 +251,27 @@ class Rollup:
 
 
 def read_rollup(found: Mapping[int, Resident]) -> Rollup | None:
-    """None where the kernel does not tell what they share, or not of all of them."""
+    """None where the kernel does not report PSS, or not for all of them."""
     parts = {pid: part for pid in found if (part := _rollup_of(pid))}
     if not parts or any(resident(pid) is not None for pid in found.keys() - parts.keys()):
         return None
     files = sum(part.get(b"Pss_File", 0) for part in parts.values())
     others = sum(part[b"Pss"] for part in parts.values()) - files
-    # Strangers that map the same files, such as libtorch in the next slot, take nothing from what this trial holds.
-    is_told_apart = any(b"Pss_File" in part for part in parts.values())
-    whole = max((found[pid].file for pid in parts), default=0) if is_told_apart else 0
+    # PSS divides file pages among all that map them, such as libtorch in another trial; here they count in full.
+    has_file_pss = any(b"Pss_File" in part for part in parts.values())
+    whole = max((found[pid].file for pid in parts), default=0) if has_file_pss else 0
     return Rollup(others + max(files, whole), {pid: part.get(b"Anonymous", 0) for pid, part in parts.items()})
 
 
 def _rollup_of(pid: int) -> dict[bytes, int]:
-    """Empty when it is gone or may not be read."""
+    """Empty when the process is gone or may not be read."""
     lines = _lines(f"/proc/{pid}/smaps_rollup", 8192)
     found = {key: _kibibytes(rest) for key, rest in lines if key in (b"Pss", b"Pss_File", b"Anonymous")}
     return found if b"Pss" in found else {}
 
 
 def mapped_data_bytes(pid: int | str) -> int:
-    """Resident pages of mapped files that hold no code, such as a dataset. Slow (tens of ms): asked for once."""
+    """Resident pages of mapped files without code, such as a dataset. Slow (tens of ms): read only above the limit."""
     by_file: dict[bytes, int] = {}
     programs: set[bytes] = set()
     file = b""
@@ -284,7 +292,7 @@ def _is_shared_memory(path: bytes) -> bool:
 
 
 def _lines(path: str, size: int) -> list[tuple[bytes, bytes]]:
-    """Key and rest of every line; none where there is no such file."""
+    """Key and rest of every line; empty when there is no such file."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:

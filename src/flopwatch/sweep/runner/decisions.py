@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flopwatch.errors import InputError
-from flopwatch.records.trial import FAILED, UNSETTLED, Outcome, TrialResult, TrialSpec
+from flopwatch.records.trial import AFTER_THE_STEPS, FAILED, UNSETTLED, Outcome, TrialResult, TrialSpec
 from flopwatch.sweep.attempts import Attempt
-from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.runner.plan import Plan
-from flopwatch.sweep.supervisor.measurements import AFTER_THE_STEPS
 
 LOST: tuple[Outcome, ...] = ("lost",)
 """What says nothing about the configuration: a node failed, a job was preempted, a supervisor vanished."""
@@ -88,7 +87,7 @@ def proves_too_large(result: TrialResult) -> bool:
     return is_its_own and result.phase not in AFTER_THE_STEPS
 
 
-def inferred(trial: Trial, failures: Sequence[TrialResult]) -> TrialResult | None:
+def inferred_result(trial: Trial, failures: Sequence[TrialResult]) -> TrialResult | None:
     """The result of a trial that need not run; None when it must."""
     for failure in failures:
         if is_larger(trial.spec, failure.spec):

@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.records.plain_text import one_line
-from flopwatch.records.reading import BrokenRecordError, UnreadableError, opened_regular, read_json, read_record
+from flopwatch.records.reading import (
+    BrokenRecordError,
+    UnreadableError,
+    one_line,
+    opened_regular,
+    read_json,
+    read_record,
+)
 from flopwatch.records.sweep_results import NewerFormatError, read_results, read_trial_list, result_from
 from flopwatch.records.trial import UNSETTLED, TrialResult, TrialSpec
-from flopwatch.records.trial_files import RESULTS, write_json
-from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.records.trial_files import RESULTS, RUNNER, write_json
+from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.runner.plan import Plan
 
 
@@ -30,7 +36,7 @@ class Observer(Protocol):
 
 
 @runtime_checkable
-class HearsOfRetries(Protocol):
+class RetryObserver(Protocol):
     """An observer that also wants to know of attempts that were lost."""
 
     def tries_again(self, lost: TrialResult, retry: int, most: int) -> None: ...
@@ -94,9 +100,6 @@ class SafeObserver:
 # `DIR/runner.json`: which process runs the sweep, and how it stands. Others look at it; nothing depends on it.
 
 
-FILE = "runner.json"
-LOG = "runner.log"
-
 _EVERY_SECONDS = 1.0
 _MOST_NAMES = 100
 
@@ -127,7 +130,7 @@ class RunnerState:
 def read_runner(sweep: Path) -> RunnerState | None:
     """What the last runner told; None where none ever did."""
     try:
-        state = read_record(RunnerState, read_json(sweep / FILE))
+        state = read_record(RunnerState, read_json(sweep / RUNNER))
     except BrokenRecordError:
         return None
     # Without its mark the process of that number may be anybody's, and a signal would reach the wrong one.
@@ -155,7 +158,7 @@ def process_start(pid: int) -> str:
     return "" if after_name[0] == b"Z" else after_name[19].decode()
 
 
-class NotedRunner:
+class RunnerFile:
     """An observer that writes the file about once a second and tells the observer behind it everything.
 
     Args:
@@ -164,7 +167,7 @@ class NotedRunner:
     """
 
     def __init__(self, sweep: Path, clock: Clock = monotonic_seconds) -> None:
-        self._file, self._clock = sweep / FILE, clock
+        self._file, self._clock = sweep / RUNNER, clock
         self._behind: Observer | None = None
         self._stop = Stop()
         self._since: dict[str, float] = {}
@@ -175,7 +178,7 @@ class NotedRunner:
             "process_start": process_start(os.getpid()),
         }
 
-    def before(self, observer: Observer, stop: Stop) -> "NotedRunner":
+    def before(self, observer: Observer, stop: Stop) -> "RunnerFile":
         self._behind, self._stop = SafeObserver(observer), stop
         return self
 
@@ -230,9 +233,9 @@ def _stopping(stop: Stop) -> str:
 
 
 @contextlib.contextmanager
-def noted_runner(sweep: Path) -> Iterator[NotedRunner]:
+def runner_file(sweep: Path) -> Iterator[RunnerFile]:
     """Writes who runs the sweep from here on, and at the end that nobody does."""
-    noted = NotedRunner(sweep)
+    noted = RunnerFile(sweep)
     noted.write("getting ready")
     try:
         yield noted

@@ -11,9 +11,8 @@ from flopwatch.models.presets import check_model_name
 from flopwatch.records.reading import BrokenRecordError
 from flopwatch.records.sweep_results import SweepResults, TrialList, gather_results, is_sweep_folder, troubles
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY, UNSETTLED, TrialResult, TrialSpec, content_key
-from flopwatch.records.trial_files import SWEEP, trial_folder
-from flopwatch.sweep.engines.protocol import Trial
-from flopwatch.sweep.folder import record
+from flopwatch.records.trial_files import SWEEP
+from flopwatch.sweep.folder import Trial, record
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.spec.names import trial_names
 
@@ -73,7 +72,7 @@ def make_plan(
 
     trials = tuple(Trial(sweep, name, key_of(spec), spec) for name, spec in zip(trial_names(specs), specs, strict=True))
     earlier = gather_results(sweep) if is_sweep_folder(sweep) else SweepResults(TrialList())
-    adapted = adapted_to_limits(trials, earlier.results, UNSETTLED, key_of)
+    adapted = match_memory_limits(trials, earlier.results, UNSETTLED, key_of)
     trials, raised = adapted.trials, adapted.raised
     _refuse_changes(sweep, trials, earlier.trial_list, may_change=raised if only == "oom" else frozenset())
     by_key = {result.key: result for result in earlier.results.values()}
@@ -169,15 +168,11 @@ def _slice(text: str | None) -> slice:
     return slice(start, stop)
 
 
-def folder_of(trial: Trial) -> Path:
-    return trial_folder(trial.sweep, trial.name)
-
-
 # The same sweep with more memory: what fitted stands, what was out of memory may run again with the new limit.
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
+class MemoryLimitMatch:
     """Attributes:
     trials: As asked for; those whose end no larger limit would change have the limit they ended under.
     raised: Names of trials that were out of memory under a smaller limit.
@@ -187,12 +182,12 @@ class Adapted:
     raised: frozenset[str] = frozenset()
 
 
-def adapted_to_limits(
+def match_memory_limits(
     trials: Sequence[Trial],
     earlier: Mapping[str, TrialResult],
     unsettled: Sequence[str],
     key_of: Callable[[TrialSpec], str],
-) -> Adapted:
+) -> MemoryLimitMatch:
     """Compare the limits asked for with those of earlier ends.
 
     Args:
@@ -213,7 +208,7 @@ def adapted_to_limits(
                 spec = replace(trial.spec, limits=limits)
                 trial = replace(trial, spec=spec, key=key_of(spec))
         found.append(trial)
-    return Adapted(tuple(found), frozenset(raised))
+    return MemoryLimitMatch(tuple(found), frozenset(raised))
 
 
 def _differs_by_more_memory(now: TrialSpec, before: TrialSpec) -> bool:

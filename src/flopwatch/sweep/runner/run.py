@@ -11,19 +11,24 @@ from typing import Any
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.records.reading import read_object, tail
 from flopwatch.records.trial import UNSETTLED, TrialResult
-from flopwatch.records.trial_files import SWEEP, log_file
+from flopwatch.records.trial_files import STARTED, SWEEP, log_file
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
-from flopwatch.sweep.engines.protocol import Ended, Engine, Trial, ending_from_evidence, outcome_known_to_engine
-from flopwatch.sweep.folder import has_begun, own_result, prepare, record, restore_lists
+from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
+from flopwatch.sweep.folder import Trial, folder_of, has_begun, own_result, prepare, record, restore_lists
 from flopwatch.sweep.host import processes as process_tree
-from flopwatch.sweep.runner.decisions import DEFAULT_POLICY, RetryPolicy, hosts_to_avoid, inferred, proves_too_large
-from flopwatch.sweep.runner.observing import HearsOfRetries, SafeObserver
+from flopwatch.sweep.runner.decisions import (
+    DEFAULT_POLICY,
+    RetryPolicy,
+    hosts_to_avoid,
+    inferred_result,
+    proves_too_large,
+)
 from flopwatch.sweep.runner.observing import Observer as Observer
+from flopwatch.sweep.runner.observing import RetryObserver, SafeObserver
 from flopwatch.sweep.runner.observing import Stop as Stop
-from flopwatch.sweep.runner.plan import Plan, folder_of
-from flopwatch.sweep.runner.waiting import LateEnds, Ledger, Pause, StuckSupervisors, may_pass
+from flopwatch.sweep.runner.plan import Plan
+from flopwatch.sweep.runner.waiting import LateResults, Pause, ResultWriter, SilentSupervisors, is_transient
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
-from flopwatch.sweep.supervisor.supervise import STARTED
 
 _TICK_SECONDS = 0.25
 _OF_ONE_FOLDER = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
@@ -77,7 +82,7 @@ def run_plan(
             restore_lists(_sweep(plan), plan.trials, plan.kept.values(), engine.name)
         record(_sweep(plan), result)
 
-    ledger = Ledger(write)
+    ledger = ResultWriter(write)
 
     def note(result: TrialResult) -> None:
         ledger.add(result)
@@ -86,7 +91,7 @@ def run_plan(
 
     known = [result for result in plan.kept.values() if proves_too_large(result)]
     state = _Round(deque(plan.todo), stop, retries, out_of_memory=known)
-    late, stuck = LateEnds(), StuckSupervisors()
+    late, stuck = LateResults(), SilentSupervisors()
     _adopt(engine, plan, state)
     _look_elsewhere(state, plan, late, note)
     try:
@@ -126,7 +131,7 @@ def _adopt(engine: Engine, plan: Plan, state: _Round) -> None:
     state.waiting = deque(trial for trial in plan.todo if trial.name not in adopted | set(state.elsewhere))
 
 
-def _look_elsewhere(state: _Round, plan: Plan, late: LateEnds, note: Callable[[TrialResult], None]) -> None:
+def _look_elsewhere(state: _Round, plan: Plan, late: LateResults, note: Callable[[TrialResult], None]) -> None:
     """Trials that nobody runs any more are ours: a result that came since the plan was made is final, others wait."""
     freed = [trial for trial in state.elsewhere.values() if late.is_over(trial)]
     for trial in freed:
@@ -168,7 +173,7 @@ def _fill(
         batch: list[Trial] = []
         while state.waiting and len(batch) < room:
             trial = state.waiting.popleft()
-            settled = _refused(trial, refuse) or inferred(trial, state.out_of_memory)
+            settled = _refused(trial, refuse) or inferred_result(trial, state.out_of_memory)
             if settled is not None:
                 note(settled)
                 continue
@@ -176,7 +181,7 @@ def _fill(
             try:
                 prepare(trial)
             except OSError as error:
-                if may_pass(error):  # first in line again, until the disk has room
+                if is_transient(error):  # first in line again, until the disk has room
                     state.waiting.appendleft(trial)
                     state.pause.begin(error)
                     break
@@ -215,7 +220,7 @@ def _settle(ended: Ended, state: _Round, note: Callable[[TrialResult], None], ob
     earlier = len(result.earlier_attempts)
     if state.retries.tries_again(result, earlier, is_stopping=state.stop.is_finishing):
         state.waiting.append(_again(trial, result))
-        if isinstance(observer, HearsOfRetries):
+        if isinstance(observer, RetryObserver):
             observer.tries_again(result, earlier + 1, state.retries.most)
         return
     if proves_too_large(result):

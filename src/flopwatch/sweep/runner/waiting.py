@@ -13,15 +13,14 @@ from pathlib import Path
 
 from flopwatch.records.reading import read_json
 from flopwatch.records.trial import TrialResult
-from flopwatch.records.trial_files import trial_folder
-from flopwatch.sweep.claims import BEAT_SECONDS, STARTED, is_alive_here, is_withdrawn, visible_seconds, withdraw
-from flopwatch.sweep.engines.protocol import Ended, Engine, Trial
-from flopwatch.sweep.folder import attempt_of, is_supervised, own_result, silent_seconds
-from flopwatch.sweep.supervisor.leftovers import GUARD
+from flopwatch.records.trial_files import GUARD, STARTED, trial_folder
+from flopwatch.sweep.claims import BEAT_SECONDS, is_alive_here, is_withdrawn, visible_seconds, withdraw
+from flopwatch.sweep.engines.protocol import Ended, Engine
+from flopwatch.sweep.folder import Trial, attempt_of, is_supervised, own_result, silent_seconds
 from flopwatch.sweep.supervisor.supervise import allowed_silence
 
 
-class LateEnds:
+class LateResults:
     """Holds ends back until they can be told.
 
     Args:
@@ -85,7 +84,7 @@ def _with_guards_word(ended: Ended, trial: Trial) -> Ended:
 # its host does not answer.
 
 
-class StuckSupervisors:
+class SilentSupervisors:
     """Ends them, once each.
 
     Args:
@@ -146,7 +145,7 @@ _PASSING = frozenset(
 _PAUSE_SECONDS = 5.0
 
 
-def may_pass(error: OSError) -> bool:
+def is_transient(error: OSError) -> bool:
     return error.errno in _PASSING
 
 
@@ -177,7 +176,7 @@ class Pause:
         self.why = ""
 
 
-class Ledger:
+class ResultWriter:
     """Writes results into the sweep's list, later if it must: the trials' own folders have them anyway.
 
     Args:
@@ -199,7 +198,7 @@ class Ledger:
             try:
                 self._write(self._waiting[0])
             except OSError as error:
-                if not may_pass(error):
+                if not is_transient(error):
                     raise
                 self.pause.begin(error)
                 return

@@ -13,7 +13,7 @@ import yaml
 
 from flopwatch.errors import InputError
 from flopwatch.models.presets import IMAGE_PRESETS, PRESETS
-from flopwatch.records.plain_text import one_line
+from flopwatch.records.reading import one_line
 from flopwatch.records.trainer_names import LABELS, canonical_trainer
 from flopwatch.records.trial import TrialSpec
 

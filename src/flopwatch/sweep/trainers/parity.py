@@ -12,6 +12,7 @@ from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.losses import find_per_sample_losses, model_inputs
 from flopwatch.sweep.trainers.opacus_internals import finish_gradients
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
+from flopwatch.torch_internals import AnyDropout
 
 _ROUNDING = 1e-4
 """A gradient below this share of the whole is rounding error; the bias of an attention key, for example, has none."""
@@ -103,7 +104,7 @@ def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def without_dropout(model: nn.Module) -> nn.Module:
     """Turn dropout off, because it draws different numbers for one sample than for a batch."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, AnyDropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
             if "dropout" in name and isinstance(value, float):

@@ -16,12 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flopwatch.records.reading import read_json
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import read_json, write_json
-from flopwatch.sweep.claims import FILE, Heartbeat
-from flopwatch.sweep.host.processes import STACKS, die_with_parent
-from flopwatch.sweep.supervisor.classify import exception_file
-from flopwatch.sweep.supervisor.measurements import EXCEPTION, of_rank
+from flopwatch.records.trial_files import EXCEPTION, HEARTBEAT, SPEC, STACKS, exception_file, of_rank, write_json
+from flopwatch.sweep.claims import Heartbeat
+from flopwatch.sweep.host.processes import die_with_parent
 from flopwatch.sweep.worker.exception_outcome import describe_exception, message_of
 
 # Messages of the RuntimeErrors by which gloo and NCCL report a lost process (torch 2.13); newer errors have classes.
@@ -41,9 +40,9 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
     faulthandler.enable()
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    heartbeat = Heartbeat(trial_dir, of_rank(FILE, rank or 0))
+    heartbeat = Heartbeat(trial_dir, of_rank(HEARTBEAT, rank or 0))
     heartbeat.beat("import")
-    job: dict[str, Any] = read_json(trial_dir / "spec.json")
+    job: dict[str, Any] = read_json(trial_dir / SPEC)
     sys.path.insert(0, os.getcwd())  # a user's trainer is in the working directory, as with `python -m`
     try:
         _measure(trial_dir, TrialSpec.from_json(job["spec"]), heartbeat, rank)

@@ -1,5 +1,6 @@
 """A plain GPT-style decoder, so that the presets need nothing but torch."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  the name everybody knows
 from torch.utils.checkpoint import checkpoint
 
-from flopwatch.models.presets import Preset
+from flopwatch.models.presets import ImagePreset, Preset
 
 
 class Decoder(nn.Module):
@@ -73,3 +74,73 @@ def sinusoids(length: int, width: int, device: torch.device) -> torch.Tensor:
     places = torch.arange(length, device=device)[:, None]
     rates = 10_000 ** -(torch.arange(0, width, 2, device=device) / width)
     return torch.cat([torch.sin(places * rates), torch.cos(places * rates)], dim=1)
+
+
+# Residual networks for images (He et al., arXiv 1512.03385) with group normalisation, which DP-SGD can train.
+#
+# BatchNorm mixes the samples of a batch, so no sample would have a gradient of its own.
+
+
+_CHANNELS_PER_GROUP = 8
+
+
+class ResNet(nn.Module):
+    """Basic blocks of two 3 x 3 convolutions; takes images of any size, `config` names the usual one.
+
+    Returns a dict with `logits`, and `loss` when labels are given.
+    """
+
+    def __init__(self, sizes: ImagePreset) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(image_size=sizes.image_size, num_channels=3, num_labels=sizes.classes)
+        self.stem = _stem(sizes)
+        blocks = []
+        width = sizes.widths[0]
+        for stage, next_width in enumerate(sizes.widths):
+            for place in range(sizes.blocks_per_stage):
+                blocks.append(ResidualBlock(width, next_width, stride=2 if stage and not place else 1))
+                width = next_width
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, sizes.classes)
+        self.gradient_checkpointing = False
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Keep only the blocks' inputs and run each block a second time in the backward pass."""
+        self.gradient_checkpointing = True
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+        x = self.stem(pixel_values)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.gradient_checkpointing else block(x)
+        logits = self.head(x.mean((2, 3)))
+        if labels is None:
+            return {"logits": logits}
+        return {"logits": logits, "loss": F.cross_entropy(logits, labels)}
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int, next_width: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, next_width, 3, stride, padding=1, bias=False)
+        self.first_norm = _norm(next_width)
+        self.second = nn.Conv2d(next_width, next_width, 3, padding=1, bias=False)
+        self.second_norm = _norm(next_width)
+        is_same_shape = stride == 1 and width == next_width
+        self.shortcut = nn.Identity() if is_same_shape else nn.Conv2d(width, next_width, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = F.relu(self.first_norm(self.first(x)))
+        return F.relu(self.second_norm(self.second(inner)) + self.shortcut(x))
+
+
+def _stem(sizes: ImagePreset) -> nn.Sequential:
+    """Small images keep their resolution; large ones are brought to a quarter of it first."""
+    width = sizes.widths[0]
+    if not sizes.has_large_stem:
+        return nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), _norm(width), nn.ReLU())
+    convolution = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+    return nn.Sequential(convolution, _norm(width), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
+
+
+def _norm(width: int) -> nn.GroupNorm:
+    return nn.GroupNorm(width // _CHANNELS_PER_GROUP, width)
