@@ -22,9 +22,6 @@ BEING_MOVED = {
     "integrations/hugging_face.py: _run_epoch",
     "integrations/lightning.py: _logger_connector",
     "sinks/mlflow.py: _get_latest_active_run",
-    "sweep/engines/ray_task.py: _internal_kv_del",
-    "sweep/engines/ray_task.py: _internal_kv_get",
-    "sweep/engines/ray_task.py: _internal_kv_put",
 }
 
 

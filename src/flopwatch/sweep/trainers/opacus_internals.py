@@ -14,6 +14,11 @@ from flopwatch.optional import require
 
 CHECKED_VERSION = "1.6.0"
 
+MISSING_GRADIENT_SIGNS = ("NoneType", "not initialized", "_norm_sample")
+"""Parts of the messages that Opacus raises if a trainable parameter got no gradient. A message without them is shown
+unchanged.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class OpacusParts:

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from flopwatch.errors import UnsupportedError
-from flopwatch.sweep.trainers.opacus_internals import has_ghost_norm, has_gradient_hook
+from flopwatch.sweep.trainers.opacus_internals import MISSING_GRADIENT_SIGNS, has_ghost_norm, has_gradient_hook
 from flopwatch.sweep.trainers.options import is_checkpointing
 from flopwatch.torch_internals import AnyBatchNorm
 
@@ -106,18 +106,19 @@ def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
         idle: Trainable parameters that get no gradient in a standard step.
         error: The exception.
     """
-    said = (str(error).strip() or type(error).__name__).splitlines()[0][:1000]
-    if idle and any(sign in said for sign in ("NoneType", "not initialized", "_norm_sample")):
+    message = (str(error).strip() or type(error).__name__).splitlines()[0][:1000]
+    if idle and any(sign in message for sign in MISSING_GRADIENT_SIGNS):
         return (
             f"{_named(idle)} got no gradient in the step, and Opacus needs one for every trainable parameter; freeze "
             "it (requires_grad = False), or leave it out of the model"
         )
     for sign, meaning in _MEANINGS.items():
-        if sign in said:
-            return meaning if sign == _MISLEADING else f"{meaning}; it said: {said}"
-    return f"{trainer} raised {type(error).__name__}: {said}"
+        if sign in message:
+            return meaning if sign == _MISLEADING else f"{meaning}; its message: {message}"
+    return f"{trainer} raised {type(error).__name__}: {message}"
 
 
+# Parts of messages of Opacus 1.6 and torch 2.13; a message that contains none of them is shown unchanged.
 _MISLEADING = "Parameter tying is not supported"
 _MEANINGS = {
     _MISLEADING: (
