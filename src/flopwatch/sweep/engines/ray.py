@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
+from flopwatch.records.reading import first_line
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import SPEC, trial_folder
 from flopwatch.sweep.engines import ray_task
@@ -214,7 +215,8 @@ class RayEngine:
         try:
             returned: ray_task.Returned = self._ray.get(reference, timeout=_GET_SECONDS)
         except Exception as error:  # Ray has a dozen classes for the death of a task; Python on the node may fail too
-            return {"error": _class_name(error), "detail": _first_line(error)}
+            cause = _cause(error)
+            return {"error": type(cause).__name__, "detail": first_line(cause, 300)}
         ray_task.put_in_place(self._sweep, returned.files)
         return dict(returned.evidence)
 
@@ -360,13 +362,7 @@ def _text(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
 
 
-def _class_name(error: Exception) -> str:
-    """The class of the cause: Ray wraps exceptions in classes made at run time, such as `RayTaskError(ValueError)`."""
+def _cause(error: Exception) -> Exception:
+    """The user's exception: Ray wraps it in a class made at run time, such as `RayTaskError(ValueError)`."""
     cause = getattr(error, "cause", None)
-    return type(cause if isinstance(cause, Exception) else error).__name__
-
-
-def _first_line(error: Exception) -> str:
-    cause = getattr(error, "cause", None)
-    text = str(cause if isinstance(cause, Exception) else error).strip()
-    return text.splitlines()[0][:300] if text else ""
+    return cause if isinstance(cause, Exception) else error

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flopwatch.records.reading import first_line
 from flopwatch.records.trial_files import RESULT, SPEC, log_file, run_folder, trial_folder
 from flopwatch.sweep.engines.ray_internals import publish_node
 from flopwatch.sweep.supervisor.job_nodes import LISTENER, TOKEN, encoded, listener
@@ -289,7 +290,7 @@ def _watch(references: Mapping[Any, int], meeting: Meeting) -> None:
             ray.get(ready)
         except Exception as error:
             is_own = isinstance(error, ray.exceptions.RayTaskError)
-            message = (str(getattr(error, "cause", None) or error).strip().splitlines() or [""])[0][:300]
+            message = first_line(getattr(error, "cause", None) or error, 300)
             report = {"token": meeting.token, "gone": references[ready], "why": f"{type(error).__name__}: {message}"}
             host, _, port = meeting.address.rpartition(":")
             with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as connection:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import UnreadableError, opened_regular, read_object
+from flopwatch.records.reading import UnreadableError, opened_regular, read_object, tail
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.engines import slurm_commands
 from flopwatch.sweep.engines.protocol import Ended
@@ -319,7 +319,7 @@ def _evidence(task: _Task, found: Accounted | None) -> dict[str, Any]:
         facts = {"exit_code": found.exit_code, "signal": found.signal, "host": found.node}
         facts |= {"max_rss_bytes": found.max_rss_bytes, "elapsed_seconds": found.elapsed_seconds}
         evidence |= {key: value for key, value in facts.items() if value is not None}
-    if printed := _tail(task.log):
+    if printed := tail(task.log, _TAIL_BYTES):
         evidence["log"] = printed
     return evidence
 
@@ -337,12 +337,3 @@ def _line(file: Path, index: int) -> tuple[str, str]:
 
 def _log(names: Path, index: int) -> Path:
     return names.with_name(f"{names.stem}-{index}.log")
-
-
-def _tail(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _TAIL_BYTES))
-            return stream.read().decode(errors="replace")
-    except OSError:
-        return ""

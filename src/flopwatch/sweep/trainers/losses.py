@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812  the name everybody knows
+from torch.nn import functional as F  # noqa: N812  torch's usual alias
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import UnsupportedError

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.optional import require
+from flopwatch.records.reading import first_line
 from flopwatch.records.trainer_names import PRIVATE
 from flopwatch.records.trial import PrivacySpent
 from flopwatch.sweep.trainers.opacus_internals import epsilon_spent, load_opacus, prv_half_width
@@ -117,8 +118,7 @@ def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier:
     except MissingDependencyError:
         raise
     except Exception as error:  # scipy and Opacus raise various errors for extreme settings
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return _noted(training, f"Opacus's accountant {accountant} failed: {message}")
+        return _noted(training, f"Opacus's accountant {accountant} failed: {first_line(error)}")
     for message in dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning)):
         # The PRV accountant uses rdp only for the width of its grid, where this warning does not matter.
         if found.accountant != "prv" or not message.startswith("Optimal order"):

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 
 from flopwatch.errors import UnsupportedError
+from flopwatch.records.reading import first_line
 from flopwatch.sweep.trainers.opacus_internals import MISSING_GRADIENT_SIGNS, has_ghost_norm, has_gradient_hook
 from flopwatch.sweep.trainers.options import is_checkpointing
 from flopwatch.torch_internals import AnyBatchNorm
@@ -106,7 +107,7 @@ def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
         idle: Trainable parameters that get no gradient in a standard step.
         error: The exception.
     """
-    message = (str(error).strip() or type(error).__name__).splitlines()[0][:1000]
+    message = first_line(error, 1000)
     if idle and any(sign in message for sign in MISSING_GRADIENT_SIGNS):
         return (
             f"{_named(idle)} got no gradient in the step, and Opacus needs one for every trainable parameter; freeze "

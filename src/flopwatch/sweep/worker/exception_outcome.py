@@ -37,11 +37,6 @@ def _repr(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def first_line(error: BaseException, most: int = 300) -> str:
-    """The first line of its message, shortened; its type if it has no message."""
-    return cut((message_of(error).strip() or type(error).__name__).splitlines()[0], most)
-
-
 def message_of(error: BaseException) -> str:
     """Its message, even if the exception's own `__str__` raises."""
     try:

@@ -22,7 +22,7 @@ from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError,
 from flopwatch.models.load import load_model
 from flopwatch.models.networks import Decoder, ResNet
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
-from flopwatch.records.reading import cut, read_json
+from flopwatch.records.reading import cut, first_line, read_json
 from flopwatch.records.trainer_names import LABELS, PRIVATE
 from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
 from flopwatch.sweep.trainers.batch import trial_batch
@@ -175,7 +175,7 @@ def _is_random(tiny: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def _said(error: Exception) -> str:
-    return cut(f"{type(error).__name__}: {(message_of(error).strip() or 'no message').splitlines()[0]}", 1000)
+    return f"{type(error).__name__}: {first_line(error, 1000)}"
 
 
 # Tiny copies

@@ -12,13 +12,13 @@ from flopwatch.flops.count import count_flops
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
 from flopwatch.records.flops import AttentionConvention, FlopCount
-from flopwatch.records.reading import cut
+from flopwatch.records.reading import cut, first_line
 from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
 from flopwatch.sweep.trainers.builtin import StandardTrainer
 from flopwatch.sweep.trainers.losses import forward_inputs, own_loss, takes_labels
 from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
-from flopwatch.sweep.worker.exception_outcome import first_line, message_of
+from flopwatch.sweep.worker.exception_outcome import message_of
 from flopwatch.torch_internals import compiled_call, compiled_original, is_compiled_function
 
 
@@ -60,7 +60,7 @@ def count_step(
     try:
         executed = count_executed(trainer, batches, attention)
     except Exception as error:  # a user's trainer may raise anything, and the trial is already measured
-        return _noted(cost, f"what the trainer executes could not be counted: {first_line(error)}")
+        return _noted(cost, f"what the trainer executes could not be counted: {first_line(error, 300)}")
     return _with_executed(cost, executed)
 
 
