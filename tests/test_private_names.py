@@ -16,11 +16,7 @@ OWN_MARK = "_flopwatch_"
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}
 KNOWN_STRAYS: set[str] = set()
 """`file: name` of private names outside the `*_internals` modules, each with the reason why it stays there."""
-BEING_MOVED = {
-    "sweep/engines/ray_task.py: _internal_kv_del",
-    "sweep/engines/ray_task.py: _internal_kv_get",
-    "sweep/engines/ray_task.py: _internal_kv_put",
-}
+BEING_MOVED = {}
 
 
 def is_private(name: object) -> bool:
