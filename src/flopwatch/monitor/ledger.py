@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.records.goodput import APART, LOST, carried_seconds, goodput_of, loss_in_step, typical_seconds
+from flopwatch.records.metrics import APART, LOST, carried_seconds, goodput_of, loss_in_step, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.runs import read_around, rows_from_end
 from flopwatch.runs.lines import TornLineError, lines_from_end, parse_object
@@ -22,7 +22,7 @@ class Ledger:
     Attributes:
         steps: Optimizer steps that count.
         totals: Samples, tokens and FLOPs of them.
-        seconds: By class, see `flopwatch.records.goodput`; `wall` is up to the newest row.
+        seconds: By class, see `flopwatch.records.metrics`; `wall` is up to the newest row.
         first_start_unix_time: When the run's first process started; None for a log that does not tell.
     """
 

@@ -28,8 +28,7 @@ from flopwatch.monitor.ranks.job_values import (
 from flopwatch.monitor.ranks.rank import CompleteWindow
 from flopwatch.monitor.ranks.reports import AMOUNTS, RankReport, extend
 from flopwatch.records.flops import Peak
-from flopwatch.records.goodput import typical_seconds
-from flopwatch.records.metrics import find_metric
+from flopwatch.records.metrics import find_metric, typical_seconds
 from flopwatch.records.run import Number, PartialRow, Row
 
 _PERCENTILE_STEPS = 512
@@ -181,7 +180,7 @@ class RowMaker:
 
     def row(
         self,
-        window: CompleteWindow,
+        window: CompleteWindow[SettledStep],
         peak: Peak | None,
         more: dict[str, Number],
         *,

@@ -75,7 +75,7 @@ class Core:
         self._log_path = log_path
         self._clock = clock
         self._world_size = world_size
-        self.ranks = Rank(rank, world_size, config.logging_rank % world_size, self._tell)
+        self.ranks: Rank[SettledStep] = Rank(rank, world_size, config.logging_rank % world_size, self._tell)
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         self.last_step: int | None = None
@@ -121,13 +121,13 @@ class Core:
             self.timer = timer
             spent = self.step_clock.seconds_before_first_step
             # Only a CPU's own time can be told by the processor's clock.
-            self.ranks.own_time = None
+            self.ranks.busy_time = None
             self.step_clock = self._new_step_clock()
             self.step_clock.seconds_before_first_step = spent
         self._look_at_layout()
 
     def _new_step_clock(self) -> StepClock:
-        step_clock = StepClock(self.timer, self._clock, self.ranks.own_time)
+        step_clock = StepClock(self.timer, self._clock, self.ranks.busy_time)
         step_clock.outside = self._note_outside
         step_clock.wait_unknown = lambda: self._tell(*notices.input_wait_unknown())
         return step_clock
@@ -312,7 +312,7 @@ class Core:
         self.pricing.share_peak(self.ranks.ranks_on_device)
         if self._noted:
             step_seconds = (self._clock() - self._window_began) / len(self._noted)
-            busy = None if self.ranks.own_time is None else self.ranks.own_time.typical(step_seconds)
+            busy = None if self.ranks.busy_time is None else self.ranks.busy_time.typical(step_seconds)
             doubt = self.pricing.look_at_model()
             look_at = self.pricing.look_at_held
             self._late.append(Window(self._noted, self.timer, look_at, busy, begun=self._begun, doubt=doubt))

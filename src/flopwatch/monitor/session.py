@@ -17,7 +17,7 @@ from flopwatch.monitor.intake.step_clock import StepClock
 from flopwatch.monitor.ledger import Ledger, ResumePoint, continue_times, find_last_sign, find_resume_point, is_same_job
 from flopwatch.monitor.notices import Tell
 from flopwatch.monitor.rows import RowMaker
-from flopwatch.records.goodput import APART
+from flopwatch.records.metrics import APART
 from flopwatch.runs.process import identify_process
 from flopwatch.version import __version__
 
