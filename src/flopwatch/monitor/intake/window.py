@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flopwatch.errors import InputError
-from flopwatch.flops.count import IGNORED_LABEL
+from flopwatch.flops.batch_contents import IGNORED_LABEL
 from flopwatch.monitor.intake.batch_reader import Reading, Work, as_work
 from flopwatch.monitor.intake.step_clock import Segments, StepTimer
 from flopwatch.monitor.measured_step import MeasuredStep
