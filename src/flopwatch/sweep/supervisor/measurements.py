@@ -1,7 +1,6 @@
 """Collects what a trial measured from the files its worker left. Standard library only: supervisors use it."""
 
 import contextlib
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -11,6 +10,7 @@ from typing import Any
 from flopwatch.records.reading import BrokenRecordError, cut, read_json, read_lines, read_object, read_record
 from flopwatch.records.trial import AFTER_THE_STEPS, Measured, MemoryUse, Outcome, StepCost, StepTimes, TrialSpec
 from flopwatch.records.trial_files import MEASURED, METRICS, STEPS
+from flopwatch.spread import interval, median, percentile, resampled
 from flopwatch.sweep.claims import Progress
 from flopwatch.sweep.host.memory import HostPeak
 
@@ -216,15 +216,13 @@ def _is_number(value: Any) -> bool:
     return is_number and abs(value) <= _LARGEST_NUMBER  # False for NaN as well
 
 
-# Statistics of step times, without numpy: supervisors use them.
-
-
 _RESAMPLES = 500
+_CONFIDENCE = 0.95
 _UNSTABLE_WIDTH = 0.05
 
 
 def step_times(seconds: Sequence[float], first: float | None = None) -> StepTimes | None:
-    """Median, percentiles and the median's 95 % bootstrap interval (Efron 1979, percentile method).
+    """Median, percentiles and the 95 % bootstrap interval of the median (see `flopwatch.spread`).
 
     >>> step_times([2.0, 1.0, 3.0]).median
     2.0
@@ -233,7 +231,8 @@ def step_times(seconds: Sequence[float], first: float | None = None) -> StepTime
         return None
     ordered = sorted(seconds)
     middle = median(ordered)
-    low, high = _interval_of_median(ordered)
+    medians = (median(sorted(draw)) for draw in resampled(ordered, _RESAMPLES))
+    low, high = interval(medians, _CONFIDENCE)
     return StepTimes(
         count=len(ordered),
         median=middle,
@@ -245,26 +244,3 @@ def step_times(seconds: Sequence[float], first: float | None = None) -> StepTime
         first=seconds[0] if first is None else first,
         unstable=len(ordered) < 3 or high - low > _UNSTABLE_WIDTH * middle,
     )
-
-
-def median(ordered: Sequence[float]) -> float:
-    """Median of sorted values. Importing `statistics` would cost a supervisor 7 ms."""
-    return percentile(ordered, 0.5)
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Linear between the two nearest, as numpy's default.
-
-    >>> percentile([1.0, 2.0, 3.0], 0.25)
-    1.5
-    """
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
-    draw = random.Random(0)  # the same steps always give the same interval
-    medians = sorted(median(sorted(draw.choices(ordered, k=len(ordered)))) for _ in range(_RESAMPLES))
-    return percentile(medians, 0.025), percentile(medians, 0.975)
