@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from math import isfinite
@@ -412,6 +412,16 @@ def cut(text: str, most: int = 4000) -> str:
         return text
     half = most // 2
     return f"{text[:half]} … ({len(text):,} characters in all, cut to {2 * half:,}) … {text[-half:]}"
+
+
+def listed(names: Sequence[str], at_most: int = 5) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2), listed(["a", "b"])
+    ('a, b and 1 more', 'a, b')
+    """
+    more = f" and {len(names) - at_most:,} more" if len(names) > at_most else ""
+    return ", ".join(names[:at_most]) + more
 
 
 def _spelled_out(match: re.Match[str]) -> str:
