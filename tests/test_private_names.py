@@ -17,11 +17,6 @@ BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcall
 KNOWN_STRAYS: set[str] = set()
 """`file: name` of private names outside the `*_internals` modules, each with the reason why it stays there."""
 BEING_MOVED = {
-    "integrations/callback_parts.py: _reported_parts",
-    "integrations/fabric.py: _original_module",
-    "integrations/hugging_face.py: _run_epoch",
-    "integrations/lightning.py: _logger_connector",
-    "sinks/mlflow.py: _get_latest_active_run",
     "sweep/engines/ray_task.py: _internal_kv_del",
     "sweep/engines/ray_task.py: _internal_kv_get",
     "sweep/engines/ray_task.py: _internal_kv_put",

@@ -13,12 +13,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from flopwatch.errors import FlopwatchError
+
 _LARGEST_JSON = 1 << 30
 _LARGEST_LINE = 1 << 28
 """A log is bounded and a result holds its tail; what is larger is garbage, and would fill the memory."""
 
 
-class UnreadableError(Exception):
+class UnreadableError(FlopwatchError):
     """Something lies where a file should be, and it cannot be read; the message says why."""
 
 
@@ -150,7 +152,7 @@ _DEEPEST = 60
 """Levels in what is kept as it is: json reads a thousand, and writing that again fails."""
 
 
-class BrokenRecordError(ValueError):
+class BrokenRecordError(FlopwatchError, ValueError):
     """A value that the record's field cannot have; the message names the field."""
 
 

@@ -70,9 +70,8 @@ def run(
     from flopwatch.records.sweep_results import read_results
     from flopwatch.sweep.engines.protocol import load_engine
     from flopwatch.sweep.folder import held_folder, write_trial_list
-    from flopwatch.sweep.runner.decisions import retry_policy
-    from flopwatch.sweep.runner.observing import Stop, noted_runner
-    from flopwatch.sweep.runner.plan import make_plan, record_unlisted
+    from flopwatch.sweep.runner.observing import Stop, runner_file
+    from flopwatch.sweep.runner.plan import make_plan, record_unlisted, retry_policy
     from flopwatch.sweep.runner.run import run_plan
     from flopwatch.sweep.spec.matrix import expand, read_matrix
     from flopwatch.sweep.spec.names import check_names
@@ -83,7 +82,7 @@ def run(
     policy = retry_policy(asked.retries, asked.retry_on)
     where = load_engine(engine, engine_options or {}) if isinstance(engine, str) else engine
     sweep = Path(folder)
-    with held_folder(sweep), noted_runner(sweep) as noted:
+    with held_folder(sweep), runner_file(sweep) as noted:
         plan = make_plan(sweep, specs, only=only, limit=limit, shuffle_seed=order_seed, engine=where.name)
         for trouble in plan.troubles:
             warnings.warn(f"{sweep}: {trouble}", stacklevel=2)
@@ -92,7 +91,7 @@ def run(
         if plan.todo:
             refuse = _why_not(sweep, plan.todo) if preflight else (lambda trial: None)
             stop = Stop()
-            seen = noted.before(observer or _Silent(), stop)
+            seen = noted.passing_to(observer or _Silent(), stop)
             run_plan(plan, where, seen, stop, refuse, retries=policy, budget_seconds=asked.budget)
     results = read_results(sweep)
     return {trial.name: results[trial.name] for trial in plan.trials if trial.name in results}

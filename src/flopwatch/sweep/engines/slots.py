@@ -205,7 +205,7 @@ def check_gpus(asked: Sequence[str]) -> None:
     for gpu in asked:
         if gpu.isdecimal() and gpu not in known:
             raise InputError(
-                f"--gpus {gpu} is the device of that number, and this machine has {has}; leave --gpus out, or name "
+                f"--gpu-ids {gpu} is the device of that number, and this machine has {has}; leave --gpu-ids out, or name "
                 "GPUs it has. How many a trial gets is --gpus-per-trial"
             )
 

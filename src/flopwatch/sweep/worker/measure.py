@@ -24,7 +24,7 @@ from flopwatch.records.trial import Measured, MemoryUse, TrialSpec
 from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, write_json
 from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.engines.slots import GPUS
-from flopwatch.sweep.host.tree_memory import mapped_data_bytes, resident
+from flopwatch.sweep.host.memory import mapped_data_bytes, resident
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
 from flopwatch.sweep.trainers.options import enable_checkpointing, read_options
 from flopwatch.sweep.trainers.privacy import privacy_spent
