@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import flopwatch
+from flopwatch.cli import main
 from flopwatch.compat import MOVED_MODULES
 from flopwatch.models.load import load_model
 
@@ -131,3 +132,27 @@ def test_every_old_module_name_leads_to_a_module_that_exists() -> None:
 def test_a_module_that_never_existed_is_still_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"flopwatch\.metricks"):
         importlib.import_module("flopwatch.metricks")
+
+
+@pytest.mark.parametrize(("old", "new"), [(("--seed", "3"), ("--order-seed", "3")), (("--gpus=0",), ("--gpu-ids=0",))])
+def test_an_old_flag_means_the_new_one_and_a_note_says_so_once(
+    old: tuple[str, ...], new: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("flopwatch.cli.app.app", lambda args: seen.append(args))
+
+    main(["sweep", *old, "--dry-run"])
+    main(["sweep", *new, "--dry-run"])
+
+    assert seen[0] == seen[1] == ["sweep", *new, "--dry-run"]
+    name_before, name_now = old[0].partition("=")[0], new[0].partition("=")[0]
+    assert capsys.readouterr().err == f"note: {name_before} is now {name_now}; the old name still works\n"
+
+
+def test_flags_of_other_commands_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("flopwatch.cli.app.app", lambda args: seen.append(args))
+
+    main(["watch", "run", "--refresh", "2"])
+
+    assert seen == [["watch", "run", "--refresh", "2"]]

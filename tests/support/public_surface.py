@@ -36,6 +36,7 @@ def collect(root: Path) -> dict[str, Any]:
         "packages": {name: sorted(find(name).__all__) for name in PACKAGES if _exists(f"{name}.__all__")},
         "documented": {name: describe(find(name)) for name in documented_names(pages)},
         "commands": _commands(),
+        "old_flags": _old_flags(),
         "sweep_keys": _sweep_keys(),
         "settings": _settings(),
         "metrics": sorted(_metrics()),
@@ -154,6 +155,10 @@ def _commands() -> dict[str, list[str]]:
         )
         for name, command in sorted(commands.items())
     }
+
+
+def _old_flags() -> dict[str, Any]:
+    return {command: dict(flags) for command, flags in find("flopwatch.compat.RENAMED_FLAGS").items()}
 
 
 def _sweep_keys() -> dict[str, list[str]]:

@@ -205,8 +205,8 @@ def check_gpus(asked: Sequence[str]) -> None:
     for gpu in asked:
         if gpu.isdecimal() and gpu not in known:
             raise InputError(
-                f"--gpu-ids {gpu} is the device of that number, and this machine has {has}; leave --gpu-ids out, or name "
-                "GPUs it has. How many a trial gets is --gpus-per-trial"
+                f"--gpu-ids {gpu} is the device of that number, and this machine has {has}; leave --gpu-ids out, or "
+                "name GPUs it has. How many a trial gets is --gpus-per-trial"
             )
 
 
