@@ -5,6 +5,7 @@ import importlib.machinery
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import flopwatch
 from flopwatch.cli import main
 from flopwatch.compat import MOVED_MODULES
 from flopwatch.models.load import load_model
+from flopwatch.monitor.config import read_config
+from flopwatch.sweep.spec.matrix import read_matrix
 
 
 def test_mfu_is_flops_over_seconds_over_peak() -> None:
@@ -156,3 +159,24 @@ def test_flags_of_other_commands_keep_their_names(monkeypatch: pytest.MonkeyPatc
     main(["watch", "run", "--refresh", "2"])
 
     assert seen == [["watch", "run", "--refresh", "2"]]
+
+
+@pytest.mark.parametrize(
+    "config", [{"seq_len": 9, "warmup_steps": 2}, {"monitoring": {"seq_len": 9, "warmup_steps": 2}}]
+)
+def test_the_monitor_understands_the_words_of_the_sweep(section: str | None) -> None:
+    words = {"seq_len": 9, "warmup_steps": 2}
+    read, problems = read_config({section: words} if section else words)
+
+    assert (read.seq_length, read.warm_up_steps, problems) == (9, 2, [])
+
+
+def test_the_sweep_understands_the_words_of_the_monitor() -> None:
+    assert read_matrix(None, {"warm_up_steps": 7, "seq_length": 9}).warmup_steps == 7
+
+
+def test_log_step_takes_the_learning_rate_by_both_names(tmp_path: Path) -> None:
+    for name in ("lr", "learning_rate"):
+        with flopwatch.TrainingMonitor(tmp_path / name, config={"log_every": 1}) as monitor:
+            monitor.log_step(0, loss=1.0, **{name: 0.25})
+            assert monitor.log_now()["training/lr"] == 0.25
