@@ -15,7 +15,7 @@ from flopwatch.flops.law import FlopLaw
 from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
 from flopwatch.models.load import dummy_batch
 from flopwatch.monitor.config import ModeName
-from flopwatch.monitor.pricing.pricing import fingerprint
+from flopwatch.monitor.pricing.call_costs import fingerprint
 
 
 def calculate_mfu(flops: float, seconds: float, peak_flops_per_s: float) -> float:

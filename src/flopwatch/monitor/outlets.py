@@ -14,7 +14,6 @@ import torch
 
 from flopwatch.errors import InputError
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.session import rank_and_world_size
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
 from flopwatch.sinks.build import build_sinks
 from flopwatch.sinks.jsonl import JsonlSink
@@ -172,8 +171,9 @@ class TraceCapture:
         last_path: The newest trace.
     """
 
-    def __init__(self, folder: Path, tell: Callable[..., None]) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, tell: Callable[..., None]) -> None:
         self._folder = folder
+        self._rank, self._world_size = rank, world_size
         self._tell = tell
         self._profiler: Any = None
         self._left = 0
@@ -199,8 +199,7 @@ class TraceCapture:
         if profiler is None:
             return
         profiler.stop()
-        rank, _ = rank_and_world_size()
-        path = self._folder / f"step{step}_rank{rank}.pt.trace.json.gz"
+        path = self._folder / f"step{step}_rank{self._rank}.pt.trace.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         self.last_path = path
@@ -213,5 +212,5 @@ class TraceCapture:
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()
         if not torch.distributed.is_initialized():  # torch adds it itself in a process group
-            rank, world_size = rank_and_world_size()
-            self._profiler.add_metadata_json("distributedInfo", json.dumps({"rank": rank, "world_size": world_size}))
+            ranks = {"rank": self._rank, "world_size": self._world_size}
+            self._profiler.add_metadata_json("distributedInfo", json.dumps(ranks))

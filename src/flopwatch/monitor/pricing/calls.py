@@ -83,13 +83,12 @@ class CallListener:
         is_listening: False during evaluation and other phases, and while flopwatch itself runs the model.
         compiled_autocast: The autocast state in which the model was compiled; None while it was not.
         is_compiled: True once the model ran inside a compiled function, where hooks do not run.
-        without_grad: Called when the model runs without gradients: work that is no waiting for input.
         unseen: Calls that were not noted, because their arguments are objects of somebody's own (a cache).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_other_work: Callable[[], None] = lambda: None) -> None:
         self.is_listening = True
-        self.without_grad: Callable[[], None] = lambda: None
+        self._on_other_work = on_other_work
         self.compiled_autocast: AutocastState | None = None
         self.is_compiled = False
         self.unseen = 0
@@ -168,7 +167,7 @@ class CallListener:
         self.has_been_called = True
         has_grad = is_grad_enabled()
         if not has_grad:
-            self.without_grad()
+            self._on_other_work()
         trained = [p.requires_grad for p in self._parameters]
         if trained != self._trained:
             self._trained, self._trained_hash = trained, hash(tuple(trained))

@@ -17,7 +17,8 @@ from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.steering import CHANCE
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.intake.batch_reader import Work
+from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.monitor.pricing.watched_step import autograd_nodes
 from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
@@ -454,8 +455,24 @@ class FlopMode:
         }
 
 
+def choose_mode(
+    config: MonitorConfig, clock: Clock, loss_fn: LossFn | None, flops_fn: Callable[[Any], int] | None, tell: Tell
+) -> FlopMode:
+    """The mode a configuration asks for; the user's own function comes first."""
+    if flops_fn is not None:
+        note = "as the user's function says; what is executed is not known"
+        return FlopMode("flops_fn", None, method="flops_fn", notes=(note,))
+    try:
+        return make_mode(config, clock, loss_fn)
+    except InputError as error:
+        if config.strict:
+            raise
+        tell("error", "flops_unknown", f"there will be no FLOPs and no MFU: {error}")
+        return FlopMode(config.mode, None, notes=(str(error),))
+
+
 def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> FlopMode:
-    """The mode a configuration asks for."""
+    """One of the four modes."""
 
     def book(method: Any) -> LawBook:
         return LawBook(clock, method=method, attention=config.attention, loss_fn=loss_fn)

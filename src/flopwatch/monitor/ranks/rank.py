@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from flopwatch.monitor import notices
-from flopwatch.monitor.intake.window import SettledStep
 from flopwatch.monitor.measured_step import input_wait_share
 from flopwatch.monitor.notices import Tell
 from flopwatch.monitor.ranks import group
@@ -16,6 +15,7 @@ from flopwatch.monitor.ranks.busy_time import HoldUps, OwnTime, profile_of
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
 from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
 from flopwatch.monitor.ranks.sharing import device_identity, ranks_by_launcher
+from flopwatch.monitor.window import PricedStep
 
 _runs_of: Counter[int] = Counter()
 """Runs that monitors of this process have joined, by their logging rank."""
@@ -29,7 +29,7 @@ _MOST_INCOMPLETE = 200
 class CompleteWindow(NamedTuple):
     """The logging rank's own steps, and what all ranks together say of them; None when that is not known."""
 
-    steps: list[SettledStep]
+    steps: list[PricedStep]
     report: RankReport | None
 
 
@@ -54,7 +54,11 @@ class Rank:
         self._hold_ups: HoldUps | None = None
         self.window_steps: int | None = None
         self._device_type = "cpu"
-        self._incomplete: deque[list[SettledStep]] = deque()
+        self._incomplete: deque[list[PricedStep]] = deque()
+
+    def stop_busy_time(self) -> None:
+        """The device keeps its own time, which the processor's clock does not show."""
+        self.own_time = None
 
     def start(self, log: str, device: torch.device) -> None:
         """Look for the other ranks of this run; the training does not wait for them."""
@@ -91,7 +95,7 @@ class Rank:
         threads = (self.link, self._hold_ups)
         return sum(thread.cpu_seconds for thread in threads if thread is not None)
 
-    def plan(self, steps: Sequence[SettledStep], log_every: int, log_seconds: float, laws: Any) -> None:
+    def plan(self, steps: Sequence[PricedStep], log_every: int, log_seconds: float, laws: Any) -> None:
         """On the logging rank, once: say how long windows are and what batches cost."""
         if self.link is None or not self.is_logging or self.window_steps is not None:
             return
@@ -106,7 +110,7 @@ class Rank:
         self.window_steps = self.link.plan.window_steps
         return self.link.plan
 
-    def profile(self, steps: Sequence[SettledStep], busy_seconds_per_step: float | None) -> Profile | None:
+    def profile(self, steps: Sequence[PricedStep], busy_seconds_per_step: float | None) -> Profile | None:
         """Where this rank's own time went; not told of warm-up, which is no sign of a slow rank."""
         measured = [step.measured for step in steps]
         if busy_seconds_per_step is None or any(step.is_warm_up or step.seconds is None for step in measured):
@@ -118,7 +122,7 @@ class Rank:
         return profile_of(len(measured), seconds, waited, busy_seconds_per_step, held)
 
     def tell(
-        self, steps: list[SettledStep], peak_flops_per_s: float | None, busy_seconds_per_step: float | None
+        self, steps: list[PricedStep], peak_flops_per_s: float | None, busy_seconds_per_step: float | None
     ) -> None:
         """A window of this rank is known."""
         if self.is_logging:
@@ -169,7 +173,7 @@ class Rank:
         self.leave()
         self.link = None
 
-    def _steps_up_to(self, last_step: int) -> Iterator[SettledStep]:
+    def _steps_up_to(self, last_step: int) -> Iterator[PricedStep]:
         while self._incomplete and self._incomplete[0][-1].measured.step <= last_step:
             yield from self._incomplete.popleft()
 

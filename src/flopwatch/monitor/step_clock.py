@@ -204,11 +204,28 @@ class StepClock:
     Attributes:
         first_step_began: Host time; None until the first step is opened, and for a loop that opens none.
         seconds_before_first_step: Spent in phases by then.
-        outside: Called with the seconds of a gap that is no step's and not known to be waiting.
-        wait_unknown: Called once, when steps take micro-batches and nobody says when they arrive.
     """
 
-    def __init__(self, timer: StepTimer, clock: Clock, own_time: OwnTime | None = None) -> None:
+    def __init__(
+        self,
+        timer: StepTimer,
+        clock: Clock,
+        own_time: OwnTime | None = None,
+        *,
+        on_time_outside: Callable[[float], None] = lambda seconds: None,
+        on_wait_unknown: Callable[[], None] = lambda: None,
+        seconds_before_first_step: float = 0.0,
+    ) -> None:
+        """Begin apart from any step.
+
+        Args:
+            timer: Marks the ends of steps.
+            clock: Host time.
+            own_time: Adds up processor time between the marks; None where nobody asks for it.
+            on_time_outside: Called with the seconds of a gap that is no step's and not known to be waiting.
+            on_wait_unknown: Called once, when steps take micro-batches whose arrival is not seen.
+            seconds_before_first_step: Spent in phases so far.
+        """
         self._own_time = own_time
         self._was_in_step = self._worked_before_wait = False
         self._timer = timer
@@ -235,9 +252,9 @@ class StepClock:
         self._forget_step()
         self._has_told_unknown = False
         self.first_step_began: float | None = None
-        self.seconds_before_first_step = 0.0
-        self.outside: Callable[[float], None] = lambda seconds: None
-        self.wait_unknown: Callable[[], None] = lambda: None
+        self.seconds_before_first_step = seconds_before_first_step
+        self._on_time_outside = on_time_outside
+        self._on_wait_unknown = on_wait_unknown
 
     def _forget_step(self) -> None:
         self._waits: list[tuple[Any, Any]] = []
@@ -279,6 +296,10 @@ class StepClock:
         self._arrivals += has_batch
         if self._own_time is not None:
             self._own_time.batch_is_here()
+
+    def typical_busy_seconds(self, step_seconds: float) -> float | None:
+        """Processor time of the training's thread in the typical step; None where it is not measured."""
+        return None if self._own_time is None else self._own_time.typical(step_seconds)
 
     def micro_batch(self) -> None:
         """The step under way has been given a batch."""
@@ -337,7 +358,7 @@ class StepClock:
             return tuple(self._waits)
         if self._micro_batches > self._arrivals and not self._has_told_unknown:
             self._has_told_unknown = True
-            self.wait_unknown()
+            self._on_wait_unknown()
         is_known = 0 < self._arrivals >= self._micro_batches and not self._is_unclear
         return tuple(self._waits) if is_known else None
 
@@ -439,7 +460,7 @@ class StepClock:
             self._is_unclear = True
             self._has_seen_other_work = False
         if is_outside:
-            self.outside(self._take_gap_out())
+            self._on_time_outside(self._take_gap_out())
         seconds[_GAP] = seconds[_WORK] = 0.0
         return not is_outside
 
