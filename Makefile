@@ -18,8 +18,8 @@ servers:
 	bash tests/servers/install
 
 check: install
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks testbeds examples conftest.py
+	$(BIN)/ruff check src tests benchmarks testbeds examples conftest.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

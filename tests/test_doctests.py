@@ -1,6 +1,7 @@
 """Every example in a docstring of the package runs and prints what it says it prints."""
 
 import doctest
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 import flopwatch
 
 PACKAGE = Path(flopwatch.__file__).parent
+_PROMPT = re.compile(r"^\s*>>> ", re.MULTILINE)
 
 
 def modules_with_examples() -> list[str]:
     """Names relative to the package of all its modules in which a prompt of the interpreter stands."""
-    files = [file for file in sorted(PACKAGE.rglob("*.py")) if ">>> " in file.read_text(encoding="utf-8")]
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if _PROMPT.search(file.read_text(encoding="utf-8"))]
     return [".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for file in files]
 
 

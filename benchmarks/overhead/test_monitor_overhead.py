@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 NUMBER = r"\d+\.\d+"
 
 
 @pytest.mark.slow
 def test_a_quick_run_prints_the_ratio_with_its_interval_and_a_small_own_time() -> None:
     command = [sys.executable, str(Path(__file__).with_name("monitor_overhead.py")), "--quick", "--parts", "free"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "150"}
+    environment = {**os.environ, "COLUMNS": "150"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     ratio = _only(rf"ratio of medians +({NUMBER}) \(({NUMBER}) to ({NUMBER})\)", done.stdout)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flopwatch.flops.law import FlopLaw
     from flopwatch.hardware import measure_peak, peak_flops
     from flopwatch.mfu import calculate_mfu, calculate_mfu_with_profiler, calculate_precise_mfu, profile_model_flops
+    from flopwatch.models.load import load_model
     from flopwatch.monitor.training_monitor import TrainingMonitor
     from flopwatch.records.flops import FlopCount, Peak, PhaseFlops, UncountedOp
 
@@ -43,6 +44,7 @@ _HOME = {
     "calculate_precise_mfu": "flopwatch.mfu",
     "count_flops": "flopwatch.flops.count",
     "fit_flops_law": "flopwatch.flops.fit",
+    "load_model": "flopwatch.models.load",
     "measure_peak": "flopwatch.hardware",
     "peak_flops": "flopwatch.hardware",
     "profile_model_flops": "flopwatch.mfu",
@@ -67,6 +69,7 @@ __all__ = [
     "calculate_precise_mfu",
     "count_flops",
     "fit_flops_law",
+    "load_model",
     "measure_peak",
     "peak_flops",
     "profile_model_flops",

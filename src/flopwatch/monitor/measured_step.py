@@ -10,7 +10,7 @@ from math import ceil
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from flopwatch.records.goodput import APART, goodput_of, loss_in_step
+from flopwatch.records.metrics import APART, goodput_of, loss_in_step
 from flopwatch.records.run import Number
 
 _WARM_UP_FACTOR = 1.5
@@ -239,7 +239,7 @@ class Ledger:
     Attributes:
         steps: Optimizer steps that count.
         totals: Samples, tokens and FLOPs of them.
-        seconds: By class, see `flopwatch.records.goodput`; `wall` is up to the newest row.
+        seconds: By class, see `flopwatch.records.metrics`; `wall` is up to the newest row.
         first_start_unix_time: When the run's first process started; None for a log that does not tell.
     """
 

@@ -15,10 +15,9 @@ import torch
 from flopwatch.errors import InputError
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
-from flopwatch.sinks.build import build_sinks
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
-from flopwatch.sinks.thread import SinkThread
+from flopwatch.sinks.thread import SinkThread, build_sinks
 
 _log = logging.getLogger("flopwatch")
 _LEVELS: Mapping[Level, int] = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}

@@ -166,7 +166,7 @@ class RowMaker:
 
     def row(
         self,
-        window: CompleteWindow,
+        window: CompleteWindow[PricedStep],
         peak: Peak | None,
         more: dict[str, Number],
         *,

@@ -119,7 +119,7 @@ class MonitoredRun:
         self._clock = clock
         self._flops_fn = flops_fn
         self.last_step: int | None = None
-        self.ranks = Rank(rank, world_size, config.logging_rank % world_size, self._tell)
+        self.ranks: Rank[PricedStep] = Rank(rank, world_size, config.logging_rank % world_size, self._tell)
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         self._timer: StepTimer = HostTimer(clock)
@@ -175,7 +175,7 @@ class MonitoredRun:
         return StepClock(
             self._timer,
             self._clock,
-            self.ranks.own_time,
+            self.ranks.busy_time,
             on_time_outside=self._note_outside,
             on_wait_unknown=lambda: self._tell(*notices.input_wait_unknown()),
             seconds_before_first_step=seconds_before_first_step,

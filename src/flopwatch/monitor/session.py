@@ -18,7 +18,7 @@ from flopwatch.errors import FlopwatchError
 from flopwatch.monitor import notices
 from flopwatch.monitor.measured_step import Ledger, MeasuredStep
 from flopwatch.monitor.notices import Tell
-from flopwatch.records.goodput import APART, LOST, carried_seconds, typical_seconds
+from flopwatch.records.metrics import APART, LOST, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.runs import read_around, rows_from_end
 from flopwatch.runs.lines import TornLineError, lines_from_end, parse_object

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from flopwatch.clock import Clock
-from flopwatch.monitor.ranks.busy_time import OwnTime
+from flopwatch.monitor.ranks.busy_time import BusyTime
 
 # When a step ends: host time on a CPU, events in the device's own stream elsewhere, read one window late.
 #
@@ -210,7 +210,7 @@ class StepClock:
         self,
         timer: StepTimer,
         clock: Clock,
-        own_time: OwnTime | None = None,
+        busy_time: BusyTime | None = None,
         *,
         on_time_outside: Callable[[float], None] = lambda seconds: None,
         on_wait_unknown: Callable[[], None] = lambda: None,
@@ -221,12 +221,12 @@ class StepClock:
         Args:
             timer: Marks the ends of steps.
             clock: Host time.
-            own_time: Adds up processor time between the marks; None where nobody asks for it.
+            busy_time: Adds up processor time between the marks; None where nobody asks for it.
             on_time_outside: Called with the seconds of a gap that is no step's and not known to be waiting.
             on_wait_unknown: Called once, when steps take micro-batches whose arrival is not seen.
             seconds_before_first_step: Spent in phases so far.
         """
-        self._own_time = own_time
+        self._busy_time = busy_time
         self._was_in_step = self._worked_before_wait = False
         self._timer = timer
         self._clock = clock
@@ -294,12 +294,12 @@ class StepClock:
         else:
             has_batch = False  # nobody said that the micro-batch before had ended
         self._arrivals += has_batch
-        if self._own_time is not None:
-            self._own_time.batch_is_here()
+        if self._busy_time is not None:
+            self._busy_time.batch_is_here()
 
     def typical_busy_seconds(self, step_seconds: float) -> float | None:
         """Processor time of the training's thread in the typical step; None where it is not measured."""
-        return None if self._own_time is None else self._own_time.typical(step_seconds)
+        return None if self._busy_time is None else self._busy_time.typical(step_seconds)
 
     def micro_batch(self) -> None:
         """The step under way has been given a batch."""
@@ -307,8 +307,8 @@ class StepClock:
 
     def end_micro_batch(self) -> None:
         """The work on a micro-batch has ended, and the loop goes for the next one."""
-        if self._own_time is not None:
-            self._own_time.leave()
+        if self._busy_time is not None:
+            self._busy_time.leave()
         self._end_work()
         self.begin_gap()
 
@@ -316,8 +316,8 @@ class StepClock:
         """The step's segments and those of its input wait; None for what was not seen."""
         now = self._clock()
         end = now if self._marks_by_clock else self._timer.mark()
-        if self._own_time is not None:
-            self._own_time.step_ends()
+        if self._busy_time is not None:
+            self._busy_time.step_ends()
         start, self._start = self._start, end
         segments = None if start is None else (*self._segments, (start, end))
         self._segments = []
@@ -371,8 +371,8 @@ class StepClock:
         self._turn(_WAIT)
         if self._before_wait == _GAP:
             self._is_gap_kept()
-        elif self._own_time is not None:
-            self._worked_before_wait = self._own_time.leave()
+        elif self._busy_time is not None:
+            self._worked_before_wait = self._busy_time.leave()
         self._wait_began = self._timer.mark()
         return True
 
@@ -389,10 +389,10 @@ class StepClock:
             self._cut()
             self._waits.append((self._wait_began, self._start))
             self._gap_at = len(self._segments)
-        if self._own_time is not None and has_batch and before != _WORK:
-            self._own_time.batch_is_here()
-        elif self._own_time is not None and before == _WORK:
-            self._own_time.come_back(self._worked_before_wait)
+        if self._busy_time is not None and has_batch and before != _WORK:
+            self._busy_time.batch_is_here()
+        elif self._busy_time is not None and before == _WORK:
+            self._busy_time.come_back(self._worked_before_wait)
 
     @contextmanager
     def apart(self) -> Iterator[list[float]]:
@@ -492,8 +492,8 @@ class StepClock:
         self._depth += 1
         if self._depth > 1:
             return
-        if self._own_time is not None:
-            self._was_in_step = self._own_time.leave()
+        if self._busy_time is not None:
+            self._was_in_step = self._busy_time.leave()
         if self._start is not None:
             self._segments.append((self._start, self._timer.mark()))
         self._before_phase = self._state
@@ -504,8 +504,8 @@ class StepClock:
         self._depth -= 1
         if self._depth:
             return
-        if self._own_time is not None:
-            self._own_time.come_back(self._was_in_step)
+        if self._busy_time is not None:
+            self._busy_time.come_back(self._was_in_step)
         if self._start is not None:
             self._start = self._timer.mark()
         self._usual.come_back_to_gap()

@@ -15,6 +15,7 @@ from flopwatch.monitor.pricing.certificates import NO_CALLS, StepCalls
 from flopwatch.monitor.pricing.step_prices import StepCost
 from flopwatch.monitor.step_clock import Segments, StepTimer
 from flopwatch.records.run import Number
+from flopwatch.torch_internals import tensor_version
 
 # Values that are on the device, fetched with one copy per window and read when the copy has arrived.
 
@@ -30,7 +31,7 @@ class Kept(NamedTuple):
 
     def is_unchanged(self) -> bool:
         """Also False for what is not a single real number, and for a DTensor shard: its local value is a part only."""
-        return self.value._version == self.version
+        return tensor_version(self.value) == self.version
 
 
 _NOT_A_NUMBER = Kept(torch.zeros(()), _UNREADABLE)
@@ -56,7 +57,7 @@ def keep(value: Any) -> Any:
             value = value.detach()
         if value.is_cpu:
             try:
-                return tuple.__new__(Kept, (value, value._version))  # without the Python function that Kept() is
+                return tuple.__new__(Kept, (value, tensor_version(value)))  # without the Python function that Kept() is
             except RuntimeError:  # a tensor of inference mode has no version
                 pass
         return _keep_copy(value)

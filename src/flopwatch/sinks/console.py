@@ -1,4 +1,4 @@
-"""A line per logging window in the terminal, with a progress bar below where there is one to draw on."""
+"""A line per logging window in the terminal, with a progress bar below it. Unknown values are left out, never 0."""
 
 import math
 import re
@@ -14,15 +14,12 @@ from rich.text import Text
 
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 
-# What the console says about each record. What is not known is left out, never shown as 0.
-
-
 LONG_WAIT_PERCENT = 10.0
-"""From here on the wait for input is worth a word on every line."""
+"""A longer input wait is shown on every line."""
 
 
 def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
-    """A row as label, figure and unit of each part, the most wanted first. `~` stands before a share that is not exact.
+    """Label, figure and unit of each part of a row, the most important first; `~` marks a share that is not exact.
 
     >>> row_parts(Row(20, 0.0, {"training/loss": 2.5, "perf/step_time": 0.213}))
     [('step', '20', ''), ('loss', ' 2.5000', ''), ('', '213', ' ms/step')]
@@ -55,7 +52,7 @@ def start_line(start: RunStart) -> str:
 
 
 def provenance_line(origin: Provenance) -> str:
-    """Where the numbers come from, in one line.
+    """How FLOPs are counted and which peak is used, in one line.
 
     >>> provenance_line(Provenance(1, "smart", "trace", True, "full"))
     'FLOPs of model(batch) by trace, exact, attention full; no peak known, so no MFU'
@@ -110,7 +107,7 @@ def _loss(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A percentage, short but never rounded to 0.
+    """A percentage with few digits, but never rounded to 0.
 
     >>> percent(41.234), percent(0.01234), percent(0)
     ('41.2%', '0.012%', '0.0%')
@@ -128,7 +125,7 @@ def scaled(value: float) -> str:
 
 
 def scaled_flops(flops: float) -> str:
-    """The same with its unit.
+    """Three digits, a prefix and the unit.
 
     >>> scaled_flops(989.4e12)
     '989 TFLOP'
@@ -171,11 +168,11 @@ _NOTICE_STYLES = {"info": "cyan", "warning": "yellow", "error": "red"}
 
 
 class ConsoleSink:
-    r"""Tells a person how the run is going.
+    r"""Shows the progress of a run as text.
 
-    A terminal gets colours, and a progress bar with the time left when the number of steps is known. A file or a pipe
-    gets plain lines. The cursor is not hidden and `sys.stdout` not replaced, so a run that is killed leaves the
-    terminal as it was.
+    A terminal gets colours, and a progress bar with the time left if the number of steps is known. A file or a pipe
+    gets plain lines. The cursor is not hidden and `sys.stdout` is not replaced, so a killed run leaves the terminal
+    intact.
 
     >>> import io
     >>> stream = io.StringIO()
@@ -189,7 +186,7 @@ class ConsoleSink:
     gather_seconds = 0.0
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """Writes to `stream`; if None, to what `sys.stdout` is when the first record comes."""
+        """Writes to `stream`; if None, to `sys.stdout` as it is at the first record."""
         self._stream = stream
         self._console: Console | None = None
         self._start: RunStart | None = None
@@ -217,13 +214,13 @@ class ConsoleSink:
         """Every record is shown at once."""
 
     def close(self) -> None:
-        """Ends the bar's line; what is drawn stays."""
+        """Ends the line of the progress bar; the bar stays visible."""
         if self._bar_is_drawn:
             self._bar_is_drawn = False
             print(file=self._stream, flush=True)
 
     def _show(self, content: str | Text | Group) -> None:
-        """One write for all of it: other threads print too."""
+        """A single write, because other threads print too."""
         console = self._open()
         if isinstance(content, str):
             shown = f"{content}\n"
@@ -245,7 +242,7 @@ class ConsoleSink:
         return self._console
 
     def _paint(self, text: str, style: str) -> str:
-        """Rows and bar are painted here: laid out by rich, they would take a millisecond each time."""
+        """Colours rows and bar without rich's layout, which would take a millisecond each time."""
         console = self._open()
         if not text or not console.is_terminal or console.color_system is None or console.no_color:
             return text
@@ -264,7 +261,7 @@ class ConsoleSink:
         return "  ".join(parts)
 
     def _bar(self) -> str:
-        """Empty where there is none to draw."""
+        """The progress bar; empty if the number of steps is unknown or the output is no terminal."""
         start, first, last = self._start, self._first_row, self._last_row
         console = self._open()
         if not (start and start.total_steps and first and last and console.file.isatty()) or console.is_dumb_terminal:
@@ -273,7 +270,7 @@ class ConsoleSink:
         seconds_left = _seconds_left(first, last, total)
         share, steps = f"  {last.steps_done / total:.0%}", f"  {last.steps_done:,} of {total:,}"
         left = "" if seconds_left is None else f"  {duration(seconds_left)} left"
-        # One column is left free: a line that fills the terminal would need two erasures.
+        # One column is left free, because a line that fills the terminal wraps and is not erased by one sequence.
         width = max(min(console.width - 1, _WIDEST) - len(share + steps + left), 0)
         done = round(width * min(last.steps_done / total, 1))
         sign = "-" if console.options.ascii_only else "━"
@@ -287,7 +284,7 @@ class ConsoleSink:
 
 
 def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
-    """By the time since the first row, so that evaluation and checkpoints count too."""
+    """Estimated from the time since the first row, which includes evaluation and checkpoints."""
     steps_left = max(total_steps - last.steps_done, 0)
     if last.step > first.step:
         return steps_left * (last.unix_time - first.unix_time) / (last.step - first.step)

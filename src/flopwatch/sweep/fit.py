@@ -7,17 +7,17 @@ from typing import Any
 
 from flopwatch.errors import InputError
 from flopwatch.records.reading import BrokenRecordError
-from flopwatch.records.sweep_results import read_trial_list
+from flopwatch.records.sweep_results import read_results, read_trial_list
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY, TrialResult, TrialSpec
-from flopwatch.records.trial_files import read_results
 from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.sweep.engines.protocol import Engine, Trial
+from flopwatch.sweep.engines.protocol import Engine
 from flopwatch.sweep.engines.slots import visible_gpus
 from flopwatch.sweep.fit_search import MOST_BATCH, Found, Probe, search
-from flopwatch.sweep.folder import held_folder, write_trial_list
-from flopwatch.sweep.host.memory_limit import available_bytes, safe_limit_bytes
+from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
+from flopwatch.sweep.host.environment import available_bytes, safe_limit_bytes
+from flopwatch.sweep.runner.observing import Observer, Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted
-from flopwatch.sweep.runner.run import Observer, Refusal, Stop, run_plan
+from flopwatch.sweep.runner.run import Refusal, run_plan
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_results
 from support.sweeping import left_behind
 
 pytestmark = pytest.mark.slow  # a second or two each, for a command line in a process of its own

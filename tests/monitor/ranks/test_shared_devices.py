@@ -1,24 +1,16 @@
 """Ranks that share a device share its peak."""
 
-import doctest
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from flopwatch.monitor.ranks import sharing as shared_devices
 from flopwatch.monitor.ranks.sharing import device_identity, ranks_by_launcher, shared_peak
 from flopwatch.records.flops import Peak
 from support.torchrun import torchrun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "shared_cpu.py"
-
-
-def test_the_examples_in_the_docstrings_are_true():
-    result = doctest.testmod(shared_devices)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_a_peak_that_the_user_gave_is_each_ranks_own():

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.records.trial_files import read_result
+from flopwatch.records.sweep_results import read_result
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.engines.slots import SlotPool, visible_gpus
 from support.engines import contract as contract

@@ -10,9 +10,9 @@ import pytest
 from flopwatch.errors import InputError
 from flopwatch.sweep.engines import slurm as slurm_module
 from flopwatch.sweep.engines import slurm_submission as slurm_outbox
-from flopwatch.sweep.engines.protocol import Trial, ending_from_evidence
+from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.slurm import SlurmEngine
-from flopwatch.sweep.folder import prepare
+from flopwatch.sweep.folder import Trial, prepare
 from flopwatch.sweep.host import processes as process_tree
 from support.engines import contract as contract
 from testbeds.wait_until import wait_until

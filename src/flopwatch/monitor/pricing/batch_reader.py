@@ -21,6 +21,7 @@ from flopwatch.flops.law import Documents
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.models.load import dummy_batch
 from flopwatch.monitor.pricing.calls import PACKING
+from flopwatch.torch_internals import tensor_version
 
 try:
     import numpy as np
@@ -153,7 +154,7 @@ class BatchReader:
                 tensor = tensors[name]
                 if not tensor.is_cpu or tensor.is_inference():
                     return self._measured(plan, tensors, documents)
-                held[name] = tensor, tensor._version
+                held[name] = tensor, tensor_version(tensor)
             # Without the Python function that Reading() is: 5 µs less after a training step.
             return tuple.__new__(Reading, (plan, None, None, None, None, None, None, documents, held))
         return self._measured(plan, tensors, documents)
@@ -162,7 +163,7 @@ class BatchReader:
         """The reading with its small tensors; None when the batch was written into in the meantime."""
         if reading.held is None:
             return reading
-        if any(tensor._version != version for tensor, version in reading.held.values()):
+        if any(tensor_version(tensor) != version for tensor, version in reading.held.values()):
             self.may_hold = False
             return None
         tensors = {name: tensor for name, (tensor, _) in reading.held.items()}

@@ -15,6 +15,14 @@ from flopwatch.monitor.notices import Tell
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.monitor.pricing.certificates import Certificates, StepCalls
 from flopwatch.monitor.pricing.law_book import CallPrice, FlopMode, LawBook, LawOffer
+from flopwatch.torch_internals import (
+    BUFFERS,
+    COMPILED_CALL,
+    MODULES,
+    NON_PERSISTENT_BUFFERS,
+    PARAMETERS,
+    gradient_hooks,
+)
 
 _LARGE_PARAMETERS = 50_000_000
 """Of a model whose count takes long enough to be announced."""
@@ -300,7 +308,7 @@ class CallCosts:
 
 _PLAIN = (bool, int, float, str)
 _MOST_ITEMS = 64
-_STATE = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", "_non_persistent_buffers_set"}
+_STATE = {PARAMETERS, BUFFERS, MODULES, COMPILED_CALL, NON_PERSISTENT_BUFFERS}
 
 
 def fingerprint(model: nn.Module) -> int:
@@ -311,7 +319,7 @@ def fingerprint(model: nn.Module) -> int:
 def structure_of(model: nn.Module, *, with_trained: bool) -> int:
     """Changes with the modules and their parameters: about a microsecond per parameter."""
     parameters = tuple(
-        (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None, len(p._backward_hooks or ()))
+        (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None, len(gradient_hooks(p) or ()))
         for name, p in model.named_parameters()
     )
     return hash((parameters, tuple(type(module) for module in model.modules())))

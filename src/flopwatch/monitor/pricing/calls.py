@@ -23,7 +23,13 @@ from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import Description, describe
 from flopwatch.flops.tracing.passes import AutocastState, current_autocast
 from flopwatch.flops.tracing.replica import unwrap
-from flopwatch.monitor.pricing.watched_step import autograd_nodes
+from flopwatch.torch_internals import (
+    compiled_call,
+    current_graph_task_id,
+    is_any_autocast_enabled,
+    own_parameters,
+    recorded_operations,
+)
 
 PACKING = (
     "cu_seq_lens_q",
@@ -36,8 +42,6 @@ PACKING = (
     "position_ids",
 )
 """Arguments that tell packed documents apart; their documents are a variable of the law, so they are not in a key."""
-_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-"""One question instead of one for each type of device; private, checked with 2.13, and without it all are asked."""
 _tensor_facts = attrgetter("shape", "dtype", "requires_grad", "layout")
 _LISTENED_PARAMETERS = 4
 """The first, the last and some between: heads and adapters that are trained in turns are told apart by them."""
@@ -114,7 +118,7 @@ class CallListener:
         self._model = weakref.ref(model)
         self.forget()
         self.look_at_parameters()
-        if model._compiled_call_impl is not None and type(model).__module__.startswith("torch.nn"):
+        if compiled_call(model) is not None and type(model).__module__.startswith("torch.nn"):
             # Compiled in place, a container of torch's own would be compiled in another way with a hook.
             self.is_compiled = True
             return
@@ -172,7 +176,7 @@ class CallListener:
         if trained != self._trained:
             self._trained, self._trained_hash = trained, hash(tuple(trained))
             self._listen_to_gradients()
-        autocast = current_autocast() if _is_any_autocast_enabled() else None
+        autocast = current_autocast() if is_any_autocast_enabled() else None
         key: list[Any] = [has_grad, module.training, self._trained_hash, autocast]
         for value in args:
             if type(value) is Tensor and value.layout is strided:
@@ -374,9 +378,9 @@ class OutsideCalls:
             return
         if module is self._model:
             self._step_aside()
-        elif self.is_listening and len(self._notes) < _MOST_NOTED and torch._C._current_graph_task_id() == -1:
+        elif self.is_listening and len(self._notes) < _MOST_NOTED and current_graph_task_id() == -1:
             # In a backward pass modules run only once more what they ran before.
-            weight = module._parameters.get("weight")
+            weight = own_parameters(module).get("weight")
             shapes = [fact for value in args for fact in _facts(value)]
             kind = module.__class__, torch.is_grad_enabled()
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
@@ -389,7 +393,7 @@ class OutsideCalls:
         table, key = self._returns
         table[key] = self._come_back
         if self.has_intervals:
-            self._began = autograd_nodes() or 0
+            self._began = recorded_operations() or 0
 
     def _come_back(self, *_: Any) -> None:
         table, key = self._returns
@@ -398,7 +402,7 @@ class OutsideCalls:
         table[key] = self._hook
         self._is_on = True
         if self.has_intervals:
-            self.intervals.append((self._began, autograd_nodes() or 0))
+            self.intervals.append((self._began, recorded_operations() or 0))
 
 
 def _facts(value: Any) -> Iterator[Any]:

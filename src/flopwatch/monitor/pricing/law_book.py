@@ -16,12 +16,13 @@ from flopwatch.flops.law import PHASES, FlopLaw, StepShape
 from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.steering import CHANCE
 from flopwatch.flops.tracing.passes import LossFn
+from flopwatch.model_library_internals import attention_implementation
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.notices import Tell
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.calls import CallKind
-from flopwatch.monitor.pricing.watched_step import autograd_nodes
 from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
+from flopwatch.torch_internals import recorded_operations
 
 _SHARE_FOR_NEW_SHAPES = 0.01
 _LEAST_ALLOWANCE_SECONDS = 10.0
@@ -119,7 +120,7 @@ class LawBook:
         with _Stopwatch(self._clock, self._spend):
             price = self._learnt(model, kind, example)
         self._prices[kind] = price
-        self._packed_runs_apart = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+        self._packed_runs_apart = "flash" in attention_implementation(model)
         return price
 
     def count_call(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
@@ -309,9 +310,9 @@ class LawBook:
 
     def _count(self, model: nn.Module, kind: CallKind, batch: Any, method: Any = None) -> FlopCount:
         options = self._options if method is None else {**self._options, "method": method}
-        before = autograd_nodes() or 0
+        before = recorded_operations() or 0
         count = count_as_is(model, batch, training=kind.has_grad, autocast=kind.autocast, **options)
-        self._note_nodes(kind, (autograd_nodes() or 0) - before, count)
+        self._note_nodes(kind, (recorded_operations() or 0) - before, count)
         return count
 
     def _note_nodes(self, kind: CallKind, nodes: int, count: FlopCount) -> None:

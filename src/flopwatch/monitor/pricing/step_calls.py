@@ -25,7 +25,6 @@ from flopwatch.monitor.pricing.certificates import NO_CALLS, StepCalls, WatchPla
 from flopwatch.monitor.pricing.watched_step import (
     StepCount,
     WatchedStep,
-    autograd_nodes,
     may_compile,
     obstacle,
     products_in_graph,
@@ -33,6 +32,7 @@ from flopwatch.monitor.pricing.watched_step import (
 )
 from flopwatch.monitor.ranks.sharing import is_sharded
 from flopwatch.records.flops import PhaseFlops
+from flopwatch.torch_internals import recorded_operations
 
 _MOST_DECLARED, _MOST_KNOWN_STEPS = 4096, 512
 
@@ -99,7 +99,7 @@ class StepNoter:
             self._forget_calls()
         self._costs.set_model(model)
         self._undeclared.clear()
-        self._nodes_before = autograd_nodes()
+        self._nodes_before = recorded_operations()
         if self._costs.mode_name != "flops_fn":
             self._listener.listen_to(model)
             if self._is_alone and self._costs.book is not None:
@@ -164,7 +164,7 @@ class StepNoter:
         listener = self._listener
         if listener.calls or listener.backwards:
             listener.begin_step()
-        self._nodes_before, self._nodes_apart = autograd_nodes(), 0
+        self._nodes_before, self._nodes_apart = recorded_operations(), 0
         if self._watches_next or self._steps >= self._plan.not_before:
             self._begin_watch()
         if not listener.is_compiled and not may_compile():  # else the hook would be compiled with the modules
@@ -180,14 +180,14 @@ class StepNoter:
     @contextmanager
     def not_listening(self) -> Iterator[None]:
         """Calls in phases outside of steps are not the training's."""
-        was, before = self._listener.is_listening, autograd_nodes()
+        was, before = self._listener.is_listening, recorded_operations()
         self._listen(False)
         try:
             yield
         finally:
             self._listen(was)
             if was:  # the outermost
-                self._nodes_apart += (autograd_nodes() or 0) - (before or 0)
+                self._nodes_apart += (recorded_operations() or 0) - (before or 0)
 
     def _listen(self, listens: bool) -> None:
         self._listener.is_listening = self._outside.is_listening = listens
@@ -243,7 +243,7 @@ class StepNoter:
         listener, costs = self._listener, self._costs
         seen, listener.calls = listener.calls, []
         backwards, listener.backwards = listener.backwards, 0
-        now, before = autograd_nodes(), self._nodes_before
+        now, before = recorded_operations(), self._nodes_before
         apart, self._nodes_apart = self._nodes_apart, 0
         outside = self._outside.end()
         if self._outside.intervals:
@@ -299,7 +299,7 @@ class StepNoter:
         self._watches_next = self._plan.would_another_count_help(calls, costs.certificates, self._steps)
         if not self._opens_steps:
             # Never counted as they run: after the last one a mode would stay on, for whatever the program does next.
-            self._nodes_before, self._nodes_apart = autograd_nodes(), 0
+            self._nodes_before, self._nodes_apart = recorded_operations(), 0
             self.why_not_watched = NOT_OPENED
         if self._needs_no_second_look(calls, seen):
             self._remember(calls, seen)

@@ -15,11 +15,11 @@ from pathlib import Path
 from flopwatch.errors import InputError
 from flopwatch.records.reading import read_json
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import log_file, trial_folder
-from flopwatch.sweep.claims import STARTED, is_alive_here, visible_seconds
-from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.records.trial_files import STARTED, log_file, trial_folder
+from flopwatch.sweep.claims import is_alive_here, visible_seconds
+from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.engines.slots import Slot, SlotPool, core_sets, visible_gpus
-from flopwatch.sweep.folder import attempt_of, is_supervised
+from flopwatch.sweep.folder import Trial, attempt_of, is_supervised
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.processes import PARENT
 
@@ -150,7 +150,7 @@ def _start(trial: Trial, slot: Slot) -> "subprocess.Popen[bytes]":
     attempt = attempt_of(trial.sweep, trial.name)
     with log_file(trial.sweep, trial.name).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(trial.sweep), trial.name, attempt],
+            [sys.executable, "-m", "flopwatch.sweep.supervisor", str(trial.sweep), trial.name, attempt],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -8,33 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from flopwatch.errors import InputError
-from flopwatch.records.plain_text import cut
+from flopwatch.records.reading import cut
 from flopwatch.records.trial import Outcome, TrialSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A trial whose folder is ready: `trials/NAME/spec.json` is written.
-
-    What an engine starts, in a process of its own: `python -m flopwatch.sweep.supervisor.supervise SWEEP_FOLDER NAME`.
-
-    Attributes:
-        sweep: The sweep's folder.
-        name: Of the trial.
-        key: Hash of its content.
-        spec: Its configuration.
-        retries: How often it is tried again at most when it is lost.
-        earlier_attempts: Those that were lost, as `TrialResult.earlier_attempts`.
-        avoid: Hosts to keep it from, where the engine can.
-    """
-
-    sweep: Path
-    name: str
-    key: str
-    spec: TrialSpec
-    retries: int = 0
-    earlier_attempts: tuple[Mapping[str, Any], ...] = ()
-    avoid: tuple[str, ...] = ()
+from flopwatch.sweep.folder import Trial as Trial
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.engines import ray_task
 from flopwatch.sweep.engines import ray_task as ray_nodes
-from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.engines.ray_internals import (
     RaySilence,
     import_ray,
@@ -27,7 +27,7 @@ from flopwatch.sweep.engines.ray_internals import (
     local_environment,
     start_local,
 )
-from flopwatch.sweep.folder import has_begun, is_supervised
+from flopwatch.sweep.folder import Trial, has_begun, is_supervised
 
 _NODES_EVERY_SECONDS = 5.0
 _GET_SECONDS = 60.0

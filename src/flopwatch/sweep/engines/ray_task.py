@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.records.trial_files import log_file, run_folder, trial_folder
-from flopwatch.sweep.supervisor.job_nodes import LISTENER, TOKEN, listener, written
+from flopwatch.sweep.supervisor.job_nodes import LISTENER, TOKEN, encoded, listener
 
 FOLDER_TOKEN = ".ray-token"
 """In the sweep's folder; a node that reads the same token sees the same folder."""
 
 GUARD = Path(__file__).with_name("ray_guard.py")
-SUPERVISOR = ("-m", "flopwatch.sweep.supervisor.supervise")
+SUPERVISOR = ("-m", "flopwatch.sweep.supervisor")
 
 _FILE_BYTES = 4 << 20
 _ALL_BYTES = 64 << 20
@@ -326,7 +326,7 @@ def _watch(references: Mapping[Any, int], meeting: Meeting) -> None:
             told = {"token": meeting.token, "gone": references[ready], "why": f"{type(error).__name__}: {said}"}
             host, _, port = meeting.address.rpartition(":")
             with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as connection:
-                connection.sendall(written({**told, "is_lost": not is_own}))
+                connection.sendall(encoded({**told, "is_lost": not is_own}))
 
 
 def run_agent(told: AgentOrder) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from flopwatch.errors import InputError
-from flopwatch.records.plain_text import one_line
-from flopwatch.sweep.supervisor.supervise import CORES
+from flopwatch.records.reading import one_line
+from flopwatch.sweep.host.processes import CORES
 
 GPUS = "FLOPWATCH_GPUS"
 """The GPUs of a trial's slot; a worker that then finds no accelerator does not take the CPU."""

@@ -28,10 +28,10 @@ from flopwatch.errors import InputError
 from flopwatch.records.reading import UnreadableError, opened_regular, read_object
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.engines import slurm_commands
-from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.engines.slurm_commands import Accounted, Queued
 from flopwatch.sweep.engines.slurm_submission import Array, Outbox, Request, request_for, script
-from flopwatch.sweep.folder import attempt_of, has_begun, is_supervised, result_file
+from flopwatch.sweep.folder import Trial, attempt_of, has_begun, is_supervised, result_file
 
 _TICK_SECONDS = 0.05
 _SQUEUE_EVERY_SECONDS = 1.0
@@ -159,7 +159,7 @@ class SlurmEngine:
     def _array(self, request: Request, avoid: Sequence[str], trials: Sequence[Trial]) -> Array:
         names = self._folder / f"{uuid.uuid4().hex[:12]}.names"
         names.write_text("".join(f"{trial.name} {attempt_of(self._sweep, trial.name)}\n" for trial in trials))
-        command = [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(self._sweep)]
+        command = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(self._sweep)]
 
         def write_script(is_avoiding: bool) -> None:
             text = script(

@@ -14,7 +14,8 @@ from typing import Any
 
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.engines import slurm_commands
-from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.sweep.engines.protocol import Ended
+from flopwatch.sweep.folder import Trial
 
 _FULL_PAUSE_SECONDS = 20.0
 _FIRST_PAUSE_SECONDS = 2.0

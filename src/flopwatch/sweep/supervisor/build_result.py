@@ -1,36 +1,245 @@
-"""From what a supervisor saw and what the worker left to the trial's result."""
+"""Decides how a trial ended, and builds its result from that and from the files its worker left.
+
+Order of evidence, strongest first: a kill by the supervisor, what the trial itself reported (the worker's exception,
+the outcome in a command's `metrics.json`), the kernel's count of out-of-memory kills, the memory sampled, the wait
+status. An exit code alone proves little: a SIGKILL may come from us, the kernel or another user. Words in a log prove
+nothing; they are shown as a hint. `classify` and what it calls are pure.
+"""
 
 import os
+import re
 import shlex
+import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flopwatch.records.plain_text import cut, first_line
-from flopwatch.records.reading import BrokenRecordError, clean_value, read_record, tail
-from flopwatch.records.trial import OUT_OF_MEMORY, Outcome, TrialResult, TrialSpec
-from flopwatch.records.trial_files import log_file, read_json, trial_folder
+from flopwatch.records.reading import BrokenRecordError, clean_value, cut, first_line, read_json, read_record, tail
+from flopwatch.records.trial import OUT_OF_MEMORY, Outcome, TrialJob, TrialResult, TrialSpec
+from flopwatch.records.trial_files import EXCEPTION, SPEC, log_file, trial_folder
 from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.host.environment import host_facts
-from flopwatch.sweep.host.tree_memory import HostPeak
-from flopwatch.sweep.supervisor.classify import (
-    Ending,
-    JobEnd,
-    OwnKill,
-    RankEnd,
-    after_its_steps,
-    classify,
-    memory_hint,
-    signal_name,
+from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.sweep.supervisor.measurements import Collected, collect_measurements, with_missing_phases
+
+OwnKill = Literal["timeout", "hang", "cancelled", "oom_host"]
+
+# What allocators print when an allocation fails. "error" or "memory" alone would match too much.
+_MEMORY_WORDS = re.compile(
+    r"OutOfMemoryError|out of memory|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|Cannot allocate memory|"
+    r"DefaultCPUAllocator: (?:can't|not enough) .*memory|\bMemoryError\b|exceeded memory limit",
+    re.IGNORECASE,
 )
-from flopwatch.sweep.supervisor.measurements import EXCEPTION, assemble, cut_short
+_HINT_CHARACTERS = 200
+
+NEAR_LIMIT = 0.95
+"""A process killed by SIGKILL or SIGABRT with this share of its limit in use is taken for out of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitFacts:
+    """What is known about the end of a trial's worker.
+
+    Attributes:
+        own_kill: Why the supervisor killed it; None when it did not.
+        own_kill_detail: The same in words.
+        exit_code: The worker's; None when a signal ended it.
+        signal_number: The signal; None when it exited by itself.
+        has_finished: True when the worker wrote that it is done.
+        has_finished_steps: True when all its steps were measured, whatever happened after them.
+        is_command: True for a command, which writes no such note: exit code 0 is success.
+        exception: `type`, `message`, `outcome` as the worker wrote them.
+        reported: The outcome a command wrote to `metrics.json`.
+        oom_kills: Processes the kernel killed for memory while it ran, in the trial's own cgroup or in a shared one.
+        has_own_group: False when a kill may have hit another trial.
+        held_bytes: Lower bound of its peak host memory; None when unknown.
+        limit_bytes: Its limit of host memory; None without one.
+        log_tail: The end of its log.
+    """
+
+    own_kill: OwnKill | None = None
+    own_kill_detail: str = ""
+    exit_code: int | None = None
+    signal_number: int | None = None
+    has_finished: bool = False
+    has_finished_steps: bool = False
+    is_command: bool = False
+    exception: Mapping[str, Any] | None = None
+    reported: Outcome | None = None
+    oom_kills: int = 0
+    has_own_group: bool = True
+    held_bytes: int | None = None
+    limit_bytes: int | None = None
+    log_tail: str = ""
+
+
+def classify(facts: ExitFacts) -> tuple[Outcome, str]:
+    """The outcome, and the reason in one line.
+
+    A trial whose steps are measured is `ok` even if it failed afterwards: the phases after the steps are flopwatch's
+    own work. Only `cancelled` stays, because the trial will run again.
+    """
+    outcome, reason = _ignoring_steps(facts)
+    if outcome not in ("ok", "cancelled") and facts.has_finished_steps:
+        return ok_after_steps(reason)
+    return outcome, reason
+
+
+def ok_after_steps(reason: str) -> tuple[Outcome, str]:
+    """The outcome of a trial that failed for this reason after its steps were measured."""
+    return "ok", f"its steps are measured; it ended after them: {reason}"
+
+
+def _ignoring_steps(facts: ExitFacts) -> tuple[Outcome, str]:
+    # A worker may have finished just before our kill and noted it. A command leaves no note, so the kill counts.
+    if facts.exit_code == 0 and facts.has_finished:
+        killed = f"; {facts.oom_kills} of its processes were killed for memory" if facts.oom_kills else ""
+        return "ok", f"ran to its end{killed}"
+    if facts.own_kill is not None:
+        return facts.own_kill, facts.own_kill_detail
+    if facts.reported is not None:
+        return facts.reported, "reported by the command in metrics.json"
+    if facts.exception is not None and facts.exception["outcome"] != "error":
+        return facts.exception["outcome"], _exception_text(facts.exception)
+    return _by_memory(facts) or _by_status(facts)
+
+
+def _by_memory(facts: ExitFacts) -> tuple[Outcome, str] | None:
+    is_killed = facts.signal_number == signal.SIGKILL or facts.exit_code == 128 + signal.SIGKILL
+    if facts.oom_kills and (is_killed or (facts.has_own_group and facts.signal_number is None)):
+        whom = "it" if is_killed else f"{facts.oom_kills} of its processes"
+        return "oom_host", f"the kernel killed {whom}: its memory limit was reached"
+    if facts.limit_bytes is None or facts.held_bytes is None or facts.exception is not None:
+        return None
+    held = f"it held {_mebibytes(facts.held_bytes)} MiB, its limit is {_mebibytes(facts.limit_bytes)} MiB"
+    is_aborted = facts.signal_number == signal.SIGABRT  # as C++ does after an uncaught bad_alloc
+    if (is_killed or is_aborted) and facts.held_bytes > NEAR_LIMIT * facts.limit_bytes:
+        return "oom_host", f"ended by {'SIGKILL' if is_killed else 'SIGABRT'} while {held}"
+    if facts.signal_number is None and facts.held_bytes > facts.limit_bytes:
+        return "oom_host", f"{held}; it ended before it could be stopped"
+    return None
+
+
+def _by_status(facts: ExitFacts) -> tuple[Outcome, str]:
+    if facts.exception is not None:
+        return "error", _exception_text(facts.exception)
+    if facts.signal_number == signal.SIGKILL:
+        return "crash", "killed by SIGKILL from outside; the kernel counted no kill for memory in this group"
+    if facts.signal_number is not None:
+        return "crash", f"ended by {signal_name(facts.signal_number)}"
+    if facts.exit_code == 0 and facts.is_command:
+        return "ok", "ran to its end"
+    if facts.exit_code == 0:
+        return "error", "left with exit code 0 before its end; does the trainer call sys.exit()?"
+    return "error", f"left with exit code {facts.exit_code}"
+
+
+def memory_hint(facts: ExitFacts, outcome: Outcome) -> str | None:
+    """The last log line about memory, for an outcome that memory does not explain yet; None when there is none."""
+    if outcome in ("ok", "cancelled", *OUT_OF_MEMORY):
+        return None
+    lines = [line for line in facts.log_tail.splitlines() if _MEMORY_WORDS.search(line)]
+    said = lines[-1].strip()[:_HINT_CHARACTERS] if lines else ""
+    return "".join(letter if letter.isprintable() else " " for letter in said) or None
+
+
+def signal_name(number: int) -> str:
+    """The signal's usual name.
+
+    >>> signal_name(11)
+    'SIGSEGV'
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _exception_text(exception: Mapping[str, Any]) -> str:
+    return f"{exception['type']}: {first_line(exception['message'], 300)}"
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended.
+
+    Attributes:
+        rank: Its number in the trial.
+        host: Where it ran.
+        status: Its exit code, or the negative of the signal that ended it; None when torchrun could not start it.
+        exception: What it wrote: `type`, `message`, `outcome`, `unix_time`, `lost_peer`.
+    """
+
+    rank: int
+    host: str
+    status: int | None
+    exception: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a trial of several processes ended.
+
+    Attributes:
+        first: The rank that failed first; None when none failed, or when only torchrun itself reported an error.
+        lost: Why a node is gone; empty otherwise.
+        lost_host: That node.
+        error: Torchrun's error when the ranks could not connect; empty otherwise.
+        oom_kills: Processes killed for memory on nodes other than the first.
+        is_mute: Torchrun on the first node ended without a report; the supervisor sees its exit status.
+        host_peak: Largest peak of host memory on nodes other than the first.
+    """
+
+    first: RankEnd | None = None
+    lost: str = ""
+    lost_host: str = ""
+    error: str = ""
+    oom_kills: int = 0
+    is_mute: bool = False
+    host_peak: HostPeak = field(default_factory=HostPeak)
+
+
+def first_cause(ends: Iterable[RankEnd]) -> RankEnd | None:
+    """The rank that failed first; the others only lost their peer or were ended by torchrun. None if none failed.
+
+    >>> follows = {"type": "RuntimeError", "lost_peer": True, "unix_time": 1.0}
+    >>> first_cause([RankEnd(0, "a", 1, follows), RankEnd(1, "a", -9), RankEnd(2, "a", -15)]).rank
+    1
+    """
+    failed = [end for end in ends if end.status != 0 or end.exception is not None]
+    return min(failed, key=_order, default=None)
+
+
+def is_certain(end: RankEnd) -> bool:
+    """Whether no report of another rank could still turn out to be the first failure."""
+    return _order(end)[0] < _LOST_PEER
+
+
+_OWN_EXCEPTION, _SIGNAL, _EXIT_CODE, _ABORT, _LOST_PEER, _TERMINATED = range(6)
+
+
+def _order(end: RankEnd) -> tuple[int, float, int]:
+    if end.exception is not None:
+        kind = _LOST_PEER if end.exception.get("lost_peer") else _OWN_EXCEPTION
+        return kind, float(end.exception.get("unix_time") or 0.0), end.rank
+    if end.status == -signal.SIGTERM:
+        return _TERMINATED, 0.0, end.rank
+    if end.status == -signal.SIGABRT:  # NCCL's watchdog aborts a process whose peer is gone
+        return _ABORT, 0.0, end.rank
+    return (_SIGNAL if end.status is not None and end.status < 0 else _EXIT_CODE), 0.0, end.rank
+
 
 _LONGEST_TEXT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Raised:
-    """What `exception.json` must have to be believed."""
+class _ExceptionFile:
+    """The fields `exception.json` must have to be used."""
 
     type: str
     message: str
@@ -38,22 +247,22 @@ class _Raised:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a supervisor saw of its worker.
+class WorkerExit:
+    """How a worker's process ended, as its supervisor saw it.
 
     Attributes:
-        pid: Of the worker.
-        status: Its exit code, or the negative of the signal that ended it; None if it would not die.
-        own_kill: Why we killed it; None when we did not.
-        own_kill_detail: In words.
-        stacks: What its threads did then.
-        host_peak: Most host memory of the tree: of a command in its life, of a worker in its steps.
-        sure_bytes: Least that a single process of it held at its peak, without pages of files.
-        oom_kills: Kills for memory by the kernel.
-        memory_limit: How host memory was limited, with the peaks of its whole life: seen by us, charged by the kernel.
-        would_not_die: Processes left, stuck in the kernel.
+        pid: The worker's.
+        status: Its exit code, or the negative of the signal that ended it; None if it could not be killed.
+        own_kill: Why the supervisor killed it; None when it did not.
+        own_kill_detail: The same in words.
+        stacks: The stacks of its threads before the kill.
+        host_peak: Peak host memory of the process tree: of a command over its life, of a worker until its last step.
+        lower_bound_bytes: What a single process of it held at least at its peak, without pages of files.
+        oom_kills: Processes killed by the kernel for memory.
+        memory_limit: How host memory was limited, with the peaks sampled by us and charged by the kernel.
+        unkillable_pids: Processes that survived SIGKILL, stuck in the kernel.
         unix_time: When it began.
-        seconds: How long it lived.
+        seconds: How long it ran.
         job_end: How its processes ended, where it has several.
     """
 
@@ -63,69 +272,57 @@ class Seen:
     own_kill_detail: str
     stacks: str
     host_peak: HostPeak
-    sure_bytes: int
+    lower_bound_bytes: int
     oom_kills: int
     memory_limit: dict[str, Any]
-    would_not_die: list[int]
+    unkillable_pids: list[int]
     unix_time: float
     seconds: float
     job_end: JobEnd = field(default_factory=JobEnd)
 
 
-def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen: Seen) -> TrialResult:
-    folder = trial_folder(sweep, name)
-    found = assemble(folder, spec, seen.host_peak)
-    ending = Ending(
-        own_kill=seen.own_kill,
-        own_kill_detail=seen.own_kill_detail,
-        exit_code=seen.status if seen.status is not None and seen.status >= 0 else None,
-        signal_number=-seen.status if seen.status is not None and seen.status < 0 else None,
-        has_finished=found.is_done,
-        has_finished_steps=found.has_all_steps,
-        is_command=spec.trainer == "command",
-        exception=_read_exception(folder),
-        reported=found.reported_outcome,
-        oom_kills=seen.oom_kills,
-        has_own_group=seen.memory_limit.get("by") == "cgroup",
-        held_bytes=seen.sure_bytes or None,
-        limit_bytes=spec.limits.memory_bytes,
-        log_tail=tail(log_file(sweep, name)),
-    )
-    ending = with_first_cause(ending, seen.job_end)
-    outcome, reason = of_job(classify(ending), seen.job_end, ending)
-    is_whole = outcome == "ok" and (found.is_done or ending.is_command)
-    progress = Progress("done") if is_whole else read_progress(folder)
-    measured = found.measured if is_whole or outcome != "ok" else cut_short(found.measured, spec, progress, reason)
+def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit) -> TrialResult:
+    folder, spec = trial_folder(sweep, name), job.spec
+    collected = collect_measurements(folder, spec, worker_exit.host_peak)
+    facts = _exit_facts(sweep, name, spec, worker_exit, collected)
+    outcome, reason = _with_node_failure(classify(facts), worker_exit.job_end, facts)
+    is_complete = outcome == "ok" and (collected.is_done or facts.is_command)
+    progress = Progress("done") if is_complete else read_progress(folder)
+    measured = collected.measured
+    if outcome == "ok" and not is_complete:
+        measured = with_missing_phases(measured, spec, progress, reason)
     return TrialResult(
         name=name,
-        key=job.get("key", ""),
+        key=job.key,
         spec=spec,
         outcome=outcome,
         reason=reason,
-        evidence=_evidence(ending, seen, outcome),
+        evidence=_evidence(facts, worker_exit, outcome),
         phase=progress.phase,
         step=progress.step,
         measured=measured,
-        unix_time=seen.unix_time,
-        seconds=seen.seconds,
-        environment={**job.get("environment", {}), **host_facts(), "host": os.uname().nodename, **found.environment},
-        command=f"flopwatch trial --spec {shlex.quote(str(folder / 'spec.json'))}",
-        log_tail="" if is_whole else ending.log_tail,
-        stacks=seen.stacks,
-        earlier_attempts=tuple(job.get("earlier_attempts", ())),
+        unix_time=worker_exit.unix_time,
+        seconds=worker_exit.seconds,
+        environment={**job.environment, **host_facts(), "host": os.uname().nodename, **collected.environment},
+        command=f"flopwatch trial --spec {shlex.quote(str(folder / SPEC))}",
+        log_tail="" if is_complete else facts.log_tail,
+        stacks=worker_exit.stacks,
+        earlier_attempts=job.earlier_attempts,
     )
 
 
 def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
-    """The same for a trial that was ended together with its supervisor, as Slurm does for memory or time: once its
-    steps were measured they count. One that was lost or cancelled runs again anyway.
+    """Turn a failure into `ok` when the trial's steps were measured before its supervisor was killed with it.
+
+    Slurm kills supervisor and worker together for memory or time, so the supervisor could not write this itself. A
+    trial that was lost or cancelled stays so: it runs again.
     """
     if result.outcome not in (*OUT_OF_MEMORY, "timeout") or result.measured.not_measured:
         return result
-    found = assemble(folder, result.spec, HostPeak())
-    if not found.has_all_steps:
+    collected = collect_measurements(folder, result.spec, HostPeak())
+    if not collected.has_all_steps:
         return result
-    _, reason = after_its_steps(result.reason)
+    _, reason = ok_after_steps(result.reason)
     progress = read_progress(folder)
     return replace(
         result,
@@ -133,90 +330,96 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
         reason=reason,
         phase=progress.phase,
         step=progress.step,
-        measured=cut_short(found.measured, result.spec, progress, reason),
-        environment={**result.environment, **found.environment},
+        measured=with_missing_phases(collected.measured, result.spec, progress, reason),
+        environment={**result.environment, **collected.environment},
     )
+
+
+def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit, collected: Collected) -> ExitFacts:
+    status = worker_exit.status
+    facts = ExitFacts(
+        own_kill=worker_exit.own_kill,
+        own_kill_detail=worker_exit.own_kill_detail,
+        exit_code=status if status is not None and status >= 0 else None,
+        signal_number=-status if status is not None and status < 0 else None,
+        has_finished=collected.is_done,
+        has_finished_steps=collected.has_all_steps,
+        is_command=spec.trainer == "command",
+        exception=_read_exception(trial_folder(sweep, name)),
+        reported=collected.reported_outcome,
+        oom_kills=worker_exit.oom_kills,
+        has_own_group=worker_exit.memory_limit.get("by") == "cgroup",
+        held_bytes=worker_exit.lower_bound_bytes or None,
+        limit_bytes=spec.limits.memory_bytes,
+        log_tail=tail(log_file(sweep, name)),
+    )
+    return _of_first_failure(facts, worker_exit.job_end)
+
+
+def _of_first_failure(facts: ExitFacts, job: JobEnd) -> ExitFacts:
+    """The facts of the rank that failed first, in place of those of torchrun, which only reports its failure."""
+    oom_kills = facts.oom_kills + job.oom_kills
+    if job.first is None:
+        return replace(facts, oom_kills=oom_kills)
+    status = job.first.status
+    return replace(
+        facts,
+        exit_code=status if status is not None and status >= 0 else None,
+        signal_number=-status if status is not None and status < 0 else None,
+        exception=facts.exception if job.first.exception is not None else None,
+        oom_kills=oom_kills,
+        has_finished=False,
+    )
+
+
+def _with_node_failure(ended: tuple[Outcome, str], job: JobEnd, facts: ExitFacts) -> tuple[Outcome, str]:
+    """The outcome with what only the nodes know: which rank failed, or that a node was lost."""
+    outcome, reason = ended
+    if facts.own_kill is not None:
+        return ended
+    if outcome == "ok":
+        return outcome, f"{reason} ({_rank_text(job.first)})" if job.first is not None else reason
+    if job.first is not None:
+        return outcome, f"{_rank_text(job.first)}: {reason}"
+    if job.is_mute:
+        return outcome, f"torchrun on the first node: {reason}"
+    if job.lost:
+        return "lost", job.lost
+    if job.error:
+        return "error", f"its processes could not be connected: {first_line(job.error, 300)}"
+    return ended
+
+
+def _rank_text(end: RankEnd) -> str:
+    return f"rank {end.rank} on {end.host}"
 
 
 def _read_exception(folder: Path) -> dict[str, Any] | None:
     content = read_json(folder / EXCEPTION)
     try:
-        read_record(_Raised, content)
+        read_record(_ExceptionFile, content)
         found: dict[str, Any] = clean_value(content)
     except BrokenRecordError:
         return None
-    # The worker cuts its own; any other process of the trial may have written this file.
+    # Our worker cuts its texts, but any other process of the trial may have written this file.
     return {name: cut(value, _LONGEST_TEXT) if isinstance(value, str) else value for name, value in found.items()}
 
 
-def _evidence(ending: Ending, seen: Seen, outcome: Outcome) -> dict[str, Any]:
-    found: dict[str, Any] = {"pid": seen.pid}
-    if ending.own_kill is not None:
-        found["killed_by"] = "flopwatch"
-    if ending.exit_code is not None:
-        found["exit_code"] = ending.exit_code
-    if ending.signal_number is not None:
-        found["signal"] = signal_name(ending.signal_number)
-    if ending.exception is not None:
-        found["exception"] = dict(ending.exception)
-    if ending.oom_kills:
-        found["oom_kills"] = ending.oom_kills
-    if seen.memory_limit:
-        found["memory_limit"] = seen.memory_limit
-    if hint := memory_hint(ending, outcome):
-        found["hint"] = hint
-    found |= job_evidence(seen.job_end)
-    if seen.would_not_die:
-        found["would_not_die"] = seen.would_not_die
-    return found
-
-
-# How a trial of several processes ended: as the process that ended first, and said of which one it was. Pure.
-
-
-def with_first_cause(ending: Ending, job: JobEnd) -> Ending:
-    """The facts of the process that ended the others, in place of those of torchrun, which only reports them."""
-    if job.first is None:
-        return replace(ending, oom_kills=ending.oom_kills + job.oom_kills)
-    status = job.first.status
-    return replace(
-        ending,
-        exit_code=status if status is not None and status >= 0 else None,
-        signal_number=-status if status is not None and status < 0 else None,
-        exception=ending.exception if job.first.exception is not None else None,
-        oom_kills=ending.oom_kills + job.oom_kills,
-        has_finished=False,
-    )
-
-
-def of_job(ended: tuple[Outcome, str], job: JobEnd, ending: Ending) -> tuple[Outcome, str]:
-    """The outcome with what only the nodes know."""
-    outcome, reason = ended
-    if ending.own_kill is not None:
-        return ended
-    if outcome == "ok":
-        return outcome, f"{reason} ({_who(job.first)})" if job.first is not None else reason
-    if job.first is not None:
-        return outcome, f"{_who(job.first)}: {reason}"
-    if job.is_mute:
-        return outcome, f"torchrun on the first node: {reason}"
-    if job.lost:
-        return "lost", job.lost
-    return (
-        ("error", f"its processes could not be brought together: {first_line(job.error, 300)}") if job.error else ended
-    )
-
-
-def job_evidence(job: JobEnd) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if job.first is not None:
-        found |= {"rank": job.first.rank, "rank_host": job.first.host}
-    if job.lost_host:
-        found["host"] = job.lost_host
-    if job.error:
-        found["torchrun"] = job.error
-    return found
-
-
-def _who(end: RankEnd) -> str:
-    return f"rank {end.rank} on {end.host}"
+def _evidence(facts: ExitFacts, worker_exit: WorkerExit, outcome: Outcome) -> dict[str, Any]:
+    job = worker_exit.job_end
+    found = {
+        "pid": worker_exit.pid,
+        "killed_by": "flopwatch" if facts.own_kill is not None else None,
+        "exit_code": facts.exit_code,
+        "signal": signal_name(facts.signal_number) if facts.signal_number is not None else None,
+        "exception": dict(facts.exception) if facts.exception is not None else None,
+        "oom_kills": facts.oom_kills or None,
+        "memory_limit": worker_exit.memory_limit or None,
+        "hint": memory_hint(facts, outcome),
+        "rank": job.first.rank if job.first is not None else None,
+        "rank_host": job.first.host if job.first is not None else None,
+        "host": job.lost_host or None,
+        "torchrun": job.error or None,
+        "would_not_die": worker_exit.unkillable_pids or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}

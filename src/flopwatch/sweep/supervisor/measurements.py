@@ -1,4 +1,4 @@
-"""Put together what a trial measured, from the files its worker left. Light: runs in the supervisor."""
+"""Collects what a trial measured from the files its worker left. Standard library only: supervisors use it."""
 
 import contextlib
 import random
@@ -8,31 +8,25 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.plain_text import cut
-from flopwatch.records.reading import BrokenRecordError, read_record
-from flopwatch.records.trial import Measured, MemoryUse, Outcome, StepCost, StepTimes, TrialSpec
-from flopwatch.records.trial_files import read_json, read_lines
+from flopwatch.records.reading import BrokenRecordError, cut, read_json, read_lines, read_object, read_record
+from flopwatch.records.trial import AFTER_THE_STEPS, Measured, MemoryUse, Outcome, StepCost, StepTimes, TrialSpec
+from flopwatch.records.trial_files import MEASURED, METRICS, STEPS
 from flopwatch.sweep.claims import Progress
-from flopwatch.sweep.host.tree_memory import HostPeak
-
-STEPS = "steps.jsonl"
-MEASURED = "measured.json"
-EXCEPTION = "exception.json"
-METRICS = "metrics.json"
+from flopwatch.sweep.host.memory import HostPeak
 
 _PHASES = ("forward", "backward", "optimizer")
 _LARGEST_NUMBER = 1e300
 _MOST_OF_PEAK = 1.05
-"""A little above 1 for peaks that are a little wrong."""
+"""A reported MFU may exceed 1 by this much, because datasheet peaks are not exact."""
 
 _MOST_NUMBERS = 500
-"""Of a command's `metrics.json`; every one of them stands in each list of results."""
+"""Numbers kept from a command's `metrics.json`: each one is repeated in every list of results."""
 
 REPORTED = "reported by the command"
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class _MeasuredFile:
     """What `measured.json` holds."""
 
     measured: Measured = field(default_factory=Measured)
@@ -42,7 +36,7 @@ class _Left:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _StepLine:
     """A line of `steps.jsonl`."""
 
     phase: str
@@ -52,33 +46,19 @@ class _Step:
     optimizer: float
 
     def why_broken(self) -> str | None:
-        return None if self.seconds > 0 else "it took no time"
-
-
-def of_rank(file: str, rank: int) -> str:
-    """The name of a file that every process of a trial writes for itself; the first one's is the trial's.
-
-    >>> of_rank("exception.json", 0), of_rank("exception.json", 3)
-    ('exception.json', 'exception-3.json')
-    """
-    stem, _, ending = file.partition(".")
-    return f"{stem}-{rank}.{ending}" if rank else file
-
-
-AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
-"""What flopwatch does for its own sake: not the training, so no failure of the trial's."""
+        return None if self.seconds > 0 else "its seconds are not above 0"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a worker or a command left.
+class Collected:
+    """What a worker or a command left in its files.
 
     Attributes:
-        measured: What was measured.
+        measured: The measurements.
         environment: What it ran on.
-        is_done: It said that it is done.
-        has_all_steps: Every step that was asked for is measured; always False for a command, whose steps we do not see.
-        reported_outcome: What a command said of its own end.
+        is_done: Whether the worker wrote that it is done.
+        has_all_steps: Whether all steps of the spec are measured; False for a command, whose steps we do not see.
+        reported_outcome: The outcome a command reported for itself.
     """
 
     measured: Measured
@@ -88,58 +68,57 @@ class Found:
     reported_outcome: Outcome | None = None
 
 
-def assemble(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) -> Found:
-    """From the files of a trial.
+def collect_measurements(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) -> Collected:
+    """Read a trial's files.
 
     Args:
         trial_dir: The trial's folder.
         spec: Its configuration.
-        host_peak: Most host memory of the tree, as the supervisor saw it.
+        host_peak: Peak host memory of the process tree, as the supervisor sampled it.
     """
-    left = _read_left(trial_dir)
-    measured = replace(left.measured, memory=_with_host(left.measured.memory, host_peak))
+    left = _read_measured(trial_dir)
+    measured = replace(left.measured, memory=_with_host_peak(left.measured.memory, host_peak))
     environment = dict(left.environment)
     if spec.trainer == "command":
-        told = read_json(trial_dir / METRICS)
-        reported: dict[str, Any] = told if isinstance(told, dict) else {}
+        reported = read_object(trial_dir / METRICS)
         measured = _with_reported(measured, trial_dir, reported, spec.batch_size)
-        return Found(measured, environment, left.done, reported_outcome=_told_outcome(reported))
+        return Collected(measured, environment, left.done, reported_outcome=_reported_outcome(reported))
     rows = list(read_lines(trial_dir / STEPS))
-    return Found(_with_steps(measured, rows, spec), environment, left.done, left.steps_done)
+    return Collected(_with_steps(measured, rows, spec), environment, left.done, left.steps_done)
 
 
-def _read_left(trial_dir: Path) -> _Left:
+def _read_measured(trial_dir: Path) -> _MeasuredFile:
     try:
-        return read_record(_Left, read_json(trial_dir / MEASURED))
+        return read_record(_MeasuredFile, read_json(trial_dir / MEASURED))
     except BrokenRecordError:
-        return _Left()
+        return _MeasuredFile()
 
 
-def cut_short(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
-    """Of a trial that ended after its steps: what is missing, by phase, and why."""
-    is_asked = {"trace": spec.trace, "privacy": bool(spec.privacy)}
-    is_there = {
+def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
+    """Note in `not_measured`, for a trial that ended after its steps, which phases are missing and why."""
+    is_wanted = {"trace": spec.trace, "privacy": bool(spec.privacy)}
+    is_measured = {
         "memory": "optimizer" in measured.memory.by_phase,
         "flops": measured.cost is not None,
         "privacy": measured.privacy is not None,
         "trace": measured.trace is not None,
     }
-    missing = [phase for phase in AFTER_THE_STEPS if is_asked.get(phase, True) and not is_there[phase]]
+    missing = [phase for phase in AFTER_THE_STEPS if is_wanted.get(phase, True) and not is_measured[phase]]
     reasons = {phase: why if phase == progress.phase else "not reached" for phase in missing}
     return replace(measured, not_measured={**reasons, **measured.not_measured})
 
 
-def _with_host(memory: MemoryUse, seen: HostPeak) -> MemoryUse:
-    """The worker knows every moment of its own process, the supervisor the whole tree at some."""
-    if seen.bytes is None:
+def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
+    """Combine two peaks: the worker's is exact for its own process, the supervisor's samples the whole tree."""
+    if sampled.bytes is None:
         return memory
-    is_more = memory.host_bytes is None or seen.bytes > memory.host_bytes
-    method = seen.method if is_more or seen.method != "high_water" else memory.host_method
-    return replace(memory, host_bytes=max(seen.bytes, memory.host_bytes or 0), host_method=method)
+    is_more = memory.host_bytes is None or sampled.bytes > memory.host_bytes
+    method = sampled.method if is_more or sampled.method != "high_water" else memory.host_method
+    return replace(memory, host_bytes=max(sampled.bytes, memory.host_bytes or 0), host_method=method)
 
 
-def _told_outcome(reported: Mapping[str, Any]) -> Outcome | None:
-    """A command may say that it was out of memory: it knows what no exit code tells."""
+def _reported_outcome(reported: Mapping[str, Any]) -> Outcome | None:
+    """A command may report that it ran out of memory, which its exit code cannot say."""
     outcome = reported.get("outcome")
     return outcome if outcome in ("oom_device", "oom_host") else None
 
@@ -161,12 +140,12 @@ def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec)
     )
 
 
-def _whole_steps(rows: list[dict[str, Any]]) -> list[_Step]:
-    """Those that can be read: a worker is killed in the middle of a line, and a trainer may write what it likes."""
+def _whole_steps(rows: list[dict[str, Any]]) -> list[_StepLine]:
+    """The readable lines: a worker may be killed in the middle of one, and a trainer may write its own."""
     found = []
     for row in rows:
         with contextlib.suppress(BrokenRecordError):
-            found.append(read_record(_Step, row))
+            found.append(read_record(_StepLine, row))
     return found
 
 
@@ -182,9 +161,9 @@ def _with_rates(cost: StepCost, seconds: float) -> StepCost:
 
 
 def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, Any], batch_size: int) -> Measured:
-    """What a command told: numbers in `metrics.json`, and the log of a `TrainingMonitor` in the trial's folder."""
+    """Add what a command reported: numbers in `metrics.json`, and a `TrainingMonitor` log in the trial's folder."""
     numbers = {
-        name: float(value) for name, value in {**_of_monitor(trial_dir), **reported}.items() if _is_number(value)
+        name: float(value) for name, value in {**_monitor_values(trial_dir), **reported}.items() if _is_number(value)
     }
     seconds: Any = reported.get("step_seconds")
     is_list = isinstance(seconds, list) and all(_is_number(value) and value > 0 for value in seconds)
@@ -202,23 +181,23 @@ def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, A
 
 
 def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """MFU and HFU as a command told them; one that no device can reach is no measurement, and the notes say so."""
-    told = {name: numbers[name] for name in ("mfu", "hfu") if name in numbers}
-    shares = {name: value for name, value in told.items() if 0 <= value <= _MOST_OF_PEAK}
+    """MFU and HFU as a command reported them. Impossible values are left out, and a note says so."""
+    reported = {name: numbers[name] for name in ("mfu", "hfu") if name in numbers}
+    shares = {name: value for name, value in reported.items() if 0 <= value <= _MOST_OF_PEAK}
     notes = tuple(
         f"the command reported {name} = {value:g}, which is left out: it is a share of the peak, 0.45 for 45 %"
-        for name, value in told.items()
+        for name, value in reported.items()
         if name not in shares
     )
     return (shares if "mfu" in shares else {}), notes
 
 
-def _of_monitor(trial_dir: Path) -> Mapping[str, Any]:
-    from flopwatch.runs import find_log, read_log  # most trials have none, and supervisors start quickly
+def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
+    from flopwatch.runs import find_log, read_log  # few trials have such a log, so supervisors start without it
 
     try:
         summary = read_log(find_log(trial_dir)).summary
-    except Exception:  # whatever a user's program left there must not cost its trial the result
+    except Exception:  # a broken log of the user's program must not cost the trial its result
         return {}
     if summary is None:
         return {}
@@ -234,10 +213,10 @@ def _of_monitor(trial_dir: Path) -> Mapping[str, Any]:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= _LARGEST_NUMBER  # also false for what is not a number at all
+    return is_number and abs(value) <= _LARGEST_NUMBER  # False for NaN as well
 
 
-# Statistics of step times. Pure, and without numpy: supervisors use it.
+# Statistics of step times, without numpy: supervisors use them.
 
 
 _RESAMPLES = 500
@@ -269,7 +248,7 @@ def step_times(seconds: Sequence[float], first: float | None = None) -> StepTime
 
 
 def median(ordered: Sequence[float]) -> float:
-    """Of sorted values. The standard library's costs a supervisor 7 ms to import."""
+    """Median of sorted values. Importing `statistics` would cost a supervisor 7 ms."""
     return percentile(ordered, 0.5)
 
 

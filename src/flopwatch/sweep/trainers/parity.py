@@ -11,6 +11,7 @@ from flopwatch.records.trainer_names import PRIVATE
 from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.losses import find_per_sample_losses, model_inputs
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
+from flopwatch.torch_internals import AnyDropout
 
 _ROUNDING = 1e-4
 """A parameter's gradient below this share of the whole is rounding: a key's bias, say, has none."""
@@ -102,7 +103,7 @@ def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def without_dropout(model: nn.Module) -> nn.Module:
     """Dropout draws other numbers for a sample alone than for a batch."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, AnyDropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
             if "dropout" in name and isinstance(value, float):

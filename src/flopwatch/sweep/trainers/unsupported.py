@@ -8,6 +8,7 @@ from torch import nn
 from flopwatch.errors import UnsupportedError
 from flopwatch.sweep.trainers.opacus_internals import load_opacus
 from flopwatch.sweep.trainers.options import is_checkpointing
+from flopwatch.torch_internals import AnyBatchNorm
 
 _MOST_NAMED = 3
 
@@ -49,7 +50,7 @@ def _with_buffers(model: nn.Module) -> str | None:
     found = [(name, module) for name, module in trainable if next(module.buffers(), None) is not None]
     if not found:
         return None
-    batch_norms = [name for name, module in found if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    batch_norms = [name for name, module in found if isinstance(module, AnyBatchNorm)]
     if batch_norms:
         return (
             f"BatchNorm ({_named(batch_norms)}) mixes the samples of a batch, so that no sample has a gradient of its "

@@ -11,7 +11,7 @@ import torch
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.sweep.host.environment import git_state, machine
-from flopwatch.sweep.host.tree_memory import resident
+from flopwatch.sweep.host.memory import resident
 from flopwatch.sweep.trainers.protocol import StepPart
 
 PARTS = ("forward", "backward", "optimizer")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.records.plain_text import cut
+from flopwatch.records.reading import cut
 from flopwatch.records.trial import Outcome
 
 # RuntimeErrors by which allocators and math libraries say that memory is out (torch 2.13, CUDA 12 and 13).

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flopwatch.records.reading import read_json
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import read_json, write_json
+from flopwatch.records.trial_files import write_json
 from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.worker.exception_outcome import describe_exception, message_of
 

@@ -19,12 +19,12 @@ from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
 from flopwatch.models.load import load_model
 from flopwatch.optional import require
 from flopwatch.records.flops import Peak
+from flopwatch.records.reading import read_lines
 from flopwatch.records.trial import Measured, MemoryUse, TrialSpec
-from flopwatch.records.trial_files import read_lines, write_json
+from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, write_json
 from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.engines.slots import GPUS
-from flopwatch.sweep.host.tree_memory import mapped_data_bytes, resident
-from flopwatch.sweep.supervisor.measurements import MEASURED, STEPS, of_rank
+from flopwatch.sweep.host.memory import mapped_data_bytes, resident
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
 from flopwatch.sweep.trainers.options import enable_checkpointing, read_options
 from flopwatch.sweep.trainers.privacy import privacy_spent

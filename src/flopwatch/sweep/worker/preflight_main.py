@@ -17,12 +17,10 @@ from torch import nn
 
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
 from flopwatch.models.load import load_model
+from flopwatch.models.networks import Decoder, ResNet
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
-from flopwatch.models.resnet import ResNet
-from flopwatch.models.transformer import Decoder
-from flopwatch.records.plain_text import cut
+from flopwatch.records.reading import cut, read_json
 from flopwatch.records.trainer_names import LABELS, PRIVATE
-from flopwatch.records.trial_files import read_json
 from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.losses import forward_inputs, own_loss

@@ -12,12 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flopwatch.records.reading import read_json
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import read_json, write_json
-from flopwatch.sweep.claims import FILE, Heartbeat
-from flopwatch.sweep.host.processes import STACKS, die_with_parent
-from flopwatch.sweep.supervisor.classify import exception_file
-from flopwatch.sweep.supervisor.measurements import of_rank
+from flopwatch.records.trial_files import HEARTBEAT, STACKS, exception_file, of_rank, write_json
+from flopwatch.sweep.claims import Heartbeat
+from flopwatch.sweep.host.processes import die_with_parent
 from flopwatch.sweep.worker.exception_outcome import describe_exception, message_of
 from flopwatch.sweep.worker.main import leave
 
@@ -31,7 +30,7 @@ def main(trial_dir: Path) -> int:
     stacks = (trial_dir / of_rank(STACKS, rank)).open("w")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    heartbeat = Heartbeat(trial_dir, of_rank(FILE, rank))
+    heartbeat = Heartbeat(trial_dir, of_rank(HEARTBEAT, rank))
     heartbeat.beat("import")
     job: dict[str, Any] = read_json(trial_dir / "spec.json")
     sys.path.insert(0, os.getcwd())  # a user's trainer lies in the working directory, as with `python -m`

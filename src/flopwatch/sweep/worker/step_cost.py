@@ -12,13 +12,14 @@ from flopwatch.flops.count import count_flops
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
 from flopwatch.records.flops import AttentionConvention, FlopCount
-from flopwatch.records.plain_text import cut
+from flopwatch.records.reading import cut
 from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
 from flopwatch.sweep.trainers.builtin import StandardTrainer
 from flopwatch.sweep.trainers.losses import forward_inputs, own_loss, takes_labels
 from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
 from flopwatch.sweep.worker.exception_outcome import first_line, message_of
+from flopwatch.torch_internals import compiled_call, compiled_original, is_compiled_function
 
 
 def count_step(
@@ -132,14 +133,11 @@ def _attributes(trainer: Trainer) -> list[Any]:
 
 def _is_compiled(value: Any) -> bool:
     """`torch.compile(module)`, `module.compile()`, or `torch.compile(function)`."""
-    if hasattr(value, "_torchdynamo_orig_callable") or hasattr(value, "_orig_mod"):
+    if is_compiled_function(value) or compiled_original(value) is not None:
         return True
     if not isinstance(value, nn.Module):
         return False
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in value.modules()
-    )
+    return any(compiled_original(module) is not None or compiled_call(module) is not None for module in value.modules())
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """A sweep that was never run: results with the shape of real ones, for tests and for timing the report.
 
-python benchmarks/testbeds/made_up_sweep.py FOLDER [TRIALS]
+python testbeds/made_up_sweep.py FOLDER [TRIALS]
 """
 
 import json

@@ -1,0 +1,127 @@
+import signal
+from dataclasses import replace
+
+import pytest
+
+from flopwatch.sweep.supervisor.build_result import ExitFacts, classify, memory_hint
+
+EXCEPTION = {"type": "ValueError", "message": "a mistake\nwith details", "outcome": "error"}
+
+
+@pytest.mark.parametrize(
+    ("ending", "outcome"),
+    [
+        (ExitFacts(exit_code=0, has_finished=True), "ok"),
+        (ExitFacts(exit_code=0, is_command=True), "ok"),
+        (ExitFacts(exit_code=0, is_command=True, own_kill="timeout"), "timeout"),
+        (ExitFacts(exit_code=0, is_command=True, own_kill="cancelled"), "cancelled"),
+        (ExitFacts(exit_code=3, oom_kills=1), "oom_host"),
+        (ExitFacts(exit_code=3, oom_kills=1, has_own_group=False), "error"),
+        (ExitFacts(exit_code=137, oom_kills=1, has_own_group=False, is_command=True), "oom_host"),
+        (ExitFacts(exit_code=0), "error"),
+        (ExitFacts(exit_code=3), "error"),
+        (ExitFacts(exit_code=1, exception=EXCEPTION), "error"),
+        (ExitFacts(exit_code=1, exception={**EXCEPTION, "outcome": "oom_device"}), "oom_device"),
+        (ExitFacts(signal_number=signal.SIGSEGV), "crash"),
+        (ExitFacts(signal_number=signal.SIGKILL), "crash"),
+        (ExitFacts(signal_number=signal.SIGKILL, oom_kills=1), "oom_host"),
+        (ExitFacts(exit_code=137, oom_kills=1, is_command=True), "oom_host"),
+        (ExitFacts(signal_number=signal.SIGSEGV, oom_kills=1), "crash"),
+        (ExitFacts(exit_code=1, exception=EXCEPTION, oom_kills=1), "oom_host"),
+        (ExitFacts(exit_code=1, exception=EXCEPTION, oom_kills=1, has_own_group=False), "error"),
+        (ExitFacts(exit_code=0, is_command=True, oom_kills=1), "oom_host"),
+        (ExitFacts(exit_code=0, is_command=True, oom_kills=1, has_own_group=False), "ok"),
+        (ExitFacts(exit_code=1, is_command=True, reported="oom_device"), "oom_device"),
+        (ExitFacts(exit_code=0, is_command=True, reported="oom_host"), "oom_host"),
+        (ExitFacts(own_kill="oom_host", signal_number=signal.SIGKILL), "oom_host"),
+        (ExitFacts(signal_number=signal.SIGKILL, held_bytes=96, limit_bytes=100), "oom_host"),
+        (ExitFacts(signal_number=signal.SIGKILL, held_bytes=90, limit_bytes=100), "crash"),
+        (ExitFacts(signal_number=signal.SIGKILL, held_bytes=96), "crash"),
+        (ExitFacts(signal_number=signal.SIGABRT, held_bytes=96, limit_bytes=100), "oom_host"),
+        (ExitFacts(signal_number=signal.SIGABRT, held_bytes=90, limit_bytes=100), "crash"),
+        (ExitFacts(signal_number=signal.SIGSEGV, held_bytes=101, limit_bytes=100), "crash"),
+        (ExitFacts(exit_code=0, is_command=True, held_bytes=101, limit_bytes=100), "oom_host"),
+        (ExitFacts(exit_code=1, held_bytes=99, limit_bytes=100), "error"),
+        (ExitFacts(exit_code=1, exception=EXCEPTION, held_bytes=101, limit_bytes=100), "error"),
+    ],
+)
+def test_the_outcome_of_an_ending(ending, outcome):
+    assert classify(ending)[0] == outcome
+
+
+WORDS = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    "RuntimeError: CUDA error: out of memory",
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+    "MemoryError",
+    "CUDA out of memory in optional autotune, going on",
+)
+
+
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        ExitFacts(exit_code=1),
+        ExitFacts(exit_code=1, is_command=True),
+        ExitFacts(signal_number=signal.SIGABRT),
+        ExitFacts(exit_code=1, exception=EXCEPTION),
+        ExitFacts(exit_code=1, is_command=True, held_bytes=99, limit_bytes=100),
+    ],
+)
+def test_words_in_a_log_decide_nothing_and_are_kept_as_a_hint(ending, words):
+    silent, spoken = classify(ending), replace(ending, log_tail=f"one\n  {words}\nKeyError: 'x'")
+    assert classify(spoken) == silent
+    assert silent[0] in ("error", "crash")
+    assert memory_hint(spoken, silent[0]) == words
+    assert memory_hint(ending, silent[0]) is None
+
+
+@pytest.mark.parametrize("harmless", ["Error: no memory leak found", "an error in memory.py", "MemoryErrors: 0"])
+def test_words_that_only_sound_like_memory_are_no_hint(harmless):
+    assert memory_hint(ExitFacts(exit_code=1, log_tail=harmless), "error") is None
+
+
+AFTER_ITS_STEPS = [
+    ExitFacts(signal_number=signal.SIGKILL, oom_kills=1),
+    ExitFacts(signal_number=signal.SIGSEGV),
+    ExitFacts(own_kill="hang", own_kill_detail="nothing moved", signal_number=signal.SIGKILL),
+    ExitFacts(own_kill="timeout", signal_number=signal.SIGKILL),
+    ExitFacts(own_kill="oom_host", signal_number=signal.SIGKILL),
+    ExitFacts(exit_code=1, exception={**EXCEPTION, "outcome": "oom_host"}),
+    ExitFacts(exit_code=3),
+]
+
+
+@pytest.mark.parametrize("ending", AFTER_ITS_STEPS)
+def test_whatever_happens_after_its_steps_a_trial_is_ok_and_that_is_told(ending):
+    before = classify(ending)
+    assert before[0] != "ok"
+    outcome, reason = classify(replace(ending, has_finished_steps=True))
+    assert outcome == "ok"
+    assert reason.endswith(before[1])
+
+
+def test_a_trial_cancelled_after_its_steps_runs_again():
+    assert classify(ExitFacts(own_kill="cancelled", signal_number=9, has_finished_steps=True))[0] == "cancelled"
+
+
+def test_our_own_kill_explains_the_signal_it_sent():
+    ending = ExitFacts(
+        own_kill="timeout", own_kill_detail="not done after 5 s", signal_number=signal.SIGKILL, oom_kills=1
+    )
+    assert classify(ending) == ("timeout", "not done after 5 s")
+
+
+def test_a_trial_that_finished_as_we_killed_it_is_ok():
+    assert classify(ExitFacts(own_kill="timeout", exit_code=0, has_finished=True))[0] == "ok"
+
+
+def test_the_reason_is_one_line():
+    assert classify(ExitFacts(exit_code=1, exception=EXCEPTION))[1] == "ValueError: a mistake"
+
+
+def test_a_helper_killed_for_memory_is_told_though_the_trial_went_on():
+    outcome, reason = classify(ExitFacts(exit_code=0, has_finished=True, oom_kills=2))
+    assert outcome == "ok"
+    assert "2 of its processes were killed for memory" in reason
