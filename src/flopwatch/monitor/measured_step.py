@@ -162,7 +162,7 @@ def _shares(steps: Sequence[MeasuredStep]) -> dict[str, Number | None]:
 
 
 def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
-    """Of the time of the steps whose wait is known; None without any.
+    """Share of step time spent waiting for batches, over the steps whose wait is known; None without any.
 
     >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=9.0)])
     0.25
@@ -234,13 +234,13 @@ _TOTALS = ("samples", "tokens", "real_tokens", "trainable_tokens", "model_flops"
 
 @dataclass
 class Ledger:
-    """Adds up steps and phases. What was never known is not in `totals`; a part unknown later keeps what was known.
+    """The run's totals: steps and phases added up. An amount that was never known is missing from `totals`.
 
     Attributes:
         steps: Optimizer steps that count.
         totals: Samples, tokens and FLOPs of them.
         seconds: By class, see `flopwatch.records.metrics`; `wall` is up to the newest row.
-        first_start_unix_time: When the run's first process started; None for a log that does not tell.
+        first_start_unix_time: When the run's first process started; None if the log does not contain it.
     """
 
     steps: int = 0
@@ -248,7 +248,7 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=dict)
     first_start_unix_time: float | None = None
     _not_compared: list[float] = field(default_factory=list, repr=False)
-    """Work of warm-up steps from before the first typical one."""
+    """Work of warm-up steps that came before a typical step was known."""
 
     def add_steps(self, steps: Iterable[MeasuredStep], typical_seconds: float | None = None) -> None:
         """Count steps; beyond `typical_seconds`, the work of a warm-up or stalled step made no progress."""
@@ -280,7 +280,7 @@ class Ledger:
         self.spend("count", extra)
 
     def add_amounts(self, amounts: Mapping[str, int]) -> None:
-        """Samples, tokens and FLOPs of a window, where they are not told step by step."""
+        """Samples, tokens and FLOPs of a whole window, where they are not known step by step."""
         for name in _TOTALS:
             if name in amounts:
                 self.totals[name] = self.totals.get(name, 0) + amounts[name]
@@ -297,14 +297,14 @@ class Ledger:
             self._not_compared.clear()
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Time outside steps; a phase without a metric of its own counts as pause."""
+        """Time outside steps; a phase that has no metric counts as pause."""
         self.spend(phase if phase in APART else "pause", seconds)
 
     def spend(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def set_wall(self, unix_time: float) -> None:
-        """Wall time is up to this moment."""
+        """Set the run's wall time to end at this moment."""
         if self.first_start_unix_time is not None:
             self.seconds["wall"] = unix_time - self.first_start_unix_time
 

@@ -1,4 +1,4 @@
-"""What the monitor has to say to a person: level, code, and a sentence with the value and what to do next."""
+"""Every notice of the monitor: level, code, and a message with the value and what to do next."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ Tell = Callable[[Level, str, str], None]
 
 
 class NoticeText(NamedTuple):
-    """A notice without its step. What stands behind a colon in the code only tells notices apart."""
+    """A notice without its step. A suffix after a colon in the code makes notices of one kind distinct."""
 
     level: Level
     code: str
@@ -88,7 +88,7 @@ def stalled(seconds: float) -> NoticeText:
 
 
 def log_not_resumed(log: Path, error: BaseException) -> NoticeText:
-    return NoticeText("warning", "log_not_resumed", f"the totals start at 0: {log} is of no use: {error}")
+    return NoticeText("warning", "log_not_resumed", f"the totals start at 0, because {log} cannot be used: {error}")
 
 
 def steps_lost(last_step: int, first_step: int) -> NoticeText:
@@ -136,8 +136,8 @@ def ranks_missing(missing: int, world_size: int) -> NoticeText:
     return NoticeText(
         "warning",
         "ranks_missing",
-        f"{missing} of {world_size} ranks did not tell of this window: its numbers are those of the logging rank, and "
-        "the totals lack the others' part (ranks/reporting says in which rows)",
+        f"{missing} of {world_size} ranks did not report this window: its numbers are those of the logging rank, and "
+        "the totals lack the missing ranks' part (ranks/reporting says in which rows)",
     )
 
 
@@ -185,8 +185,8 @@ def optimizer_products(flops: int) -> NoticeText:
     return NoticeText(
         "info",
         "optimizer_products",
-        f"the optimizer computes matrix products of its own, {flops:,} FLOPs in a step that was counted; they are "
-        "neither in the model's FLOPs nor in those executed",
+        f"the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither the model's FLOPs "
+        "nor the executed FLOPs include them",
     )
 
 

@@ -1,4 +1,4 @@
-"""Makes rows of settled windows: metrics, totals, percentiles, the columns for the log."""
+"""Books priced windows and makes rows of them: metrics, totals, percentiles, the columns for the log."""
 
 import time
 from collections import deque
@@ -34,7 +34,7 @@ from flopwatch.records.run import Number, PartialRow, Row
 _PERCENTILE_STEPS = 512
 _STEPS_TO_SEE_WARM_UP = 6
 _NANOSECONDS = 9
-"""Digits that are enough, and make the log shorter."""
+"""Decimal digits of seconds in the log: more would only make it longer."""
 _MOST_REASONS = 5
 _COLUMNS = (
     "step",
@@ -57,7 +57,7 @@ class JobLayout:
 
     Attributes:
         world_size: All ranks.
-        data_parallel_size: Ranks that work on different data; the others share the batch of one of them.
+        data_parallel_size: Ranks with different data; further ranks share the batch of one of these.
     """
 
     world_size: int
@@ -75,7 +75,7 @@ class RowMaker:
     Attributes:
         last_step: Of the newest row; the totals end there.
         latest: All values of the newest row; percentiles only where it was detailed or made on request.
-        straggler: The rank that held the others back in the newest row.
+        straggler: The rank that the other ranks waited for in the newest row.
         missing_ranks: How many ranks did not report in the newest row.
         exact: Whether all FLOPs of the session's rows are exact; None before the first row that has any.
         notes: Why not.
@@ -142,7 +142,7 @@ class RowMaker:
         return [window._replace(steps=[next(rest) for _ in window.steps]) for window in windows]
 
     def _marked(self, steps: Sequence[PricedStep]) -> list[PricedStep]:
-        """As far as can be told of these steps."""
+        """The steps with `is_warm_up` set, as far as these steps alone show it."""
         wanted = self._config.warm_up_steps
         count = (
             find_warm_up([step.measured.seconds for step in steps]) if wanted == "auto" else wanted - self._steps_seen
@@ -223,7 +223,7 @@ class RowMaker:
         return self._session.book(steps, job_totals(report, self._layout.data_parallel_size), later_seconds)
 
     def _rates(self, steps: Sequence[MeasuredStep], peak: Peak | None, report: RankReport | None) -> dict[str, Number]:
-        """Of this rank alone; FLOPs and rates only where no report has those of all ranks."""
+        """The rates of this rank; without those under perf/ where `report` has them for all ranks."""
         self._recent_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
         flops_per_s = None if peak is None else peak.flops_per_s
         self._sums.add(steps, flops_per_s)
@@ -275,7 +275,7 @@ class RowMaker:
 
 
 class MeasuredSum:
-    """Sums of a session's timed steps, enough for its rates: apart for steps of which different things are known."""
+    """Sums of a session's timed steps, from which its rates follow; separate for steps with different known amounts."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -323,16 +323,16 @@ def _denominator(steps: Sequence[MeasuredStep], peak: Peak | None) -> dict[str, 
 
 
 def _doubts_of_ranks(report: RankReport | None, world_size: int) -> tuple[str, ...]:
-    """What the other ranks leave to be desired of a row's exactness."""
+    """Why a row that is exact on this rank is not exact on all of them."""
     if report is None or report.ranks < world_size:
-        return (f"{0 if report is None else report.ranks} of {world_size} ranks have told of these steps",)
+        return (f"{0 if report is None else report.ranks} of {world_size} ranks have reported these steps",)
     if report.exact_ranks < world_size:
         return (f"the FLOPs are exact on {report.exact_ranks} of {world_size} ranks",)
     return ()
 
 
 def _exactness(steps: Sequence[MeasuredStep]) -> tuple[bool | None, tuple[str, ...]]:
-    """Whether all FLOPs of these steps are exact, and why not; None where there are none."""
+    """Whether all FLOPs of these steps are exact, and why not; None where no step has FLOPs."""
     known = [step for step in steps if step.model_flops is not None]
     if not known:
         return None, ()

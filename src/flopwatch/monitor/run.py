@@ -45,18 +45,19 @@ from flopwatch.records.run import Number, RunStart, Summary
 from flopwatch.sinks.protocol import Sink
 
 _MFU_ALARM = 1.05
-_STALL_SECONDS_TOLD, _OUTSIDE_SECONDS_TOLD = 0.5, 0.2
-"""Less than that, in a whole session, is the noise of a busy machine."""
+"""Above 1 by more than the error of a step's time: the peak is not that of this training."""
+_LEAST_STALL_SECONDS, _LEAST_OUTSIDE_SECONDS = 0.5, 0.2
+"""Less than this in a whole session is the noise of a busy machine, and gives no notice."""
 _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
-"""What a rank keeps while it waits for the logging rank's plan, at the least; then it leaves."""
+"""A rank that has no plan from the logging rank after so many windows, steps and seconds leaves."""
 DEVICE_SECONDS = 60.0
 """How long a checkpoint and the end of a run wait for a device that has work queued."""
 _CHECKPOINT_SECONDS = 2.0
 """How long a checkpoint waits for the other ranks' windows."""
 _CLOSE_RANKS_SECONDS = 5.0
-"""How long the end of a run waits for them."""
+"""How long the end of a run waits for the other ranks."""
 _CLOSE_AFTER_ERROR_SECONDS = 0.5
-"""The others may be stuck in a collective that only the end of this process frees."""
+"""Other ranks may block in a collective until this process exits, so wait only briefly."""
 
 
 class _LateWindow(NamedTuple):
@@ -87,7 +88,7 @@ class MonitoredRun:
         noter: Stage note.
         costs: The laws of the run.
         pricer: Stage price.
-        ranks: This process among the others of its training.
+        ranks: This process as one rank of its training.
         rows: Stages account and row.
         outlets: Stage sinks.
         datasets: Loss and accuracy per dataset.
@@ -167,7 +168,7 @@ class MonitoredRun:
         timer = timer_for(self.pricer.peaks.device, self._clock)
         if type(timer) is not type(self._timer):
             self._timer = timer
-            self.ranks.stop_busy_time()  # only on a CPU does the processor's clock tell what the device is busy with
+            self.ranks.stop_busy_time()  # the processor's clock shows busy time only where the processor is the device
             self.step_clock = self._new_step_clock(self.step_clock.seconds_before_first_step)
         self._look_at_layout()
 
@@ -184,7 +185,7 @@ class MonitoredRun:
     def _note_outside(self, seconds: float) -> None:
         self._session.add_seconds("outside", seconds)
         self._outside_seconds += seconds
-        if self._outside_seconds > _OUTSIDE_SECONDS_TOLD:
+        if self._outside_seconds > _LEAST_OUTSIDE_SECONDS:
             self._tell(*notices.time_outside_steps(seconds))
 
     def _look_at_layout(self) -> None:
@@ -419,7 +420,7 @@ class MonitoredRun:
             self._tell(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch))
 
     def _peak_flops_per_s(self, steps: Sequence[PricedStep]) -> float | None:
-        """Of one device, for the types the steps ran in."""
+        """Peak of one device, weighted by the compute types in which the steps ran."""
         peak = self.pricer.peak
         return effective_peak([step.measured for step in steps]) or (None if peak is None else peak.flops_per_s)
 
@@ -449,7 +450,7 @@ class MonitoredRun:
     def _look_for_alarms(self, step: int) -> None:
         if self.rows.missing_ranks:
             self._tell(*notices.ranks_missing(self.rows.missing_ranks, self._world_size), step)
-        if self._session.stalled_seconds > _STALL_SECONDS_TOLD:
+        if self._session.stalled_seconds > _LEAST_STALL_SECONDS:
             self._tell(*notices.stalled(self._session.stalled_seconds), step)
         slow = self.rows.straggler
         if slow is not None and slow.chronic:
@@ -583,7 +584,7 @@ def _seconds_of(steps: Sequence[PricedStep]) -> float:
 
 
 def _assumed_batch(config: MonitorConfig) -> dict[str, torch.Tensor] | None:
-    """What the configuration says every step is given, for loops that pass neither batch nor mask."""
+    """The batch of every step by the configuration, for loops that pass neither batch nor mask."""
     if config.batch_size is None or config.seq_length is None:
         return None
     return {"attention_mask": torch.ones(config.batch_size, config.seq_length, dtype=torch.long)}

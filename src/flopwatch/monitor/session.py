@@ -1,4 +1,4 @@
-"""One start of a run: what it takes over from earlier ones, and when it began."""
+"""One start of a run: owns the run's totals, continues those of earlier starts, and knows the wall time."""
 
 import os
 import platform
@@ -29,7 +29,7 @@ from flopwatch.version import __version__
 
 
 _START_FIELD = 19
-"""Of /proc/self/stat after the command's name: ticks since boot (man 5 proc_pid_stat, field 22)."""
+"""Index in /proc/self/stat, after the command's name, of the start in ticks since boot (proc_pid_stat(5), field 22)."""
 
 _monitored_process: int | None = None
 
@@ -65,7 +65,7 @@ class WallClock:
 
 
 def process_start_unix_time() -> float | None:
-    """When this process started, to 10 ms; None where the system does not tell.
+    """When this process started, to 10 ms; None where the system does not provide it.
 
     Not `psutil.create_time`: it adds ticks to a boot time that the kernel gives in whole seconds.
     """
@@ -124,7 +124,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def device_memory_gib(device: torch.device) -> dict[str, float]:
-    """Most memory held and reserved so far; asks the allocator, not the device."""
+    """Most memory held and reserved so far; read from the allocator, not from the device."""
     if device.type != "cuda":
         return {}
     return {
@@ -139,8 +139,8 @@ def device_memory_gib(device: torch.device) -> dict[str, float]:
 class ResumePoint(NamedTuple):
     """The last step that counts, and the totals up to it.
 
-    `is_estimated` tells that a window of several ranks had to be cut: the log has each step of the logging rank, but of
-    all ranks only the window.
+    `is_estimated` is True when a window of several ranks had to be cut: the log has single steps only for the logging
+    rank, and for all ranks only whole windows.
     """
 
     step: int
@@ -158,7 +158,7 @@ class LastSign(NamedTuple):
 def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
     """What was logged before `first_step`; None when the run starts afresh.
 
-    A training that goes back to a checkpoint runs steps again: what was logged of them does not count twice. Where the
+    A training that goes back to a checkpoint repeats steps, which must not count twice. Where the
     checkpoint lies inside a window, its first steps are taken from the window's columns.
     """
     if first_step <= 1 or not log.is_file():
@@ -194,7 +194,7 @@ def _share_of_window(
 
 
 def find_last_sign(log: Path) -> LastSign | None:
-    """What the sessions before wrote last, also of steps that are run again; None when there is nothing of use."""
+    """The newest record of earlier sessions, also of steps that are repeated; None when there is none."""
     newest: dict[str, Any] | None = None
     for record in _timed_records(log):
         newest = newest or record
@@ -204,7 +204,7 @@ def find_last_sign(log: Path) -> LastSign | None:
 
 
 def continue_times(ledger: Ledger, last: LastSign | None, session_start_unix_time: float) -> float:
-    """Book what lies between the earlier session and this one: steps run again, and the time nobody was there.
+    """Book the time between the earlier session and this one: repeated steps, and the time without a process.
 
     Args:
         ledger: The totals at the step the run resumes after; its times become those the session begins with.
@@ -227,7 +227,7 @@ def continue_times(ledger: Ledger, last: LastSign | None, session_start_unix_tim
 def is_same_job(log: Path, environment: Mapping[str, Any]) -> bool:
     """Whether torchelastic has restarted the job that wrote the log's last session.
 
-    A job killed before its first checkpoint starts at step 0 again; only torchelastic can tell that from a new run.
+    A job killed before its first checkpoint starts at step 0 again, as a new run does; only torchelastic shows which.
     """
     now = environment.get("torchelastic")
     if not now or not now["restart_count"] or not log.is_file():
@@ -252,7 +252,7 @@ def _later_of(own: LastSign | None, last: LastSign | None, first_start_unix_time
 
 
 def _as_sign(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> LastSign:
-    """Its moment is on the clock of its times, where it tells the wall time."""
+    """The moment is taken from the ledger's wall time where there is one, else from the record."""
     is_summary = newest["type"] == "summary"
     if is_summary:  # phases after the last row
         ledger.seconds |= _seconds_in(newest["values"])
@@ -292,10 +292,10 @@ def _steps(row: Mapping[str, Any] | None) -> list[MeasuredStep]:
     ]
 
 
-_OF_NO_USE = (FlopwatchError, OSError, ValueError, KeyError)
-"""What reading a log can raise."""
+_UNREADABLE_LOG = (FlopwatchError, OSError, ValueError, KeyError)
+"""What reading a damaged or foreign log can raise."""
 _TYPICAL_STEPS = 64
-"""Whose median a stalled step is compared with."""
+"""A stalled step is compared with the median of so many steps."""
 
 
 class Totals(NamedTuple):
@@ -347,7 +347,7 @@ class Session:
 
         Args:
             first_step: Its number.
-            environment: Of this process; tells whether torchelastic has restarted the job.
+            environment: Of this process; shows whether torchelastic has restarted the job.
             first_step_began: By the monitor's clock; None when it was not opened.
             seconds_before_first_step: Spent in phases before it, which are booked already.
 
@@ -378,7 +378,7 @@ class Session:
         """Add a window to the totals.
 
         Args:
-            steps: The window's steps, which `expect` was told of.
+            steps: The window's steps, as they were given to `expect`.
             amounts: Samples, tokens and FLOPs of all ranks, where the steps do not hold them.
             later_seconds: Time of later steps, which is not in the wall time of this row.
         """
@@ -407,7 +407,7 @@ class Session:
         booked, before = self._ledger.seconds, self._carried_seconds
         try:
             sign = find_last_sign(self._log_path)
-        except _OF_NO_USE:  # the totals are worth more than the time lost since
+        except _UNREADABLE_LOG:  # the totals are worth more than the time lost since
             sign = None
         self._began_unix_time = continue_times(ledger, sign, self._wall_clock.session_start_unix_time)
         self._wall_clock.go_on_from(self._began_unix_time)
@@ -424,7 +424,7 @@ class Session:
                 self._continue_at(point, first_step)
             elif self.resumed_after is None and is_same_job(self._log_path, environment):
                 self._continue_from(Ledger())
-        except _OF_NO_USE as error:
+        except _UNREADABLE_LOG as error:
             self._tell(*notices.log_not_resumed(self._log_path, error))
         if self.resumed_after is not None and self.resumed_after + 1 < first_step:
             self._tell(*notices.steps_lost(self.resumed_after, first_step))

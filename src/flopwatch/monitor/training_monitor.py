@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 
 class WaitTimer(Protocol):
-    """Is told when a batch is being fetched."""
+    """Measures how long batches are fetched."""
 
     def begin_wait(self) -> bool:
         """False means that this one is not timed."""
@@ -171,7 +171,7 @@ class Step:
 
 
 class TrainingMonitor:
-    """Exact MFU, HFU and rates of a live run, in a log of its own and in the tools you use.
+    """Exact MFU, HFU and rates of a live run, in a local log and in the tools you use.
 
     On an ordinary step `log_step` notes a few numbers and returns: nothing is read from a device, written or sent.
     Every `log_every` steps the window becomes one row. A part of the monitor that fails is reported once and switched
@@ -257,11 +257,11 @@ class TrainingMonitor:
         self.summary: Summary | None = None
         self._clock = clock
         self._logs_steps_itself = type(self).log_step is TrainingMonitor.log_step
-        """False where a subclass has a `log_step` of its own, which then hears of every step."""
+        """False where a subclass overrides `log_step`, which then receives every step."""
         self._run: MonitoredRun | None = None
         """None when switched off or closed, so that every call is cheap then."""
         self._started_run: MonitoredRun | None = None
-        """The same, also when it is closed."""
+        """The run, also after it was closed."""
         self._own_seconds = 0.0
         if os.environ.get("FLOPWATCH_DISABLE", "") not in ("", "0"):
             return
@@ -308,11 +308,11 @@ class TrainingMonitor:
             loss: A number or a tensor; a tensor is read later, with its window.
             grad_norm: The same.
             learning_rate: The same.
-            attention_mask: Of the batch; tells which tokens are real.
+            attention_mask: Of the batch; marks the tokens that are not padding.
             skip_wandb: True keeps this step's window out of W&B, if all its steps say so.
             batch: What the model was given; its shapes, mask, labels, packed lengths and image grids are read from it
                 without touching the device. With gradient accumulation, pass each one to `micro_batch` instead.
-            lengths: Lengths of the documents in the batch, where it does not tell them itself.
+            lengths: Lengths of the documents in the batch, where it does not contain them.
             more: Your own metrics, logged as `training/<name>`.
         """
         run = self._run
@@ -344,7 +344,7 @@ class TrainingMonitor:
                 accumulation.
             step: The step's number; counted on from the last one without it.
             epoch: Where the training is.
-            lengths: Lengths of the documents in the batch, where it does not tell them itself.
+            lengths: Lengths of the documents in the batch, where it does not contain them.
         """
         last = self._run.last_step if self._run is not None else None
         number = step if step is not None else (0 if last is None else last + 1)
@@ -415,7 +415,7 @@ class TrainingMonitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time outside training: `with monitor.phase("eval"): ...`. Metrics tell `eval`, `checkpoint` and the rest."""
+        """Time outside training: `with monitor.phase("eval"): ...`; `eval` and `checkpoint` have their own metrics."""
         if self._run is None:
             yield
             return
@@ -483,7 +483,7 @@ class TrainingMonitor:
         self._do("capture_trace", lambda run: run.trace.ask(steps))
 
     def says_what_was_not_given(self, says: bool) -> None:
-        """Whether a notice tells of a model or batches that were never given; off where a framework gives them."""
+        """Whether a missing model or missing batches give a notice; off where a framework provides them."""
         self._do("says_what_was_not_given", lambda run: run.set_looks_for_gaps(says))
 
     def set_model(self, model: nn.Module) -> None:

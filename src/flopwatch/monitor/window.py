@@ -1,4 +1,4 @@
-"""From what was noted on each step to what is known about it, once the values have arrived."""
+"""The steps of one row, from note to price: values stay on the device until the window ends, then are read at once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic, sleep
@@ -30,7 +30,7 @@ class Kept(NamedTuple):
     version: int
 
     def is_unchanged(self) -> bool:
-        """Also False for what is not a single real number, and for a DTensor shard: its local value is a part only."""
+        """Also False for anything but a single real number, such as a DTensor shard, which is not the full value."""
         return tensor_version(self.value) == self.version
 
 
@@ -39,10 +39,10 @@ _NUMBERS = frozenset((float, int, bool, type(None)))
 
 
 def keep(value: Any) -> Any:
-    """Hold on to a tensor of one number without its graph; numbers stay as they are. Never raises.
+    """Hold on to a tensor of one number without its graph; plain numbers are returned unchanged. Never raises.
 
     CUDA graphs write the next step's loss into the same memory, so on an accelerator the value is copied. A copy of a
-    CPU tensor would cost more than all the rest of a step; there `Kept.is_unchanged` tells whether the training wrote
+    CPU tensor would cost more than all the rest of a step; there `Kept.is_unchanged` shows whether the training wrote
     into it. Anything that holds more than one number is dropped at once: a window of such values could fill the memory.
     """
     try:
@@ -61,7 +61,7 @@ def keep(value: Any) -> Any:
             except RuntimeError:  # a tensor of inference mode has no version
                 pass
         return _keep_copy(value)
-    except Exception:  # a tensor class or an object with code of its own: costs this value, and nothing else
+    except Exception:  # a tensor class or an object whose code raises: costs this value, and nothing else
         return _NOT_A_NUMBER
 
 
@@ -98,8 +98,8 @@ def _keep_sharded(value: DTensor) -> Kept:
 class LateValues:
     """Tensors of one window on their way to the host.
 
-    The copies are queued behind the work that computes the values, one per device; `are_there` asks without waiting. On
-    a CPU nothing is copied and everything is there at once.
+    The copies are queued behind the work that computes the values, one per device; `are_there` polls without waiting.
+    On a CPU nothing is copied and everything is there at once.
     """
 
     def __init__(

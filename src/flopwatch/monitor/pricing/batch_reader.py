@@ -45,13 +45,13 @@ class BatchLayout:
     labels: str | None
     grids: str | None
     target: str | None = None
-    """The labels of a sequence of its own, as a decoder has."""
+    """Labels that form a separate sequence, as those of a decoder."""
     named: tuple[str, ...] = ()
-    """All of them that are there."""
+    """The names among these that the batch contains."""
 
 
 class Reading(NamedTuple):
-    """One micro-batch: its shape, and small integer tensors that are not read yet.
+    """One micro-batch: its layout, and small integer tensors that are not read yet.
 
     Attributes:
         plan: The shape.
@@ -61,9 +61,9 @@ class Reading(NamedTuple):
         trainable: Number of labels that count.
         grids: Frames, rows, columns of each image.
         targets: Positions of each row of the target.
-        known_documents: As the user gave their lengths.
-        held: Tensors on the CPU that were not looked at yet, each with the version of its storage: an in-place change
-            raises it.
+        known_documents: From lengths that the user gave.
+        held: CPU tensors of the batch that are only referenced so far, each with the version of its storage, which an
+            in-place change raises.
     """
 
     plan: BatchLayout
@@ -82,7 +82,7 @@ class Reading(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one micro-batch asks of the machine, in whole numbers.
+    """The work in one micro-batch, in whole numbers.
 
     Attributes:
         plan: Its shape.
@@ -131,7 +131,7 @@ class BatchReader:
         self._reads_targets = False
 
     def read_targets(self, reads: bool) -> None:
-        """Whether a law has a length of its own for the labels; once it has, they are read."""
+        """Read the lengths of labels from now on, once a law has a separate length for them."""
         self._reads_targets = self._reads_targets or reads
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
@@ -311,7 +311,7 @@ def _checked(plan: BatchLayout, given: Sequence[int]) -> Documents:
     return Documents.of_lengths(lengths)
 
 
-# What the model itself takes of a batch that a loop hands to the monitor, where its calls are not seen.
+# The arguments of the model in a batch that a loop hands to the monitor, for loops whose calls are not seen.
 
 
 MADE_UP = "only attention_mask was given and no call of the model was seen, so the rest of the batch was made up"

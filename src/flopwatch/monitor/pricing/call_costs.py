@@ -25,11 +25,12 @@ from flopwatch.torch_internals import (
 )
 
 _LARGE_PARAMETERS = 50_000_000
-"""Of a model whose count takes long enough to be announced."""
+"""Counting a model with more parameters takes some seconds, so it is announced."""
 _MOST_WAITING = 64
 """Kinds of calls whose arguments are kept while another rank counts."""
 _LOOK_ALLOWANCE_SECONDS, _SHARE_FOR_LOOKS = 1.0, 0.0005
-"""Of the run's time for looking whether the model has changed: some milliseconds for a large one."""
+"""Time for looking whether the model has changed, absolute and as a share of the run: one look at a large model takes
+some milliseconds."""
 
 CHANGED = "the model has changed (parameters, what requires a gradient, checkpointing): FLOPs counted anew"
 _ESTIMATED_SO_FAR = "FLOPs were estimated so far and are counted from here on"
@@ -61,6 +62,7 @@ class CallCosts:
         certificates: What counted steps have shown of the laws.
         has_given_up: True when the logging rank counts nothing: then nothing has FLOPs here.
         waits_for_laws: True while another rank counts: nothing is counted here then.
+        check_every: Steps between two checks of a law; 0 is never. An attribute, because it is read on every step.
         version: Raised whenever a step that was looked at may have to be looked at once more.
         facts_version: Raised whenever the facts of the provenance may have changed.
     """
@@ -80,6 +82,7 @@ class CallCosts:
         self._clock = clock
         self._began = clock()
         self._mode = mode
+        self.check_every = mode.frequency
         self._off_the_clock = off_the_clock
         self._tell = tell
         self.model: nn.Module | None = None
@@ -102,11 +105,6 @@ class CallCosts:
     @property
     def mode_name(self) -> str:
         return self._mode.name
-
-    @property
-    def check_every(self) -> int:
-        """Steps between two checks of a law; 0 is never."""
-        return self._mode.frequency
 
     @property
     def can_count(self) -> bool:
@@ -136,7 +134,7 @@ class CallCosts:
         return self._mode.facts()
 
     def set_model(self, model: nn.Module) -> None:
-        """Take another model: what was counted of an earlier one is forgotten."""
+        """Take the model; the laws of an earlier one are dropped."""
         if self.model is not None and self.model is not model:
             self._forget()
         self.model = model
@@ -147,7 +145,7 @@ class CallCosts:
         self.model = None
 
     def set_check_every(self, steps: int) -> None:
-        self._mode.frequency = steps
+        self._mode.frequency = self.check_every = steps
         self.version += 1
 
     def see_calls(self) -> None:
@@ -155,7 +153,7 @@ class CallCosts:
         self._sees_calls = True
 
     def keep_waiting(self, kinds: Sequence[CallKind]) -> None:
-        """While another rank counts, only so many examples are kept."""
+        """Keep the arguments of a few kinds of calls while another rank counts; drop those of further kinds."""
         for kind in kinds:
             if len(self._waiting) < _MOST_WAITING:
                 self._waiting.add(kind)
@@ -242,7 +240,7 @@ class CallCosts:
             self.learn(kind)
 
     def _forget(self) -> None:
-        """From here on everything is counted anew; steps that are not priced yet hold what was known before."""
+        """Count everything anew; steps that are not priced yet hold the earlier laws themselves."""
         if self._mode.book is not None:
             self._mode.book = self._mode.book.renewed()
         self.certificates = Certificates()
@@ -297,7 +295,7 @@ class CallCosts:
             self.has_given_up = self._mode.name != "flops_fn"
 
     def learn_kept(self, calls: StepCalls) -> None:
-        """Count what was met while another rank's laws were waited for."""
+        """Count the kinds of calls that were met while this rank waited for the laws of another."""
         if self._mode.book is not None and self.model is not None:
             for kind in calls.kinds:
                 self.learn(kind)
@@ -336,29 +334,31 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
             if type(value) in _PLAIN:
                 found[path, name] = value
             elif name not in _STATE and value is not None:
-                found[path, name] = _told(value, seen)
+                found[path, name] = _described(value, seen)
     return found
 
 
-def _told(value: Any, seen: dict[int, Any], depth: int = 2) -> Any:
+def _described(value: Any, seen: dict[int, Any], depth: int = 2) -> Any:
     """A value that can be compared later; None for tensors, modules and whatever says nothing of itself.
 
-    A configuration is shared by all layers, so what was looked at once is not looked at again.
+    A configuration is shared by all layers, so each value is described only once.
     """
     if type(value) in _PLAIN:
         return value
     if id(value) in seen:
         return seen[id(value)]
-    told: Any = None
+    described: Any = None
     if isinstance(value, FunctionType | MethodType):
-        told = id(getattr(value, "__func__", value))
+        described = id(getattr(value, "__func__", value))
     elif isinstance(value, torch.Tensor | nn.Module) or not depth:
         return None
     elif isinstance(value, dict):
-        told = tuple((str(key), _told(item, seen, depth - 1)) for key, item in list(value.items())[:_MOST_ITEMS])
+        described = tuple(
+            (str(key), _described(item, seen, depth - 1)) for key, item in list(value.items())[:_MOST_ITEMS]
+        )
     elif isinstance(value, list | tuple):
-        told = len(value), tuple(_told(item, seen, depth - 1) for item in value[:_MOST_ITEMS])
+        described = len(value), tuple(_described(item, seen, depth - 1) for item in value[:_MOST_ITEMS])
     elif isinstance(held := getattr(value, "__dict__", None), dict):
-        told = _told(held, seen, depth)
-    seen[id(value)] = told
-    return told
+        described = _described(held, seen, depth)
+    seen[id(value)] = described
+    return described

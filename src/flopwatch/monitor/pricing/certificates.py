@@ -223,7 +223,7 @@ class StepCalls:
         return self.kinds, self.nodes, self.outside.sized
 
     def prices(self, book: LawBook) -> list[CallPrice] | None:
-        """Of all its calls; None when there are none, or one has no price."""
+        """Prices of all its calls; None when there are no calls, or one has no price."""
         prices = [own or book.price(kind) for kind, own in zip(self.kinds, self.own_prices, strict=True)]
         return None if None in prices or not prices else [price for price in prices if price is not None]
 

@@ -1,4 +1,4 @@
-"""The FLOP laws of a live run: fitted when a kind of call is first met, checked when asked, paid for sparingly."""
+"""The FLOP laws of a live run: fitted when a kind of call is first met, checked on request, within a time allowance."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,7 +54,7 @@ class CallPrice:
 
 @dataclass(frozen=True, slots=True)
 class LawOffer:
-    """Laws on their way from the rank that counted to the others."""
+    """Laws that the counting rank sends to the other ranks."""
 
     laws: Mapping[Any, Sequence[FlopLaw]]
     packed_runs_apart: bool | None
@@ -178,13 +178,13 @@ class LawBook:
         return replace(price, executed=law.cost(other), by_dtype=law.cost_by_dtype(other), shape=other)
 
     def needed(self, price: CallPrice, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
-        """What the mathematics needs of a call, what is executed, and what could not be told."""
+        """What the mathematics needs of a call, what is executed, and why the two could not be separated."""
         executed, law, shape = price.executed, price.law, price.shape
         if work.documents is None:
             return executed, executed, None
-        told = "padding and pairs across packed documents count as work here: no law tells them apart"
+        unclear = "padding and pairs across packed documents count as work here: no law separates them"
         if law is None or shape is None or shape.seq_len is None or not law.coefficients:
-            return executed, executed, told
+            return executed, executed, unclear
         grids = shape.grids or None
         try:
             if work.lengths is not None:
@@ -194,7 +194,7 @@ class LawBook:
                 work.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others, image_grids=grids
             )
         except FlopwatchError:
-            return executed, executed, told
+            return executed, executed, unclear
         # Variable-length kernels do not compute pairs across documents.
         return alone, (alone if self._packed_runs_apart else executed), None
 
@@ -416,7 +416,7 @@ class FlopMode:
     """How a run finds its FLOPs.
 
     Attributes:
-        name: `estimate`, `profiler`, `smart`, `hybrid`, or `flops_fn` where the user's function tells.
+        name: `estimate`, `profiler`, `smart`, `hybrid`, or `flops_fn` where the user's function gives them.
         book: The laws; None where flopwatch counts nothing.
         frequency: Steps between two checks of a law; 0 is never.
         within_allowance: Whether checks are limited to their share of the run's time.

@@ -85,7 +85,7 @@ class StepNoter:
         self._known_steps: dict[Any, StepCalls] = {}
         """Steps that need no second look, by their calls and what autograd has recorded."""
         self._known_version = 0
-        """Of the costs, when `_known_steps` were looked at."""
+        """`CallCosts.version` for which `_known_steps` hold."""
         self._opens_steps = self._is_in_step = self._keeps_example = False
         self._steps = 0
         self._given: list[Any] = []

@@ -78,7 +78,7 @@ class StepPricer:
 
     @property
     def peak(self) -> Peak | None:
-        """Of the type that most of the work runs in."""
+        """Peak for the compute type in which most of the work runs."""
         return None if self._main_type is None else self.peaks.of(self._main_type)
 
     def set_model(self, model: nn.Module) -> None:
@@ -177,7 +177,7 @@ class StepPricer:
 
 
 def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:
-    """The sum over the step's calls; padding is told apart where calls and batches are the same."""
+    """The sum over the step's calls; padding is separated where calls and batches are the same."""
     aligned = len(works) == len(prices) and all(map(_is_same_shape, prices, works))
     model = hardware = recompute = 0
     by_dtype: dict[str, PhaseFlops] = {}
