@@ -8,8 +8,8 @@ import pytest
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.report.analysis.problems import mixed_warnings, peak_warnings
 from flopwatch.sweep.host.environment import fingerprint
-from flopwatch.sweep.host.tree_memory import HostPeak
-from flopwatch.sweep.supervisor.measurements import collect_measurements
+from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.sweep.supervisor.build_result import collect_measurements
 
 
 def result(number, **environment):

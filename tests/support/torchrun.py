@@ -2,25 +2,43 @@
 
 import json
 import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
 from typing import Any
+
+from support.warm_python import TORCH, start_warm
 
 
 def torchrun(script: Path, *arguments: str, ranks: int, seconds: float = 240) -> list[dict[str, Any]]:
     """The results of all ranks, in their order: each prints one line of JSON behind the word RESULT."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    # Ranks share a pipe, so two results may stand in one line.
-    parts = done.stdout.split("RESULT ")[1:]
-    results = [json.JSONDecoder().raw_decode(part)[0] for part in parts]
+    outputs = outputs_of_ranks(script, *arguments, ranks=ranks, seconds=seconds)
+    results = [json.JSONDecoder().raw_decode(part)[0] for text in outputs for part in text.split("RESULT ")[1:]]
     return sorted(results, key=lambda result: result["rank"])
+
+
+def outputs_of_ranks(
+    script: Path, *arguments: str, ranks: int, seconds: float = 300, modules: tuple[str, ...] = TORCH
+) -> list[str]:
+    """What each rank of the script printed.
+
+    The environment is the one torchrun gives; its agent and the import of torch in every rank are saved.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    job |= {"GROUP_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": 1}
+    started = []
+    for rank in range(ranks):
+        own = {name: str(value) for name, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        started.append(start_warm(script, *arguments, env={**os.environ, **own}, modules=modules))
+    outputs = []
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=seconds)
+            assert process.returncode == 0, err
+            outputs.append(out)
+    finally:
+        for process in started:
+            process.end()
+    return outputs

@@ -13,12 +13,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from flopwatch.errors import FlopwatchError
+
 _LARGEST_JSON = 1 << 30
 _LARGEST_LINE = 1 << 28
 """A log is bounded and a result holds its tail; what is larger is garbage, and would fill the memory."""
 
 
-class UnreadableError(Exception):
+class UnreadableError(FlopwatchError):
     """Something lies where a file should be, and it cannot be read; the message says why."""
 
 
@@ -150,7 +152,7 @@ _DEEPEST = 60
 """Levels in what is kept as it is: json reads a thousand, and writing that again fails."""
 
 
-class BrokenRecordError(ValueError):
+class BrokenRecordError(FlopwatchError, ValueError):
     """A value that the record's field cannot have; the message names the field."""
 
 
@@ -399,7 +401,11 @@ def first_line(said: object, most: int | None = None) -> str:
     ('no such axis', 'KeyError', '')
     """
     nothing = type(said).__name__ if isinstance(said, BaseException) else ""
-    return (str(said).strip().splitlines() or [nothing])[0][:most]
+    try:
+        text = str(said)
+    except Exception:  # the __str__ of a user's exception may raise
+        text = ""
+    return (text.strip().splitlines() or [nothing])[0][:most]
 
 
 def cut(text: str, most: int = 4000) -> str:

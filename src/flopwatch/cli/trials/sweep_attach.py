@@ -21,8 +21,8 @@ from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import RUNNER_LOG
 from flopwatch.sweep.folder import held_folder
-from flopwatch.sweep.runner.decisions import GREEN
 from flopwatch.sweep.runner.observing import Follower, RunnerState, Stop, is_alive, is_here, read_runner
+from flopwatch.sweep.runner.plan import GREEN
 
 _LOOK_EVERY_SECONDS = 0.5
 

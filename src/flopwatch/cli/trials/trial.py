@@ -174,7 +174,7 @@ def _from_file(file: Path, *, has_folder: bool) -> "tuple[TrialSpec, Path, str]"
     from flopwatch.errors import InputError
     from flopwatch.records.reading import BrokenRecordError, UnreadableError, load_json
     from flopwatch.records.sweep_results import NewerFormatError, is_sweep_folder, trial_job_from
-    from flopwatch.sweep.spec.processes import check_processes
+    from flopwatch.sweep.spec.parsing import check_processes
 
     try:
         job = trial_job_from(load_json(file))
@@ -260,7 +260,7 @@ def _searched(output: Path, spec: "TrialSpec", max_batch: int, *, with_preflight
             stop=stop,
             max_batch=max_batch,
             preflight=(lambda plan: _preflight(output, plan, quiet=quiet)) if with_preflight else None,
-            told=lambda probe: None if quiet else typer.echo(probe_line(probe)),
+            on_probe=lambda probe: None if quiet else typer.echo(probe_line(probe)),
         )
 
 

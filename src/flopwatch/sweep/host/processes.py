@@ -15,10 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STACKS, log_file, trial_folder
-from flopwatch.sweep.host.memory_limit import MemoryLimit
+
+if TYPE_CHECKING:
+    from flopwatch.sweep.host.memory import MemoryLimit
 
 TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
 """Environment variable that every process of a trial inherits; identifies its orphans."""
@@ -173,6 +176,9 @@ PARENT = "FLOPWATCH_PARENT_PID"
 CORES = "FLOPWATCH_CORES"
 """Environment variable: the cores a supervisor and its trial run on, such as `0,1`."""
 
+GPUS = "FLOPWATCH_GPUS"
+"""Environment variable: the GPUs of a trial's slot. A worker with GPUs that finds none must not measure the CPU."""
+
 _STACKS_PATIENCE_SECONDS = 2.0
 _TERM_PATIENCE_SECONDS = 2.0
 
@@ -181,7 +187,7 @@ def start_worker(
     sweep: Path,
     name: str,
     spec: TrialSpec,
-    limit: MemoryLimit,
+    limit: "MemoryLimit",
     cwd: str | None,
     command: Sequence[str] | None = None,
     variables: Mapping[str, str] | None = None,

@@ -1,4 +1,4 @@
-"""Decides how a trial ended. Pure: facts in; outcome and reason out.
+"""Decides how a trial ended. Pure: facts in; outcome and reason out. Standard library only: supervisors use it.
 
 Order of evidence, strongest first: a kill by the supervisor, what the trial itself reported (the worker's exception,
 the outcome in a command's `metrics.json`), the kernel's count of out-of-memory kills, the memory sampled, the wait
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from flopwatch.records.reading import first_line
 from flopwatch.records.trial import OUT_OF_MEMORY, Outcome
-from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.host.memory import HostPeak
 
 OwnKill = Literal["timeout", "hang", "cancelled", "oom_host"]
 
@@ -225,3 +225,38 @@ def _order(end: RankEnd) -> tuple[int, float, int]:
     if end.status == -signal.SIGABRT:  # NCCL's watchdog aborts a process whose peer is gone
         return _ABORT, 0.0, end.rank
     return (_SIGNAL if end.status is not None and end.status < 0 else _EXIT_CODE), 0.0, end.rank
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How a worker's process ended, as its supervisor saw it.
+
+    Attributes:
+        pid: The worker's.
+        status: Its exit code, or the negative of the signal that ended it; None if it could not be killed.
+        own_kill: Why the supervisor killed it; None when it did not.
+        own_kill_detail: The same in words.
+        stacks: The stacks of its threads before the kill.
+        host_peak: Peak host memory of the process tree: of a command over its life, of a worker until its last step.
+        lower_bound_bytes: What a single process of it held at least at its peak, without pages of files.
+        oom_kills: Processes killed by the kernel for memory.
+        memory_limit: How host memory was limited, with the peaks sampled by us and charged by the kernel.
+        unkillable_pids: Processes that survived SIGKILL, stuck in the kernel.
+        unix_time: When it began.
+        seconds: How long it ran.
+        job_end: How its processes ended, where it has several.
+    """
+
+    pid: int
+    status: int | None
+    own_kill: OwnKill | None
+    own_kill_detail: str
+    stacks: str
+    host_peak: HostPeak
+    lower_bound_bytes: int
+    oom_kills: int
+    memory_limit: dict[str, Any]
+    unkillable_pids: list[int]
+    unix_time: float
+    seconds: float
+    job_end: JobEnd = field(default_factory=JobEnd)

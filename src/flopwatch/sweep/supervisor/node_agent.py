@@ -24,9 +24,8 @@ from flopwatch.records.trial import AFTER_THE_STEPS, TrialSpec
 from flopwatch.records.trial_files import HEARTBEAT, SPEC, STACKS, exception_file, of_rank
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.host import processes as process_tree
-from flopwatch.sweep.host.memory_limit import limit_memory
+from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory
 from flopwatch.sweep.host.processes import PARENT
-from flopwatch.sweep.host.tree_memory import HostPeak, TreeMemory
 from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive, read_lines_of
 
 # Host memory of the processes on a further node of a trial, followed as the supervisor follows those on its own.
@@ -132,7 +131,7 @@ class _Agent:
         return [
             *(f"--nnodes={self.spec.nodes}", f"--nproc-per-node={self.spec.processes}", f"--node-rank={self._node}"),
             *(f"--master-addr={master}", f"--master-port={port}", "--max-restarts=0", f"--log-dir={folder}"),
-            *("-m", "flopwatch.sweep.worker.rank_main", str(self._trial_dir)),
+            *("-m", "flopwatch.sweep.worker.main", str(self._trial_dir), "--rank"),
         ]
 
     def _failures(self, statuses: dict[int, int]) -> Message:
