@@ -25,8 +25,8 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 # Batches are described on every step, so long lists and large arrays are reduced to a hash.
 _LONG, _MOST_ELEMENTS = 32, 4096
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+# Objects nested deeper than this, or in a cycle, are described by their type.
 _DEEPEST = 6
-"""Objects nested deeper than this, or in a cycle, are described by their type."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.records.flops import AttentionConvention, FlopCount
 
+# With more different rows than this, fitting a law takes fewer traces than counting each row.
 _MOST_KINDS_COUNTED = 8
-"""With more different rows than this, fitting a law takes fewer traces than counting each row."""
 _TARGET_MASK, _TARGET = "decoder_attention_mask", "labels"
 
 

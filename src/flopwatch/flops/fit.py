@@ -47,11 +47,11 @@ def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fracti
 
 
 _SHORTEST_SPAN = 12
+# Words in names of settings at whose values the formula of a model's cost may change.
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")
-"""Words in names of settings at whose values the formula of a model's cost may change."""
 _MOST_EDGES = 2
+# Samples of the largest probed batch; in a trace more samples take no more time.
 _MANY = 16
-"""Samples of the largest probed batch; in a trace more samples take no more time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class StepShape:
         return {SAMPLES: self.batch_size, **main, **dict(self.others)}
 
 
+# Names of the terms in samples and main sequence; terms with other sequences are spelled out, such as `n*s*t`.
 _EXPONENTS: Mapping[str, Mapping[str, int]] = {
     "samples": {"n": 1},
     "positions": {"n": 1, "s": 1},
@@ -50,7 +51,6 @@ _EXPONENTS: Mapping[str, Mapping[str, int]] = {
     "length": {"s": 1},
     "length squared": {"s": 2},
 }
-"""Names of the terms in samples and main sequence; terms with other sequences are spelled out, such as `n*s*t`."""
 _NAMES = {tuple(sorted(powers.items())): name for name, powers in _EXPONENTS.items()}
 
 _IMAGE_TERMS: Mapping[str, Callable[[Sequence[Grid]], int]] = {
@@ -363,8 +363,8 @@ class FlopLaw:
         }
 
 
+# Terms with integer factors, and their common divisor: a live run evaluates the law on every step.
 _Terms = tuple[list[tuple[str, int]], int]
-"""Terms with integer factors, and their common divisor: a live run evaluates the law on every step."""
 
 
 def _whole_numbers(coefficients: Mapping[str, Fraction]) -> _Terms:

@@ -34,16 +34,16 @@ _UNIFORM = "_flopwatch_is_uniform"
 _aten = torch.ops.aten
 _UNIFORM_DRAWS = {_aten.rand, _aten.rand_like, _aten.uniform, _aten.uniform_}
 _COMPARISONS = {_aten.lt, _aten.le, _aten.gt, _aten.ge}
+# Ops whose output size depends on values, but which torch does not tag as such.
 _SIZES_BY_VALUE = {"aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::repeat_interleave"}
-"""Ops whose output size depends on values, but which torch does not tag as such."""
+# Ops whose number of products depends on their input's values.
 _PRODUCTS_BY_VALUE = {"aten::linalg_matrix_exp"}
-"""Ops whose number of products depends on their input's values."""
+# They return values to Python without an op that a dispatch mode would see.
 _PYTHON_READS = {
     torch.Tensor.tolist,
     torch.Tensor.numpy,
     torch.Tensor.__array__,
 }
-"""They return values to Python without an op that a dispatch mode would see."""
 
 
 class Steering:

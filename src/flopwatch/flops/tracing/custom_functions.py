@@ -190,6 +190,7 @@ CANNOT_TELL = (
 )
 NOT_FOLLOWED = "whether a custom autograd function computes its products again could not be followed"
 
+# The arguments that are the two factors of a matrix product; an addend does not matter.
 _FACTORS = {
     "aten::_addmm_activation": ("mat1", "mat2"),
     "aten::addmm": ("mat1", "mat2"),
@@ -200,7 +201,6 @@ _FACTORS = {
     "aten::mm": ("self", "mat2"),
     "aten::mv": ("self", "vec"),
 }
-"""The arguments that are the two factors of a matrix product; an addend does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +236,8 @@ class CustomFunctions:
         self.doubt: str | None = None
         self._values = Values()
         self._forward: dict[Hashable, None] = {}
+        # Factors of forward products with the other factor's size; the value says if saved tensors were packed.
         self._partners: dict[Hashable, bool] = {}
-        """Factors of forward products with the other factor's size; the value says if saved tensors were packed."""
         self._packed_sizes: set[Hashable] = set()
         self._running: Hashable = None
         self._done_in_call: set[Hashable] = set()

@@ -21,14 +21,14 @@ from flopwatch.torch_internals import HOOK_TABLES, MODULE_STATE, FakeTensor, own
 
 FEWEST_EQUAL = 6
 """Four layers of a kind are always traced, so replay does not pay for fewer."""
+# Larger real tensors count as different: comparing them would take longer than tracing the layer.
 _MOST_VALUES_COMPARED = 2**22
-"""Larger real tensors count as different: comparing them would take longer than tracing the layer."""
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PLAIN_TYPES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+# The adapter's path in the model; PEFT does not read it when the adapter runs.
 _PATH_IN_PEFT = "target_name"
-"""The adapter's path in the model; PEFT does not read it when the adapter runs."""
+# Tables in a config of transformers whose integer keys are not layer indices.
 _NAMES_OF_CLASSES = {"id2label"}
-"""Tables in a config of transformers whose integer keys are not layer indices."""
 
 _Position = tuple[str, ...]
 _Facts = dict[_Position, Any]
