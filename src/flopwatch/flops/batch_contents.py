@@ -76,6 +76,7 @@ def _described_list(items: Any, sizes: list[int], depth: int) -> Any:
     for item in items:
         own: list[int] = []
         apart.append((_described(item, own, depth + 1), own))
+    # At depth 0 a list holds the arguments of the model, which differ even if they look alike.
     if depth > 0 and apart and apart[0][1] and all(each == apart[0] for each in apart[1:]):
         sizes.append(len(apart))
         sizes.extend(apart[0][1])
@@ -92,6 +93,7 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
     if type(value).__module__ == "numpy":
         return "value", name, str(getattr(value, "dtype", "")), getattr(value, "shape", ()), _numpy_hash(value)
     if callable(value) or isinstance(value, type):
+        # Closures of one function over different values behave differently.
         own_values = _described([*_closed_over(value)], sizes, depth + 1)
         return "object", name, getattr(value, "__qualname__", ""), id(getattr(value, "__code__", None)), own_values
     held = getattr(value, "__dict__", None)
@@ -339,6 +341,7 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 IGNORED_LABEL = -100
 """The label that torch's cross entropy and transformers leave out of the loss."""
+# A fixed seed, so that fitting twice gives the same law.
 _SEED = 20_24
 
 

@@ -26,8 +26,10 @@ Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 CHANCE = "a random draw"
 WEIGHTS = "activations"
 ONE_DRAW = "a random draw steers what the model computes: this is the count of one draw, and another may differ"
+# Attributes that are set on tensors during a count.
 _ORIGIN = "_flopwatch_origin"
 _SIZED = "_flopwatch_sized_by"
+# What these libraries read was reviewed: checks, positions and logging, which do not change the cost.
 _LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "peft", "accelerate", "trl", "opacus", "lightning")
 _NOTHING: frozenset[str] = frozenset()
 _UNIFORM = "_flopwatch_is_uniform"
@@ -102,6 +104,7 @@ class Steering:
             origin = origin | {CHANCE}
         if not origin:
             return
+        # The comparison has the same result for every draw.
         if _is_certain(func, args):
             origin = origin - {CHANCE}
         if op_name(func) in _PRODUCTS_BY_VALUE:
@@ -122,6 +125,7 @@ class Steering:
 
 def _is_library_reading() -> bool:
     """Whether the reader of a value is a library whose reads were reviewed, as opposed to the model's own code."""
+    # Skips this function, `_note_read`, and the method that called it.
     frame = sys._getframe(3)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -344,6 +344,7 @@ def run_step(
                     "the loss does not depend on any parameter that requires a gradient; "
                     "unfreeze one, or pass training=False to count the forward pass"
                 )
+            # From here on, ops inside autograd belong to the backward pass of the step.
             mode.in_backward = True
             _backward(loss)
 
