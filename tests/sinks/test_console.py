@@ -151,7 +151,7 @@ def test_without_a_total_there_is_no_bar():
 
 def test_a_first_row_tells_the_time_left_by_its_step_time():
     lines = screen(on_terminal(80, "sink.write(START)\nsink.write(Row(10, STARTED_AT, {'perf/step_time': 2.0}))"))
-    assert lines[-1].endswith("1 min 40 s left")
+    assert lines[-1].endswith("2 min left")
 
 
 def test_the_sample_rows_fit_80_columns():

@@ -11,7 +11,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.number_format import count, duration, flop_rate, flops, percent, step_time
+from flopwatch.number_format import count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 
 LONG_WAIT_PERCENT = 10.0
@@ -31,9 +31,9 @@ def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
     for label, key in (("MFU", "perf/mfu_percent"), ("HFU", "perf/hfu_percent")):
         if key in values:
             about = "~" if row.exact is False else ""
-            parts.append((label, f"{about + percent(values[key] / 100):>6}", ""))
+            parts.append((label, f"{about + _percent(values[key]):>6}", ""))
     if values.get("perf/input_wait_percent", 0) > LONG_WAIT_PERCENT:
-        parts.append(("input wait", percent(values["perf/input_wait_percent"] / 100), ""))
+        parts.append(("input wait", _percent(values["perf/input_wait_percent"]), ""))
     if "perf/tokens_per_second" in values:
         parts.append(("", f"{count(values['perf/tokens_per_second']):>5}", " tok/s"))
     if "perf/step_time" in values:
@@ -79,8 +79,8 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ("steps", steps),
         ("time in steps", _of(values, "time/train_seconds", duration)),
         ("loss", _of(values, "training/loss", _loss)),
-        ("MFU", _of(values, "perf/mfu_percent", lambda value: about + percent(value / 100))),
-        ("HFU", _of(values, "perf/hfu_percent", lambda value: about + percent(value / 100))),
+        ("MFU", _of(values, "perf/mfu_percent", lambda value: about + _percent(value))),
+        ("HFU", _of(values, "perf/hfu_percent", lambda value: about + _percent(value))),
         ("not exact", "; ".join(summary.notes) or None),
         ("input wait", _long_wait(values)),
         ("tokens", _of(values, "total/tokens", count)),
@@ -95,7 +95,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
 
 def _long_wait(values: Mapping[str, Number]) -> str | None:
     wait = values.get("perf/input_wait_percent", 0)
-    return f"{percent(wait / 100)} of the time in steps" if wait > LONG_WAIT_PERCENT else None
+    return f"{_percent(wait)} of the time in steps" if wait > LONG_WAIT_PERCENT else None
 
 
 def _of(values: Mapping[str, Number], key: str, shown: Callable[[float], str]) -> str | None:
@@ -103,7 +103,11 @@ def _of(values: Mapping[str, Number], key: str, shown: Callable[[float], str]) -
 
 
 def _loss(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
+    return number(value, digits=5)
+
+
+def _percent(value: float) -> str:
+    return percent(value / 100)
 
 
 _ERASE_LINE = "\r\x1b[2K"
@@ -212,8 +216,8 @@ class ConsoleSink:
             return ""
         total = start.total_steps
         seconds_left = _seconds_left(first, last, total)
-        share, steps = f"  {100 * last.steps_done / total:.0f} %", f"  {last.steps_done:,} of {total:,}"
-        left = "" if seconds_left is None else f"  {duration(seconds_left)} left"
+        share, steps = f"  {percent(last.steps_done / total, decimals=0)}", f"  {last.steps_done:,} of {total:,}"
+        left = "" if seconds_left is None else f"  {duration(seconds_left, rough=True)} left"
         # One column is left free, because a line that fills the terminal wraps and is not erased by one sequence.
         width = max(min(console.width - 1, _WIDEST) - len(share + steps + left), 0)
         done = round(width * min(last.steps_done / total, 1))
@@ -232,8 +236,8 @@ def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
     steps_left = max(total_steps - last.steps_done, 0)
     if last.step > first.step:
         return steps_left * (last.unix_time - first.unix_time) / (last.step - first.step)
-    step_time = last.values.get("perf/step_time")
-    return None if step_time is None else steps_left * step_time
+    seconds = last.values.get("perf/step_time")
+    return None if seconds is None else steps_left * seconds
 
 
 def _notice(notice: Notice) -> Text:
