@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
-from flopwatch.hardware.table import DeviceFacts
+from flopwatch.hardware.peaks import DeviceFacts
 from flopwatch.records.run import Record
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import trial_folder, write_json
