@@ -389,13 +389,13 @@ def retried_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
     results = list(results)
     retried = [result for result in results if result.earlier_attempts]
     attempts = sum(len(result.earlier_attempts) for result in retried)
-    told = [
+    attempted = [
         f"trials that took more than one attempt ({len(retried):,}, {attempts:,} lost; their files are in earlier/): "
         + listed([result.name for result in retried])
     ]
     left = [(result.name, files) for result in results if (files := _left_on_the_node(result))]
     stayed = [f"files of {name} stayed on their node, too large to be copied: {listed(files)}" for name, files in left]
-    return (*(told if retried else ()), *stayed)
+    return (*(attempted if retried else ()), *stayed)
 
 
 def _left_on_the_node(result: TrialResult) -> list[str]:
