@@ -10,7 +10,7 @@ import pytest
 from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import read_result, trial_folder, write_json
 from flopwatch.sweep.attempts import takes_over
-from support.engines import contract as contract
+from support.engines import contract
 
 
 def life(restarts, job="12", task="0"):
