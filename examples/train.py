@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 import flopwatch
-from flopwatch.models.load import load_model
 
 VOCABULARY = 1000
 
@@ -37,7 +36,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
-    model = load_model(arguments.model, device="cpu")
+    model = flopwatch.load_model(arguments.model, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     data = batches(batch_size=8, longest=128)
     sinks = [name for name in arguments.sinks.split(",") if name]

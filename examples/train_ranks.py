@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import flopwatch
-from flopwatch.models.load import load_model
 
 
 def main() -> None:
@@ -28,7 +27,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    model = DistributedDataParallel(load_model("tiny", device="cpu"))
+    model = DistributedDataParallel(flopwatch.load_model("tiny", device="cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with flopwatch.TrainingMonitor(arguments.folder, model=model, log_every=20, total_steps=arguments.steps) as monitor:
         for _ in range(arguments.steps):

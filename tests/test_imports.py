@@ -46,7 +46,7 @@ def heavy_modules_after(statement):
         RUN.format(arguments=["sweep", "--help"]),
         RUN.format(arguments=["trial", "--help"]),
         RUN.format(arguments=["report", "--help"]),
-        "import flopwatch.sinks.build, flopwatch.sinks.jsonl, flopwatch.sinks.thread",
+        "import flopwatch.sinks.protocol, flopwatch.sinks.jsonl, flopwatch.sinks.thread",
         RUN.format(arguments=["watch", "--help"]),
         RUN.format(arguments=["explain", "--help"]),
         RUN.format(arguments=["compare", "--help"]),

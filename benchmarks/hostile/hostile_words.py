@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_results
 from hostile.renders import check_renders
 from hostile.texts import LARGE, hostile_texts
 

@@ -15,15 +15,14 @@ from flopwatch.cli.trials.trial_screens import print_result, probe_line
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import Capture
-from flopwatch.report.exports import report_json
+from flopwatch.report.exports import report_json, report_markdown
 from flopwatch.report.html_page.page import report_page
-from flopwatch.report.markdown import report_markdown
 from flopwatch.report.terminal import draw_report
-from flopwatch.sweep.engines.protocol import Trial
 from flopwatch.sweep.fit_search import Probe
+from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.preflight import PreflightResult
+from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import Plan
-from flopwatch.sweep.runner.run import Stop
 from testbeds.made_up_sweep import example_specs, make_result
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

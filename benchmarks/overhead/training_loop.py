@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from flopwatch.models.networks import Decoder
 from flopwatch.models.presets import Preset
-from flopwatch.models.transformer import Decoder
 from overhead.intervals import Block, Pair
 
 SEED = 0

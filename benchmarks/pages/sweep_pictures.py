@@ -19,11 +19,11 @@ from rich.text import Text
 
 from flopwatch.cli.trials.sweep_screens import LiveTable
 from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.sweep.engines.protocol import Trial
-from flopwatch.sweep.folder import held_folder, write_trial_list
+from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
 from flopwatch.sweep.preflight import run_preflight
+from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan
-from flopwatch.sweep.runner.run import Stop, run_plan
+from flopwatch.sweep.runner.run import run_plan
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.parsing import parse_overrides
 

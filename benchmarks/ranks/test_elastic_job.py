@@ -2,7 +2,7 @@
 
 import pytest
 
-from flopwatch.records.goodput import LOST
+from flopwatch.records.metrics import LOST
 from ranks.elastic_job import KILLS, LAST_STEP, STOP, TOKENS_PER_STEP, run_elastic
 from ranks.elastic_worker import CHECKPOINT_EVERY
 

@@ -24,8 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flopwatch.records.sweep_results import read_result
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_result, read_results
 from reliability.sweep_kills import running_trials
 
 WHOM = ("runner", "supervisor", "worker", "both")
@@ -151,7 +150,7 @@ def supervisors(sweep: Path) -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            is_supervisor = b"flopwatch.sweep.supervisor.supervise" in words
+            is_supervisor = b"flopwatch.sweep.supervisor" in words
             # Engines name the folder as they were told it, or in full.
             is_here = str(sweep).encode() in words or (b"sweep" in words and _cwd(entry) == sweep.parent)
             if is_supervisor and is_here:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_results
 from flopwatch.sweep.folder import is_supervised
 
 _TRIAL = "echo {batch_size} $$ >> starts.txt; sleep $(( {batch_size} % 3 )).4; echo {batch_size} >> ends.txt"

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from flopwatch.models.networks import Decoder
 from flopwatch.models.presets import PRESETS
-from flopwatch.models.transformer import Decoder
 from flopwatch.monitor.training_monitor import TrainingMonitor
 
 BATCH_SIZE, SEQ_LEN = 2, 64

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
-from flopwatch.records.trial_files import read_results
 from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.sweep.engines.protocol import Trial
-from flopwatch.sweep.folder import held_folder, write_trial_list
-from flopwatch.sweep.host.tree_memory import resident
+from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
+from flopwatch.sweep.host.memory import resident
+from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import make_plan
-from flopwatch.sweep.runner.run import Stop, run_plan
+from flopwatch.sweep.runner.run import run_plan
 
 
 @dataclass(frozen=True)

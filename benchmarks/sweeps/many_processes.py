@@ -17,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
-from flopwatch.records.trial_files import read_result, trial_folder
+from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.claims import read_progress
-from flopwatch.sweep.engines.protocol import Engine, Trial
-from flopwatch.sweep.folder import prepare, result_file
+from flopwatch.sweep.engines.protocol import Engine
+from flopwatch.sweep.folder import Trial, prepare, result_file
 
 ENDINGS = {
     "OneRaises": "error",
@@ -88,7 +89,7 @@ def kill(engine: Engine, what: str) -> Callable[[Trial], None]:
             engine.cancel()
             return
         folder = trial_folder(trial.sweep, trial.name)
-        words = "flopwatch.sweep.supervisor.supervise" if what == "supervisor" else f"node_agent {folder} "
+        words = "flopwatch.sweep.supervisor " if what == "supervisor" else f"node_agent {folder} "
         pids = processes(trial, words)
         if what != "supervisor":
             first = [

@@ -20,11 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
-from flopwatch.records.trial_files import read_result, trial_folder
-from flopwatch.sweep.engines.protocol import Trial
-from flopwatch.sweep.folder import held_folder, prepare
-from flopwatch.sweep.host.tree_memory import TreeMemory
+from flopwatch.records.trial_files import trial_folder
+from flopwatch.sweep.folder import Trial, held_folder, prepare
+from flopwatch.sweep.host.memory import TreeMemory
 from flopwatch.sweep.supervisor.supervise import supervise
 
 MIB = 2**20
@@ -81,7 +81,7 @@ def measure_loaders(sweep: Path, rounds: int, steps: int) -> None:
         script = sweep.parent / "loaders.py"
         command = f"exec {sys.executable} {script} {count} {shared} {own} 4"
         name = _prepared(sweep, TrialSpec("command", "none", 1, 1, command=command, limits=Limits(60.0, None)))
-        supervisor = subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), name])
+        supervisor = subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), name])
         truth = before = 0
         while supervisor.poll() is None:
             # Processes are read one after the other: a fork in between would count what they share twice.
@@ -134,10 +134,10 @@ def measure_looking(sweep: Path, rounds: int, steps: int) -> None:
 
 def _looking_share(memory: TreeMemory, seconds: float) -> float:
     """As a supervisor looks: five times a second. The first look, which reads everything, is not counted."""
-    memory.look()
+    memory.sample()
     began, used = time.monotonic(), time.process_time()
     while time.monotonic() - began < seconds:
-        memory.look()
+        memory.sample()
         time.sleep(0.2)
     return (time.process_time() - used) / (time.monotonic() - began)
 
@@ -168,7 +168,7 @@ def _worker(sweep: Path, trainer: str, model: str, steps: int, *, looks: bool = 
     if not child:
         try:
             if not looks:
-                TreeMemory.look = lambda self: None  # type: ignore[method-assign]
+                TreeMemory.sample = lambda self: None  # type: ignore[method-assign]
             supervise(sweep, name)
         finally:
             os._exit(0)

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_results
 from testbeds.nfs import on_nfs
 
 _TRIAL = "echo {batch_size} >> $FOLDER/starts; sleep 1; echo {batch_size} >> $FOLDER/ends"

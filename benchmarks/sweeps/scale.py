@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 
 from flopwatch.records.trial import Measured, MemoryUse, StepCost, StepTimes, TrialResult, TrialSpec
-from flopwatch.sweep.engines.protocol import Trial
-from flopwatch.sweep.folder import held_folder, write_trial_list
+from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
+from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import make_plan
-from flopwatch.sweep.runner.run import Stop, run_plan
+from flopwatch.sweep.runner.run import run_plan
 from flopwatch.testing import InProcessEngine
 
 _TRAINERS = ("standard", "dpsgd", "ghost", "fast")

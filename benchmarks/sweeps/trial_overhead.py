@@ -18,9 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from flopwatch.records.trial_files import read_results
-from flopwatch.sweep.engines.protocol import Trial
-from flopwatch.sweep.folder import held_folder, prepare
+from flopwatch.records.sweep_results import read_results
+from flopwatch.sweep.folder import Trial, held_folder, prepare
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.names import trial_names
 

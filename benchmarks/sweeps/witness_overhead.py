@@ -51,8 +51,8 @@ def own_microseconds(steps: int) -> float:
     import torch
 
     import flopwatch
+    from flopwatch.models.networks import Decoder
     from flopwatch.models.presets import PRESETS
-    from flopwatch.models.transformer import Decoder
 
     hook_seconds = _timed_hook()
     model = Decoder(PRESETS["tiny"])

@@ -10,16 +10,19 @@ from pathlib import Path
 from random import Random
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
-from flopwatch.hardware.facts import DeviceFacts
-from flopwatch.hardware.matmul_speed import Shape, matmul_flops
+from flopwatch.hardware.table import DeviceFacts
 from flopwatch.records.run import Record
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import trial_folder, write_json
-from flopwatch.sweep.engines.protocol import Ended, Trial
+from flopwatch.sweep.engines.protocol import Ended
+from flopwatch.sweep.folder import Trial
+
+if TYPE_CHECKING:
+    from flopwatch.hardware.measure import Shape
 
 FAKE_DEVICES = {
     "h100": DeviceFacts("NVIDIA H100 80GB HBM3", "cuda", 132, 79.1, None, (9, 0), 1980.0),
@@ -152,13 +155,15 @@ class FakeMatmul:
         timed: What was asked for: shape and number of calls.
     """
 
-    def __init__(self, clock: FakeClock, flops_per_s: Callable[[Shape], float]) -> None:
+    def __init__(self, clock: FakeClock, flops_per_s: "Callable[[Shape], float]") -> None:
         self.timed: list[tuple[Shape, int]] = []
         self._clock = clock
         self._flops_per_s = flops_per_s
 
-    def __call__(self, shape: Shape, calls: int) -> float:
+    def __call__(self, shape: "Shape", calls: int) -> float:
         self.timed.append((shape, calls))
+        from flopwatch.hardware.measure import matmul_flops  # loads torch
+
         seconds = calls * matmul_flops(shape) / self._flops_per_s(shape)
         self._clock.advance(seconds)
         return seconds

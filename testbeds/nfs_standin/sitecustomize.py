@@ -23,7 +23,7 @@ SECONDS = float(os.environ.get("NFS_STANDIN_SECONDS", "0"))
 SERVER = os.environ.get("NFS_STANDIN_SERVER", "")
 BOOT = "/proc/sys/kernel/random/boot_id"
 
-if "flopwatch.sweep.supervisor.supervise" in sys.orig_argv and "NFS_STANDIN_HOST" in os.environ:
+if "flopwatch.sweep.supervisor" in sys.orig_argv and "NFS_STANDIN_HOST" in os.environ:
     os.environ["NFS_STANDIN_HOST"] = f"node-{os.getpid()}-{time.monotonic_ns()}"
 HOST = os.environ.get("NFS_STANDIN_HOST", "login")
 

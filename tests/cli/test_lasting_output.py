@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_results
 from testbeds.wait_until import wait_until
 
 pytestmark = pytest.mark.slow  # command lines in processes of their own

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_results
 from support.sweeping import left_behind
 
 pytestmark = pytest.mark.slow

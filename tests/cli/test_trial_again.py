@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_results
 
 pytestmark = pytest.mark.slow
 

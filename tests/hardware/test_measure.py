@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from flopwatch import InputError, MeasurementError, measure_peak
-from flopwatch.hardware.matmul_speed import SHAPES, matmul_flops, plain_matmuls, search_best_matmul
-from flopwatch.hardware.measure import cache_path
+from flopwatch.hardware.measure import SHAPES, cache_path, matmul_flops, plain_matmuls, search_best_matmul
 from flopwatch.testing import FakeClock, FakeMatmul
 
 FASTEST = (4096, 1024, 4096)

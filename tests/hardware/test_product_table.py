@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.hardware.facts import DTYPES, DeviceFacts, Unknown
 from flopwatch.hardware.peaks import find_accelerator, similar_products
-from flopwatch.hardware.table import load_accelerators
+from flopwatch.hardware.table import DTYPES, DeviceFacts, Unknown, load_accelerators
 
 EXAMPLES = [
     (row["id"], example if isinstance(example, dict) else {"name": example})

@@ -13,7 +13,7 @@ import torch
 import flopwatch
 from flopwatch.monitor import session as wall_clock
 from flopwatch.monitor.session import describe_environment
-from flopwatch.records.goodput import LOST, carried_seconds, goodput_of, loss_in_step
+from flopwatch.records.metrics import LOST, carried_seconds, goodput_of, loss_in_step
 from flopwatch.testing import FakeClock, RecordingSink
 
 FIRST_START = 1_000_000.0
@@ -112,8 +112,8 @@ class World:
 
     def kill(self, after=0.0):
         """What is in the log's file stays there; the monitor never hears of it."""
-        self.monitor._core.outlets.flush_log()
-        self.monitor._core, self.monitor = None, None
+        self.monitor._run.outlets.flush_log()
+        self.monitor._run, self.monitor = None, None
         self.clock.advance(after)
 
     def wait(self, seconds):

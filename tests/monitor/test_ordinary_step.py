@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from flopwatch import TrainingMonitor
+from flopwatch.models.networks import Decoder
 from flopwatch.models.presets import PRESETS
-from flopwatch.models.transformer import Decoder
 from support.forbidden_calls import forbidden_calls
 
 LOG_EVERY = 10

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.report.analysis.caveats import mixed_warnings, peak_warnings
+from flopwatch.report.analysis.problems import mixed_warnings, peak_warnings
 from flopwatch.sweep.host.environment import fingerprint
-from flopwatch.sweep.host.tree_memory import HostPeak
-from flopwatch.sweep.supervisor.measurements import assemble
+from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.sweep.supervisor.build_result import collect_measurements
 
 
 def result(number, **environment):
@@ -50,7 +50,7 @@ def test_an_edit_during_the_sweep_is_seen(tmp_path, monkeypatch):
 def test_a_reported_mfu_that_cannot_be_is_left_out_and_said(tmp_path, mfu, kept):
     (tmp_path / "metrics.json").write_text(json.dumps({"mfu": mfu, "samples_per_s": 3}))
     spec = TrialSpec("command", "tiny", 1, 8, command="true")
-    measured = assemble(tmp_path, spec, HostPeak()).measured
+    measured = collect_measurements(tmp_path, spec, HostPeak()).measured
     assert measured.cost.mfu == kept
     assert measured.extra["mfu"] == mfu, "what it said is still there"
     assert measured.samples_per_s == 3

@@ -7,7 +7,7 @@ import pytest
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.records.run import Row
-from flopwatch.sinks.mlflow import MlflowSink
+from flopwatch.sinks.mlflow import MlflowSink, open_tracking
 from flopwatch.sinks.thread import SinkThread
 from flopwatch.testing import FakeClock
 from support.sinks.sample_run import ORIGIN, START, basic_row, records, rows
@@ -166,7 +166,7 @@ def test_a_server_that_stays_away_longer_than_our_patience_is_given_up(mlflow_ad
     sink = MlflowSink(tmp_path, mlflow_address, "patience", send_seconds=5.0, patience_seconds=60.0, clock=clock)
     sink.write(basic_row(10))
     sink.flush()
-    sink._tracking._credentials.host = f"http://127.0.0.1:{free_port()}"
+    sink._tracking = open_tracking(f"http://127.0.0.1:{free_port()}", timeout_seconds=5.0)
     clock.advance(59.0)
     sink.write(basic_row(20))
     clock.advance(5.0)

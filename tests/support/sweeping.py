@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_results
 from flopwatch.sweep.folder import held_folder, write_trial_list
+from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import make_plan
-from flopwatch.sweep.runner.run import Stop, run_plan
+from flopwatch.sweep.runner.run import run_plan
 from testbeds.trial_processes import left_behind as left_behind
 
 TESTS = Path(__file__).parent

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flopwatch.records.plain_text import cut, one_line, plain
+from flopwatch.records.reading import cut, one_line, plain
 from flopwatch.sweep.supervisor.build_result import tail
 from flopwatch.sweep.worker.exception_outcome import describe_exception
 

@@ -7,9 +7,8 @@ import shutil
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.records.sweep_results import gather_results, troubles
+from flopwatch.records.sweep_results import gather_results, read_results, troubles
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import read_results
 from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import capture_sweep
 from flopwatch.sweep.runner.plan import make_plan

@@ -6,10 +6,10 @@ import pytest
 
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.host.environment import _source_digest, fingerprint
-from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.parsing import parse_overrides
-from flopwatch.sweep.supervisor.measurements import assemble
+from flopwatch.sweep.supervisor.build_result import collect_measurements
 
 
 @pytest.fixture
@@ -64,12 +64,12 @@ def test_settings_on_the_command_line_change_only_what_they_name(tmp_path):
 )
 def test_a_command_that_tells_nonsense_has_told_nothing(tmp_path, content):
     (tmp_path / "metrics.json").write_text(content)
-    measured = assemble(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
+    measured = collect_measurements(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
     assert (measured.steps, measured.samples_per_s, measured.cost) == (None, None, None)
 
 
 def test_a_command_that_tells_its_step_times_has_a_throughput_and_its_first_step_is_the_first(tmp_path):
     (tmp_path / "metrics.json").write_text(json.dumps({"step_seconds": [5.0, 1.0, 2.0]}))
-    measured = assemble(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
+    measured = collect_measurements(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
     assert measured.steps.first == 5.0
     assert measured.samples_per_s == 2.0

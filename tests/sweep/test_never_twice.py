@@ -15,22 +15,22 @@ import pytest
 
 from flopwatch.errors import InputError
 from flopwatch.records.reading import read_json
-from flopwatch.records.sweep_results import RUNNERS, read_result
+from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
-from flopwatch.records.trial_files import log_file, trial_folder, write_json
+from flopwatch.records.trial_files import RUNNERS, STARTED, SUPERVISOR_HEARTBEAT, log_file, trial_folder, write_json
 from flopwatch.sweep import claims
-from flopwatch.sweep.claims import PULSE, STARTED, SignOfLife, Watcher, make_exclusively, own_identity, withdraw
-from flopwatch.sweep.engines.protocol import Ended, Trial
-from flopwatch.sweep.folder import held_folder, own_result, prepare, result_file
-from flopwatch.sweep.host.memory_limit import group_places, limit_memory
-from flopwatch.sweep.runner.waiting import LateEnds, StuckSupervisors
+from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, create_exclusively, own_identity, withdraw
+from flopwatch.sweep.engines.protocol import Ended
+from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, result_file
+from flopwatch.sweep.host.memory import group_places, limit_memory
+from flopwatch.sweep.runner.waiting import LateResults, SilentSupervisors
 from flopwatch.sweep.supervisor import supervise as supervisor
 from flopwatch.sweep.supervisor.leftovers import group_tag
 from flopwatch.testing import FakeClock
 from support.sweeping import left_behind
 from testbeds.wait_until import wait_until
 
-SUPERVISOR = [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise"]
+SUPERVISOR = [sys.executable, "-m", "flopwatch.sweep.supervisor"]
 TREE = "sleep 301 & setsid sleep 302 & env -i setsid sleep 303 & echo $PPID > {trial_dir}/pid; sleep 304; true"
 
 
@@ -142,7 +142,7 @@ def test_whoever_carries_a_trials_variable_and_started_us_is_spared(sweep):
 
 
 def test_a_stopped_supervisor_is_killed_by_its_guard_with_the_whole_tree(sweep, monkeypatch):
-    monkeypatch.setattr(supervisor, "GUARD_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(supervisor, "_GUARD_PATIENCE_SECONDS", 1.0)
     trial = ready(sweep, TREE, Limits(1.0, None))
     child = os.fork()
     if not child:
@@ -157,8 +157,8 @@ def test_a_stopped_supervisor_is_killed_by_its_guard_with_the_whole_tree(sweep, 
     tree = watching.children(recursive=True)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert alive([watching, *tree]) == []
-    (told,) = LateEnds().sift([Ended("one", {"signal": 9})], {"one": trial})
-    assert "had not moved for" in told.evidence["stuck"]
+    (told,) = LateResults().ready([Ended("one", {"signal": 9})], {"one": trial})
+    assert "did not respond for" in told.evidence["stuck"]
 
 
 def test_a_late_supervisor_of_an_earlier_attempt_leaves(sweep, monkeypatch):
@@ -222,7 +222,7 @@ def test_of_many_who_claim_at_once_one_gets_it(tmp_path, monkeypatch, has_links)
 
     def take(number):
         gate.wait()
-        won.extend(turn for turn in range(20) if make_exclusively(tmp_path / f"claim{turn}", {"by": number}))
+        won.extend(turn for turn in range(20) if create_exclusively(tmp_path / f"claim{turn}", {"by": number}))
 
     threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -241,15 +241,15 @@ def elsewhere():
 def test_life_on_another_host_is_a_sign_that_changes_by_the_readers_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "own_identity", elsewhere)
     assert claims.claim(tmp_path, "a")
-    clock, sign = FakeClock(), SignOfLife(tmp_path / PULSE, {"attempt": "a"})
-    watcher = Watcher(clock)
+    clock, sign = FakeClock(), LivenessFile(tmp_path / SUPERVISOR_HEARTBEAT, {"attempt": "a"})
+    watcher = LivenessWatcher(clock)
 
     def is_alive():
-        return watcher.is_alive(tmp_path / STARTED, tmp_path / PULSE)
+        return watcher.is_alive(tmp_path / STARTED, tmp_path / SUPERVISOR_HEARTBEAT)
 
     for _ in range(5):
         sign.beat()
-        os.utime(tmp_path / PULSE, (1, 1))  # its clock says 1970
+        os.utime(tmp_path / SUPERVISOR_HEARTBEAT, (1, 1))  # its clock says 1970
         assert is_alive()
         clock.advance(80.0)
         assert is_alive(), "less than the patience"
@@ -267,22 +267,22 @@ def test_a_result_that_comes_into_sight_late_is_no_loss(sweep, monkeypatch):
     monkeypatch.setattr(claims, "own_identity", elsewhere)
     trial, clock = ready(sweep), FakeClock()
     assert claims.claim(folder_of(trial), read_json(folder_of(trial) / "spec.json")["attempt"])
-    SignOfLife(folder_of(trial) / PULSE, {}).end()
-    late = LateEnds(clock)
-    assert late.sift([Ended("one")], {"one": trial}) == []
+    LivenessFile(folder_of(trial) / SUPERVISOR_HEARTBEAT, {}).end()
+    late = LateResults(clock)
+    assert late.ready([Ended("one")], {"one": trial}) == []
     clock.advance(60.0)
-    assert late.sift([], {"one": trial}) == [], "not lost while it may be hidden"
+    assert late.ready([], {"one": trial}) == [], "not lost while it may be hidden"
     write_json(result_file(sweep, "one"), TrialResult("one", "key", trial.spec, "ok").to_json())
-    assert [ended.name for ended in late.sift([], {"one": trial})] == ["one"]
+    assert [ended.name for ended in late.ready([], {"one": trial})] == ["one"]
     result_file(sweep, "one").unlink()
-    assert late.sift([Ended("one")], {"one": trial}) == []
+    assert late.ready([Ended("one")], {"one": trial}) == []
     clock.advance(100.0)
-    assert len(late.sift([], {"one": trial})) == 1
+    assert len(late.ready([], {"one": trial})) == 1
 
 
 def test_a_trial_nobody_began_is_told_at_once_and_can_no_longer_begin(sweep):
     trial = ready(sweep)
-    assert len(LateEnds().sift([Ended("one")], {"one": trial})) == 1
+    assert len(LateResults().ready([Ended("one")], {"one": trial})) == 1
     assert start(trial).wait(60) == 0
     assert not log_file(sweep, "one").exists()
 
@@ -290,22 +290,22 @@ def test_a_trial_nobody_began_is_told_at_once_and_can_no_longer_begin(sweep):
 def test_a_supervisor_without_a_sign_of_life_is_ended_after_its_limits_and_our_patience(sweep):
     trial, clock, ended = ready(sweep, limits=Limits(90.0, None)), FakeClock(), []
     claims.claim(folder_of(trial), "a")
-    sign = SignOfLife(folder_of(trial) / PULSE, {})
+    sign = LivenessFile(folder_of(trial) / SUPERVISOR_HEARTBEAT, {})
 
     class Engine:
         end = staticmethod(ended.extend)
 
-    stuck = StuckSupervisors(clock)
+    stuck = SilentSupervisors(clock)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr("flopwatch.sweep.folder._WATCHER", Watcher(clock))
+    monkey.setattr("flopwatch.sweep.folder._WATCHER", LivenessWatcher(clock))
     try:
         for _ in range(100):
             sign.beat()
-            stuck.end_them(Engine(), {"one": trial})
+            stuck.end_silent(Engine(), {"one": trial})
             clock.advance(10.0)
         assert ended == [], "as long as it beats it may take what it takes"
         for _ in range(30):
-            stuck.end_them(Engine(), {"one": trial})
+            stuck.end_silent(Engine(), {"one": trial})
             clock.advance(10.0)
     finally:
         monkey.undo()
@@ -318,7 +318,7 @@ def test_a_folder_whose_runner_died_here_is_taken_at_once(tmp_path):
     holder += f"with held_folder(Path({str(tmp_path / 's')!r})): os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", holder], check=False)
     began = time.monotonic()
-    with held_folder(tmp_path / "s", tell=pytest.fail):
+    with held_folder(tmp_path / "s", report=pytest.fail):
         assert time.monotonic() - began < 30
 
 
@@ -332,7 +332,7 @@ def test_a_silent_runner_of_another_host_is_replaced_and_a_living_one_is_named(t
         pass
     assert "pid 77 on far held" in told[0]
     write_json(tmp_path / "s" / RUNNERS / "4.runner", {**elsewhere(), "pid": 78})
-    sign, stop = SignOfLife(tmp_path / "s" / RUNNERS / "4.beat", {}), threading.Event()
+    sign, stop = LivenessFile(tmp_path / "s" / RUNNERS / "4.beat", {}), threading.Event()
     beats = threading.Thread(target=lambda: [sign.beat() for _ in iter(lambda: stop.wait(0.2), True)])
     beats.start()
     try:
@@ -345,9 +345,9 @@ def test_a_silent_runner_of_another_host_is_replaced_and_a_living_one_is_named(t
 
 
 def test_a_runner_that_was_replaced_ends_as_if_killed(tmp_path, monkeypatch):
-    code = "import sys, time; from pathlib import Path; from flopwatch.sweep import holders\n"
-    code += "holders.BEAT_SECONDS = 0.1; from flopwatch.sweep.folder import held_folder\n"
-    code += f"with held_folder(Path({str(tmp_path / 's')!r})): print('held', flush=True); time.sleep(60)"
+    code = "import sys, time; from pathlib import Path; from flopwatch.sweep import folder\n"
+    code += "folder.BEAT_SECONDS = 0.1\n"
+    code += f"with folder.held_folder(Path({str(tmp_path / 's')!r})): print('held', flush=True); time.sleep(60)"
     runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert runner.stdout.readline() == b"held\n"
     write_json(tmp_path / "s" / RUNNERS / "2.runner", elsewhere())
@@ -357,7 +357,7 @@ def test_a_runner_that_was_replaced_ends_as_if_killed(tmp_path, monkeypatch):
 
 
 def test_a_sign_of_life_is_never_half_of_two(tmp_path):
-    sign = SignOfLife(tmp_path / "beat", {"attempt": "x" * 32})
+    sign = LivenessFile(tmp_path / "beat", {"attempt": "x" * 32})
     for _ in range(30):
         sign.beat()
         assert json.loads((tmp_path / "beat").read_bytes())["state"] == "alive"

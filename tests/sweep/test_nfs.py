@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_results
 from testbeds.nfs import on_nfs
 from testbeds.wait_until import wait_until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.records.trial_files import read_results
+from flopwatch.records.sweep_results import read_results
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import TrialResult
-from flopwatch.records.trial_files import read_result, trial_folder, write_json
-from flopwatch.sweep.attempts import takes_over
+from flopwatch.records.trial_files import trial_folder, write_json
+from flopwatch.sweep.attempts import prepare_after_requeue
 from support.engines import contract
 
 
@@ -34,7 +35,7 @@ def trial_in(sweep, command="true", retries=2):
 
 
 def supervise(trial, environment):
-    command = [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(trial.sweep), trial.name]
+    command = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(trial.sweep), trial.name]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
 
 
@@ -81,9 +82,9 @@ def test_a_job_that_is_requeued_again_and_again_is_lost_in_the_end(tmp_path):
     trial = trial_in(tmp_path, retries=2)
     for restarts in (1, 2):
         started(trial, restarts - 1)
-        assert takes_over(tmp_path, "t0", life(restarts))
+        assert prepare_after_requeue(tmp_path, "t0", life(restarts))
     started(trial, 2)
-    assert not takes_over(tmp_path, "t0", life(3))
+    assert not prepare_after_requeue(tmp_path, "t0", life(3))
     assert result_of(trial).outcome == "lost"
     assert [attempt["folder"] for attempt in result_of(trial).earlier_attempts] == ["earlier/t0.1", "earlier/t0.2"]
 

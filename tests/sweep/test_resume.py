@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import read_results
 from flopwatch.sweep.host import environment
 from flopwatch.sweep.runner.plan import make_plan
 from flopwatch.testing import InProcessEngine

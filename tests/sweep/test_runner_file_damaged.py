@@ -6,7 +6,7 @@ import os
 import pytest
 
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.sweep.runner.observing import Follower, noted_runner, process_start, read_runner
+from flopwatch.sweep.runner.observing import Follower, process_start, read_runner, runner_file
 from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep
 
@@ -14,7 +14,7 @@ WHOLE = {"pid": os.getpid(), "host": "here", "process_start": process_start(os.g
 
 
 def test_what_a_runner_wrote_is_read_back(tmp_path):
-    with noted_runner(tmp_path):
+    with runner_file(tmp_path):
         assert read_runner(tmp_path).pid == os.getpid()
 
 

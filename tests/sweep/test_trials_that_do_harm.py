@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.records.trial_files import read_result, trial_folder
+from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.sweep.engines.protocol import Trial
-from flopwatch.sweep.folder import held_folder, prepare
-from flopwatch.sweep.host.tree_memory import HostPeak
-from flopwatch.sweep.supervisor.measurements import assemble
+from flopwatch.sweep.folder import Trial, held_folder, prepare
+from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.sweep.supervisor.build_result import collect_measurements
 from support.sweeping import Listener, run_sweep
 
 
@@ -30,7 +30,7 @@ def run(sweep, command, **changes):
     """Under a supervisor in a process of its own, as engines do."""
     spec = replace(TrialSpec("command", "tiny", 3, 7, command=command, limits=Limits(60.0, None)), **changes)
     prepare(Trial(sweep, "one", "key", spec))
-    subprocess.run([sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), "one"], check=True)
+    subprocess.run([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), "one"], check=True)
     return read_result(trial_folder(sweep, "one") / "result.json")
 
 
@@ -38,7 +38,7 @@ def run(sweep, command, **changes):
 def test_a_trial_that_deletes_its_folder_is_told_so(sweep, command):
     result = run(sweep, f"echo '{{\"samples_per_s\": 1}}' > {{trial_dir}}/metrics.json; {command}")
     assert result.outcome == "error"
-    assert "it ran, and its folder was deleted while it did" in result.reason
+    assert "its folder was deleted while it ran, so what it measured could not be kept" in result.reason
     assert "ran to its end" in result.reason
     assert result.evidence["deleted_while_it_ran"] == ["its folder"]
     assert json.loads((trial_folder(sweep, "one") / "spec.json").read_text())["name"] == "one"
@@ -119,7 +119,7 @@ MEASURED = {"steps.jsonl": b'{"phase": "measure", "seconds": 1, "forward": 0.5, 
 def test_a_measured_json_that_cannot_be_read_costs_only_itself(tmp_path, content):
     (tmp_path / "measured.json").write_bytes(content)
     (tmp_path / "steps.jsonl").write_bytes(MEASURED["steps.jsonl"])
-    left = assemble(tmp_path, TrialSpec("standard", "tiny", 2, 8), HostPeak(5, "samples"))
+    left = collect_measurements(tmp_path, TrialSpec("standard", "tiny", 2, 8), HostPeak(5, "samples"))
     assert (left.measured.samples_per_s, left.measured.memory.host_bytes) == (2.0, 5)
     assert (left.environment, left.is_done) == ({}, False)
 
@@ -132,13 +132,13 @@ def test_a_measured_json_that_cannot_be_read_costs_only_itself(tmp_path, content
 )  # fmt: skip
 def test_a_damaged_step_is_left_out(tmp_path, row):
     (tmp_path / "steps.jsonl").write_bytes(row + b"\n" + MEASURED["steps.jsonl"] + row)
-    measured = assemble(tmp_path, TrialSpec("standard", "tiny", 2, 8), HostPeak()).measured
+    measured = collect_measurements(tmp_path, TrialSpec("standard", "tiny", 2, 8), HostPeak()).measured
     assert (measured.steps.count, measured.phase_seconds["forward"]) == (1, 0.5)
 
 
 def test_numbers_of_a_command_that_no_float_holds_are_left_out(tmp_path):
     (tmp_path / "metrics.json").write_text(json.dumps({"mfu": 10**400, "loss": -(10**350), "samples_per_s": 3}))
-    measured = assemble(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
+    measured = collect_measurements(tmp_path, TrialSpec("command", "none", 4, 8, command="true"), HostPeak()).measured
     assert (measured.extra, measured.samples_per_s) == ({"samples_per_s": 3.0}, 3.0)
 
 
@@ -188,7 +188,7 @@ def test_a_supervisor_without_a_spec_it_can_read_says_so_and_runs_nothing(sweep,
     file.unlink()
     if content is not None:
         file.write_bytes(content)
-    words = [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), "one"]
+    words = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), "one"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "spec.json" in done.stderr

@@ -11,13 +11,12 @@ import torch
 from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.claims import Heartbeat, Progress, read_progress
-from flopwatch.sweep.host.tree_memory import HostPeak
-from flopwatch.sweep.supervisor.measurements import assemble
+from flopwatch.sweep.host.memory import HostPeak
+from flopwatch.sweep.supervisor.build_result import collect_measurements
 from flopwatch.sweep.worker import device as worker_clock
 from flopwatch.sweep.worker.device import peak_bytes, reset_peak, timed_step
 from flopwatch.sweep.worker.exception_outcome import describe_exception, outcome_of
-from flopwatch.sweep.worker.main import print_exception
-from flopwatch.sweep.worker.rank_main import lost_peer
+from flopwatch.sweep.worker.main import lost_peer, print_exception
 from flopwatch.testing import FakeClock
 
 CPU = torch.device("cpu")
@@ -237,7 +236,7 @@ def test_steps_of_a_trial_that_died_are_kept(tmp_path):
     (tmp_path / "measured.json").write_text(
         json.dumps({"done": False, "measured": measured, "environment": {"torch": "x"}})
     )
-    left = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), HostPeak(25, "samples"))
+    left = collect_measurements(tmp_path, TrialSpec("standard", "tiny", 4, 16), HostPeak(25, "samples"))
     found = left.measured
     assert (found.steps.count, found.steps.median, found.steps.first) == (4, 2.0, 9.0)
     assert found.phase_seconds == {"forward": 0.5, "backward": 1, "optimizer": 0.5}
@@ -248,7 +247,7 @@ def test_steps_of_a_trial_that_died_are_kept(tmp_path):
 
 
 def test_a_trial_that_left_nothing_measured_nothing(tmp_path):
-    left = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), HostPeak())
+    left = collect_measurements(tmp_path, TrialSpec("standard", "tiny", 4, 16), HostPeak())
     assert left.measured.steps is None
     assert left.measured.memory.host_bytes is None
     assert (left.environment, left.is_done) == ({}, False)
@@ -267,5 +266,5 @@ def test_rates_need_a_peak_and_seconds_and_are_absent_without(tmp_path, cost, st
     row = {"phase": "measure", "step": 0, "seconds": 4.0, "forward": 1, "backward": 2, "optimizer": 1}
     (tmp_path / "steps.jsonl").write_text((json.dumps(row) + "\n") * steps)
     (tmp_path / "measured.json").write_text(json.dumps({"measured": {"cost": {**cost, "notes": []}}}))
-    found = assemble(tmp_path, TrialSpec("standard", "tiny", 4, 16), HostPeak()).measured
+    found = collect_measurements(tmp_path, TrialSpec("standard", "tiny", 4, 16), HostPeak()).measured
     assert (found.cost.mfu, found.cost.hfu) == rates

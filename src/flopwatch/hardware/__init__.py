@@ -1,13 +1,13 @@
-"""What the hardware can do at best: by the table, by derivation, by measurement.
+"""The peak rate of a device: from the product table, derived from its architecture, or measured.
 
-Loads torch only when a device is looked at.
+Torch is loaded only when a device of this machine is read or measured.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.hardware.facts import DeviceFacts
 from flopwatch.hardware.resolve import explain_unknown, list_peaks, peak_flops, product_notes
+from flopwatch.hardware.table import DeviceFacts
 
 if TYPE_CHECKING:
     from flopwatch.hardware.device import matmul_dtype, read_device

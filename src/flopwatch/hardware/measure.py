@@ -1,9 +1,13 @@
-"""The achievable peak: the fastest matmul this device is seen to run."""
+"""The achievable peak of a device: the rate of the fastest matmul that it runs in a search over shapes."""
 
 import json
+import math
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -11,17 +15,209 @@ import torch
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError, MeasurementError
 from flopwatch.hardware.device import find_device, matmul_dtype, read_device
-from flopwatch.hardware.facts import DeviceFacts, canonical_dtype
-from flopwatch.hardware.matmul_speed import (
-    TORCH_DTYPES,
-    BestMatmul,
-    TimeMatmul,
-    matmul_timer,
-    plain_matmuls,
-    search_best_matmul,
-    shapes_that_fit,
-)
+from flopwatch.hardware.table import DeviceFacts, canonical_dtype
 from flopwatch.records.flops import Confidence, Peak
+
+# The search is pure arithmetic: timer and clock are arguments.
+
+Shape = tuple[int, int, int]
+"""Rows of the left matrix, the contracted dimension, columns of the right matrix."""
+
+TimeMatmul = Callable[[Shape, int], float]
+"""Takes a shape and a number of matmuls; returns the seconds they take one after the other."""
+
+# Squares, and the flat and deep products of transformer layers; the fastest differs from device to device.
+SHAPES: tuple[Shape, ...] = (
+    (512, 512, 512),
+    (1024, 1024, 1024),
+    (2048, 1024, 2048),
+    (2048, 2048, 2048),
+    (1024, 8192, 1024),
+    (4096, 1024, 4096),
+    (4096, 4096, 4096),
+    (8192, 2048, 8192),
+    (8192, 4096, 14336),
+    (8192, 8192, 8192),
+    (16384, 16384, 16384),
+)
+
+_SHARE_FOR_SEARCH = 0.6
+_SEARCH_REPEATS = 3
+_FEWEST_REPEATS = 5
+_MOST_REPEATS = 100
+# Long enough to make the cost of launching and of reading the clock negligible.
+_SAMPLE_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class BestMatmul:
+    """The fastest shape: its median rate, the number of repeats, and their spread (range over median)."""
+
+    flops_per_s: float
+    shape: Shape
+    repeats: int
+    spread: float
+    shapes_tried: int
+
+
+def matmul_flops(shape: Shape) -> int:
+    """Two FLOPs for each multiply-add.
+
+    >>> matmul_flops((2, 3, 4))
+    48
+    """
+    return 2 * math.prod(shape)
+
+
+def search_best_matmul(
+    time_matmul: TimeMatmul, seconds: float, clock: Clock, shapes: Sequence[Shape] = SHAPES
+) -> BestMatmul:
+    """Try shapes from small to large while time allows, then measure the fastest again, longer.
+
+    The second measurement is the result, because the best of many noisy figures is biased upwards.
+    """
+    start = clock()
+    found: dict[Shape, _Candidate] = {}
+    for shape in sorted(shapes, key=matmul_flops):
+        time_left = start + _SHARE_FOR_SEARCH * seconds - clock()
+        if not found or _expected_seconds(shape, found.values()) <= time_left:
+            found[shape] = _try(time_matmul, shape)
+    best = max(found, key=lambda shape: found[shape].flops_per_s)
+    samples: list[float] = []
+    while len(samples) < _FEWEST_REPEATS or (len(samples) < _MOST_REPEATS and clock() < start + seconds):
+        samples.append(_seconds_per_call(time_matmul, best, found[best].calls_per_sample))
+    return BestMatmul(
+        flops_per_s=matmul_flops(best) / median(samples),
+        shape=best,
+        repeats=len(samples),
+        spread=(max(samples) - min(samples)) / median(samples),
+        shapes_tried=len(found),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    flops_per_s: float
+    calls_per_sample: int
+
+
+def _try(time_matmul: TimeMatmul, shape: Shape) -> _Candidate:
+    _seconds_per_call(time_matmul, shape, 1)  # the first call allocates and chooses a kernel
+    calls = max(1, math.ceil(_SAMPLE_SECONDS / _seconds_per_call(time_matmul, shape, 1)))
+    seconds = median(_seconds_per_call(time_matmul, shape, calls) for _ in range(_SEARCH_REPEATS))
+    return _Candidate(matmul_flops(shape) / seconds, calls)
+
+
+def _seconds_per_call(time_matmul: TimeMatmul, shape: Shape, calls: int) -> float:
+    seconds = time_matmul(shape, calls)
+    if not seconds > 0:
+        raise MeasurementError(
+            f"{calls} matmuls of shape {shape} took {seconds} s by the device's own clock; measure again, "
+            "or set FLOPWATCH_PEAK_TFLOPS to the figure of the datasheet"
+        )
+    return seconds / calls
+
+
+def _expected_seconds(shape: Shape, found: Iterable[_Candidate]) -> float:
+    one_call = matmul_flops(shape) / max(candidate.flops_per_s for candidate in found)
+    return 2 * one_call + _SEARCH_REPEATS * max(one_call, _SAMPLE_SECONDS)
+
+
+TORCH_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+_MOST_BYTES_OFF_CUDA = 2**30
+
+
+def matmul_timer(device: torch.device, dtype: torch.dtype) -> TimeMatmul:
+    """A timer of matmuls on `device`: by CUDA events, or by the clock around a synchronisation."""
+    seconds_of = _seconds_by_events if device.type == "cuda" else _seconds_by_clock
+    latest: dict[Shape, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def time_matmul(shape: Shape, calls: int) -> float:
+        if shape not in latest:
+            latest.clear()  # keep one set of operands only: the largest takes gigabytes
+            latest[shape] = _operands(shape, device, dtype)
+        left, right, product = latest[shape]
+
+        def multiply() -> None:
+            for _ in range(calls):
+                torch.mm(left, right, out=product)
+
+        return seconds_of(multiply, device)
+
+    return time_matmul
+
+
+def shapes_that_fit(device: torch.device, dtype: torch.dtype) -> list[Shape]:
+    """The shapes whose three matrices take at most half of the free memory."""
+    most = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _MOST_BYTES_OFF_CUDA
+    return [shape for shape in SHAPES if _operand_bytes(shape, dtype) <= most] or [SHAPES[0]]
+
+
+@contextmanager
+def plain_matmuls(device: torch.device, dtype: str) -> Iterator[None]:
+    """No gradients, no autocast, fp32 matmuls in full precision (`fp32`) or as `tf32`; restores torch's switches."""
+    backends: Any = torch.backends  # its attributes are created at run time, so type checkers do not know them
+    backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
+    before = backend.fp32_precision
+    wanted = "tf32" if dtype == "tf32" else "ieee"
+    # "none" is full precision too. The switch is not touched if it already fits, because reading torch's older switches
+    # raises while they disagree with it.
+    must_switch = dtype in ("fp32", "tf32") and wanted != before and not (wanted == "ieee" and before == "none")
+    try:
+        if must_switch:
+            backend.fp32_precision = wanted
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if must_switch:
+            backend.fp32_precision = before
+
+
+def _operands(
+    shape: Shape, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, inner, columns = shape
+    # Random values, because a GPU multiplies constants with less power and a higher clock than any training reaches.
+    generator = torch.Generator(device).manual_seed(0)
+    left = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
+    right = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
+    return left, right, torch.empty(rows, columns, device=device, dtype=dtype)
+
+
+def _operand_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    rows, inner, columns = shape
+    return dtype.itemsize * (rows * inner + inner * columns + rows * columns)
+
+
+def _seconds_by_events(run: Callable[[], None], device: torch.device) -> float:
+    cuda: Any = torch.cuda  # its events are not typed
+    with cuda.device(device):
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3  # in ms
+
+
+def _seconds_by_clock(run: Callable[[], None], device: torch.device) -> float:
+    _synchronize(device)
+    start = monotonic_seconds()
+    run()
+    _synchronize(device)
+    return monotonic_seconds() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def measure_peak(
@@ -33,10 +229,10 @@ def measure_peak(
     time_matmul: TimeMatmul | None = None,
     clock: Clock = monotonic_seconds,
 ) -> Peak:
-    """Measure the best matmul rate of a device: what a training step could reach, not what the datasheet says.
+    """Measure the best matmul rate of a device: what a training step could reach, not the datasheet's figure.
 
-    Tries square and rectangular shapes, then repeats the fastest; the result is its median rate, and `source` tells
-    the shape, the repeats and their spread. The figure is kept in `~/.cache/flopwatch/peaks.json` for this device,
+    Tries square and rectangular shapes, then repeats the fastest; the result is its median rate, and `source` names
+    the shape, the repeats and their spread. The figure is cached in `~/.cache/flopwatch/peaks.json` for this device,
     dtype, torch version and number of threads.
 
     >>> peak = measure_peak("cpu", "fp32", seconds=0.1)
@@ -45,9 +241,9 @@ def measure_peak(
 
     Args:
         device: The device; None is the current accelerator, or the CPU without one.
-        dtype: Compute type: fp64, fp32, tf32, bf16 or fp16; None asks torch what a matmul would run in now.
+        dtype: Compute type: fp64, fp32, tf32, bf16 or fp16; None takes the type a matmul would run in now.
         seconds: Roughly how long to measure.
-        refresh: Measure again even if the figure is known.
+        refresh: Measure again even if the figure is cached.
         time_matmul: Replaces the timer; tests pass `flopwatch.testing.FakeMatmul`.
         clock: Limits the search; tests pass `flopwatch.testing.FakeClock`.
 
@@ -122,7 +318,7 @@ def _confidence(spread: float) -> Confidence:
     return "medium" if spread < 0.2 else "low"
 
 
-# Measured peaks on disk, so that a device is measured once. Never loads torch, never fails the caller.
+# The cache: reading and writing it never fails the measurement.
 
 
 def cache_path() -> Path:
@@ -132,7 +328,7 @@ def cache_path() -> Path:
 
 
 def read_cached_peak(key: str) -> Peak | None:
-    """The peak stored under `key`; None if there is none or the file cannot be used."""
+    """The peak cached under `key`; None if there is none or the file is unreadable."""
     try:
         peak = Peak(**_read_all()[key])
         return peak if peak.flops_per_s > 0 and peak.kind == "measured" else None
@@ -141,9 +337,9 @@ def read_cached_peak(key: str) -> Peak | None:
 
 
 def write_cached_peak(key: str, peak: Peak) -> None:
-    """Store a peak; a folder that cannot be written is left alone."""
+    """Cache a peak; does nothing if the folder cannot be written."""
     path = cache_path()
-    # A reader sees the old file or the new one, never half of it.
+    # Written beside it and renamed, so that a reader never sees half a file.
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The product table that ships with the package, read on first use. Never loads torch."""
+"""The product table, the facts that identify a product in it, and the names of compute types. Never loads torch."""
 
 import json
 from dataclasses import dataclass
@@ -6,21 +6,98 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flopwatch.hardware.facts import DeviceFacts
+from flopwatch.errors import InputError
 from flopwatch.records.flops import Confidence
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """One device as the framework reports it; unknown facts are None.
+
+    Attributes:
+        name: The name the device gives itself, such as `NVIDIA H100 80GB HBM3`.
+        kind: torch's device type: `cuda` (also for ROCm), `xpu`, `mps`, `npu`, `cpu`; empty when only a name is known.
+        unit_count: Streaming multiprocessors, compute units or cores this process sees; fewer than the product has
+            on a MIG slice or an AMD partition.
+        memory_gib: Memory as reported, which is below the nominal size.
+        gcn_arch: AMD's architecture, such as `gfx942`.
+        compute_capability: NVIDIA's architecture, such as `(9, 0)`.
+        clock_mhz: The boost clock that the driver reports for this device.
+    """
+
+    name: str
+    kind: str = ""
+    unit_count: int | None = None
+    memory_gib: float | None = None
+    gcn_arch: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    clock_mhz: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Why there is no peak, as a sentence for the user."""
+
+    reason: str
+
+
+_SPELLINGS = {
+    "fp64": ("float64", "double", "f64"),
+    "fp32": ("float32", "float", "single", "f32"),
+    "tf32": ("tensorfloat32", "xf32"),
+    "bf16": ("bfloat16",),
+    "fp16": ("float16", "half", "f16"),
+    "fp8": (
+        "float8",
+        "f8",
+        "e4m3",
+        "e5m2",
+        "mxfp8",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+    ),
+    "fp6": ("float6", "mxfp6"),
+    "fp4": ("float4", "nvfp4", "mxfp4", "float4_e2m1fn_x2"),
+    "int8": ("i8",),
+    "int4": ("i4",),
+    # With 16-bit accumulation, which is faster on GeForce. PyTorch accumulates in fp32, so these are never assumed.
+    "fp16_fp16acc": (),
+    "fp8_fp16acc": (),
+}
+_CANONICAL = {spelling: key for key, spellings in _SPELLINGS.items() for spelling in (key, *spellings)}
+
+DTYPES = tuple(_SPELLINGS)
+
+
+def canonical_dtype(dtype: object) -> str:
+    """The table's name for a compute type given as a `torch.dtype` or in any common spelling.
+
+    >>> canonical_dtype("torch.bfloat16"), canonical_dtype("half")
+    ('bf16', 'fp16')
+
+    Raises:
+        InputError: The spelling is not known.
+    """
+    spelling = str(dtype).strip().lower().removeprefix("torch.").replace("-", "_")
+    if spelling in _CANONICAL:
+        return _CANONICAL[spelling]
+    accepted = ", ".join("/".join((key, *spellings[:1])) for key, spellings in _SPELLINGS.items())
+    raise InputError(f"dtype {dtype!r} is not known; use one of: {accepted}, or a torch.dtype of these")
+
+
+@dataclass(frozen=True, slots=True)
 class Condition:
-    """What a device must report, besides its name, to be one product and not its namesake."""
+    """What a device must report, besides its name, to be this product and not another one of the same name."""
 
     unit_counts: tuple[int, ...] | None = None
     memory_gib: tuple[float, float] | None = None
     gcn_arch: str | None = None
 
     def allows(self, facts: DeviceFacts) -> bool:
-        """True unless a known fact contradicts; an unknown one does not."""
-        # gcnArchName carries features: "gfx942:sramecc+:xnack-".
+        """True unless a known fact contradicts it; unknown facts do not."""
+        # gcnArchName also lists features: "gfx942:sramecc+:xnack-".
         arch = facts.gcn_arch.partition(":")[0] if facts.gcn_arch else None
         return (
             (self.unit_counts is None or facts.unit_count is None or facts.unit_count in self.unit_counts)
@@ -38,16 +115,17 @@ class Accelerator:
         name: The product's name for people.
         vendor: `nvidia`, `amd`, `intel`, `apple`, `huawei`, `google` or `aws`.
         match: Patterns for the names its driver reports.
-        contains: Each name that can match holds one of these (lower case): saves compiling patterns. Empty: try always.
-        when: Tells it from products that report the same name.
-        is_default_for_name: Taken when several products report the name and nothing tells them apart.
-        generic_name: A name many products report; this one is meant only if every fact of `generic_when` is there.
+        contains: Every matching name contains one of these (lower case), so most patterns need no compiling. If empty,
+            the patterns are always tried.
+        when: Distinguishes it from products that report the same name.
+        is_default_for_name: Chosen if several products report the name and no fact distinguishes them.
+        generic_name: A name that many products report; it means this one only if all facts of `generic_when` match.
         generic_when: See `generic_name`.
         unit_count: Units of the whole device, as torch counts them.
         peak_tflops: Dense teraFLOP/s by compute type, with 32-bit accumulation.
-        source: Who says so.
-        confidence: How far the source can be trusted.
-        notes: What a reader should know.
+        source: The document the rates are from.
+        confidence: How reliable the source is.
+        notes: Remarks for the reader.
     """
 
     id: str
@@ -72,7 +150,7 @@ def load_accelerators() -> tuple[Accelerator, ...]:
 
 
 def read_table(file_name: str) -> Any:
-    """The content of a JSON file that ships beside this module."""
+    """The content of a JSON file beside this module."""
     return json.loads(Path(__file__).with_name(file_name).read_text(encoding="utf-8"))
 
 

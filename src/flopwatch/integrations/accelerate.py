@@ -12,15 +12,15 @@ from flopwatch.monitor.training_monitor import Step, TrainingMonitor
 
 
 class AccelerateMonitor(TrainingMonitor):
-    """A `TrainingMonitor` that knows an `Accelerator`: its precision, and when gradients are accumulated.
+    """A `TrainingMonitor` that follows an `Accelerator`: its precision and its gradient accumulation.
 
     Its `step` context goes around each micro-batch, beside `accelerator.accumulate`; the optimizer step is logged with
-    its last one. `monitor.latest` holds the newest values for `accelerator.log`, and
+    the last micro-batch. `monitor.latest` holds the newest values for `accelerator.log`, and
     `accelerator.register_for_checkpointing(monitor)` lets a resumed run continue its totals.
 
     Args:
-        accelerator: As the training uses it.
-        model: The model, prepared or not.
+        accelerator: The training's `Accelerator`.
+        model: The model, before or after `accelerator.prepare`.
         output_dir: The run's folder; only the main process writes.
         monitor_options: As for `flopwatch.TrainingMonitor`.
 
@@ -42,7 +42,7 @@ class AccelerateMonitor(TrainingMonitor):
     def __init__(
         self, accelerator: Any, model: nn.Module, output_dir: str | Path = "outputs", **monitor_options: Any
     ) -> None:
-        # "no" leaves it to the weights, "fp8" is left to the user: it depends on the recipe which products are fp8.
+        # With "no" the weights decide. With "fp8" the user must pass dtype=: the recipe decides which products are fp8.
         precision = accelerator.mixed_precision
         own: dict[str, Any] = {"model": model, "dtype": precision if precision in ("bf16", "fp16") else None}
         super().__init__(output_dir, **(own | monitor_options))
@@ -58,7 +58,7 @@ class AccelerateMonitor(TrainingMonitor):
         epoch: float | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Step:
-        """One micro-batch; as in `TrainingMonitor.step`. What is logged on it is logged with the optimizer step."""
+        """One micro-batch, as in `TrainingMonitor.step`; its values are logged with the optimizer step."""
         plain = super().step(batch, step=step, epoch=epoch, lengths=lengths)
         return _MicroStep(self, plain.number, epoch, batch, lengths)
 
@@ -66,7 +66,7 @@ class AccelerateMonitor(TrainingMonitor):
     def _end_micro_batch(self, number: int, values: dict[str, Any]) -> None:
         loss = values.pop("loss", None)
         if not self._accelerator.sync_gradients:
-            # A sum is a new tensor: a CUDA graph would write the next loss over the old one.
+            # Adding 0 makes a new tensor, because a CUDA graph writes the next loss into the same one.
             self._losses += [] if loss is None else [_detached(loss) + 0]
             self.end_micro_batch()
             return

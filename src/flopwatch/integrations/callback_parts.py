@@ -1,4 +1,4 @@
-"""A training must survive whatever goes wrong in a callback of ours."""
+"""What the callbacks share: errors that do not reach the training, methods replaced on one object, timed fetches."""
 
 import functools
 import logging
@@ -39,14 +39,11 @@ def harmless(method: Method) -> Method:
 
 
 def _report_once(owner: Any, part: str, error: Exception) -> None:
-    reported = vars(owner).setdefault("_reported_parts", set())
+    reported = vars(owner).setdefault("_flopwatch_reported_parts", set())
     if part not in reported:
         reported.add(part)
         _log.error("flopwatch: %s failed, training goes on: %s: %s", part, type(error).__name__, error)
         _log.debug("flopwatch: where %s failed", part, exc_info=error)
-
-
-# Replace a method on one object, never on its class, and put it back.
 
 
 _ABSENT = object()
@@ -55,9 +52,10 @@ _ABSENT = object()
 def replace_method(
     owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Let `owner.name` be what `make` makes of it; returns a function that puts it back.
+    """Replace a method on one object, never on its class; returns a function that restores it.
 
-    Where somebody has replaced it again since, theirs stays: it calls ours, which must not mind.
+    `make` gets the original method and returns the replacement. If other code has replaced the method again since then,
+    that replacement stays: it still calls ours, which must keep working after the end of the training.
 
     >>> class Trainer:
     ...     def training_step(self):
@@ -86,11 +84,8 @@ def replace_method(
     return put_back
 
 
-# Tells the monitor of a callback when the framework fetches a batch.
-
-
 class FetchTimer:
-    """Whatever is wrong with the monitor, the training gets its batch."""
+    """Tells a callback's monitor when the framework fetches a batch; the training gets its batch in any case."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -98,7 +93,7 @@ class FetchTimer:
 
     @harmless
     def begin_wait(self) -> bool:
-        """True when the fetching is timed."""
+        """True if the fetching is timed."""
         monitor = self._callback.monitor
         return monitor is not None and bool(monitor.begin_wait())
 
@@ -109,17 +104,14 @@ class FetchTimer:
             self._callback.monitor.end_wait(has_batch=has_batch)
 
 
-# Which of our numbers go into a framework's own log rows.
-
-
 Selection = Literal["basic", "all"]
 
 _GROUPS = ("perf", "total", "time", "ranks")
-"""The framework logs loss and learning rate itself."""
+"""Without `training`: the framework logs loss and learning rate itself."""
 
 
 def framework_metrics(values: Mapping[str, Number], selection: Selection) -> dict[str, float]:
-    """What to add to a row; floats, because totals of FLOPs outgrow the integers of most trackers.
+    """The values to add to a framework's row; floats, because totals of FLOPs exceed the integers of most trackers.
 
     >>> framework_metrics({"training/loss": 2.0, "perf/mfu": 0.4, "total/model_flops": 10**21}, "basic")
     {'perf/mfu': 0.4}

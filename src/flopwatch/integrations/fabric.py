@@ -1,17 +1,16 @@
-"""A monitor for training loops with Lightning Fabric."""
+"""A monitor for training loops with Lightning Fabric, and the compute types of Lightning's precisions."""
 
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from flopwatch.integrations.framework_internals import without_fabric_wrapper
 from flopwatch.monitor.training_monitor import TrainingMonitor
-
-# Lightning's names for what matmuls run in.
 
 
 def autocast_dtype(precision: object) -> str | None:
-    """The type a mixed precision computes in; None where the weights tell.
+    """The compute type of a mixed precision; None where it is the type of the weights.
 
     >>> autocast_dtype("bf16-mixed"), autocast_dtype("16-mixed"), autocast_dtype("bf16-true")
     ('bf16', 'fp16', None)
@@ -24,12 +23,12 @@ def monitor_for(
 ) -> TrainingMonitor:
     """A `TrainingMonitor` for a model that `fabric.setup` has wrapped, with Fabric's precision.
 
-    Use it as in a plain loop; `fabric.log_dict(monitor.latest, step)` brings the newest values to Fabric's loggers, and
-    the monitor can stand in the state that `fabric.save` and `fabric.load` take.
+    Use it as in a plain loop; `fabric.log_dict(monitor.latest, step)` sends the newest values to Fabric's loggers, and
+    the monitor can be part of the state that `fabric.save` and `fabric.load` take.
 
     Args:
-        fabric: As the training uses it.
-        model: The model, set up or not.
+        fabric: The training's `Fabric`.
+        model: The model, before or after `fabric.setup`.
         output_dir: The run's folder; only the first process writes.
         monitor_options: As for `flopwatch.TrainingMonitor`.
 
@@ -45,6 +44,5 @@ def monitor_for(
         1024
     """
     precision = getattr(fabric.strategy.precision, "precision", None)
-    # Fabric's own wrapper takes anything, so a batch could not be cut to what the model takes.
-    own: dict[str, Any] = {"model": getattr(model, "_original_module", model), "dtype": autocast_dtype(precision)}
+    own: dict[str, Any] = {"model": without_fabric_wrapper(model), "dtype": autocast_dtype(precision)}
     return TrainingMonitor(output_dir, **(own | monitor_options))

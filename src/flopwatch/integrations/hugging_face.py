@@ -2,12 +2,12 @@
 
 import json
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
+from flopwatch.integrations.framework_internals import find_trainer, guarded_part
 from flopwatch.monitor.training_monitor import TimedIterator, TrainingMonitor
 from flopwatch.optional import require
 
@@ -19,31 +19,31 @@ _log = logging.getLogger("flopwatch")
 class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):  # type: ignore[misc, name-defined]
     """Exact MFU, tokens and rates of a `Trainer`'s run, in its own log rows and in a local log.
 
-    `Trainer(..., callbacks=[FlopwatchCallback()])` or `trainer.add_callback(FlopwatchCallback())` is all. The numbers
-    stand in the same row as the loss, so W&B and TensorBoard show `train/perf/mfu` beside `train/loss`. They are
-    taken when the `Trainer` logs (`logging_steps`). Evaluation and saving are not in any step's time. A run resumed
-    from a checkpoint continues its totals.
+    Pass it as `Trainer(..., callbacks=[FlopwatchCallback()])` or with `trainer.add_callback(FlopwatchCallback())`; it
+    needs nothing else. The numbers are in the same row as the loss, so W&B and TensorBoard show `train/perf/mfu` beside
+    `train/loss`. They are taken when the `Trainer` logs (`logging_steps`). Evaluation and saving are not part of any
+    step's time. A run resumed from a checkpoint continues its totals.
 
-    A `Trainer` hands its callbacks neither the batch nor itself. The callback finds it on the call stack, comes first
-    among its callbacks while it trains, and looks at each batch in a `training_step` put on this one object, which is
-    gone when the training ends.
+    A `Trainer` passes its callbacks neither the batch nor itself. The callback finds it on the call stack, moves itself
+    to the front of its callbacks, and sees each batch through a `training_step` that it sets on this one object and
+    removes when the training ends.
 
     Args:
-        output_dir: The run's folder; `flopwatch` in the `Trainer`'s `output_dir` without it.
+        output_dir: The run's folder; by default `flopwatch` in the `Trainer`'s `output_dir`.
         metrics: `basic` adds the basic numbers to the `Trainer`'s rows, `all` adds all.
         monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `peak_flops_per_s=`.
 
     Example:
         >>> callback = FlopwatchCallback(peak_flops_per_s=989e12)
-        >>> callback.monitor is None  # until a training begins; `callback.monitor.summary` tells when it has ended
+        >>> callback.monitor is None  # until a training begins; `callback.monitor.summary` exists when it has ended
         True
 
     Attributes:
-        monitor: Of the training under way, or of the last one.
-        strict: True raises what would otherwise be reported once.
-        totals: What a checkpoint keeps.
-        lost_options: Options a checkpoint could not keep, on a callback that `restore_callback_states_from_checkpoint`
-            has made anew.
+        monitor: The monitor of the current training, or of the last one.
+        strict: True raises errors that would otherwise be reported once.
+        totals: The totals that a checkpoint stores.
+        lost_options: Options that a checkpoint could not store, on a callback that the `Trainer` has restored from it
+            (`restore_callback_states_from_checkpoint`).
     """
 
     def __init__(self, output_dir: str | Path | None = None, *, metrics: Selection = "basic", **monitor_options: Any):
@@ -59,19 +59,19 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
     @harmless
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end()  # of a training that raised
+        self._end()  # an earlier training may have raised
         self._steps_to_log = 0
         self.monitor = TrainingMonitor(**self._options(args, state, kwargs["model"]))
         self.strict = self.strict or self.monitor.config.strict
-        self.monitor.says_what_was_not_given(False)  # what the callback does not find, it says itself
+        self.monitor.says_what_was_not_given(False)  # the callback warns itself if it finds no Trainer
         saved = _saved_totals(state, type(self).__name__)
         if state.global_step > 0 and saved.get("step") == state.global_step:
             self.monitor.load_state_dict(saved)
-        # A checkpoint made without this callback has no place for its state, and the Trainer asks for one.
+        # The Trainer expects an entry for every stateful callback; a checkpoint made without this one has none.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
         if self.lost_options:
             _log.warning("flopwatch: the Trainer restored the callback without %s", ", ".join(self.lost_options))
-        trainer = _trainer_above(self)
+        trainer = find_trainer(self)
         if trainer is None:
             _log.warning("flopwatch: no Trainer found around the callback, so there are no tokens, FLOPs or MFU")
             return
@@ -79,9 +79,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
         self._put_back.append(replace_method(trainer, "training_step", self._seeing))
         if hasattr(trainer, "get_batch_samples"):
             self._put_back.append(replace_method(trainer, "get_batch_samples", self._timing))
-        # Older versions train in one piece; then an error outside training_step is tidied up at the next beginning.
-        guarded = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
-        self._put_back.append(replace_method(trainer, guarded, self._ending_on_error))
+        self._put_back.append(replace_method(trainer, guarded_part(trainer), self._ending_on_error))
 
     @harmless
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -97,9 +95,9 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
     @harmless
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.monitor is None or not logs or "loss" not in logs or not self._steps_to_log:
-            return  # an evaluation's row, or one of the user's own
+            return  # a row of an evaluation, or one that the user logs
         self._steps_to_log = 0
-        # The Trainer has just read the loss, so the device is idle and there is nothing to wait for.
+        # The Trainer has just read the loss, so the device is idle and waiting for it takes no time.
         values = self.monitor.log_now(
             loss=logs["loss"], grad_norm=logs.get("grad_norm"), learning_rate=logs.get("learning_rate"), wait=True
         )
@@ -139,7 +137,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
             "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
         }
         if args.logging_strategy == "steps":
-            # One more than the Trainer's, so that it is the Trainer who closes each window.
+            # One more than the Trainer's, so that the Trainer's logging closes each window.
             own["log_every"] = int(state.logging_steps) + 1
         return own | self._monitor_options
 
@@ -164,14 +162,14 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
             self.monitor.micro_batch(inputs)
 
     def _ending_on_error(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded_part(*args: Any, **kwargs: Any) -> Any:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
                 return part(*args, **kwargs)
             except BaseException:
                 self._end()
                 raise
 
-        return guarded_part
+        return guarded
 
     @harmless
     def _end(self) -> None:
@@ -181,22 +179,11 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
             self.monitor.close()
 
 
-def _trainer_above(callback: Any) -> Any:
-    """The `Trainer` that has called this callback; looks no further up the stack than that."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        handler = getattr(caller, "__dict__", {}).get("callback_handler")
-        if any(each is callback for each in getattr(handler, "callbacks", ())):
-            return caller
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
 def _move_to_front(callback: Any, callbacks: list[Any]) -> None:
-    """Reporting callbacks come before those of users, so keys that are added to a row would come too late.
+    """Reporting callbacks run before those of users, so values added by a later callback would miss the row.
 
-    The list may be in use: everything after this callback keeps its place, so none is left out or called twice.
+    The `Trainer` may be iterating over the list: callbacks after this one keep their place, so that each is called
+    once.
     """
     callbacks.insert(0, callbacks.pop(next(i for i, each in enumerate(callbacks) if each is callback)))
 

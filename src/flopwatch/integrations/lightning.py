@@ -14,6 +14,7 @@ from torch import nn
 
 from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
 from flopwatch.integrations.fabric import autocast_dtype
+from flopwatch.integrations.framework_internals import lightning_logs_this_step
 from flopwatch.monitor.training_monitor import TrainingMonitor
 from flopwatch.optional import require
 
@@ -27,34 +28,34 @@ def _lightning() -> ModuleType:
 
 
 _FETCH = ".train_dataloader_next"
-"""How Lightning's profiler calls the fetching of a training batch."""
+"""The end of the name under which Lightning profiles the fetching of a training batch."""
 
 
 class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
     """Exact MFU, tokens and rates of a Lightning run, in its own loggers and in a local log.
 
-    `Trainer(..., callbacks=[FlopwatchCallback()])` is all. Every `log_every_n_steps` the numbers go to all loggers of
-    the `Trainer`, in the same row as what the module logs on that step. Validation and saving are not in any step's
-    time. A run resumed from a checkpoint continues its totals.
+    Pass it as `Trainer(..., callbacks=[FlopwatchCallback()])`; it needs nothing else. Every `log_every_n_steps` the
+    numbers go to all loggers of the `Trainer`, in the same row as the module's values of that step. Validation and
+    saving are not part of any step's time. A run resumed from a checkpoint continues its totals.
 
-    FLOPs are those of the module's `forward` on its batch; of a batch `(x, y)` it gets what it takes. Where a module
-    has no `forward`, or its batches are dicts, and one child holds all its parameters (`self.model`), it is that
-    child's. `training_step` is never called: it logs.
+    FLOPs are counted for the module's `forward` on the batch; of a batch `(x, y)` it is given the part it takes. If a
+    module has no `forward`, or its batches are dicts, and one child (`self.model`) holds all parameters, the child's
+    `forward` is counted. `training_step` is never called for counting, because it logs.
 
     Args:
-        output_dir: The run's folder; `flopwatch` in the `Trainer`'s `log_dir` without it.
-        model: What to count instead: a module, or the name of one in the `LightningModule`, such as `"model"`.
+        output_dir: The run's folder; by default `flopwatch` in the `Trainer`'s `log_dir`.
+        model: The module to count instead, or its name in the `LightningModule`, such as `"model"`.
         metrics: `basic` adds the basic numbers to the loggers' rows, `all` adds all.
         monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `flops_fn=`.
 
     Example:
         >>> callback = FlopwatchCallback(peak_flops_per_s=989e12)
-        >>> callback.monitor is None  # until a training begins; `callback.monitor.summary` tells when it has ended
+        >>> callback.monitor is None  # until a training begins; `callback.monitor.summary` exists when it has ended
         True
 
     Attributes:
-        monitor: Of the training under way, or of the last one.
-        strict: True raises what would otherwise be reported once.
+        monitor: The monitor of the current training, or of the last one.
+        strict: True raises errors that would otherwise be reported once.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         self._steps_done = trainer.global_step
         self.monitor = TrainingMonitor(**self._options(trainer))
         self.strict = self.strict or self.monitor.config.strict
-        self.monitor.says_what_was_not_given(False)  # what the callback does not find, it says itself
+        self.monitor.says_what_was_not_given(False)  # the callback warns itself if it finds no model
         if self._totals.get("step") == trainer.global_step - 1:
             self.monitor.load_state_dict(self._totals)
         self._put_back.append(replace_method(trainer, "save_checkpoint", self._as_checkpoint))
-        # Lightning tells its profiler when it fetches a batch.
+        # Lightning calls its profiler, even a passive one, around the fetching of each batch.
         self._fetches = FetchTimer(self)
         self._put_back.append(replace_method(trainer.profiler, "start", self._before_fetch))
         self._put_back.append(replace_method(trainer.profiler, "stop", self._after_fetch))
@@ -119,7 +120,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         if loss is not None:
-            # Lightning has divided it by the number of micro-batches.
+            # Lightning has divided each micro-batch's loss by their number, so the sum is the mean.
             self._loss = loss if self._loss is None else self._loss + loss
         if trainer.global_step == self._steps_done:
             self.monitor.end_micro_batch()  # gradients are still being accumulated
@@ -130,7 +131,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             trainer.global_step - 1, trainer.current_epoch, loss=self._loss, learning_rate=self._learning_rate
         )
         self._forget_step()
-        if _logs_this_step(trainer):
+        if lightning_logs_this_step(trainer):
             values = framework_metrics(self.monitor.log_now(), self._metrics)
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
 
@@ -185,7 +186,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             "total_steps": trainer.max_steps if trainer.max_steps > 0 else None,
         }
         if trainer.log_every_n_steps:
-            # One more than the Trainer's, so that it is the Trainer who closes each window.
+            # One more than the Trainer's, so that the Trainer's logging closes each window.
             own["log_every"] = trainer.log_every_n_steps + 1
         return own | self._monitor_options
 
@@ -234,7 +235,7 @@ def find_model(pl_module: nn.Module, batch: Any) -> nn.Module:
     """The module whose `forward` takes the batch and whose cost is that of a training step.
 
     Raises:
-        LookupError: It cannot be told.
+        LookupError: There is no such module.
     """
     everything = {id(parameter) for parameter in pl_module.parameters()}
     children = list(pl_module.children())
@@ -266,12 +267,3 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     plain = copy.copy(module)
     del vars(plain)["forward"]
     return plain
-
-
-def _logs_this_step(trainer: Any) -> bool:
-    """Whether Lightning is about to log; asked as its own callbacks do."""
-    due = getattr(getattr(trainer, "_logger_connector", None), "should_update_logs", None)
-    if due is None:
-        every = trainer.log_every_n_steps
-        return bool(every and trainer.global_step % every == 0)
-    return bool(due)

@@ -10,28 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flopwatch.errors import InputError
+from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.records.reading import BrokenRecordError, UnreadableError, load_json, numbered_lines, read_record
 from flopwatch.records.trial import FORMAT, UNSETTLED, TrialJob, TrialResult, is_trial_name
+from flopwatch.records.trial_files import LOCK, RESULT, RESULTS, RUNNERS, SPEC, SWEEP, TRIALS
 
 # The two files that say what a sweep holds, read as far as they can be: a trial's result and the list of trials.
 #
 # Standard library only: supervisors start with it.
 
 
-SWEEP = "sweep.json"
-RESULTS = "results.jsonl"
-PREFLIGHT = "preflight.json"
-RESULT = "result.json"
-RUNNERS = "runners"
-LOCK = "lock"
-"""Held by the runner before there was `runners`; tells the folder of a sweep."""
-
 _LATEST_UNIX_TIME = 1e11
 """Some thousand years ahead; what is beyond it is no time."""
 
 
-class NewerFormatError(Exception):
+class NewerFormatError(FlopwatchError):
     """Written by a newer flopwatch: to be left alone.
 
     Attributes:
@@ -196,9 +189,7 @@ def read_results(sweep: Path) -> dict[str, TrialResult]:
 def is_sweep_folder(sweep: Path) -> bool:
     """Whether a sweep wrote there; one that lost its lists still has its trials."""
     return any(os.path.lexists(sweep / name) for name in (SWEEP, RESULTS, RUNNERS, LOCK)) or any(
-        os.path.lexists(sweep / "trials" / name / file)
-        for name in _trial_folders(sweep)
-        for file in (RESULT, "spec.json")
+        os.path.lexists(sweep / TRIALS / name / file) for name in _trial_folders(sweep) for file in (RESULT, SPEC)
     )
 
 
@@ -249,7 +240,7 @@ def _trial_folders(sweep: Path) -> dict[str, float]:
     """When each trial's folder last changed."""
     folders = {}
     try:
-        with os.scandir(sweep / "trials") as entries:
+        with os.scandir(sweep / TRIALS) as entries:
             for entry in entries:
                 if is_trial_name(entry.name):
                     folders[entry.name] = entry.stat(follow_symlinks=False).st_mtime
@@ -261,7 +252,7 @@ def _trial_folders(sweep: Path) -> dict[str, float]:
 def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[str, str, float | None]]) -> None:
     """The trial's own result, where the list does not know of this attempt."""
     try:
-        own = load_result(sweep / "trials" / name / RESULT)
+        own = load_result(sweep / TRIALS / name / RESULT)
     except FileNotFoundError:
         return
     except NewerFormatError as error:

@@ -43,6 +43,9 @@ OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
 UNSETTLED: tuple[Outcome, ...] = ("cancelled", "lost", "skipped")
 """Run again by every resume: they say nothing about the configuration."""
 
+AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
+"""Phases in which flopwatch measures, after the training steps: failing there does not fail the trial."""
+
 NOT_RUN: tuple[Outcome, ...] = ("oom_inferred", "skipped", "unsupported")
 
 
@@ -411,10 +414,10 @@ class TrialJob:
         spec: Its configuration.
         name: Its name within the sweep.
         key: Hash of its configuration and of what it runs on.
-        environment: What is known of that before it runs.
-        cwd: Where the sweep was started: trainers, configs and scripts are named from there.
-        attempt: The token of this attempt; a supervisor that comes late is told by it that it is.
-        retries: How often it is tried again at most.
+        environment: What is known before it runs: versions and sources, but no devices of the submitting host.
+        cwd: Where the sweep was started. Trainers, config files and scripts are named relative to it.
+        attempt: Token of this attempt. A supervisor that starts late sees by it that the trial was placed again.
+        retries: How often it may be tried again.
         earlier_attempts: As in `TrialResult`.
     """
 
@@ -427,6 +430,9 @@ class TrialJob:
     attempt: str = ""
     retries: int = 0
     earlier_attempts: tuple[Mapping[str, Any], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
     def why_broken(self) -> str | None:
         return None if is_trial_name(self.name) else f"its name {self.name[:40]!r} is none of a trial"

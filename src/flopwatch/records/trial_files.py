@@ -1,16 +1,17 @@
-"""Where a sweep's files lie, and how they are written and read. Standard library only.
+"""Names and places of a sweep's files, and how they are written. Standard library only: supervisors start with it.
 
 DIR/
-  sweep.json            the trials of the sweep, in the order they were asked for
+  sweep.json            every trial of the sweep, in the order of the matrix
   results.jsonl         one result per line, appended by the runner as trials end
-  runners/              who has run this sweep; the highest number holds it
+  runners/              one numbered file per runner; the highest number holds the folder
+  runner.json           process and progress of the latest runner
   preflight.json        which trainer can train which model, and how
-  report.html           ...
+  report.html           written by `flopwatch report`
   trials/NAME/          spec.json, started.json, supervisor.json, heartbeat.json, steps.jsonl, measured.json,
-                        exception.json, result.json
+                        exception.json, stacks.txt, guard.json, result.json; metrics.json of a command
   logs/NAME.log         everything the trial printed
   runs/NAME/            TensorBoard scalars and the Kineto trace
-  earlier/NAME.1/       a trial that was run again: what lay in trials/NAME, and its log
+  earlier/NAME.1/       an earlier attempt: its trials/NAME, its log as log.txt, its run
 """
 
 import errno
@@ -20,41 +21,71 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.reading import read_json, read_lines
-from flopwatch.records.sweep_results import PREFLIGHT, RESULTS, SWEEP, read_result, read_results
+SWEEP = "sweep.json"
+RESULTS = "results.jsonl"
+PREFLIGHT = "preflight.json"
+RUNNERS = "runners"
+RUNNER = "runner.json"
+RUNNER_LOG = "runner.log"
+LOCK = "lock"
+"""Sweeps of flopwatch 0.1 held this lock instead of a number in `runners`; it still marks a folder as a sweep's."""
 
-__all__ = [
-    "PREFLIGHT",
-    "RESULTS",
-    "SWEEP",
-    "append_line",
-    "log_file",
-    "read_json",
-    "read_lines",
-    "read_result",
-    "read_results",
-    "run_folder",
-    "trial_folder",
-    "write_json",
-]
+TRIALS, LOGS, RUNS, EARLIER = "trials", "logs", "runs", "earlier"
+
+SPEC = "spec.json"
+STARTED = "started.json"
+"""The claim of the supervisor that runs the trial."""
+SUPERVISOR_HEARTBEAT = "supervisor.json"
+"""The supervisor's heartbeat; `heartbeat.json` is the worker's."""
+HEARTBEAT = "heartbeat.json"
+STEPS = "steps.jsonl"
+MEASURED = "measured.json"
+EXCEPTION = "exception.json"
+METRICS = "metrics.json"
+"""Written by a command, with whatever numbers it wants to report."""
+STACKS = "stacks.txt"
+GUARD = "guard.json"
+"""Why the guard killed a supervisor that had stopped responding."""
+RESULT = "result.json"
+
+KEPT_LOG, KEPT_RUN = "log.txt", "run"
+"""A trial's log and run once they lie in `earlier/NAME.1/`."""
 
 
 def trial_folder(sweep: Path, name: str) -> Path:
-    return sweep / "trials" / name
+    return sweep / TRIALS / name
 
 
 def log_file(sweep: Path, name: str) -> Path:
-    return sweep / "logs" / f"{name}.log"
+    return sweep / LOGS / f"{name}.log"
 
 
 def run_folder(sweep: Path, name: str) -> Path:
-    return sweep / "runs" / name
+    return sweep / RUNS / name
+
+
+def of_rank(file: str, rank: int) -> str:
+    """The name of a file that every rank of a trial writes for itself; rank 0 writes the trial's own.
+
+    >>> of_rank("measured.json", 0), of_rank("measured.json", 3)
+    ('measured.json', 'measured-3.json')
+    """
+    stem, _, ending = file.partition(".")
+    return f"{stem}-{rank}.{ending}" if rank else file
+
+
+def exception_file(rank: int) -> str:
+    """What a rank writes when it raises. The supervisor copies the first failure's to `exception.json`.
+
+    Rank 0 has a number too: `exception.json` must hold the rank that failed first, which may be another one.
+    """
+    return f"exception-{rank}.json"
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Whole or not at all, whoever is killed: written beside, then renamed.
+    """Write to a temporary file beside it and rename, so that a reader finds the whole file or none.
 
-    Not forced to disk: after a power cut a trial may have to run again, and 10,000 forced writes cost minutes.
+    Without fsync: after a power cut a trial may have to run again, and 10,000 forced writes cost minutes.
     """
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     with open(beside, "w", encoding="utf-8") as stream:
@@ -63,7 +94,7 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def append_line(file: Path, content: Mapping[str, Any]) -> None:
-    """One line, in one write. What a full disk takes of it is taken back: half a line would spoil the next."""
+    """Append one line in one write. When the disk fills in the middle, the half line is removed again."""
     line = (json.dumps(content) + "\n").encode()
     handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:

@@ -1,4 +1,4 @@
-"""The record of the run: JSON Lines on the local disk, readable after `kill -9`."""
+"""The local log of a run: JSON Lines that stay readable after `kill -9`."""
 
 import json
 import math
@@ -18,8 +18,8 @@ class JsonlSink:
     r"""Appends one line of JSON per record.
 
     JSON has no NaN and no infinity: they are written as the texts `"nan"`, `"inf"` and `"-inf"`, so that every line is
-    strict JSON. A line is on its way to the disk after `flush_steps` steps or `flush_seconds` seconds at the latest,
-    whichever comes first; anything but a row goes at once. A crash can tear one line, never two.
+    strict JSON. A row is handed to the operating system after at most `flush_steps` steps or `flush_seconds` seconds,
+    other records at once. A crash can truncate one line, never two.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -50,7 +50,8 @@ class JsonlSink:
         self._last_step: int | None = None
         self._flushed_step: int | None = None
         self._flushed_at = clock()
-        self._said_once: dict[type, bytes] = {}
+        self._headers: dict[type, bytes] = {}
+        """The run's start and provenance, which are repeated if the file has to be created again."""
 
     def write(self, record: Record) -> None:
         line = _encode(record.to_json())
@@ -58,7 +59,7 @@ class JsonlSink:
             self._open()
         self._buffer += line
         if isinstance(record, RunStart | Provenance):
-            self._said_once[type(record)] = line
+            self._headers[type(record)] = line
         if isinstance(record, Row):
             self._last_step = record.step
         if not isinstance(record, Row) or self._is_due(record.step):
@@ -94,7 +95,7 @@ class JsonlSink:
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            self._buffer[:0] = b"\n"  # an earlier session was killed in mid-line: that line is lost, not ours
+            self._buffer[:0] = b"\n"  # an earlier session was killed in mid-line; only that line is lost
 
     def _is_in_place(self, descriptor: int) -> bool:
         try:
@@ -104,17 +105,17 @@ class JsonlSink:
         return os.path.samestat(there, os.fstat(descriptor))
 
     def _recreate(self, gone: int) -> None:
-        """Somebody deleted or replaced the file: start it again with what a reader needs to understand the rest."""
+        """The file was deleted or replaced: create it again, beginning with the records a reader needs."""
         self._descriptor = None
         os.close(gone)
         notice = Notice(
             self._last_step,
             "warning",
             "log_recreated",
-            f"{self._path} was deleted or replaced while the run was writing it; it was created again and holds what "
-            "came since the last flush. Keep the run's folder until the run has ended.",
+            f"{self._path} was deleted or replaced while the run was writing it; it was created again and holds the "
+            "records since the last flush. Keep the run's folder until the run has ended.",
         )
-        self._buffer[:0] = b"".join(self._said_once.values()) + _encode(notice.to_json())
+        self._buffer[:0] = b"".join(self._headers.values()) + _encode(notice.to_json())
         self._open()
 
 
@@ -133,7 +134,7 @@ def _strict(value: Any) -> Any:
         return [_strict(inner) for inner in value]
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, Integral):  # numpy's integers are such, but no int
+    if isinstance(value, Integral):  # numpy's integers are Integral but not int
         return int(value)
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else str(float(value))

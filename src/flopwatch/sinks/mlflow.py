@@ -1,4 +1,4 @@
-"""MLflow: into the run that is active, or one of our own, in batches."""
+"""MLflow: rows go in batches into the active run or a new one; trials of a sweep get a run each."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,27 +17,23 @@ from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.optional import require
 from flopwatch.records.run import Notice, Record, Row
 from flopwatch.sinks.protocol import TrialRun
-
-# The three calls the MLflow sink makes, to a server or to MLflow's own files.
-
+from flopwatch.sinks.tracker_internals import checked_mlflow_response, latest_mlflow_run, mlflow_request_sender
 
 MOST_METRICS = 1000
-"""Of one request, by MLflow's interface."""
+"""In one request, by MLflow's REST interface."""
 LONGEST_TAG = 5000
-"""Characters of a tag's value, by the same."""
-
-_API = "/api/2.0/mlflow"
+"""Characters of a tag's value that MLflow accepts."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """What waits to be sent: metrics as key, value, milliseconds, step; tags by name."""
+    """Values waiting to be sent: metrics as key, value, milliseconds, step; tags by name."""
 
     metrics: list[tuple[str, float, int, int]] = field(default_factory=list)
     tags: dict[str, str] = field(default_factory=dict)
 
     def parts(self) -> Iterator["Batch"]:
-        """In pieces a server takes; the tags go with the first."""
+        """Pieces small enough for one request; the tags go with the first."""
         tags = dict(self.tags)
         waiting = list(self.metrics)
         for start in range(0, max(len(waiting), 1 if tags else 0), MOST_METRICS):
@@ -45,8 +41,10 @@ class Batch:
 
 
 class Tracking(Protocol):
+    """The three calls that the sink makes."""
+
     def start_run(self, experiment: str | None) -> str:
-        """The id of a new run; `experiment` None means what the environment says, else the default one."""
+        """The id of a new run; without `experiment`, in the one of the environment, else in the default one."""
 
     def log_batch(self, run_id: str, batch: Batch) -> None: ...
 
@@ -54,13 +52,16 @@ class Tracking(Protocol):
 
 
 def open_tracking(uri: str, timeout_seconds: float) -> Tracking:
-    """Over HTTP where the URI is a server's, through MLflow's client for all others."""
-    is_server = uri.startswith(("http://", "https://"))
-    return ServerTracking(uri, timeout_seconds) if is_server else ClientTracking(uri)
+    """By single requests if the URI is a server's, through MLflow's client for all others."""
+    if uri.startswith(("http://", "https://")):
+        send = mlflow_request_sender(uri, timeout_seconds)
+        if send is not None:
+            return ServerTracking(send)
+    return ClientTracking(uri)
 
 
 def uri_in_use(folder: Path) -> str:
-    """What the process or its environment names, else a database in the folder."""
+    """The URI set in the process or its environment, else a database in the folder."""
     mlflow = require("mlflow", "mlflow")
     if mlflow.is_tracking_uri_set():
         return str(mlflow.get_tracking_uri())
@@ -74,16 +75,10 @@ def uri_in_use(folder: Path) -> str:
 
 
 class ServerTracking:
-    """MLflow's REST interface, each request made once.
+    """MLflow's REST interface, each request sent once; `mlflow_request_sender` says why MlflowClient is not used."""
 
-    MLflow's own client repeats a request for four minutes, and takes that from the process's environment alone: to
-    change it would change it for the training's own calls. Its `http_request` takes both limits with each call.
-    """
-
-    def __init__(self, uri: str, timeout_seconds: float) -> None:
-        self._rest = require("mlflow.utils.rest_utils", "mlflow")
-        self._credentials = require("mlflow.utils.credentials", "mlflow").get_default_host_creds(uri)
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, send: Callable[..., Any]) -> None:
+        self._send = send
 
     def start_run(self, experiment: str | None) -> str:
         name = _wanted_experiment(experiment)
@@ -106,31 +101,17 @@ class ServerTracking:
         self._call("POST", "runs/update", json=request)
 
     def _experiment_id(self, name: str) -> str:
-        response = self._request("GET", "experiments/get-by-name", params={"experiment_name": name})
+        response = self._send("GET", "experiments/get-by-name", params={"experiment_name": name})
         if response.status_code == 404:
             return str(self._call("POST", "experiments/create", json={"name": name})["experiment_id"])
-        return str(self._verified(response)["experiment"]["experiment_id"])
+        return str(checked_mlflow_response(response)["experiment"]["experiment_id"])
 
     def _call(self, method: str, path: str, **content: Any) -> Any:
-        return self._verified(self._request(method, path, **content))
-
-    def _request(self, method: str, path: str, **content: Any) -> Any:
-        return self._rest.http_request(
-            self._credentials,
-            f"{_API}/{path}",
-            method,
-            max_retries=0,
-            timeout=self._timeout_seconds,
-            raise_on_status=False,
-            **content,
-        )
-
-    def _verified(self, response: Any) -> Any:
-        return self._rest.verify_rest_response(response, response.url).json()
+        return checked_mlflow_response(self._send(method, path, **content))
 
 
 class ClientTracking:
-    """MLflow's client, for its files, a database of its own, Databricks and plugins."""
+    """MLflow's client, for local files and databases, Databricks and plugins."""
 
     def __init__(self, uri: str) -> None:
         self._client = require("mlflow.tracking", "mlflow").MlflowClient(tracking_uri=uri)
@@ -160,7 +141,7 @@ def _wanted_experiment(name: str | None) -> str | None:
 
 
 def _json_number(value: float) -> float | str:
-    """As protobuf's JSON has it, which MLflow reads."""
+    """As in protobuf's JSON, which has texts for what JSON numbers cannot be."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -171,23 +152,24 @@ def _now_milliseconds() -> int:
 
 
 _MOST_WAITING = 50_000
+"""Metrics kept while a server is away."""
 
 
 class MlflowSink:
-    """Sends the rows of a few seconds in one request: MLflow takes 12 ms for a single metric.
+    """Sends the rows of a few seconds in one request, because MLflow takes 12 ms for a single metric.
 
-    A run is looked for, or started, at the first row: by then the training has called `mlflow.start_run` if it ever
-    will. A run of yours is not ended. A server that stops answering is tried again for `patience_seconds`, each time
-    once and for `timeout_seconds` at most; a server that never answered is given up at once.
+    The run is looked up, or started, at the first row: by then the training has called `mlflow.start_run` if it ever
+    will. The training's run is not ended. A server that stops answering is tried again for `patience_seconds`, each
+    time once and for at most `timeout_seconds`; a server that never answered is given up at once.
 
     Args:
-        output_dir: Gets MLflow's database when neither `tracking_uri`, `MLFLOW_TRACKING_URI` nor the training's own
-            `mlflow.set_tracking_uri` names a place.
+        output_dir: Gets MLflow's database if neither `tracking_uri`, `MLFLOW_TRACKING_URI` nor a call of
+            `mlflow.set_tracking_uri` names a server or folder.
         tracking_uri: As for `mlflow.set_tracking_uri`, for this sink only.
-        experiment: Its name; made if it does not exist. By default what `MLFLOW_EXPERIMENT_NAME` says.
+        experiment: Its name; created if it does not exist. By default that of `MLFLOW_EXPERIMENT_NAME`.
         send_seconds: How often a batch is sent.
         timeout_seconds: How long one request may take.
-        patience_seconds: How long a server may be away in mid-run.
+        patience_seconds: How long a server may fail to answer in mid-run.
     """
 
     name = "mlflow"
@@ -227,13 +209,13 @@ class MlflowSink:
             self._open()
         milliseconds = int(record.unix_time * 1000)
         for key, value in record.values.items():
-            # MLflow refuses the whole batch for one sign it does not know, such as a bracket in a dataset's name.
+            # MLflow rejects the whole batch for one invalid character, such as a bracket in a dataset's name.
             self._batch.metrics.append((re.sub(r"[^/\w.\- :]", "_", key), float(value), milliseconds, record.step))
         if self._clock() - self._tried_at >= self._send_seconds:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits; a server that is away has until the end of our patience to come back."""
+        """Send what waits; raises when the server has been away for `patience_seconds`."""
         if self._tracking is None:
             return
         try:
@@ -277,13 +259,8 @@ class MlflowSink:
     def _active_run_id(self, mlflow: Any, uri: str) -> str | None:
         if self._tracking_uri is not None and self._tracking_uri != mlflow.get_tracking_uri():
             return None
-        # mlflow.active_run knows the runs of the calling thread only, and this is not the training's.
-        fluent = require("mlflow.tracking.fluent", "mlflow")
-        run = getattr(fluent, "_get_latest_active_run", mlflow.active_run)()
+        run = latest_mlflow_run(mlflow)
         return os.environ.get("MLFLOW_RUN_ID") if run is None else str(run.info.run_id)
-
-
-# Trials of a sweep to MLflow: a run each, found again by a tag.
 
 
 TRIAL_TAG, SWEEP_TAG, DIGEST_TAG = "flopwatch.trial_id", "flopwatch.sweep_id", "flopwatch.digest"
@@ -296,12 +273,12 @@ _STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 class MlflowTrials:
     """A run per trial: its settings are params, its figures metrics, its outcome and versions tags.
 
-    MLflow gives runs ids of its own, so a trial's run is known by the tag `flopwatch.trial_id`. One that has not
-    changed since it was logged is left alone.
+    MLflow chooses the ids of runs, so a trial's run is recognised by the tag `flopwatch.trial_id`. A trial that has not
+    changed since it was logged is not logged again.
 
     Args:
-        experiment: Its name; made if it does not exist.
-        folder: Gets MLflow's database when no server is named.
+        experiment: Its name; created if it does not exist.
+        folder: Gets MLflow's database if no server is named.
     """
 
     name = "MLflow"
@@ -331,13 +308,13 @@ class MlflowTrials:
         known[run.id] = (run_id, "")
         milliseconds = int(1000 * (run.end_unix_seconds or 0))
         self._client.set_terminated(run_id, _STATUS[run.state], milliseconds or None)
-        # Params cannot be changed, and those of a trial with the same key are the same.
+        # MLflow's params cannot be changed; a trial with the same id has the same params.
         params = [self._entities.Param(*param) for param in _params(run.config)] if is_new else []
         first = max(len(params) - _MOST_PARAMS, 0)
         for start in range(0, first, _MOST_PARAMS):
             self._client.log_batch(run_id, (), params[start : min(start + _MOST_PARAMS, first)], ())
         metrics = [self._entities.Metric(key, value, milliseconds, 0) for key, value in _metrics(run.figures)]
-        # The digest goes with what is sent last: a run that has it is whole.
+        # The digest goes with the last request: a run that has it is complete.
         tags = [self._entities.RunTag(*tag) for tag in (*_tags(run), (DIGEST_TAG, _digest(run)))]
         self._client.log_batch(run_id, metrics, params[first:], tags)
         known[run.id] = (run_id, _digest(run))
@@ -351,7 +328,7 @@ class MlflowTrials:
         return str(found.experiment_id)
 
     def _known_of(self, sweep_id: str) -> dict[str, tuple[str, str]]:
-        """Trial to run and digest, of what was logged before; asked for once."""
+        """Run id and digest by trial, of trials logged before; fetched once per sweep."""
         if sweep_id not in self._known:
             self._known[sweep_id] = {}
             for found in self._runs(f"tags.`{SWEEP_TAG}` = '{sweep_id}'"):
@@ -391,8 +368,8 @@ def _metrics(figures: Mapping[str, float | None]) -> list[tuple[str, float]]:
 
 
 def _tags(run: TrialRun) -> list[tuple[str, str]]:
-    told = {"flopwatch.sweep": run.sweep, **{f"flopwatch.{name}": text for name, text in run.facts.items()}}
-    return [(key, str(text)[:LONGEST_TAG]) for key, text in _renamed(told)]
+    tags = {"flopwatch.sweep": run.sweep, **{f"flopwatch.{name}": text for name, text in run.facts.items()}}
+    return [(key, str(text)[:LONGEST_TAG]) for key, text in _renamed(tags)]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -403,7 +380,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _renamed(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """MLflow refuses the whole batch for one sign it does not know, for `//`, and for one key twice."""
+    """Valid, distinct keys: MLflow rejects a whole batch for an invalid character, for `//` and for a repeated key."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         short = re.sub(r"[^\w.\- :]", "_", key)[:_LONGEST_KEY] or "_"

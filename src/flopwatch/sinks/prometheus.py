@@ -16,7 +16,7 @@ _OWN_NAMES = ("flopwatch", f"flopwatch_{STEP_KEY}", "flopwatch_last_row_timestam
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """How a key is called in Prometheus."""
+    """The Prometheus name of a key."""
 
     name: str
     description: str
@@ -26,9 +26,9 @@ class _Series:
 class PrometheusSink:
     """Serves `http://address:port/metrics` while the run lasts.
 
-    `perf/mfu` is `flopwatch_perf_mfu`; a time gets Prometheus' unit (`flopwatch_perf_step_time_seconds`); what is kept
-    per dataset has it as a label (`flopwatch_dataset_loss{dataset="code"}`). Only our own registry is served, nothing
-    of the training's, and nobody but this machine can ask unless `address` says otherwise.
+    `perf/mfu` becomes `flopwatch_perf_mfu`; a time gets Prometheus' unit (`flopwatch_perf_step_time_seconds`); values
+    of a dataset carry its name as a label (`flopwatch_dataset_loss{dataset="code"}`). Only flopwatch's own registry is
+    served, and only to this machine unless `address` is set.
     """
 
     name = "prometheus"
@@ -63,7 +63,7 @@ class PrometheusSink:
             self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client asks for at each scrape, in a thread of its server."""
+        """Called by prometheus_client at each scrape, in a thread of its server."""
         core = require("prometheus_client.core", "prometheus")
         values, row, origin = self._values, self._row, self._origin
         if origin is not None:
@@ -98,15 +98,15 @@ class PrometheusSink:
         for key in row.values.keys() - self._series.keys():
             self._series[key] = _name(key, {series.name for series in self._series.values()})
         kept = self._values
-        if row.detailed:  # it carries everything that is known, so what it lacks is not known any more
+        if row.detailed:  # it carries every known metric, so a metric it lacks is no longer known
             kept = {key: value for key, value in kept.items() if key not in METRICS}
-        # A new dict, never a changed one: a scrape may be reading the old one.
+        # A new dict, because a scrape may be reading the old one.
         self._values = {**kept, **row.values}
         self._row = row
 
 
 def _name(key: str, taken: set[str]) -> _Series:
-    """A name Prometheus allows; two keys of the user's that would get the same one are numbered.
+    """A valid Prometheus name; keys of the user that would get the same name are numbered.
 
     >>> _name("perf/step_time", set()).name
     'flopwatch_perf_step_time_seconds'
@@ -121,7 +121,7 @@ def _name(key: str, taken: set[str]) -> _Series:
     if metric.unit == "s" and not name.endswith("_seconds"):
         name += "_seconds"
     if key not in METRICS:
-        # The key is told in the help text: nothing else could say which one became `flopwatch______`.
+        # The help text holds the key, because the name alone (`flopwatch______`) may not show it.
         alone, number = name, 2
         while name in taken or name in _OWN_NAMES:
             name, number = f"{alone}_{number}", number + 1

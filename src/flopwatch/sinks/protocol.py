@@ -1,4 +1,7 @@
-"""What a sink is. Pass any object of this shape in `TrainingMonitor(sinks=[...])`."""
+"""What a sink of a run and a tracking service for trials must be able to do.
+
+Pass any object with the methods of `Sink` in `TrainingMonitor(sinks=[...])`.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,9 +11,9 @@ from flopwatch.records.run import Record
 
 
 class Sink(Protocol):
-    """Takes the records of a run, in order, in a thread of its own.
+    """Takes the records of a run, in order, in its own thread.
 
-    Every method may raise: the sink is then reported once, switched off, and named in the summary. It may also be
+    Every method may raise: the sink is then reported once, switched off and named in the summary. It may also be
     slow or hang: its queue is bounded, and only this sink loses rows.
     """
 
@@ -20,31 +23,28 @@ class Sink(Protocol):
         """Take one record. The first is always a `RunStart`."""
 
     def flush(self) -> None:
-        """Hand on what is buffered; called when rows have gathered for a while, when asked, and at the end."""
+        """Write out what is buffered; called after each group of rows, on request, and at the end."""
 
     def close(self) -> None:
         """Called once, after the last record."""
 
 
-# A trial of a sweep as a run of a tracking service, and what such a service must be able to do.
-
-
 MOST_FAILURES = 3
-"""In a row; then the service is taken to be away, and the rest is not tried."""
+"""Consecutive failures after which the service counts as unreachable, and the remaining trials are not tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """One trial.
+    """A trial of a sweep as a run of a tracking service.
 
     Attributes:
-        id: The same whenever this trial of this sweep is logged, so that a second time updates the same run.
-        name: Of the trial.
-        sweep: Name of the sweep: the group of its runs.
-        sweep_id: The same for all trials of the sweep, wherever its folder lies.
-        config: What was asked for, as JSON.
-        figures: Measured numbers by the columns' names; None is not known.
-        facts: Text by the columns' names: outcome, reason, host, device, versions.
+        id: Stable for this trial of this sweep, so that logging it again updates the same run.
+        name: The trial's name.
+        sweep: The sweep's name, by which its runs are grouped.
+        sweep_id: Stable for the sweep, even if its folder is moved.
+        config: The trial's settings, as JSON.
+        figures: Measured numbers by column name; unknown is None.
+        facts: Texts by column name: outcome, reason, host, device, versions.
         state: `finished`, `failed` (it could be run again) or `killed`.
         start_unix_seconds: When it began; None when it did not run.
         end_unix_seconds: When it ended.
@@ -63,20 +63,22 @@ class TrialRun:
 
 
 class TrialLog(Protocol):
-    """Where trials are logged to."""
+    """A service that trials are logged to."""
 
     name: str
 
     def log(self, run: TrialRun) -> None:
-        """Make the run, or bring it up to date; may raise."""
+        """Create the run, or update it; may raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Attributes:
-    count: Trials that were logged.
-    failures: What went wrong, in the order it did.
-    gave_up: So many went wrong in a row that the rest was not tried.
+    """The outcome of logging trials.
+
+    Attributes:
+        count: Trials that were logged.
+        failures: One text for each trial that could not be logged.
+        gave_up: True if the remaining trials were not tried after `MOST_FAILURES` failures in a row.
     """
 
     count: int
@@ -85,7 +87,7 @@ class Logged:
 
 
 def log_trials(runs: Iterable[TrialRun], to: TrialLog) -> Logged:
-    """Log them one after the other. One that cannot be logged does not keep the others from it."""
+    """Log trials one after the other; a trial that cannot be logged does not affect the others."""
     count, in_a_row, failures = 0, 0, []
     for run in runs:
         try:

@@ -1,5 +1,6 @@
 """TensorBoard event files through the `tensorboard` package alone: neither torch nor TensorFlow is loaded."""
 
+import io
 import json
 import os
 import socket
@@ -7,27 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.optional import require
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
-from flopwatch.sinks.event_frame import frame_event
+from flopwatch.sinks.tracker_internals import EventFormat
 
 
 class TensorBoardSink:
     """Writes one event per logging window, with all its values; notices and provenance go to the Text tab.
 
-    TensorBoard is told to forget the steps that run again after a resume, and all of them after a fresh start in the
-    same folder. It keeps numbers as 32-bit floats, so totals are rounded in the 8th digit; the JSON log has them exact.
+    After a resume, a mark in the file makes TensorBoard forget the steps that run again; after a fresh start in the
+    same folder, all steps. TensorBoard stores 32-bit floats, so totals are rounded in the 8th digit; the JSON log has
+    them exact.
 
-    The file lies in a folder `flopwatch` of its own, which TensorBoard shows as a run of that name. In a folder that
-    the training writes to as well, "forget" would take the training's points too, and TensorBoard, which reads a
-    folder file by file and never goes back, would miss what is written to one file while it reads the other.
+    The file lies in its own folder `flopwatch`, which TensorBoard shows as a run of that name. In the folder of the
+    training's own events the mark would delete the training's points too. TensorBoard also reads a folder file by file
+    and never goes back, so it would miss what one writer adds while it reads the file of the other.
 
-    Not by TensorBoard's own EventFileWriter: it writes in yet another thread, whose errors surface late and whose CPU
-    time nobody would count.
+    TensorBoard's EventFileWriter is not used, because it writes in another thread: its errors surface late, and its
+    processor time is in no figure of ours.
 
     Args:
         log_dir: Gets the folder `flopwatch`; `tensorboard --logdir` takes it or a folder above it.
-        flush_seconds: The file lags behind by so much at most; TensorBoard looks every 30 seconds by default.
+        flush_seconds: Most seconds a row waits before it is in the file; TensorBoard reads every 30 s by default.
     """
 
     name = "tensorboard"
@@ -42,17 +43,14 @@ class TensorBoardSink:
         self._started_at = self._wall_time = 0.0
         self._buffer = bytearray()
         self._last_step = 0
-        self._events: Any = None
-        self._summaries: Any = None
+        self._format: EventFormat | None = None
 
     def write(self, record: Record) -> None:
-        if self._events is None:
-            self._load()
         if isinstance(record, RunStart):
             self._start(record)
         elif isinstance(record, Row):
             self._last_step, self._wall_time = record.step, record.unix_time
-            self._add(self._events.Event(wall_time=record.unix_time, step=record.step, summary=self._scalars(record)))
+            self._add(wall_time=record.unix_time, step=record.step, summary=self._scalars(record))
         elif isinstance(record, Provenance):
             self._add_text("flopwatch/provenance", record.step, _as_code(record.to_json()))
         elif isinstance(record, Notice):
@@ -64,25 +62,25 @@ class TensorBoardSink:
             self.flush()
 
     def flush(self) -> None:
-        """Append what is buffered to the file; made anew, with its folder, if somebody deleted it."""
+        """Append what is buffered to the file; it is created again, with its folder, if it was deleted."""
         self._flushed_at = self._clock()
         if self._path is None or not self._buffer:
             return
-        # Emptied first: after an error half of it may be in the file, and must not follow again.
+        # Emptied first: after an error half of it may be in the file, and must not be written twice.
         events, self._buffer = self._buffer, bytearray()
         if not self._path.exists():
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            head = self._events.Event(wall_time=self._started_at, file_version="brain.Event:2")
-            events[:0] = frame_event(head.SerializeToString())
+            events[:0] = self._framed(wall_time=self._started_at, file_version="brain.Event:2")
         with self._path.open("ab") as file:
             file.write(events)
 
     def close(self) -> None:
         self.flush()
 
-    def _load(self) -> None:
-        self._events = require("tensorboard.compat.proto.event_pb2", "tensorboard")
-        self._summaries = require("tensorboard.compat.proto.summary_pb2", "tensorboard")
+    @property
+    def _tensorboard(self) -> EventFormat:
+        self._format = self._format or EventFormat()
+        return self._format
 
     def _start(self, start: RunStart) -> None:
         # TensorBoard reads the files of a folder in the order of their names, so the time comes first and in full.
@@ -90,26 +88,32 @@ class TensorBoardSink:
         self._path = self._log_dir / name
         self._started_at = self._wall_time = start.unix_time
         first_step = 0 if start.resumed_after_step is None else start.resumed_after_step + 1
-        # TensorBoard forgets what it knows from this step on, but only at the second such mark of a folder: so every
-        # session sets one.
-        mark = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._add(self._events.Event(wall_time=start.unix_time, step=first_step, session_log=mark))
+        # TensorBoard forgets all steps from this one on, but only at the second such mark in a folder; so every
+        # session writes one.
+        session_log = self._tensorboard.SessionLog
+        self._add(wall_time=start.unix_time, step=first_step, session_log=session_log(status=session_log.START))
         self._add_text("flopwatch/run", first_step, _as_code(start.to_json()))
 
     def _scalars(self, row: Row) -> Any:
-        value = self._summaries.Summary.Value
-        return self._summaries.Summary(value=[value(tag=key, simple_value=row.values[key]) for key in row.values])
+        summary = self._tensorboard.Summary
+        return summary(value=[summary.Value(tag=key, simple_value=row.values[key]) for key in row.values])
 
     def _add_text(self, tag: str, step: int, markdown: str) -> None:
-        summary = self._summaries.Summary()
+        summary = self._tensorboard.Summary()
         value = summary.value.add(tag=tag)
         value.metadata.plugin_data.plugin_name = "text"
         value.tensor.dtype = 7  # DT_STRING
         value.tensor.string_val.append(markdown.encode())
-        self._add(self._events.Event(wall_time=self._wall_time, step=step, summary=summary))
+        self._add(wall_time=self._wall_time, step=step, summary=summary)
 
-    def _add(self, event: Any) -> None:
-        self._buffer += frame_event(event.SerializeToString())
+    def _add(self, **event: Any) -> None:
+        self._buffer += self._framed(**event)
+
+    def _framed(self, **event: Any) -> bytes:
+        """An event as it stands in the file: with its length and checksums."""
+        frame = io.BytesIO()
+        self._tensorboard.RecordWriter(frame).write(self._tensorboard.Event(**event).SerializeToString())
+        return frame.getvalue()
 
 
 def _as_code(content: dict[str, Any]) -> str:

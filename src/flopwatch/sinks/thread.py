@@ -1,12 +1,18 @@
-"""A thread and a bounded queue for each sink: one that hangs or fails holds up nobody else, and never the training."""
+"""Makes sinks by name, and feeds each from a bounded queue in its own thread.
+
+So a sink that hangs or fails affects neither the training nor the other sinks.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from typing import Final
+from typing import Any, Final, cast
 
+from flopwatch.errors import InputError
 from flopwatch.records.run import Record, Row
 from flopwatch.sinks.protocol import Sink
 
@@ -19,9 +25,9 @@ _MOST_GATHERED = 20
 class SinkThread:
     """Feeds one sink from a queue, in a daemon thread that sleeps while there is nothing to do.
 
-    Rows are gathered for a few seconds and written together, then the sink is flushed: every waking costs the training
-    thread 20 µs and finds cold caches, so five rows at a time take less than half the CPU time of five rows one by one.
-    Everything else, and a row after a silence, is written at once.
+    Rows are gathered for a few seconds and written together, then the sink is flushed: every wake-up costs the training
+    thread 20 µs and finds cold caches, so five rows at once take less than half the processor time of five single
+    ones. Other records are written at once.
 
     >>> from flopwatch.records.run import RunStart
     >>> from flopwatch.testing import RecordingSink
@@ -35,10 +41,10 @@ class SinkThread:
     'a1'
 
     Attributes:
-        name: Of the sink.
-        dropped_rows: Records that a full queue turned away.
-        failed: What made the sink be switched off; None while it works.
-        opening_cpu_seconds: CPU time up to and with the first row, imports and connecting included; 0 before it.
+        name: The sink's name.
+        dropped_rows: Records dropped because the queue was full.
+        failed: Why the sink was switched off; None while it works.
+        opening_cpu_seconds: CPU time until the first row is written, imports and connecting included; 0 before it.
     """
 
     def __init__(
@@ -51,10 +57,10 @@ class SinkThread:
         """Starts the thread.
 
         Args:
-            sink: Where the records go. An attribute `gather_seconds` of it comes before the argument.
-            on_failure: Called once, from the thread, with the sink's name and what it raised first.
-            queue_size: Rows that may wait. Other records, rare and dear, may wait up to twice as many.
-            gather_seconds: How long rows may wait for each other; 0 has every row written at once.
+            sink: Where the records go. Its attribute `gather_seconds`, if it has one, overrides the argument.
+            on_failure: Called once, in the thread, with the sink's name and the first error.
+            queue_size: Most rows that may wait. Other records are rare and matter more: twice as many may wait.
+            gather_seconds: How long rows may wait for each other; with 0 every row is written at once.
         """
         self.name = sink.name
         self.dropped_rows = 0
@@ -74,11 +80,11 @@ class SinkThread:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of this thread, as of its last record."""
+        """CPU time of this thread up to its last record."""
         return self._cpu_seconds
 
     def put(self, record: Record) -> bool:
-        """Hand a record over; never blocks, never raises. False when the sink will not get it."""
+        """Queue a record; never blocks, never raises. False if the sink will not get it."""
         if self._closing or self.failed is not None:
             return False
         limit = self._queue_size if isinstance(record, Row) else 2 * self._queue_size
@@ -91,17 +97,17 @@ class SinkThread:
         return True
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Let the thread hand on all it has been given; waits so long at most. True when it has."""
+        """Wait until all queued records are written; False if that took longer than the timeout."""
         if self._closing or self.failed is not None:
             return False
         done = Event()
         self._queue.put(done)
         self._wake.set()
-        # A sink that failed in between took its thread along: nobody would ever answer.
+        # If the sink failed in between, its thread has ended and will never set the event.
         return self.failed is None and done.wait(timeout_seconds) and self.failed is None
 
     def close(self, timeout_seconds: float) -> bool:
-        """Let the thread drain the queue, close the sink and end; waits so long at most. True when it ended."""
+        """Drain the queue, close the sink and end the thread; False if that took longer than the timeout."""
         if not self._closing:
             self._closing = True
             self._queue.put(_CLOSE)
@@ -112,7 +118,7 @@ class SinkThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # SystemExit too: a thread that ends without a word would be a silent loss
+        except BaseException as error:  # SystemExit too, or the thread would end without a report
             self._switch_off(error)
         self._cpu_seconds = time.thread_time()
 
@@ -134,7 +140,7 @@ class SinkThread:
         self._sink.close()
 
     def _next(self, unflushed: bool) -> Record | str | Event:
-        """The next of what waits; a flush when all of it is written; else sleep."""
+        """The next record; a flush if all records are written; otherwise sleep until there is one."""
         with suppress(Empty):
             return self._queue.get_nowait()
         if unflushed:
@@ -158,3 +164,85 @@ class SinkThread:
         # A broken sink may still hold a file or a port.
         with suppress(BaseException):
             self._sink.close()
+
+
+SINK_NAMES = ("console", "tensorboard", "wandb", "mlflow", "prometheus")
+
+
+def build_sinks(
+    wanted: Sequence[str | Sink], output_dir: Path, options: Mapping[str, Mapping[str, Any]]
+) -> tuple[list[Sink], dict[str, str]]:
+    """Make the wanted sinks. Nothing is opened yet: a sink does that at its first record, in its thread.
+
+    >>> sinks, failures = build_sinks(["console", "prometheus"], Path("outputs"), {"console": {}})
+    >>> [sink.name for sink in sinks]
+    ['console']
+    >>> failures
+    {'prometheus': "no port was given; pass one, such as options={'prometheus': {'port': 9477}}"}
+
+    Args:
+        wanted: Names of `SINK_NAMES`, `module:Class`, or objects with the methods of `Sink`.
+        output_dir: The run's folder; sinks that write files put them there.
+        options: Keyword arguments of the sinks made here, by the name in `wanted`.
+
+    Returns:
+        The sinks, and for each that could not be made the reason.
+
+    Raises:
+        InputError: There is no sink with that name.
+    """
+    sinks: list[Sink] = []
+    failures: dict[str, str] = {}
+    for want in wanted:
+        if not isinstance(want, str):
+            sinks.append(_checked(want))
+            continue
+        if want not in SINK_NAMES and ":" not in want:
+            raise InputError(
+                f"there is no sink {want!r}; use one of {', '.join(SINK_NAMES)}, a class as 'module:Class', or an "
+                "object with the methods of flopwatch.sinks.protocol.Sink"
+            )
+        try:
+            sinks.append(_make(want, output_dir, options.get(want, {})))
+        except Exception as error:
+            failures[want] = str(error) or type(error).__name__
+    return sinks, failures
+
+
+def _make(name: str, output_dir: Path, options: Mapping[str, Any]) -> Sink:
+    """Loads only the module of the wanted sink; the sink loads its tracker's package at its first record."""
+    if name == "console":
+        from flopwatch.sinks.console import ConsoleSink
+
+        return ConsoleSink(**options)
+    if name == "tensorboard":
+        from flopwatch.sinks.tensorboard import TensorBoardSink
+
+        return TensorBoardSink(**{"log_dir": output_dir / "tensorboard", **options})
+    if name == "wandb":
+        from flopwatch.sinks.wandb import WandbSink
+
+        return WandbSink(**{"output_dir": output_dir, **options})
+    if name == "mlflow":
+        from flopwatch.sinks.mlflow import MlflowSink
+
+        return MlflowSink(**{"output_dir": output_dir, **options})
+    if name == "prometheus":
+        from flopwatch.sinks.prometheus import PrometheusSink
+
+        if (
+            "port" not in options
+        ):  # no default, because 9400 and the next ports belong to other exporters of GPU machines
+            raise InputError("no port was given; pass one, such as options={'prometheus': {'port': 9477}}")
+        return PrometheusSink(**options)
+    module, _, class_name = name.partition(":")
+    return _checked(getattr(import_module(module), class_name)(**options))
+
+
+def _checked(sink: Any) -> Sink:
+    missing = [method for method in ("write", "flush", "close") if not callable(getattr(sink, method, None))]
+    if missing or not isinstance(getattr(sink, "name", None), str):
+        raise InputError(
+            f"{sink!r} is no sink: it lacks {', '.join(missing) or 'a name'}; see flopwatch.sinks.protocol.Sink"
+        )
+    return cast("Sink", sink)

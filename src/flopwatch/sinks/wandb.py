@@ -1,4 +1,4 @@
-"""Weights & Biases: into a run of our own, beside the one that is active."""
+"""Weights & Biases: rows go into a separate run beside the active one; trials of a sweep get a run each."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -11,6 +11,7 @@ from flopwatch.optional import require
 from flopwatch.records.metrics import STEP_KEY
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.sinks.protocol import TrialRun
+from flopwatch.sinks.tracker_internals import is_lost_wandb_service, wandb_run_hider
 
 _SUFFIX = "-flopwatch"
 
@@ -20,18 +21,18 @@ class WandbSink:
 
     W&B has one step counter per run. A row of ours would advance it, and W&B drops every later row of the training
     that has a smaller step; a row that W&B still holds open (`commit=False`, or `step=` without a next one) would be
-    closed or mixed with ours. No option of `run.log` avoids both, so our rows go into a run of our own. Beside a run
-    of yours it has its project, group, mode and folder, the id `<your id>-flopwatch` and the name `<yours>
-    (flopwatch)`; your run gets the totals at the end as `summary["flopwatch"]` and nothing else.
+    closed or mixed with ours. No option of `run.log` avoids both, so our rows go into a separate run. If the training
+    has a run, ours gets its project, group, mode and folder, the id `<its id>-flopwatch` and the name `<its name>
+    (flopwatch)`; the training's run gets only the totals, at the end, as `summary["flopwatch"]`.
 
-    The run is started at the first row: by then the training has called `wandb.init` if it ever will. It is no
-    `wandb.run`, captures no output and leaves a later `wandb.init` of yours alone. W&B's environment variables
-    (`WANDB_MODE`, `WANDB_PROJECT`, `WANDB_DIR`, ...) hold for it, except that `WANDB_RUN_ID` is left to your own run.
+    The run is started at the first row: by then the training has called `wandb.init` if it ever will. It does not
+    become `wandb.run`, captures no output and does not affect a later `wandb.init`. W&B's environment variables
+    (`WANDB_MODE`, `WANDB_PROJECT`, `WANDB_DIR`, ...) apply to it, except `WANDB_RUN_ID`: that is the training's run.
 
     Args:
-        output_dir: Where W&B puts its files, unless `WANDB_DIR` or a run of yours says otherwise.
+        output_dir: Where W&B puts its files, unless `WANDB_DIR` or the training's run names another folder.
         project: As for `wandb.init`, like everything in `init`.
-        into_active_run: True logs into the run that is active, for a training that logs nothing to it itself.
+        into_active_run: True logs into the active run; only for a training that logs nothing to W&B itself.
     """
 
     name = "wandb"
@@ -82,13 +83,12 @@ class WandbSink:
         try:
             yield
         except Exception as error:
-            # A request under way ends in errors of W&B's mailbox, which say nothing; a later one in a ConnectionError.
-            if not isinstance(error, ConnectionError) and "wandb.sdk.mailbox" not in type(error).__module__:
+            if not is_lost_wandb_service(error):
                 raise
             self._connection_lost = True
             raise FlopwatchError(
-                f"W&B's background process (wandb-core) is gone ({str(error) or type(error).__name__}); nothing more "
-                "of this run reaches W&B, what it had written is in its folder and `wandb sync` uploads it"
+                f"W&B's background process (wandb-core) is gone ({str(error) or type(error).__name__}); no more rows "
+                "of this run reach W&B. What was written before is in the run's folder: upload it with `wandb sync`"
             ) from error
 
     def _open(self) -> None:
@@ -106,11 +106,11 @@ class WandbSink:
         settings = self._init.get("settings")
         if settings is None or isinstance(settings, Mapping):
             options["settings"] = {**self._settings(), **(settings or {})}
-        _refuse_an_id_of_others(wandb)
+        _refuse_shared_id(wandb)
         refuse_to_prompt(wandb, options.get("mode"))
+        hide = wandb_run_hider(wandb)
         run = wandb.init(**options)
-        # Off the list, or a later wandb.init of the training is handed this run, whatever project it names.
-        wandb.setup().remove_active_run(run)
+        hide(run)
         return run
 
     def _settings(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class WandbSink:
         return {"console": "off", "x_disable_stats": True, "base_url": self._users_run.settings.base_url}
 
     def _place(self) -> dict[str, Any]:
-        """Beside the training's own run, or where nobody else is."""
+        """Options of `wandb.init` that place our run beside the training's run, or on its own."""
         if self._users_run is not None:
             return _beside(self._users_run)
         place: dict[str, Any] = {}
@@ -144,10 +144,10 @@ class WandbSink:
             else:
                 self._summary = record.to_json()
             self._run.summary["flopwatch"] = {**self._summary, "messages": self._messages}
-            self._tell_users_run(record)
+            self._update_users_run(record)
 
-    def _tell_users_run(self, record: Record) -> None:
-        """Its summary is not part of its rows. It may be finished by now, and then it stays as it is."""
+    def _update_users_run(self, record: Record) -> None:
+        """A run's summary is not part of its rows. A run that is already finished stays unchanged."""
         if self._users_run is not None and isinstance(record, Summary):
             with suppress(Exception):
                 self._users_run.summary["flopwatch"] = {**self._summary, "run": self._run.id}
@@ -159,15 +159,15 @@ class WandbSink:
 
 
 def _beside(run: Any) -> dict[str, Any]:
-    """What `wandb.init` needs for a run that lies where this one does. A resume of this one resumes ours too."""
+    """Options of `wandb.init` for a run in the same place as this one; a resume of this run resumes ours too."""
     mode = "disabled" if run.disabled else "offline" if run.offline else "online"
     names = {"name": f"{run.name} (flopwatch)" if run.name else None, "job_type": "flopwatch"}
     place = {"project": run.project, "entity": run.entity or None, "group": run.group or None}
     return {**place, **names, "id": run.id + _SUFFIX, "resume": "allow", "mode": mode, "dir": run.settings.root_dir}
 
 
-def _refuse_an_id_of_others(wandb: Any) -> None:
-    """There W&B ignores the id it is given: our run would get the one of the training's own."""
+def _refuse_shared_id(wandb: Any) -> None:
+    """In sweeps and launches W&B ignores the `id` argument: our run would get the id of the training's run."""
     settings = wandb.setup().settings
     if settings.sweep_id or settings.launch:
         raise InputError(
@@ -178,22 +178,19 @@ def _refuse_an_id_of_others(wandb: Any) -> None:
 
 
 def refuse_to_prompt(wandb: Any, mode: str | None) -> None:
-    """W&B would ask for a key on the training's own terminal, from a thread nobody watches."""
+    """W&B would ask for a key on the training's terminal, from a background thread."""
     mode = mode or wandb.setup().settings.mode
     if mode in ("online", "run", "shared") and not wandb.login(prompt=False, verify=False):
         raise InputError(
-            f"W&B is in mode {mode!r} and knows no account; run `wandb login`, or set WANDB_MODE=offline to keep the "
+            f"W&B is in mode {mode!r} but not logged in; run `wandb login`, or set WANDB_MODE=offline to keep the "
             "run on this machine"
         )
 
 
 def _forget_dead_service() -> None:
-    """W&B's background process is gone; without this, its exit handler prints a traceback at the end of the program."""
+    """Without this, W&B's exit handler prints a traceback at the end of the program if its process is gone."""
     with suppress(BaseException):
         require("wandb", "wandb").teardown()
-
-
-# Trials of a sweep to Weights & Biases: a run each, grouped by the sweep.
 
 
 _LONGEST_TAG = 64
@@ -203,11 +200,11 @@ _LONGEST_NAME = 128
 class WandbTrials:
     """A run per trial: its settings are the config, its figures the summary, its outcome and sweep are tags.
 
-    `WANDB_MODE`, `WANDB_ENTITY`, `WANDB_DIR` and the like hold.
+    W&B's environment variables (`WANDB_MODE`, `WANDB_ENTITY`, `WANDB_DIR`, ...) apply.
 
     Args:
         project: As for `wandb.init`.
-        folder: Where W&B puts its files, unless `WANDB_DIR` says otherwise.
+        folder: Where W&B puts its files, unless `WANDB_DIR` names another folder.
     """
 
     name = "W&B"
@@ -236,7 +233,7 @@ class WandbTrials:
             **self._place(),
         ) as opened:
             opened.config.update({**run.config, "flopwatch_sweep": run.sweep}, allow_val_change=True)
-            # What is not known is said too: a run that is brought up to date must not keep what no longer holds.
+            # Unknown figures are written too: an updated run must not keep an outdated figure.
             opened.summary.update({**run.figures, **run.facts})
             opened.finish(exit_code=0 if run.state == "finished" else 1)
 

@@ -1,9 +1,10 @@
-"""Who may run a trial, and whether he lives: on any file system, without locks and without comparing clocks.
+"""Which process runs a trial, whether it is alive, and how far it got: files in the trial's folder.
 
-What is asked of the file system is what NFS keeps: link(2) and O_EXCL are atomic at the server, rename is atomic, and
-what another host writes comes into sight late. So a claim is a file that only one can make, and life is a file whose
-content changes: a reader judges by his own clock how long he has seen it unchanged. On one's own host the kernel
-knows at once whether a process lives. Standard library only: supervisors start with it.
+Works on any shared file system, without locks and without comparing clocks of different hosts. It relies on what NFS
+guarantees: link(2) and O_EXCL are atomic at the server, rename is atomic, and files written by another host become
+visible late. So a claim is a file that only one process can create, and a process proves that it is alive by rewriting
+a small file: a reader measures with its own clock for how long it has seen the same content. About processes of its
+own host it asks the kernel, which knows at once. Standard library only: supervisors start with it.
 """
 
 import contextlib
@@ -17,33 +18,34 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.records.reading import BrokenRecordError, UnreadableError, opened_regular, read_json, read_record
+from flopwatch.records.trial_files import HEARTBEAT, STARTED, SUPERVISOR_HEARTBEAT
 
-STARTED = "started.json"
-PULSE = "supervisor.json"
 BEAT_SECONDS = 5.0
 WITHDRAWN = "withdrawn"
+"""Stands in a claim in place of an attempt: no supervisor may start this trial any more."""
 
-_BEAT_BYTES = 160
-_WORD_SECONDS = 1.0
+_GUARD_SECONDS = 1.0
+_LIVENESS_BYTES = 160  # longer than any content, so that a rewrite never leaves bytes of an earlier one
+_HEARTBEAT_BYTES = 96
 _ENDED = "ended"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def visible_seconds() -> float:
-    """How long one waits for what another host has written: NFS keeps attributes of folders for 60 s by default.
+    """How long to wait for files of another host: NFS clients cache the attributes of folders for 60 s by default.
 
-    A site whose `acdirmax` is longer sets FLOPWATCH_VISIBLE_SECONDS.
+    Sites with a longer `acdirmax` set FLOPWATCH_VISIBLE_SECONDS.
     """
     return float(os.environ.get("FLOPWATCH_VISIBLE_SECONDS", "90"))
 
 
 def own_identity() -> dict[str, Any]:
-    """What tells this process from all others of all hosts, after a reboot too."""
-    return {"host": os.uname().nodename, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), **_where()}
+    """Identifies this process among the processes of all hosts, also after a reboot."""
+    return {"host": os.uname().nodename, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), **_pid_scope()}
 
 
-def _where() -> dict[str, str]:
-    """The boot of this machine, and what its process numbers mean: containers count from 1."""
+def _pid_scope() -> dict[str, str]:
+    """Within what a pid is unique: one boot of one machine, and one PID namespace (containers count from 1)."""
     found = {"boot": "", "pid_namespace": ""}
     with contextlib.suppress(OSError):
         found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -52,7 +54,7 @@ def _where() -> dict[str, str]:
 
 
 def this_boot() -> str:
-    return _where()["boot"]
+    return _pid_scope()["boot"]
 
 
 def start_ticks(pid: int) -> int | None:
@@ -65,23 +67,23 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_alive_here(identity: Mapping[str, Any]) -> bool | None:
-    """Whether that process lives; None when it is, or was, one of another host and nobody here can know."""
-    here = _where()
+    """Whether that process is alive; None when it belongs to another host, boot or PID namespace."""
+    here = _pid_scope()
     if "boot" not in identity:
-        return False  # of a version that held a lock instead, or damaged: nobody is to be waited for
+        return False  # written by version 0.1, which held a lock instead, or damaged
     if not here["boot"] or any(identity.get(key) != value for key, value in here.items()):
         return None
     pid, ticks = identity.get("pid"), identity.get("start_ticks")
     return isinstance(pid, int) and ticks is not None and start_ticks(pid) == ticks
 
 
-def make_exclusively(file: Path, content: Mapping[str, Any]) -> bool:
-    """Make the file with this content; False when it is there already. Of many who try one succeeds.
+def create_exclusively(file: Path, content: Mapping[str, Any]) -> bool:
+    """Create the file with this content; False when it exists. Of several processes that try, exactly one succeeds.
 
-    By a link to a file already written, so that nobody ever reads it half; the number of links tells whether it
+    Links to a file that is already written, so that no reader sees half of it. The number of links tells whether it
     succeeded even if the server's answer was lost (open(2), on NFS).
     """
-    beside = file.with_name(f".{file.name}.{os.urandom(6).hex()}")  # two hosts may have the same process number
+    beside = file.with_name(f".{file.name}.{os.urandom(6).hex()}")  # a pid is not unique among hosts
     beside.write_text(json.dumps(content))
     try:
         os.link(beside, file)
@@ -90,14 +92,14 @@ def make_exclusively(file: Path, content: Mapping[str, Any]) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _make_by_open(file, beside)
+        return _create_by_open(file, beside)
     finally:
         beside.unlink(missing_ok=True)
     return True
 
 
-def _make_by_open(file: Path, written: Path) -> bool:
-    """On file systems without links."""
+def _create_by_open(file: Path, written: Path) -> bool:
+    """On file systems without hard links."""
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
@@ -108,32 +110,38 @@ def _make_by_open(file: Path, written: Path) -> bool:
 
 
 def claim(folder: Path, attempt: str, facts: Mapping[str, Any] | None = None) -> bool:
-    """Take the trial; False when another has it, had it, or when it was withdrawn. The facts are written along."""
+    """Claim the trial for this process; False when it was claimed before, or withdrawn.
+
+    Args:
+        folder: The trial's.
+        attempt: Token of the attempt.
+        facts: Also written into the claim.
+    """
     content = {**own_identity(), "attempt": attempt, "unix_time": time.time(), **(facts or {})}
-    return make_exclusively(folder / STARTED, content)
+    return create_exclusively(folder / STARTED, content)
 
 
 def withdraw(folder: Path) -> bool:
-    """Keep every supervisor from starting what lies in this folder; False when one has started it."""
+    """Claim the trial so that no supervisor can start it; False when one has started it already."""
     content = {**own_identity(), "attempt": WITHDRAWN, "unix_time": time.time()}
     try:
-        return make_exclusively(folder / STARTED, content) or is_withdrawn(read_json(folder / STARTED))
+        return create_exclusively(folder / STARTED, content) or is_withdrawn(read_json(folder / STARTED))
     except OSError:
         if folder.is_dir():
             raise
-        return True  # no folder: nothing to start
+        return True  # without a folder there is nothing to start
 
 
 def is_withdrawn(content: Any) -> bool:
     return isinstance(content, dict) and content.get("attempt") == WITHDRAWN
 
 
-class SignOfLife:
-    """A small file whose content changes as long as its writer lives.
+class LivenessFile:
+    """A small file whose content changes as long as its writer is alive.
 
     Args:
-        file: Rewritten at most every BEAT_SECONDS, by `beat`.
-        facts: Written along.
+        file: Rewritten by `beat`, at most every BEAT_SECONDS.
+        facts: Also written into it.
     """
 
     def __init__(self, file: Path, facts: Mapping[str, Any]) -> None:
@@ -144,119 +152,118 @@ class SignOfLife:
         return time.monotonic() >= self._next
 
     def beat(self, state: str = "alive") -> None:
-        """Into the same file and closed, which is when an NFS client sends it; a full disk has room for it."""
+        """Rewrite the file in place, which works on a full disk, and close it: NFS clients send data on close."""
         self._next = time.monotonic() + BEAT_SECONDS
         self._count += 1
         content = json.dumps({"beats": self._count, "state": state, **self._facts})
         with contextlib.suppress(OSError):
             handle = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
-                os.pwrite(handle, content.encode().ljust(_BEAT_BYTES), 0)
+                os.pwrite(handle, content.encode().ljust(_LIVENESS_BYTES), 0)
             finally:
                 os.close(handle)
 
     def end(self) -> None:
-        """The writer leaves in order, so nobody has to wait for its silence."""
+        """Say that the writer exits in order, so that readers need not wait for a timeout."""
         self.beat(_ENDED)
 
 
-class Pulse:
-    """A supervisor's own sign of life, in a file for its runner and on a pipe for its guard.
+class SupervisorHeartbeat:
+    """Shows that a supervisor is alive: in a file for its runner, and on a pipe for its guard.
 
-    Written by the thread that watches the worker, so that a supervisor that is stuck falls silent.
+    Written by the thread that watches the worker, so that it stops when that thread is stuck.
 
     Args:
         folder: The trial's.
-        attempt: Its token.
+        attempt: Token of the attempt.
         guard: The pipe; None without a guard.
     """
 
     def __init__(self, folder: Path, attempt: str, guard: int | None = None) -> None:
         self._claim, self._attempt, self._guard = folder / STARTED, attempt, guard
-        self._me = own_identity()
-        self._sign = SignOfLife(folder / PULSE, {"attempt": attempt})
+        self._identity = own_identity()
+        self._file = LivenessFile(folder / SUPERVISOR_HEARTBEAT, {"attempt": attempt})
         self._is_superseded = False
-        self._next_word = 0.0
+        self._next_to_guard = 0.0
 
     def beat(self) -> None:
-        """Called as often as one likes."""
-        if self._guard is not None and time.monotonic() >= self._next_word:
-            self._next_word = time.monotonic() + _WORD_SECONDS
+        """Cheap to call often: writes only when it is due."""
+        if self._guard is not None and time.monotonic() >= self._next_to_guard:
+            self._next_to_guard = time.monotonic() + _GUARD_SECONDS
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._guard, b".")
-        if self._sign.is_due() and not self.look_again():
-            self._sign.beat()
+        if self._file.is_due() and not self.is_superseded():
+            self._file.beat()
 
     def end(self) -> None:
-        self._sign.end()
+        self._file.end()
 
-    def superseded(self) -> str | None:
-        """Why to stop, when the trial is another's by now: we were silent for so long that we were given up."""
-        return (
-            "the trial was given up and placed again while its supervisor was silent" if self._is_superseded else None
-        )
+    def why_superseded(self) -> str | None:
+        """Why to stop, when the last beat found another supervisor's claim; None otherwise."""
+        if not self._is_superseded:
+            return None
+        return "the runner gave the trial to another supervisor, because this one showed no sign of life"
 
-    def look_again(self) -> bool:
-        """Whether the claim is another's by now."""
+    def is_superseded(self) -> bool:
+        """Read the claim again: whether it names another process or attempt by now."""
         claimed = read_json(self._claim)
         if isinstance(claimed, dict):  # else the trial may have deleted its folder
             keys = ("host", "pid", "start_ticks", "boot")
-            is_mine = claimed.get("attempt") == self._attempt and all(claimed.get(key) == self._me[key] for key in keys)
-            self._is_superseded = not is_mine
+            is_ours = claimed.get("attempt") == self._attempt and all(
+                claimed.get(key) == self._identity[key] for key in keys
+            )
+            self._is_superseded = not is_ours
         return self._is_superseded
 
 
-class Watcher:
-    """Whether others live, as this process sees it.
+class LivenessWatcher:
+    """Tells whether other processes are alive, by this process's clock.
 
     Args:
-        clock: Of this process; others' clocks do not count.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[Path, tuple[bytes, float]] = {}
 
-    def is_alive(self, claim: Path, sign: Path) -> bool:
-        """False once that is certain, or once it has been silent for longer than anything takes to come into sight.
+    def is_alive(self, claim: Path, liveness: Path) -> bool:
+        """False once the process is certainly gone, or silent for longer than a file may stay invisible.
 
         Args:
-            claim: The file it claimed with.
-            sign: Its sign of life.
+            claim: The file it claimed the trial with.
+            liveness: Its `LivenessFile`.
         """
         claimed = read_json(claim)
         if not isinstance(claimed, dict) or is_withdrawn(claimed):
             return False
-        here = is_alive_here(claimed)
-        if here is None:
-            here = not has_ended(sign) and self.silent_seconds(sign) < visible_seconds()
-        if not here:
-            self._seen.pop(sign, None)
-        return here
+        is_alive = is_alive_here(claimed)
+        if is_alive is None:
+            is_alive = not has_ended(liveness) and self.silent_seconds(liveness) < visible_seconds()
+        if not is_alive:
+            self._seen.pop(liveness, None)
+        return is_alive
 
-    def silent_seconds(self, sign: Path) -> float:
-        """For how long a sign of life has been the same, since this process first looked."""
-        now, beat = self._clock(), _read(sign)
-        before, since = self._seen.get(sign, (None, now))
-        if beat != before:
-            self._seen[sign] = (beat, now)
+    def silent_seconds(self, liveness: Path) -> float:
+        """For how long this process has seen the file unchanged; 0 at the first look."""
+        now, content = self._clock(), _read(liveness)
+        before, since = self._seen.get(liveness, (None, now))
+        if content != before:
+            self._seen[liveness] = (content, now)
             return 0.0
         return now - since
 
-    def has_beaten(self, sign: Path) -> bool:
-        """True when it has changed under this process's eyes: its writer lives."""
-        before = self._seen.get(sign)
-        self.silent_seconds(sign)
-        return before is not None and before[0] != self._seen[sign][0]
-
-    def forget(self, sign: Path) -> None:
-        self._seen.pop(sign, None)
+    def has_changed(self, liveness: Path) -> bool:
+        """True when the file has changed since this process last read it: its writer is alive."""
+        before = self._seen.get(liveness)
+        self.silent_seconds(liveness)
+        return before is not None and before[0] != self._seen[liveness][0]
 
 
-def has_ended(sign: Path) -> bool:
-    """True when its writer said that it leaves."""
+def has_ended(liveness: Path) -> bool:
+    """Whether the writer of a `LivenessFile` said that it exits."""
     try:
-        content: Any = json.loads(_read(sign))
+        content: Any = json.loads(_read(liveness))
     except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("state") == _ENDED
@@ -270,16 +277,9 @@ def _read(file: Path) -> bytes:
         return b""
 
 
-# What a worker is doing, in a small file: written by its main thread only, so that a stuck one falls silent.
-
-
-FILE = "heartbeat.json"
-_SIZE = 96
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a trial is; two equal ones mean that nothing happened in between."""
+    """How far a worker got. Two equal values mean that it made no progress in between."""
 
     phase: str = "start"
     step: int | None = None
@@ -290,17 +290,20 @@ class Progress:
 
 
 class Heartbeat:
-    """Writes progress. One write of fixed size into the same file: a few microseconds, and never half a line."""
+    """Writes a worker's progress. Called by its main thread only, so that a stuck worker stops writing.
 
-    def __init__(self, trial_dir: Path, file: str = FILE) -> None:
-        self._handle = os.open(trial_dir / file, os.O_WRONLY | os.O_CREAT, 0o644)  # open as long as the worker lives
+    One write of fixed size into the same file takes a few microseconds and is never seen half done.
+    """
+
+    def __init__(self, trial_dir: Path, file: str = HEARTBEAT) -> None:
+        self._handle = os.open(trial_dir / file, os.O_WRONLY | os.O_CREAT, 0o644)  # stays open until the worker exits
 
     def beat(self, phase: str, step: int | None = None) -> None:
         content = json.dumps({"phase": phase, "step": step}).encode()
-        os.pwrite(self._handle, content.ljust(_SIZE), 0)
+        os.pwrite(self._handle, content.ljust(_HEARTBEAT_BYTES), 0)
 
 
-def read_progress(trial_dir: Path, file: str = FILE) -> Progress:
+def read_progress(trial_dir: Path, file: str = HEARTBEAT) -> Progress:
     try:
         return read_record(Progress, read_json(trial_dir / file))
     except BrokenRecordError:

@@ -55,7 +55,7 @@ def main() -> None:
     subprocess.run([*flopwatch_command, "sweep", "sweep.yaml", "-o", "sweep"], check=False, timeout=400)
     fit = ["fit", "--command", FIT, "--memory", "130MiB", "--max-batch", "8", "--seq-len", "8", "--no-preflight"]
     subprocess.run([*flopwatch_command, *fit, "-o", "fit"], check=True, timeout=400)
-    from flopwatch.sweep.host.environment import machine
+    from flopwatch.sweep.environment import machine
 
     Path("machine.json").write_text(json.dumps(machine(), indent=1) + "\n")
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks.busy_time import OwnTime, profile_of
+from flopwatch.monitor.ranks.busy_time import BusyTime, profile_of
 from flopwatch.monitor.ranks.job_values import StragglerHistory, explain_straggler, find_straggler
 from flopwatch.monitor.ranks.reports import Profile, RankReport, merge, report_of
 
@@ -79,9 +79,9 @@ def test_the_message_names_rank_amount_and_cause():
     assert "waiting for its input" in explain_straggler(found)
 
 
-def test_own_time_is_processor_time_between_the_batch_and_the_end_of_the_step():
+def test_busy_time_is_processor_time_between_the_batch_and_the_end_of_the_step():
     now = [100.0]
-    own = OwnTime(lambda: now[0])
+    own = BusyTime(lambda: now[0])
     for _ in range(3):
         now[0] += 7.0  # fetching a batch
         own.batch_is_here()
@@ -97,7 +97,7 @@ def test_own_time_is_processor_time_between_the_batch_and_the_end_of_the_step():
 
 def test_the_typical_step_is_that_of_the_last_minute():
     now = [0.0]
-    own = OwnTime(lambda: now[0])
+    own = BusyTime(lambda: now[0])
     for busy in [5.0] * 100 + [1.0] * 40:
         own.batch_is_here()
         now[0] += busy

@@ -7,10 +7,10 @@ import os
 import time
 from pathlib import Path
 
+from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.records.trial_files import read_result, trial_folder
-from flopwatch.sweep.engines.protocol import Trial
-from flopwatch.sweep.folder import prepare, result_file
+from flopwatch.records.trial_files import trial_folder
+from flopwatch.sweep.folder import Trial, prepare, result_file
 from flopwatch.sweep.host import processes as process_tree
 
 PATIENCE_SECONDS = 120.0

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import read_result
 from flopwatch.sweep.engines import ray_task
 from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.ray import RayEngine, fits, spare
@@ -207,7 +207,7 @@ def test_room_is_what_runs_at_once_and_a_few(tmp_path):
     engine.cancel()
     contract.run_all_placed(engine, trials)
     assert engine.room(command(gpus=1.0)) == 2 + 2
-    with pytest.raises(InputError, match=r"asks for 1 CPU and 3 GPU, and this machine has 4 CPU and 2 GPU"):
+    with pytest.raises(InputError, match=r"needs 1 CPU and 3 GPU, and this machine has 4 CPU and 2 GPU"):
         engine.room(command(gpus=3.0))
     engine.close()
 
@@ -216,9 +216,7 @@ def test_room_is_what_runs_at_once_and_a_few(tmp_path):
 def test_supervisors_of_a_killed_runner_are_waited_for(tmp_path):
     """Somebody holds the trial: it is adopted, and ends when they let go."""
     (trial,) = contract.make_trials(tmp_path, "while ! test -e {trial_dir}/go; do sleep 0.05; done")
-    supervisor = subprocess.Popen(
-        [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(tmp_path), trial.name]
-    )
+    supervisor = subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor", str(tmp_path), trial.name])
     contract.wait_for_file(contract.folder_of(trial) / "started.json")
     engine = RayEngine()
     assert list(engine.open(tmp_path, [trial])) == [trial.name]

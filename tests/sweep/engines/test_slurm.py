@@ -10,9 +10,9 @@ import pytest
 from flopwatch.errors import InputError
 from flopwatch.sweep.engines import slurm as slurm_module
 from flopwatch.sweep.engines import slurm_submission as slurm_outbox
-from flopwatch.sweep.engines.protocol import Trial, ending_from_evidence
+from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.slurm import SlurmEngine
-from flopwatch.sweep.folder import prepare
+from flopwatch.sweep.folder import Trial, prepare
 from flopwatch.sweep.host import processes as process_tree
 from support.engines import contract
 from testbeds.wait_until import wait_until
@@ -218,7 +218,7 @@ def test_what_a_full_queue_does_not_take_is_submitted_later(tmp_path, monkeypatc
     engine.submit(trials)
     assert not engine.wait(1.0)
     assert engine.room(trials[0].spec) == 0
-    assert engine.state() == "0 running, 0 queued, 2 held back: Slurm takes no more jobs of this user"
+    assert engine.state() == "0 running, 0 queued, 2 held back: Slurm accepts no more jobs of this user"
     monkeypatch.setenv("PATH", path)
     contract.run_all_placed(engine, trials)
     assert [contract.outcome(trial) for trial in trials] == ["ok", "ok"]

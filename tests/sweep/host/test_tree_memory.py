@@ -8,15 +8,21 @@ from dataclasses import replace
 
 import pytest
 
+from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.records.trial_files import read_result, trial_folder
-from flopwatch.sweep.engines.protocol import Trial
+from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.fit import probe_of
-from flopwatch.sweep.folder import held_folder, prepare
-from flopwatch.sweep.host import tree_memory
-from flopwatch.sweep.host.memory_limit import limit_memory
+from flopwatch.sweep.folder import Trial, held_folder, prepare
+from flopwatch.sweep.host import memory as tree_memory
+from flopwatch.sweep.host.memory import (
+    Resident,
+    TreeMemory,
+    descendants_from_lists,
+    distinct,
+    limit_memory,
+    mapped_data_bytes,
+)
 from flopwatch.sweep.host.processes import descendants
-from flopwatch.sweep.host.tree_memory import Resident, TreeMemory, distinct, listed_descendants, mapped_data_bytes
 from flopwatch.sweep.supervisor.supervise import supervise
 
 MIB = 2**20
@@ -62,7 +68,7 @@ def pss_bytes(mark):
 
 
 def start(sweep, name):
-    return subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), name])
+    return subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), name])
 
 
 def result_of(sweep, name):
@@ -83,7 +89,7 @@ def supervised(sweep, name):
 @pytest.fixture(params=["cgroup", "rlimit"])
 def kind(request, monkeypatch):
     if request.param == "rlimit":
-        monkeypatch.setattr("flopwatch.sweep.host.memory_limit._places", list)
+        monkeypatch.setattr("flopwatch.sweep.host.memory._places", list)
     else:
         probe = limit_memory(2**28, "probe")
         probe.close()
@@ -140,7 +146,7 @@ def child(monkeypatch):
     """Starts programs below a process that looks, and ends them."""
     started = []
     # Servers of other tests are children of this process too.
-    monkeypatch.setattr(tree_memory, "listed_descendants", lambda pid: [process.pid for process in started])
+    monkeypatch.setattr(tree_memory, "descendants_from_lists", lambda pid: [process.pid for process in started])
 
     def start_child(*words):
         started.append(subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True))
@@ -160,7 +166,7 @@ def test_pages_of_a_mapped_dataset_are_told_and_are_no_reason_to_end_a_trial(chi
     process = child("-c", MAPPER, str(data))
     assert mapped_data_bytes(process.pid) == pytest.approx(200 * MIB, rel=0.02)
     memory = TreeMemory(limit_bytes=100 * MIB)
-    memory.look()
+    memory.sample()
     assert memory.peak.bytes > 200 * MIB
     assert memory.over_limit_bytes() is None
 
@@ -176,7 +182,7 @@ time.sleep(60)
 def test_what_a_process_itself_holds_is(child):
     child("-c", HOLDER)
     memory = TreeMemory(limit_bytes=100 * MIB)
-    memory.look()
+    memory.sample()
     assert memory.over_limit_bytes() > 150 * MIB
     assert memory.peak.method == "high_water"
 
@@ -185,12 +191,12 @@ def test_where_the_kernel_does_not_tell_what_is_shared_the_record_says_so(child,
     child("-c", HOLDER)
     child("-c", HOLDER)
     memory = TreeMemory()
-    memory.look()
+    memory.sample()
     assert memory.peak.method == "samples"
     assert memory.peak.bytes > 300 * MIB
     monkeypatch.setattr(tree_memory, "_rollup_of", lambda pid: {})
     memory = TreeMemory()
-    memory.look()
+    memory.sample()
     assert memory.peak.method == "rss"
     assert memory.peak.bytes > 300 * MIB
 
@@ -207,7 +213,7 @@ def test_a_process_that_ends_while_the_others_are_read_does_not_count_twice(chil
 
     monkeypatch.setattr(tree_memory, "read_rollup", torn_at_first)
     memory = TreeMemory(limit_bytes=int(400 * MIB))
-    memory.look()
+    memory.sample()
     assert memory.over_limit_bytes() is None
     assert 300 * MIB < memory.peak.bytes < 400 * MIB
 
@@ -221,6 +227,6 @@ def test_a_child_that_still_runs_in_its_parents_memory_is_not_counted():
 def test_the_lists_of_children_name_the_same_processes_as_the_whole_of_proc(child):
     process = child("-c", "import subprocess as s; p = s.Popen(['sleep', '60']); print('ready', flush=True); p.wait()")
     (below,) = descendants(process.pid)
-    assert listed_descendants(process.pid) == [below]
-    assert {process.pid, below} <= set(listed_descendants(os.getpid()))
+    assert descendants_from_lists(process.pid) == [below]
+    assert {process.pid, below} <= set(descendants_from_lists(os.getpid()))
     os.kill(below, 9)

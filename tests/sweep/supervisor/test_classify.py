@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.sweep.supervisor.classify import Ending, classify, memory_hint
+from flopwatch.sweep.supervisor.classify import ExitFacts, classify, memory_hint
 
 EXCEPTION = {"type": "ValueError", "message": "a mistake\nwith details", "outcome": "error"}
 
@@ -11,38 +11,38 @@ EXCEPTION = {"type": "ValueError", "message": "a mistake\nwith details", "outcom
 @pytest.mark.parametrize(
     ("ending", "outcome"),
     [
-        (Ending(exit_code=0, has_finished=True), "ok"),
-        (Ending(exit_code=0, is_command=True), "ok"),
-        (Ending(exit_code=0, is_command=True, own_kill="timeout"), "timeout"),
-        (Ending(exit_code=0, is_command=True, own_kill="cancelled"), "cancelled"),
-        (Ending(exit_code=3, oom_kills=1), "oom_host"),
-        (Ending(exit_code=3, oom_kills=1, has_own_group=False), "error"),
-        (Ending(exit_code=137, oom_kills=1, has_own_group=False, is_command=True), "oom_host"),
-        (Ending(exit_code=0), "error"),
-        (Ending(exit_code=3), "error"),
-        (Ending(exit_code=1, exception=EXCEPTION), "error"),
-        (Ending(exit_code=1, exception={**EXCEPTION, "outcome": "oom_device"}), "oom_device"),
-        (Ending(signal_number=signal.SIGSEGV), "crash"),
-        (Ending(signal_number=signal.SIGKILL), "crash"),
-        (Ending(signal_number=signal.SIGKILL, oom_kills=1), "oom_host"),
-        (Ending(exit_code=137, oom_kills=1, is_command=True), "oom_host"),
-        (Ending(signal_number=signal.SIGSEGV, oom_kills=1), "crash"),
-        (Ending(exit_code=1, exception=EXCEPTION, oom_kills=1), "oom_host"),
-        (Ending(exit_code=1, exception=EXCEPTION, oom_kills=1, has_own_group=False), "error"),
-        (Ending(exit_code=0, is_command=True, oom_kills=1), "oom_host"),
-        (Ending(exit_code=0, is_command=True, oom_kills=1, has_own_group=False), "ok"),
-        (Ending(exit_code=1, is_command=True, reported="oom_device"), "oom_device"),
-        (Ending(exit_code=0, is_command=True, reported="oom_host"), "oom_host"),
-        (Ending(own_kill="oom_host", signal_number=signal.SIGKILL), "oom_host"),
-        (Ending(signal_number=signal.SIGKILL, held_bytes=96, limit_bytes=100), "oom_host"),
-        (Ending(signal_number=signal.SIGKILL, held_bytes=90, limit_bytes=100), "crash"),
-        (Ending(signal_number=signal.SIGKILL, held_bytes=96), "crash"),
-        (Ending(signal_number=signal.SIGABRT, held_bytes=96, limit_bytes=100), "oom_host"),
-        (Ending(signal_number=signal.SIGABRT, held_bytes=90, limit_bytes=100), "crash"),
-        (Ending(signal_number=signal.SIGSEGV, held_bytes=101, limit_bytes=100), "crash"),
-        (Ending(exit_code=0, is_command=True, held_bytes=101, limit_bytes=100), "oom_host"),
-        (Ending(exit_code=1, held_bytes=99, limit_bytes=100), "error"),
-        (Ending(exit_code=1, exception=EXCEPTION, held_bytes=101, limit_bytes=100), "error"),
+        (ExitFacts(exit_code=0, has_finished=True), "ok"),
+        (ExitFacts(exit_code=0, is_command=True), "ok"),
+        (ExitFacts(exit_code=0, is_command=True, own_kill="timeout"), "timeout"),
+        (ExitFacts(exit_code=0, is_command=True, own_kill="cancelled"), "cancelled"),
+        (ExitFacts(exit_code=3, oom_kills=1), "oom_host"),
+        (ExitFacts(exit_code=3, oom_kills=1, has_own_group=False), "error"),
+        (ExitFacts(exit_code=137, oom_kills=1, has_own_group=False, is_command=True), "oom_host"),
+        (ExitFacts(exit_code=0), "error"),
+        (ExitFacts(exit_code=3), "error"),
+        (ExitFacts(exit_code=1, exception=EXCEPTION), "error"),
+        (ExitFacts(exit_code=1, exception={**EXCEPTION, "outcome": "oom_device"}), "oom_device"),
+        (ExitFacts(signal_number=signal.SIGSEGV), "crash"),
+        (ExitFacts(signal_number=signal.SIGKILL), "crash"),
+        (ExitFacts(signal_number=signal.SIGKILL, oom_kills=1), "oom_host"),
+        (ExitFacts(exit_code=137, oom_kills=1, is_command=True), "oom_host"),
+        (ExitFacts(signal_number=signal.SIGSEGV, oom_kills=1), "crash"),
+        (ExitFacts(exit_code=1, exception=EXCEPTION, oom_kills=1), "oom_host"),
+        (ExitFacts(exit_code=1, exception=EXCEPTION, oom_kills=1, has_own_group=False), "error"),
+        (ExitFacts(exit_code=0, is_command=True, oom_kills=1), "oom_host"),
+        (ExitFacts(exit_code=0, is_command=True, oom_kills=1, has_own_group=False), "ok"),
+        (ExitFacts(exit_code=1, is_command=True, reported="oom_device"), "oom_device"),
+        (ExitFacts(exit_code=0, is_command=True, reported="oom_host"), "oom_host"),
+        (ExitFacts(own_kill="oom_host", signal_number=signal.SIGKILL), "oom_host"),
+        (ExitFacts(signal_number=signal.SIGKILL, held_bytes=96, limit_bytes=100), "oom_host"),
+        (ExitFacts(signal_number=signal.SIGKILL, held_bytes=90, limit_bytes=100), "crash"),
+        (ExitFacts(signal_number=signal.SIGKILL, held_bytes=96), "crash"),
+        (ExitFacts(signal_number=signal.SIGABRT, held_bytes=96, limit_bytes=100), "oom_host"),
+        (ExitFacts(signal_number=signal.SIGABRT, held_bytes=90, limit_bytes=100), "crash"),
+        (ExitFacts(signal_number=signal.SIGSEGV, held_bytes=101, limit_bytes=100), "crash"),
+        (ExitFacts(exit_code=0, is_command=True, held_bytes=101, limit_bytes=100), "oom_host"),
+        (ExitFacts(exit_code=1, held_bytes=99, limit_bytes=100), "error"),
+        (ExitFacts(exit_code=1, exception=EXCEPTION, held_bytes=101, limit_bytes=100), "error"),
     ],
 )
 def test_the_outcome_of_an_ending(ending, outcome):
@@ -62,11 +62,11 @@ WORDS = (
 @pytest.mark.parametrize(
     "ending",
     [
-        Ending(exit_code=1),
-        Ending(exit_code=1, is_command=True),
-        Ending(signal_number=signal.SIGABRT),
-        Ending(exit_code=1, exception=EXCEPTION),
-        Ending(exit_code=1, is_command=True, held_bytes=99, limit_bytes=100),
+        ExitFacts(exit_code=1),
+        ExitFacts(exit_code=1, is_command=True),
+        ExitFacts(signal_number=signal.SIGABRT),
+        ExitFacts(exit_code=1, exception=EXCEPTION),
+        ExitFacts(exit_code=1, is_command=True, held_bytes=99, limit_bytes=100),
     ],
 )
 def test_words_in_a_log_decide_nothing_and_are_kept_as_a_hint(ending, words):
@@ -79,17 +79,17 @@ def test_words_in_a_log_decide_nothing_and_are_kept_as_a_hint(ending, words):
 
 @pytest.mark.parametrize("harmless", ["Error: no memory leak found", "an error in memory.py", "MemoryErrors: 0"])
 def test_words_that_only_sound_like_memory_are_no_hint(harmless):
-    assert memory_hint(Ending(exit_code=1, log_tail=harmless), "error") is None
+    assert memory_hint(ExitFacts(exit_code=1, log_tail=harmless), "error") is None
 
 
 AFTER_ITS_STEPS = [
-    Ending(signal_number=signal.SIGKILL, oom_kills=1),
-    Ending(signal_number=signal.SIGSEGV),
-    Ending(own_kill="hang", own_kill_detail="nothing moved", signal_number=signal.SIGKILL),
-    Ending(own_kill="timeout", signal_number=signal.SIGKILL),
-    Ending(own_kill="oom_host", signal_number=signal.SIGKILL),
-    Ending(exit_code=1, exception={**EXCEPTION, "outcome": "oom_host"}),
-    Ending(exit_code=3),
+    ExitFacts(signal_number=signal.SIGKILL, oom_kills=1),
+    ExitFacts(signal_number=signal.SIGSEGV),
+    ExitFacts(own_kill="hang", own_kill_detail="nothing moved", signal_number=signal.SIGKILL),
+    ExitFacts(own_kill="timeout", signal_number=signal.SIGKILL),
+    ExitFacts(own_kill="oom_host", signal_number=signal.SIGKILL),
+    ExitFacts(exit_code=1, exception={**EXCEPTION, "outcome": "oom_host"}),
+    ExitFacts(exit_code=3),
 ]
 
 
@@ -103,23 +103,25 @@ def test_whatever_happens_after_its_steps_a_trial_is_ok_and_that_is_told(ending)
 
 
 def test_a_trial_cancelled_after_its_steps_runs_again():
-    assert classify(Ending(own_kill="cancelled", signal_number=9, has_finished_steps=True))[0] == "cancelled"
+    assert classify(ExitFacts(own_kill="cancelled", signal_number=9, has_finished_steps=True))[0] == "cancelled"
 
 
 def test_our_own_kill_explains_the_signal_it_sent():
-    ending = Ending(own_kill="timeout", own_kill_detail="not done after 5 s", signal_number=signal.SIGKILL, oom_kills=1)
+    ending = ExitFacts(
+        own_kill="timeout", own_kill_detail="not done after 5 s", signal_number=signal.SIGKILL, oom_kills=1
+    )
     assert classify(ending) == ("timeout", "not done after 5 s")
 
 
 def test_a_trial_that_finished_as_we_killed_it_is_ok():
-    assert classify(Ending(own_kill="timeout", exit_code=0, has_finished=True))[0] == "ok"
+    assert classify(ExitFacts(own_kill="timeout", exit_code=0, has_finished=True))[0] == "ok"
 
 
 def test_the_reason_is_one_line():
-    assert classify(Ending(exit_code=1, exception=EXCEPTION))[1] == "ValueError: a mistake"
+    assert classify(ExitFacts(exit_code=1, exception=EXCEPTION))[1] == "ValueError: a mistake"
 
 
 def test_a_helper_killed_for_memory_is_told_though_the_trial_went_on():
-    outcome, reason = classify(Ending(exit_code=0, has_finished=True, oom_kills=2))
+    outcome, reason = classify(ExitFacts(exit_code=0, has_finished=True, oom_kills=2))
     assert outcome == "ok"
     assert "2 of its processes were killed for memory" in reason

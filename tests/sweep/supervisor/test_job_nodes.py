@@ -38,7 +38,7 @@ def agent(nodes, node, token=SECRET):
 def attend(nodes):
     deadline = time.monotonic() + 0.3
     while time.monotonic() < deadline:
-        nodes.attend(0.05)
+        nodes.poll(0.05)
 
 
 def test_all_are_told_where_to_meet_once_all_have_come(nodes):

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
+from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.records.trial_files import log_file, read_result, trial_folder
-from flopwatch.sweep.engines.protocol import Trial
-from flopwatch.sweep.folder import held_folder, prepare
-from flopwatch.sweep.host.memory_limit import limit_memory
+from flopwatch.records.trial_files import log_file, trial_folder
+from flopwatch.sweep.folder import Trial, held_folder, prepare
+from flopwatch.sweep.host.memory import limit_memory
 from flopwatch.sweep.supervisor.supervise import AlreadyStartedError, supervise
 from support.sweeping import left_behind
 
@@ -35,7 +35,7 @@ def ready(sweep, command, name="one", **changes):
 def run(sweep, command, **changes):
     """In a process of its own, as engines do."""
     name = ready(sweep, command, **changes)
-    subprocess.run([sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), name], check=True)
+    subprocess.run([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), name], check=True)
     return read_result(trial_folder(sweep, name) / "result.json")
 
 
@@ -100,7 +100,7 @@ def test_nothing_is_run_twice(sweep):
     with pytest.raises(AlreadyStartedError):
         supervise(sweep, name)
     again = subprocess.run(
-        [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), name],
+        [sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), name],
         capture_output=True,
         text=True,
         check=True,
@@ -112,7 +112,7 @@ def test_nothing_is_run_twice(sweep):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_supervisor_told_to_stop_takes_the_trial_along(sweep, number):
     name = ready(sweep, "setsid sleep 100 & sleep 100")
-    supervisor = subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), name])
+    supervisor = subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), name])
     _until(lambda: len(left_behind(sweep)) >= 3)
     supervisor.send_signal(number)
     assert supervisor.wait(20) == 0
@@ -123,7 +123,7 @@ def test_a_supervisor_told_to_stop_takes_the_trial_along(sweep, number):
 def test_a_supervisor_dies_with_its_parent(sweep):
     name = ready(sweep, "setsid sleep 100 & sleep 100")
     code = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:]); time.sleep(100)"
-    command = [sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), name]
+    command = [sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), name]
     parent = subprocess.Popen([sys.executable, "-c", code, *command])
     _until(lambda: len(left_behind(sweep)) >= 3)
     parent.kill()
@@ -134,7 +134,7 @@ def test_a_supervisor_dies_with_its_parent(sweep):
 
 def test_a_trial_whose_supervisor_is_killed_dies_too(sweep):
     name = ready(sweep, "exec sleep 100")
-    supervisor = subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor.supervise", str(sweep), name])
+    supervisor = subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), name])
     _until(lambda: left_behind(sweep))
     supervisor.kill()
     supervisor.wait()
@@ -149,7 +149,7 @@ def test_a_memory_limit_is_a_host_out_of_memory(sweep, monkeypatch, kind):
         if probe.kind != "cgroup":
             pytest.skip("no cgroup may be made here")
     else:
-        monkeypatch.setattr("flopwatch.sweep.host.memory_limit._places", list)
+        monkeypatch.setattr("flopwatch.sweep.host.memory._places", list)
     name = ready(sweep, f"exec {sys.executable} -c 'held = bytearray(1 << 29)'", limits=Limits(60.0, None, 2**28))
     result = supervise_in_a_fork(sweep, name)
     assert result.outcome == "oom_host"

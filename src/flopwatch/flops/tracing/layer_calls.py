@@ -1,4 +1,4 @@
-"""What a call of a layer gets, gives and does besides, as far as another layer must be the same to stand for it."""
+"""What must be the same for one layer's call to be replayed for another: its inputs, outputs and side effects."""
 
 import random
 import sys
@@ -11,24 +11,35 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import TreeSpec, tree_flatten
+
+from flopwatch.model_library_internals import is_cache, outputs_are_captured
+from flopwatch.torch_internals import (
+    AnyBatchNorm,
+    FakeTensor,
+    TreeSpec,
+    current_graph_task_id,
+    own_buffers,
+    own_parameters,
+    saved_tensor_hooks,
+    sequence_nr,
+    tensor_version,
+    tree_flatten,
+)
 
 Key = tuple[Any, ...]
-"""Equal for calls that, in equal layers, cost the same."""
+"""Equal for calls that cost the same in equal layers."""
 _Facts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
 
 
 def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(current_graph_task_id() != -1)
 
 
 def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
-    """None when the inputs hold something that a layer could write to, or whose meaning is not known."""
-    if _outputs_are_captured():
+    """A key of the inputs; None if they contain something that a layer could write to, or an unknown object."""
+    if outputs_are_captured():
         return None
     places: dict[int, int] = {}
     parts: list[Any] = []
@@ -37,7 +48,7 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
             same = places.setdefault(id(leaf), place)
             parts.append((same, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
         elif isinstance(leaf, torch.Tensor):
-            parts.append((id(leaf), leaf._version))
+            parts.append((id(leaf), tensor_version(leaf)))
         elif isinstance(leaf, _PLAIN):
             parts.append((type(leaf), leaf))
         elif isinstance(leaf, FunctionType) or _is_only_looked_up(leaf):
@@ -47,16 +58,9 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
     return structure, tuple(parts), _settings()
 
 
-def _outputs_are_captured() -> bool:
-    """Transformers keeps outputs of inner modules aside when asked for them; those only exist if the modules run."""
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    return bool(capturing and capturing._active_collector.get())
-
-
 def _is_only_looked_up(value: Any) -> bool:
-    """A layer writes its own keys and values into a cache, which nobody reads in training, and reads a block mask."""
-    caches = sys.modules.get("transformers.cache_utils")
-    if caches is not None and isinstance(value, caches.Cache):
+    """Whether sharing the object between layers is harmless: a cache, which training never reads, or a block mask."""
+    if is_cache(value):
         return True
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     return flex is not None and isinstance(value, flex.BlockMask)
@@ -66,29 +70,29 @@ def _settings() -> tuple[Any, ...]:
     autocast = tuple(
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
-    saves_elsewhere = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    saves_elsewhere = saved_tensor_hooks() is not None
     kernels = (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
     )
     return torch.is_grad_enabled(), autocast, saves_elsewhere, kernels
 
 
 @dataclass
 class Answer:
-    """The outputs of a layer: which are new tensors, which are its inputs, what the rest is; and how gradients flow."""
+    """The outputs of a layer (new tensors, inputs passed through, plain values), and how gradients flow back."""
 
     structure: TreeSpec
     tensors: dict[int, _Facts] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
     others: dict[int, Any] = field(default_factory=dict)
     reach: dict[int, frozenset[int]] = field(default_factory=dict)
-    """From a differentiable output to the inputs that its gradient reaches."""
+    """For each differentiable output, the inputs that its gradient reaches."""
 
     @classmethod
     def of(cls, output: Any, leaves: list[Any], first_node: int) -> "Answer | None":
-        """None when outputs hold something that cannot be made again."""
+        """None if the outputs contain something that replay cannot make."""
         results, structure = tree_flatten(output)
         answer = cls(structure)
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves))) if not isinstance(leaf, _PLAIN)}
@@ -105,7 +109,7 @@ class Answer:
             else:
                 return None
             if isinstance(result, torch.Tensor):
-                places.setdefault(id(result), -1)  # a second time would be neither new nor an input
+                places.setdefault(id(result), -1)  # the same new tensor twice cannot be replayed
         return None if -1 in answer.inputs.values() else answer
 
     def is_differentiable(self, number: int) -> bool:
@@ -113,7 +117,7 @@ class Answer:
 
     @property
     def reached(self) -> list[int]:
-        """The inputs that some gradient reaches."""
+        """The inputs that any gradient reaches."""
         return sorted(frozenset().union(*self.reach.values()))
 
     def filled(self, made: dict[int, torch.Tensor], leaves: list[Any]) -> list[Any]:
@@ -132,7 +136,7 @@ def _edges(leaves: list[Any]) -> dict[tuple[Any, int], int]:
 
 
 def _reached(grad_fn: Any, edges: dict[tuple[Any, int], int], first_node: int) -> frozenset[int]:
-    """Walk the autograd graph from an output back to where the layer began."""
+    """The inputs found by walking the autograd graph from an output back to where the layer began."""
     reached: set[int] = set()
     seen = {grad_fn}
     waiting = [grad_fn]
@@ -141,7 +145,7 @@ def _reached(grad_fn: Any, edges: dict[tuple[Any, int], int], first_node: int) -
             node = edge[0]
             if edge in edges:
                 reached.add(edges[edge])
-            elif node is not None and node not in seen and first_node <= node._sequence_nr():
+            elif node is not None and node not in seen and first_node <= sequence_nr(node):
                 seen.add(node)
                 waiting.append(node)
     return frozenset(reached)
@@ -151,18 +155,18 @@ def _reached(grad_fn: Any, edges: dict[tuple[Any, int], int], first_node: int) -
 def side_effects_watched(
     modules: list[nn.Module], arguments: Any, leaves: list[Any], structure: TreeSpec, found: list[str]
 ) -> Iterator[None]:
-    """Add to `found` what happens inside besides computing an output."""
+    """Add to `found` what the block does besides computing an output."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for module in modules:
-        tensors += [tensor for tensor in module._parameters.values() if tensor is not None]
-        if not isinstance(module, _BatchNorm):  # its statistics change no shape
-            tensors += [tensor for tensor in module._buffers.values() if tensor is not None]
-    versions = [tensor._version for tensor in tensors]
+        tensors += [tensor for tensor in own_parameters(module).values() if tensor is not None]
+        if not isinstance(module, AnyBatchNorm):  # running statistics change no shape
+            tensors += [tensor for tensor in own_buffers(module).values() if tensor is not None]
+    versions = [tensor_version(tensor) for tensor in tensors]
     held = [*modules, *_objects_held(modules)]
     attributes = [_attributes(holder) for holder in held]
     torch_random, python_random = torch.get_rng_state(), random.getstate()
     yield
-    if versions != [tensor._version for tensor in tensors]:
+    if versions != [tensor_version(tensor) for tensor in tensors]:
         found.append("it writes into a tensor it was given or owns")
     if any(before != _attributes(holder) for before, holder in zip(attributes, held, strict=True)):
         found.append("it writes to its own attributes or to those of an object it holds")
@@ -174,7 +178,7 @@ def side_effects_watched(
 
 
 def _objects_held(modules: list[nn.Module]) -> list[Any]:
-    """Objects with attributes of their own, such as a config or a state that layers share."""
+    """Objects with attributes that the modules hold, such as a config or a state that layers share."""
     objects = {id(value): value for module in modules for value in module.__dict__.values()}
     return [
         value
@@ -184,7 +188,7 @@ def _objects_held(modules: list[nn.Module]) -> list[Any]:
 
 
 def _attributes(holder: Any) -> list[Any]:
-    """The identity of everything a module or an object holds, one level deep."""
+    """The ids of everything a module or an object holds, one level deep."""
     identities: list[Any] = []
     for name, value in vars(holder).items():
         identities.append((name, id(value)))

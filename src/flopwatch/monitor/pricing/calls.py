@@ -23,7 +23,13 @@ from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import Description, describe
 from flopwatch.flops.tracing.passes import AutocastState, current_autocast
 from flopwatch.flops.tracing.replica import unwrap
-from flopwatch.monitor.pricing.watched_step import autograd_nodes
+from flopwatch.torch_internals import (
+    compiled_call,
+    current_graph_task_id,
+    is_any_autocast_enabled,
+    own_parameters,
+    recorded_operations,
+)
 
 PACKING = (
     "cu_seq_lens_q",
@@ -35,12 +41,10 @@ PACKING = (
     "max_length_k",
     "position_ids",
 )
-"""Arguments that tell packed documents apart; their documents are a variable of the law, so they are not in a key."""
-_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-"""One question instead of one for each type of device; private, checked with 2.13, and without it all are asked."""
+"""Arguments that separate packed documents; documents are a variable of the law, so these are not part of a key."""
 _tensor_facts = attrgetter("shape", "dtype", "requires_grad", "layout")
 _LISTENED_PARAMETERS = 4
-"""The first, the last and some between: heads and adapters that are trained in turns are told apart by them."""
+"""The first, the last and some between: they distinguish heads and adapters that are trained in turns."""
 _MOST_BACKWARDS = 1 << 12
 _MOST_KINDS = 4096
 _MOST_PARAMETERS = 4096
@@ -83,13 +87,12 @@ class CallListener:
         is_listening: False during evaluation and other phases, and while flopwatch itself runs the model.
         compiled_autocast: The autocast state in which the model was compiled; None while it was not.
         is_compiled: True once the model ran inside a compiled function, where hooks do not run.
-        without_grad: Called when the model runs without gradients: work that is no waiting for input.
-        unseen: Calls that were not noted, because their arguments are objects of somebody's own (a cache).
+        unseen: Calls that were not noted, because their arguments cannot be described (a cache object).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_other_work: Callable[[], None] = lambda: None) -> None:
         self.is_listening = True
-        self.without_grad: Callable[[], None] = lambda: None
+        self._on_other_work = on_other_work
         self.compiled_autocast: AutocastState | None = None
         self.is_compiled = False
         self.unseen = 0
@@ -97,7 +100,7 @@ class CallListener:
         self.keeps_next = False
         """True keeps the arguments of the next call, for a check."""
         self.calls: list[tuple[CallKind, Any]] = []
-        """Since the step began, with their arguments where these are asked for."""
+        """Calls since the step began, with their arguments where `keeps_next` or the kind asks for them."""
         self.backwards = 0
         """How often gradients have reached each of a few parameters since the step began, in one number."""
         self._kinds: dict[Any, tuple[CallKind, None]] = {}
@@ -115,7 +118,7 @@ class CallListener:
         self._model = weakref.ref(model)
         self.forget()
         self.look_at_parameters()
-        if model._compiled_call_impl is not None and type(model).__module__.startswith("torch.nn"):
+        if compiled_call(model) is not None and type(model).__module__.startswith("torch.nn"):
             # Compiled in place, a container of torch's own would be compiled in another way with a hook.
             self.is_compiled = True
             return
@@ -123,7 +126,7 @@ class CallListener:
         self._listen_to_gradients()
 
     def _listen_to_gradients(self) -> None:
-        """A few parameters tell which parts of the model a backward pass reaches, and how often."""
+        """Hooks on a few parameters show which parts of the model a backward pass reaches, and how often."""
         self._stop_listening_to_gradients()
         trained = [p for p in self._parameters if p.requires_grad and p.is_leaf and type(p) is nn.Parameter]
         last = len(trained) - 1
@@ -154,7 +157,7 @@ class CallListener:
         self.begin_step()
 
     def forget(self) -> None:
-        """The model has changed: what was known of its calls holds no more."""
+        """Drop the known kinds of calls, because the model has changed."""
         self._kinds.clear()
         self._last_key = self._last_call = None
 
@@ -168,12 +171,12 @@ class CallListener:
         self.has_been_called = True
         has_grad = is_grad_enabled()
         if not has_grad:
-            self.without_grad()
+            self._on_other_work()
         trained = [p.requires_grad for p in self._parameters]
         if trained != self._trained:
             self._trained, self._trained_hash = trained, hash(tuple(trained))
             self._listen_to_gradients()
-        autocast = current_autocast() if _is_any_autocast_enabled() else None
+        autocast = current_autocast() if is_any_autocast_enabled() else None
         key: list[Any] = [has_grad, module.training, self._trained_hash, autocast]
         for value in args:
             if type(value) is Tensor and value.layout is strided:
@@ -261,7 +264,7 @@ class _Hook:
             try:
                 listener.note(module, args, kwargs)
             except Exception:
-                self._listener = None  # the training goes on; the step is told as not seen
+                self._listener = None  # the training goes on; the step is reported as not seen
                 listener.unseen += 1
 
     def __deepcopy__(self, memo: Any) -> "_Hook":
@@ -289,7 +292,7 @@ def _note_compilation(hook: _Hook) -> int:
 
 
 _MOST_NOTED = 4096
-"""Calls of modules in one step; further ones are not told apart."""
+"""Calls of modules that are noted in one step; further ones are ignored."""
 
 
 class OutsideWork:
@@ -353,7 +356,7 @@ class OutsideCalls:
             table[key] = self._hook
 
     def end(self) -> OutsideWork:
-        """The step ends; what was noted in it."""
+        """End the step; returns what was noted in it."""
         is_whole, self._is_on = self._is_on, False  # off, where a call of the model has raised instead of returning
         for table, key in (self._calls, self._returns):
             table.pop(key, None)
@@ -375,9 +378,9 @@ class OutsideCalls:
             return
         if module is self._model:
             self._step_aside()
-        elif self.is_listening and len(self._notes) < _MOST_NOTED and torch._C._current_graph_task_id() == -1:
+        elif self.is_listening and len(self._notes) < _MOST_NOTED and current_graph_task_id() == -1:
             # In a backward pass modules run only once more what they ran before.
-            weight = module._parameters.get("weight")
+            weight = own_parameters(module).get("weight")
             shapes = [fact for value in args for fact in _facts(value)]
             kind = module.__class__, torch.is_grad_enabled()
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
@@ -390,7 +393,7 @@ class OutsideCalls:
         table, key = self._returns
         table[key] = self._come_back
         if self.has_intervals:
-            self._began = autograd_nodes() or 0
+            self._began = recorded_operations() or 0
 
     def _come_back(self, *_: Any) -> None:
         table, key = self._returns
@@ -399,11 +402,11 @@ class OutsideCalls:
         table[key] = self._hook
         self._is_on = True
         if self.has_intervals:
-            self.intervals.append((self._began, autograd_nodes() or 0))
+            self.intervals.append((self._began, recorded_operations() or 0))
 
 
 def _facts(value: Any) -> Iterator[Any]:
-    """Of a tensor, or of those in a list: crops of an image, say. Named arguments are not handed to this hook."""
+    """Shapes and flags of a tensor, or of those in a list (crops of an image). The hook gets no named arguments."""
     if isinstance(value, torch.Tensor):
         yield value.shape
         yield value.requires_grad

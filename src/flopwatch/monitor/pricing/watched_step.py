@@ -12,17 +12,31 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from flopwatch.flops.formulas import OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.free_ops import RISKY, costs_nothing
-from flopwatch.flops.tracing.counter import QUESTIONS, CountingMode
+from flopwatch.flops.tracing.counter import METADATA_OPS, CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.tally import Phase
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
+from flopwatch.torch_internals import (
+    ENGINE_CODE,
+    OpOverload,
+    can_decompose,
+    compile_stance,
+    compile_tables,
+    current_dispatch_mode,
+    current_graph_task_id,
+    dispatch_mode_stack,
+    has_kernel,
+    input_metadata,
+    op_name,
+    runs_forward_code,
+    sequence_nr,
+    short_op_name,
+    tree_leaves,
+)
 
 _FIRST = frozenset((1, 3, 5, 8, 10, 12, 15, 18, 22, 28, 31, 34, 36, 39, 45, 47))
 _LAST_FIRST = max(_FIRST)
@@ -48,9 +62,9 @@ class StepCount:
         by_dtype: The same by compute type.
         uncounted: Ops without a formula.
         failure: Why the count is not complete.
-        optimizer: FLOPs of products that the optimizer itself computes; not in the others.
+        optimizer: FLOPs of products that the optimizer itself computes; not part of the other fields.
         risks: Ops met that may differ in the last bits while a mode is on.
-        doubt: What could not be told apart: model FLOPs may be others.
+        doubt: Why model FLOPs may differ: recomputation could not be separated.
     """
 
     phases: PhaseFlops
@@ -78,7 +92,7 @@ def is_watched(index: int) -> bool:
 def is_watched_by_ranks(index: int) -> bool:
     """The same for a training of several ranks: the same steps on all of them, as they wait for each other.
 
-    They begin when all ranks have the laws of the first one. A rank that got them late counts with the others, later.
+    They begin when all ranks have the laws of the first one. A rank that gets them late joins later.
 
     >>> [index for index in range(60) if is_watched_by_ranks(index)][:6]
     [33, 35, 37, 40, 42, 44]
@@ -96,23 +110,13 @@ def next_watched(index: int, is_turn: Callable[[int], bool] = is_watched) -> int
     return next((later for later in range(index, index + _LOOK_AHEAD) if is_turn(later)), index + _LOOK_AHEAD)
 
 
-autograd_nodes: Callable[[], int | None] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: None)
-"""How many operations autograd has recorded in this thread: tells steps apart that run something besides.
-
-A private counter of torch, checked with 2.13; without it steps are told apart by their calls alone.
-"""
-
-
 def may_compile() -> bool:
-    """Whether torch has compiled anything in this process, or was asked to: then it does so at the first call.
-
-    What `torch.compile` was asked for is in a private table of torch, checked with 2.13.
-    """
+    """Whether torch has compiled anything in this process, or was asked to: then it does so at the first call."""
     if not _dynamo:
-        if "torch._dynamo.eval_frame" not in sys.modules or "torch._dynamo.utils" not in sys.modules:
+        tables = compile_tables()
+        if tables is None:
             return False
-        asked_for = getattr(sys.modules["torch._dynamo.eval_frame"], "cached_backends", {})
-        _dynamo.extend((asked_for, sys.modules["torch._dynamo.utils"].counters))
+        _dynamo.extend(tables)
     asked_for, counters = _dynamo
     for backend in asked_for.values():
         if backend is not None:  # `torch.compiler.disable` leaves a None
@@ -121,7 +125,7 @@ def may_compile() -> bool:
 
 
 _dynamo: list[Any] = []
-"""Torch's tables of what was asked for and compiled, once they are there: this is asked on every step."""
+"""Torch's tables of requested and finished compilations, kept because they are read on every step."""
 
 
 def obstacle() -> str | None:
@@ -141,7 +145,7 @@ class WatchedStep:
         clear_left_behind()
         self._stance = torch.compiler.set_stance("force_eager")
         self._stance.__enter__()
-        self._own_stance = _stance_now()
+        self._own_stance = compile_stance()
         self._hooks = (
             register_optimizer_step_pre_hook(self._mode.enter_optimizer),
             register_optimizer_step_post_hook(self._mode.leave_optimizer),
@@ -161,7 +165,7 @@ class WatchedStep:
     def end(self) -> StepCount:
         """Leave the mode, wherever the training's own modes have put it."""
         self._mode.is_over = True
-        if _stance_now() is self._own_stance:  # one that the training has set since stays
+        if compile_stance() is self._own_stance:  # one that the training has set since stays
             self._stance.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
@@ -191,21 +195,16 @@ class WatchedStep:
 
 
 _left_behind: list[Any] = []
-"""Modes of ours under modes of the training: they do nothing, and go as soon as they are on top."""
+"""Our modes that lie below modes of the training: they do nothing, and are left as soon as they are on top."""
 
 
 def clear_left_behind() -> None:
-    while _left_behind and _get_current_dispatch_mode() is _left_behind[-1]:
+    while _left_behind and current_dispatch_mode() is _left_behind[-1]:
         _left_behind.pop().__exit__(None, None, None)
 
 
 def _modes_now() -> list[Any]:
-    return list(_get_current_dispatch_mode_stack())
-
-
-def _stance_now() -> Any:
-    """Torch has no public way to ask; without this one, what we set is put back in any case."""
-    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+    return list(dispatch_mode_stack())
 
 
 class _PassingMode(CountingMode):
@@ -217,7 +216,7 @@ class _PassingMode(CountingMode):
         self.failure: str | None = None
         self.optimizer_flops = 0
         self._closures: list[bool] = []
-        """Of each optimizer step under way, whether it was given a closure."""
+        """For each optimizer step under way, whether it was given a closure."""
 
     @property
     def doubt(self) -> str | None:
@@ -231,11 +230,11 @@ class _PassingMode(CountingMode):
             out = func(*args, **kwargs)
             self._guarded(self._count_higher_order, func, args)
             return out
-        if func._opname in QUESTIONS:
+        if short_op_name(func) in METADATA_OPS:
             return NotImplemented
-        if torch.is_inference_mode_enabled() and func._can_decompose() and not _has_kernel(func, _device_types(args)):
+        if torch.is_inference_mode_enabled() and can_decompose(func) and not _has_kernel(func, _device_types(args)):
             # Ops arrive that torch takes apart only below us. Most are the same taken apart here; these are not.
-            if func._opname not in _WHOLE and find_formula(func) is None:
+            if short_op_name(func) not in _WHOLE and find_formula(func) is None:
                 with self:
                     return func.decompose(*args, **kwargs)
             self._guarded(self._meet_whole, func)
@@ -253,8 +252,8 @@ class _PassingMode(CountingMode):
             self.failure = f"{type(error).__name__}: {error}"
 
     def _count_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if func._schema.name in RISKY:
-            self.risky_ops.add(func._schema.name)
+        if op_name(func) in RISKY:
+            self.risky_ops.add(op_name(func))
         formula = find_formula(func)
         self._look_for_repetition(func, args, kwargs, out, formula)
         if formula is not None or not costs_nothing(func):
@@ -265,7 +264,7 @@ class _PassingMode(CountingMode):
     def _meet_whole(self, func: OpOverload) -> None:
         """Under inference mode ops arrive that are made of others, and are left whole: their parts are not known."""
         if find_formula(func) is None and not costs_nothing(func):
-            self.failure = f"{func._schema.name} runs under inference mode, where its parts are not seen"
+            self.failure = f"{op_name(func)} runs under inference mode, where its parts are not seen"
 
     def _count_higher_order(self, func: Any, args: tuple[Any, ...]) -> None:
         self._add_uncounted(func.name(), args)
@@ -280,14 +279,14 @@ class _PassingMode(CountingMode):
 
     def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
         """What an optimizer computes itself (Muon, Shampoo) is not the model's; a closure that it calls is."""
-        is_outside_autograd = not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        is_outside_autograd = not torch.is_grad_enabled() and current_graph_task_id() == -1
         if self._closures and not any(self._closures) and is_outside_autograd:
             self.optimizer_flops += flops.needed + flops.extra
         else:
             super().add(name, flops, dtype)
 
     def _phase(self) -> Phase:
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             return "forward"
         return "recompute" if _runs_modules_again() else "backward"
 
@@ -302,8 +301,7 @@ def _device_types(args: tuple[Any, ...]) -> frozenset[str]:
 @cache
 def _has_kernel(func: OpOverload, device_types: frozenset[str]) -> bool:
     """Whether an op runs as it is on these devices: taken apart, `silu_backward` has other last bits."""
-    keys = [torch._C._dispatch_key_for_device(name) for name in device_types]
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
+    return has_kernel(func, device_types)
 
 
 def _runs_modules_again() -> bool:
@@ -311,9 +309,9 @@ def _runs_modules_again() -> bool:
     frame = sys._getframe(3)
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "_engine_run_backward":
+        if code is ENGINE_CODE:
             return False
-        if code.co_name == "_call_impl" or code.co_filename.endswith("torch/utils/checkpoint.py"):
+        if runs_forward_code(code):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -350,7 +348,7 @@ def products_in_graph(loss: Any) -> int | None:
     """A number that changes with the products of the graph, their shapes and types; None where there is no graph.
 
     A node outlives the backward pass, and so does the shape of what it has made. Takes about a microsecond per node, so
-    it is asked once per logging window.
+    it runs once per logging window.
     """
     first = _last_node(loss)
     if first is None:
@@ -361,7 +359,7 @@ def products_in_graph(loss: Any) -> int | None:
         node = waiting.pop()
         name = node.name()
         if name.startswith(_PRODUCTS):
-            made = [(tuple(part.shape), part.dtype) for part in getattr(node, "_input_metadata", ())]
+            made = [(tuple(part.shape), part.dtype) for part in input_metadata(node)]
             found.append((name, *made))
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
@@ -386,14 +384,16 @@ def products_outside(loss: Any, own: Sequence[tuple[int, int]]) -> int:
     seen, waiting = {first}, [first]
     while waiting and len(seen) <= _MOST_OUTSIDE:
         node = waiting.pop()
-        number = node._sequence_nr()
+        number = sequence_nr(node)
         if any(start <= number < end for start, end in own):
             continue
         name = node.name()
         parents = [(parent, index) for parent, index in node.next_functions if parent is not None]
-        if name.startswith(_PRODUCTS) or (parents and not name[-1].isdigit()):  # the others are written in Python
-            made = [tuple(part.shape) for part in node._input_metadata]
-            found.append(f"{name} {made} {[tuple(parent._input_metadata[index].shape) for parent, index in parents]}")
+        if name.startswith(_PRODUCTS) or (
+            parents and not name[-1].isdigit()
+        ):  # names without a final digit are of functions written in Python
+            made = [tuple(part.shape) for part in input_metadata(node)]
+            found.append(f"{name} {made} {[tuple(input_metadata(parent)[index].shape) for parent, index in parents]}")
         for parent, _ in parents:
             if parent not in seen:
                 seen.add(parent)

@@ -1,10 +1,10 @@
-"""A process group of our own, for a few bytes per window.
+"""Where the monitors of a job's ranks find each other, and a process group for a few bytes per window.
 
 It is a gloo group on the host whatever the training uses: nothing is queued on a device, nothing can come between the
 training's own collectives. It is made without `new_group`, which every rank would have to call in the same order: a
 monitor that exists on rank 0 only must not hang a training. Connections are made when first used, so a rank has as
-many as it has neighbours in the tree. Gloo waits inside itself until both ends of a connection want it, so a rank
-first looks into the store whether the other does.
+many as it has neighbours in the tree. Gloo blocks until both ends of a connection want it, so a rank first checks in
+the store that the other end does.
 """
 
 import ctypes
@@ -22,13 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+
+from flopwatch.torch_internals import default_store, gloo_group
 
 _PATIENCE = dt.timedelta(days=7)
-"""A rank may be stopped, or its link cut, for as long as the training bears it."""
+"""A rank may be suspended, or its network cut, for as long as the training itself survives it."""
 _AT_ONCE = dt.timedelta(milliseconds=1)
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 2.0
-"""Between two looks into the store."""
+"""Between two polls of the store."""
 
 
 def is_possible() -> bool:
@@ -38,8 +40,7 @@ def is_possible() -> bool:
 def open_job_store() -> Any:
     """The key-value store of this job's process group, under a prefix of ours."""
     # A second connection, because waiting on the training's own would block the training's calls.
-    training_store: Any = distributed_c10d._get_default_store()
-    return distributed_c10d.PrefixStore("flopwatch", training_store.clone())
+    return PrefixStore("flopwatch", default_store().clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class RunKey:
 
 def run_store(job_store: Any, run: str) -> Any:
     """The part of the job's store that belongs to one run."""
-    return distributed_c10d.PrefixStore(run, job_store)
+    return PrefixStore(run, job_store)
 
 
 def publish_run(job_store: Any, key: RunKey) -> None:
@@ -99,6 +100,7 @@ def find_run(job_store: Any, key: RunKey, rank: int, has_plan: str) -> str | Non
 
 
 def join_run(job_store: Any, run: str, rank: int) -> Any:
+    """Mark the run as joined by this rank; returns the run's store."""
     store = run_store(job_store, run)
     store.set(_joined(rank), "")
     return store
@@ -113,21 +115,17 @@ def _by_log(key: RunKey) -> str:
 
 
 def open_group(store: Any) -> Any:
-    """Join the group; the other ranks may come later or never."""
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [_device()]
-    options._timeout = _PATIENCE
-    return gloo(store, dist.get_rank(), dist.get_world_size(), options)
+    """Join the group; other ranks may join later or never."""
+    return gloo_group(store, dist.get_rank(), dist.get_world_size(), device=_device(), timeout=_PATIENCE)
 
 
 def is_set(store: Any, key: str) -> bool:
-    """Does not wait, as `get` would: nothing but the end of the process reaches a thread that waits in there."""
+    """Whether the store has the key. `get` would wait for it, and nothing can interrupt a thread that waits there."""
     return bool(store.check([key]))
 
 
 def pauses() -> Iterator[float]:
-    """Between two looks: a tenth of the time waited so far."""
+    """Seconds between two polls: a tenth of the time waited so far."""
     began = time.monotonic()
     while True:
         waited = time.monotonic() - began
@@ -159,16 +157,16 @@ def receive(group: Any, rank: int, size: int, *, tag: int, connected: Callable[[
 
 
 def end_waits(group: Any, rank: int, *, tag: int) -> None:
-    """Whatever waits in this group, in any thread, raises; nothing can be sent or received afterwards.
+    """Make every wait in this group raise, in any thread; nothing can be sent or received afterwards.
 
-    Gloo has no call for it (`abort` leaves waits alone), but a wait that runs into its time limit takes the others
-    with it. `rank` must be one that is connected.
+    Gloo has no call for this (`abort` does not end waits), but one wait that times out ends all others too. `rank` must
+    be a connected one.
     """
     with suppress(RuntimeError):
         group.recv([torch.empty(1, dtype=torch.uint8)], rank, tag).wait(_AT_ONCE)
 
 
-# What becomes of a thread that is inside torch when the process ends.
+# A thread that is inside torch when the process exits:
 #
 # Before Python 3.14, a thread that returns to an interpreter that is shutting down is ended by `pthread_exit`. C++
 # answers that with `std::terminate`, so the whole process would abort after a training that went well. Python 3.14 lets
@@ -176,9 +174,9 @@ def end_waits(group: Any, rank: int, *, tag: int) -> None:
 
 
 def park(thread: threading.Thread) -> bool:
-    """Have a thread that waits in the kernel stay there until the process is gone; True when it will.
+    """Keep a thread that waits in the kernel there until the process is gone; True if that worked.
 
-    To be called at the very end, from a thread that holds the interpreter's lock, so that the other one does not.
+    Call it at the very end of the process, from a thread that holds the GIL, so that the other thread does not.
     """
     if sys.version_info >= (3, 14) or thread.ident is None or not _is_asleep(thread):
         return False
@@ -190,7 +188,7 @@ def park(thread: threading.Thread) -> bool:
 
 
 def _is_asleep(thread: threading.Thread) -> bool:
-    """One that runs might hold a lock that the end of the process needs, such as malloc's."""
+    """A running thread might hold a lock that the exit of the process needs, such as malloc's."""
     try:
         stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
     except OSError:  # not Linux, or the thread has just ended
@@ -199,7 +197,7 @@ def _is_asleep(thread: threading.Thread) -> bool:
 
 
 def _signal_that_pauses() -> int | None:
-    """A signal nobody uses, with libc's `pause` for its handler: no Python, which the thread could not run."""
+    """An unused signal, with libc's `pause` as its handler: the thread could not run a handler in Python."""
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
     for number in range(signal.SIGRTMAX, signal.SIGRTMIN - 1, -1):

@@ -1,4 +1,4 @@
-"""The numbers of a whole training, from its ranks' reports. Pure arithmetic.
+"""The numbers of a whole job from its ranks' reports, and the rank that slows the others down. Pure arithmetic.
 
 Model FLOPs and tokens belong to the model and the global batch, not to the sharding: ranks that share a batch
 (tensor, context or pipeline parallel) each report it, and it is counted once.
@@ -14,25 +14,22 @@ from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks.reports import AMOUNTS, RATED, Amount, Profile, RankReport
 from flopwatch.records.run import Number
 
-# Which rank holds the others back, how much, and by what. Pure arithmetic on reports.
-
-
 Cause = Literal["input", "compute", "host"]
 _LEAST_EXCESS = 0.05
-"""Of the step time. Less is not worth a name."""
+"""As a share of the step time; smaller differences are not reported."""
 _LEAST_SIGMAS = 4.0
-_REMEMBERED = 5
-_CHRONIC = 3
-"""Of the remembered windows."""
+_WINDOWS_KEPT = 5
+_CHRONIC_WINDOWS = 3
+"""So many of the kept windows make a straggler chronic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The rank the others wait for in a window.
+    """The rank that the other ranks wait for in a window.
 
     Attributes:
-        rank: Which one.
-        excess_seconds: How much longer it is busy than the mean of the others, per step.
+        rank: Its number.
+        excess_seconds: How much longer it is busy per step than the mean of the other ranks.
         excess_share: The same as a share of the step time.
         shares: The excess by cause, as shares of the step time.
         chronic: True when it was this rank in most of the last windows.
@@ -46,20 +43,20 @@ class Straggler:
 
     @property
     def cause(self) -> Cause:
-        """Where most of it comes from."""
+        """The largest part of the excess."""
         return max(self.shares, key=lambda cause: self.shares[cause])
 
 
 def find_straggler(report: RankReport) -> Straggler | None:
-    """The rank that stands out, if one does: by 5 % of the step time and by 4 standard deviations of the others."""
+    """The slowest rank, if it exceeds the mean of the others by 5 % of the step time and 4 standard deviations."""
     others = report.profiled_ranks - 1
     if report.slowest is None or others < 1 or report.timed_steps == 0:
         return None
     rank, slowest = report.slowest
     step_seconds = report.seconds / report.timed_steps
-    mean = Profile(*((total - own) / others for total, own in zip(report.profile, slowest, strict=True)))
-    excess = slowest.own - mean.own
-    variance = max(0.0, (report.own_squares - slowest.own**2) / others - mean.own**2)
+    mean = Profile(*((total - its) / others for total, its in zip(report.profile, slowest, strict=True)))
+    excess = slowest.busy - mean.busy
+    variance = max(0.0, (report.busy_squares - slowest.busy**2) / others - mean.busy**2)
     if step_seconds <= 0 or excess < _LEAST_EXCESS * step_seconds or excess < _LEAST_SIGMAS * sqrt(variance):
         return None
     shares: dict[Cause, float] = {
@@ -70,40 +67,41 @@ def find_straggler(report: RankReport) -> Straggler | None:
     return Straggler(rank, excess, excess / step_seconds, shares)
 
 
-_WORDS: Mapping[Cause, str] = {
+_CAUSE_TEXTS: Mapping[Cause, str] = {
     "input": "waiting for its input",
     "compute": "computing",
-    "host": "standing still outside its computation (disk, lock, sleep, no free core)",
+    "host": "blocked outside its computation (disk, lock, sleep, no free core)",
 }
 
 
 def explain_straggler(straggler: Straggler) -> str:
     return (
         f"rank {straggler.rank} holds the others back: it needs {1e3 * straggler.excess_seconds:.3g} ms per step "
-        f"({100 * straggler.excess_share:.1f} % of the step) longer than they do, most of it {_WORDS[straggler.cause]}"
+        f"({100 * straggler.excess_share:.1f} % of the step) longer than they do, most of it "
+        f"{_CAUSE_TEXTS[straggler.cause]}"
     )
 
 
 class StragglerHistory:
-    """Tells a passing straggler from a chronic one."""
+    """Distinguishes a passing straggler from a chronic one."""
 
     def __init__(self) -> None:
-        self._ranks: deque[int | None] = deque(maxlen=_REMEMBERED)
+        self._ranks: deque[int | None] = deque(maxlen=_WINDOWS_KEPT)
 
     def judge(self, report: RankReport) -> Straggler | None:
         found = find_straggler(report)
         before = self._ranks[-1] if self._ranks else None
         self._ranks.append(None if found is None else found.rank)
-        # Twice in a row: neighbours on the same machine make one window of a rank slow now and then.
+        # Only twice in a row counts, because other processes on a machine slow single windows down.
         if found is None or found.rank != before:
             return None
-        return replace(found, chronic=self._ranks.count(found.rank) >= _CHRONIC)
+        return replace(found, chronic=self._ranks.count(found.rank) >= _CHRONIC_WINDOWS)
 
 
 def counted_once(amount: Amount, data_parallel_size: int) -> int | None:
-    """The sum over different batches; None when ranks do not tell what they must.
+    """The sum over different batches; None when a rank's part is missing.
 
-    Of a group that shares its batch all ranks may tell of it, or one (a pipeline's first stage).
+    In a group of ranks that share a batch, all of them may report it, or only one (a pipeline's first stage).
 
     >>> counted_once(Amount(4000, 4), 2), counted_once(Amount(2000, 2), 2), counted_once(Amount(3000, 3), 2)
     (2000, 2000, None)
@@ -115,7 +113,7 @@ def counted_once(amount: Amount, data_parallel_size: int) -> int | None:
 
 
 def job_totals(report: RankReport, data_parallel_size: int) -> dict[str, int]:
-    """What the training did in the window, by the names of `AMOUNTS`."""
+    """The job's amounts in the window, by the names of `AMOUNTS`."""
     totals = {name: counted_once(report.total(name), data_parallel_size) for name in AMOUNTS}
     return {name: total for name, total in totals.items() if total is not None}
 
@@ -139,18 +137,18 @@ def job_values(report: RankReport, data_parallel_size: int) -> dict[str, Number]
         values |= _rates(report, data_parallel_size) | _utilisation(report, data_parallel_size)
         if report.input_wait.ranks == report.ranks:
             values["perf/input_wait_percent"] = 100 * report.input_wait.total / 1e9 / report.seconds
-        values |= _ranks_apart(report)
+        values |= _spread(report)
     totals = job_totals(report, data_parallel_size)
     counted_steps = report.counted_steps if "model_flops" in totals else 0
-    if report.counted_steps and counted_steps < report.told_steps:
-        values["perf/counted_steps_percent"] = 100 * counted_steps / report.told_steps
+    if report.counted_steps and counted_steps < report.batch_steps:
+        values["perf/counted_steps_percent"] = 100 * counted_steps / report.batch_steps
     return values | _shares(totals)
 
 
 def with_job_wait(steps: Sequence[MeasuredStep], report: RankReport) -> list[MeasuredStep]:
-    """One rank's steps, with the mean of all ranks as their wait for input: what the run's total is made of.
+    """One rank's steps with the mean input wait of all ranks, for the run's totals.
 
-    The ranks tell of the steps that count for rates; of the others this rank's own wait is all there is.
+    Reports cover only the steps that count for rates; other steps keep this rank's own wait.
     """
     if report.input_wait.ranks != report.ranks or not report.timed_steps:
         return list(steps)
@@ -174,7 +172,7 @@ def _rates(report: RankReport, data_parallel_size: int) -> dict[str, Number]:
 
 
 def _utilisation(report: RankReport, data_parallel_size: int) -> dict[str, Number]:
-    """MFU and HFU: seconds here are those of all devices together."""
+    """MFU and HFU; seconds are summed over all devices."""
     values: dict[str, Number] = {}
     for name, share in (("model_flops", "mfu"), ("hardware_flops", "hfu")):
         flops = counted_once(report.timed_total(name), data_parallel_size)
@@ -198,13 +196,13 @@ def _shares(totals: dict[str, int]) -> dict[str, Number]:
     return values
 
 
-def _ranks_apart(report: RankReport) -> dict[str, Number]:
-    """How far the ranks lie apart: who is busy longest and shortest, and how long all wait for each other."""
+def _spread(report: RankReport) -> dict[str, Number]:
+    """The spread between ranks: which are busy longest and shortest, and how long all wait for each other."""
     values: dict[str, Number] = {}
     if report.slowest is not None and report.fastest is not None and report.profiled_ranks == report.ranks:
-        mean = report.profile.own / report.ranks
+        mean = report.profile.busy / report.ranks
         values["ranks/own_seconds_mean"] = mean
-        values["ranks/own_seconds_max"] = report.slowest[1].own
+        values["ranks/own_seconds_max"] = report.slowest[1].busy
         values["ranks/own_seconds_min"] = report.fastest.value
         values["ranks/slowest"] = report.slowest[0]
         values["ranks/fastest"] = report.fastest.rank

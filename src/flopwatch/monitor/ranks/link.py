@@ -1,7 +1,7 @@
-"""A rank's link to the others: a thread that sends reports up a tree, where they are added up on the way.
+"""A rank's link to the other ranks: a thread that sends reports up a tree, where they are added up on the way.
 
-The training's thread only puts reports into a queue and looks whether something has come. Whatever happens to other
-ranks happens to this thread: it waits, or it ends and says why.
+The training's thread only puts reports into a queue and checks for results. If another rank hangs or dies, only this
+thread is affected: it waits, or it ends and records why.
 """
 
 import atexit
@@ -19,26 +19,27 @@ from flopwatch.monitor.ranks import group as ranks_group
 from flopwatch.monitor.ranks.group import RunKey, park
 from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, aligned, extend
 from flopwatch.monitor.ranks.sharing import DeviceCensus
+from flopwatch.records.reading import first_line
 
 _PLAN_TAG, _REPORT_TAG, _END_TAG = 1, 2, 3
 _LENGTH_BYTES = 8
 _MOST_WAITING = 64
-"""Reports that wait to be sent; beyond that they are joined."""
+"""Reports waiting to be sent; further ones are joined with the last."""
 _CHILD_SECONDS = 30.0
-"""How long a rank may take to come once there is a plan; then it is left out."""
+"""How long a rank may take to join once there is a plan; after that it is left out."""
 _END_SECONDS = 1.0
-"""How long the thread may take to end once it has been told to."""
+"""How long to wait for the thread to end after `give_up`."""
 _THE_END = RankReport(0, -1, ranks=0, is_last=True)
 _links: "WeakSet[RankLink]" = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What the logging rank tells all others, once.
+    """What the logging rank sends to all other ranks, once.
 
     Attributes:
         window_steps: Windows end after every step whose number plus one is a multiple of it.
-        laws: What batches cost, by their kind.
+        laws: The FLOP laws, by kind of batch.
     """
 
     window_steps: int
@@ -46,14 +47,15 @@ class RunPlan:
 
 
 class RankLink:
-    """One per rank.
+    """One per rank and run.
 
     Attributes:
-        plan: From the logging rank; None until it has come.
+        merged: On the logging rank: windows of all ranks, added up, waiting to be read.
+        plan: From the logging rank; None until it arrives.
         failure: Why the link has ended; None while it works.
-        cpu_seconds: Of its thread.
-        ranks_on_device: How many ranks compute on this one's device; None until it is known.
-        absent: Ranks below this one that have not joined the run although there is a plan.
+        cpu_seconds: Processor time of its thread.
+        ranks_on_device: How many ranks compute on this rank's device; None until it is known.
+        absent: Ranks below this one in the tree that have not joined the run although there is a plan.
     """
 
     def __init__(self, key: RunKey, rank: int, world_size: int, device: str = "") -> None:
@@ -71,7 +73,6 @@ class RankLink:
         self._group: Any = None
         self._connected_rank: int | None = None
         self.merged: deque[RankReport] = deque()
-        """On the logging rank: windows of all ranks, added up, not taken yet."""
         self.plan: RunPlan | None = None
         self.failure: str | None = None
         self.cpu_seconds = 0.0
@@ -86,7 +87,7 @@ class RankLink:
         return not self._thread.is_alive()
 
     def announce(self, plan: RunPlan) -> None:
-        """From the logging rank to all others."""
+        """Send the plan from the logging rank to all others."""
         with self._changed:
             self.plan = plan
             self._changed.notify()
@@ -99,7 +100,7 @@ class RankLink:
             self._changed.notify()
 
     def finish(self, seconds: float) -> bool:
-        """Nothing more will be sent. Waits until the other ranks have finished too, but not for longer than this."""
+        """End this rank's reports and wait for those of the other ranks; False if they took longer than `seconds`."""
         with self._changed:
             self._is_finished = True
             self._changed.notify()
@@ -109,7 +110,7 @@ class RankLink:
         return is_in_time
 
     def give_up(self) -> None:
-        """Nothing more is expected of the others: the thread ends, wherever it waits."""
+        """Stop waiting for other ranks: the thread ends, wherever it waits."""
         self._is_given_up.set()
         with self._changed:
             self._is_finished = True
@@ -123,14 +124,14 @@ class RankLink:
         self._thread.join(_END_SECONDS)
 
     def leave(self) -> None:
-        """The process ends; the thread may wait for an answer from a host that is away."""
+        """Called when the process exits; the thread may still wait for a host that does not answer."""
         if not self._is_given_up.is_set():
             self._end()
         if not self.is_over:
             park(self._thread)
 
     def wait_for(self, last_step: int, seconds: float) -> bool:
-        """Until the windows up to this step have come from all ranks; on the logging rank."""
+        """On the logging rank: wait until all ranks have sent their windows up to this step."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self.failure is not None or any(report.last_step >= last_step for report in self.merged),
@@ -138,7 +139,7 @@ class RankLink:
             )
 
     def wait_for_plan(self, seconds: float) -> bool:
-        """Until the logging rank has said how windows are cut."""
+        """Wait for the logging rank's plan."""
         with self._changed:
             return self._changed.wait_for(lambda: self.plan is not None or self.failure is not None, seconds)
 
@@ -161,17 +162,18 @@ class RankLink:
                 self._send(group, self._parent, _THE_END.pack(), _REPORT_TAG)
             else:
                 ranks_group.end_run(job_store, self._key)
-        except Exception as error:  # a rank has died, or was never there
+        except Exception as error:  # a rank has died or never joined
             with self._changed:
-                self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                self.failure = f"{type(error).__name__}: {first_line(error)}"
                 self._changed.notify_all()
         self._group = None
         self.cpu_seconds = time.thread_time()
 
     def _join_run(self, job_store: Any) -> Any:
-        """The store of the run, once it is known which one that is."""
+        """Wait until it is known which run this monitor belongs to; returns that run's store."""
         store = ranks_group.run_store(job_store, self._key.run)
-        # Before the run is known: the logging rank waits for the census, and other ranks find the run after that.
+        # Before the run is known, because the logging rank waits for the census before it makes a plan, and some ranks
+        # recognise their run by its plan.
         self._census = DeviceCensus(store, self._device, self._world_size)
         if self._parent is None:
             ranks_group.publish_run(job_store, self._key)
@@ -180,7 +182,7 @@ class RankLink:
         has_plan = _has_plan(self._key.logging_rank)
         while (run := ranks_group.find_run(job_store, self._key, self._rank, has_plan)) is None:
             if self._is_given_up.wait(next(pauses)):
-                raise FlopwatchError(f"nothing has come from rank {self._key.logging_rank}")
+                raise FlopwatchError(f"rank {self._key.logging_rank} has started no run that this monitor belongs to")
             self._look_at_devices()
         store = ranks_group.join_run(job_store, run, self._rank)
         if run != self._key.run:
@@ -222,16 +224,16 @@ class RankLink:
         if self._census is not None and self.ranks_on_device is None:
             self.ranks_on_device = self._census.ranks(is_final=is_final)
 
-    def _receive_plan(self, teller: int, store: Any, group: Any) -> bytes:
+    def _receive_plan(self, sender: int, store: Any, group: Any) -> bytes:
         for pause in ranks_group.pauses():
-            if ranks_group.is_set(store, _has_plan(teller)):
+            if ranks_group.is_set(store, _has_plan(sender)):
                 break
             if self._is_given_up.wait(pause):
-                raise FlopwatchError(f"nothing has come from rank {teller}")
+                raise FlopwatchError(f"rank {sender} has sent no plan")
             self._look_at_devices()
         store.set(_listens(self._rank), "")
-        size = int.from_bytes(self._receive(group, teller, _LENGTH_BYTES, _PLAN_TAG), "little")
-        return self._receive(group, teller, size, _PLAN_TAG)
+        size = int.from_bytes(self._receive(group, sender, _LENGTH_BYTES, _PLAN_TAG), "little")
+        return self._receive(group, sender, size, _PLAN_TAG)
 
     def _send(self, group: Any, rank: int, message: bytes, tag: int) -> None:
         ranks_group.send(group, rank, message, tag=tag, connected=self._is_connected_to)
@@ -255,7 +257,7 @@ class RankLink:
         while True:
             try:
                 report = RankReport.unpack(self._receive(group, child, REPORT_BYTES, _REPORT_TAG))
-            except Exception:  # it is gone, and what it would have passed on with it: fewer ranks are in the windows
+            except Exception:  # that rank is gone, and the ranks below it: later windows hold fewer ranks
                 return
             if report.is_last:
                 return
@@ -264,30 +266,29 @@ class RankLink:
 
 @atexit.register
 def _leave_all() -> None:
-    """Registered before there is any monitor, hence called when all of them have been closed."""
+    """Registered when this module is loaded, before any monitor exists; so it runs after all monitors are closed."""
     for link in list(_links):
         link.leave()
 
 
 def _listens(rank: int) -> str:
-    """Set when a rank waits for the plan: whoever sends earlier may be left waiting inside gloo."""
+    """Set when a rank waits for the plan: a rank that sends before that may block inside gloo."""
     return f"listens/{rank}"
 
 
 def _has_plan(rank: int) -> str:
-    """Set when a rank hands the plan on."""
+    """Set when a rank is ready to pass the plan on."""
     return f"has_plan/{rank}"
 
 
-# Who tells whom: a tree over the ranks with the logging rank at its root.
-
+# Reports travel along a tree over the ranks, with the logging rank at its root.
 
 FAN_OUT = 8
-"""Children per rank: a rank hears from at most so many, and 16,384 ranks are five levels deep."""
+"""Most children of a rank: with 8, a tree of 16,384 ranks is five levels deep."""
 
 
 def parent(rank: int, root: int, world_size: int) -> int | None:
-    """The rank that is told; None for the root.
+    """The rank that this one sends its reports to; None for the root.
 
     >>> parent(9, 0, 64), parent(0, 0, 64)
     (1, None)
@@ -297,7 +298,7 @@ def parent(rank: int, root: int, world_size: int) -> int | None:
 
 
 def children(rank: int, root: int, world_size: int) -> list[int]:
-    """The ranks that tell this one.
+    """The ranks that send their reports to this one.
 
     >>> children(0, 0, 4), children(1, 0, 11)
     ([1, 2, 3], [9, 10])

@@ -1,18 +1,18 @@
-"""One process among the ranks of its training: what it tells the others, and when a window is known of all."""
+"""One rank of a training: what it sends to the other ranks, and when a window is complete on all of them."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from flopwatch.monitor import notices
-from flopwatch.monitor.intake.window import SettledStep
-from flopwatch.monitor.measured_step import input_wait_share
+from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
 from flopwatch.monitor.notices import Tell
 from flopwatch.monitor.ranks import group
-from flopwatch.monitor.ranks.busy_time import HoldUps, OwnTime, profile_of
+from flopwatch.monitor.ranks.busy_time import BusyTime, StallSampler, profile_of
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
 from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
 from flopwatch.monitor.ranks.sharing import device_identity, ranks_by_launcher
@@ -22,25 +22,37 @@ _runs_of: Counter[int] = Counter()
 _runs_in: Counter[str] = Counter()
 """The same, by the path of the log."""
 _known_logs: set[str] = set()
+"""Their log paths, numbered."""
 _MOST_INCOMPLETE = 200
-"""Windows the logging rank keeps while it waits for the others; beyond that it goes on alone."""
+"""Windows that the logging rank keeps while it waits for other ranks; with more it continues alone."""
 
 
-class CompleteWindow(NamedTuple):
-    """The logging rank's own steps, and what all ranks together say of them; None when that is not known."""
+class HasMeasured(Protocol):
+    """A step of the monitor: ranks read its measured part and return it unchanged."""
 
-    steps: list[SettledStep]
+    @property
+    def measured(self) -> MeasuredStep: ...
+
+
+Step = TypeVar("Step", bound=HasMeasured)
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteWindow(Generic[Step]):
+    """The logging rank's own steps and the merged report of all ranks; None when that is not known."""
+
+    steps: list[Step]
     report: RankReport | None
 
 
-class Rank:
-    """One of `world_size` processes; on its own, every window is complete at once.
+class Rank(Generic[Step]):
+    """One of `world_size` processes; with only one, every window is complete at once.
 
     Attributes:
         is_logging: Whether this rank writes the log.
-        link: To the others; None while there is none.
-        own_time: Where the training's thread spends its time; None on its own.
-        window_steps: After how many steps windows end, as the logging rank has said; None until it has.
+        link: The link to the other ranks; None while there is none.
+        busy_time: Busy time of the training's thread; None with one rank, or where it cannot be measured.
+        window_steps: Steps per window by the logging rank's plan; None until there is one.
     """
 
     def __init__(self, rank: int, world_size: int, logging_rank: int, tell: Tell) -> None:
@@ -50,11 +62,15 @@ class Rank:
         self._logging_rank = logging_rank
         self._tell = tell
         self.link: RankLink | None = None
-        self.own_time = OwnTime() if world_size > 1 else None
-        self._hold_ups: HoldUps | None = None
+        self.busy_time = BusyTime() if world_size > 1 else None
+        self._stalls: StallSampler | None = None
         self.window_steps: int | None = None
         self._device_type = "cpu"
-        self._incomplete: deque[list[SettledStep]] = deque()
+        self._incomplete: deque[list[Step]] = deque()
+
+    def stop_busy_time(self) -> None:
+        """Measure no busy time: on an accelerator the processor's clock does not show what the device does."""
+        self.busy_time = None
 
     def start(self, log: str, device: torch.device) -> None:
         """Look for the other ranks of this run; the training does not wait for them."""
@@ -65,20 +81,20 @@ class Rank:
             self._tell(*notices.ranks_unknown(self.rank, self.world_size))
             return
         self.link = RankLink(_run_key(self._logging_rank, log), self.rank, self.world_size, device_identity(device))
-        if self.own_time is not None:
-            self._hold_ups = HoldUps(self.own_time)
+        if self.busy_time is not None:
+            self._stalls = StallSampler(self.busy_time)
 
     @property
     def ranks_on_device(self) -> int:
-        """How many ranks compute on this one's device: as they have told each other, else as the launcher says."""
+        """How many ranks compute on this rank's device: by their census, or by the launcher while there is none."""
         if self.world_size == 1:
             return 1
-        told = None if self.link is None else self.link.ranks_on_device
-        return ranks_by_launcher(self._device_type) if told is None else told
+        counted = None if self.link is None else self.link.ranks_on_device
+        return ranks_by_launcher(self._device_type) if counted is None else counted
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of this rank's windows are known of all ranks."""
+        """Whether all ranks have sent all windows that this rank has."""
         return not self._incomplete
 
     @property
@@ -87,12 +103,12 @@ class Rank:
 
     @property
     def cpu_seconds(self) -> float:
-        """Of the threads that belong to it."""
-        threads = (self.link, self._hold_ups)
+        """Processor time of its threads."""
+        threads = (self.link, self._stalls)
         return sum(thread.cpu_seconds for thread in threads if thread is not None)
 
-    def plan(self, steps: Sequence[SettledStep], log_every: int, log_seconds: float, laws: Any) -> None:
-        """On the logging rank, once: say how long windows are and what batches cost."""
+    def plan(self, steps: Sequence[Step], log_every: int, log_seconds: float, laws: Any) -> None:
+        """On the logging rank, once: send the length of windows and the FLOP laws to the other ranks."""
         if self.link is None or not self.is_logging or self.window_steps is not None:
             return
         seconds = [step.measured.seconds for step in steps if step.measured.seconds and not step.measured.is_warm_up]
@@ -100,27 +116,25 @@ class Rank:
         self.link.announce(RunPlan(self.window_steps, laws))
 
     def new_plan(self) -> RunPlan | None:
-        """On the other ranks, once: what the logging rank has said."""
+        """On the other ranks, once: the logging rank's plan, when it has arrived."""
         if not self.waits_for_plan or self.link is None or self.link.plan is None:
             return None
         self.window_steps = self.link.plan.window_steps
         return self.link.plan
 
-    def profile(self, steps: Sequence[SettledStep], busy_seconds_per_step: float | None) -> Profile | None:
-        """Where this rank's own time went; not told of warm-up, which is no sign of a slow rank."""
+    def profile(self, steps: Sequence[Step], busy_seconds_per_step: float | None) -> Profile | None:
+        """Where this rank's busy time went; None in warm-up, which is no sign of a slow rank."""
         measured = [step.measured for step in steps]
         if busy_seconds_per_step is None or any(step.is_warm_up or step.seconds is None for step in measured):
             return None
         waiting = input_wait_share(measured)
-        held = None if self._hold_ups is None else self._hold_ups.share()
+        stalled = None if self._stalls is None else self._stalls.share()
         seconds = sum(step.seconds or 0.0 for step in measured)
         waited = None if waiting is None else waiting * seconds
-        return profile_of(len(measured), seconds, waited, busy_seconds_per_step, held)
+        return profile_of(len(measured), seconds, waited, busy_seconds_per_step, stalled)
 
-    def tell(
-        self, steps: list[SettledStep], peak_flops_per_s: float | None, busy_seconds_per_step: float | None
-    ) -> None:
-        """A window of this rank is known."""
+    def tell(self, steps: list[Step], peak_flops_per_s: float | None, busy_seconds_per_step: float | None) -> None:
+        """Send a window of this rank to the others, and keep its steps until all ranks have sent theirs."""
         if self.is_logging:
             self._incomplete.append(steps)
         if self.link is not None:
@@ -128,26 +142,26 @@ class Rank:
             measured = [step.measured for step in steps]
             self.link.send(report_of(self.rank, measured, peak_flops_per_s=peak_flops_per_s, profile=profile))
 
-    def complete(self, *, give_up: bool = False) -> Iterator[CompleteWindow]:
-        """On the logging rank: the windows that are known of all ranks. `give_up` does not wait for what is missing."""
+    def complete(self, *, give_up: bool = False) -> Iterator[CompleteWindow[Step]]:
+        """On the logging rank: the windows that all ranks have sent; with `give_up`, the incomplete ones too."""
         link = self.link
         if link is not None:
             while link.merged:
                 report = link.merged.popleft()
                 steps = list(self._steps_up_to(report.last_step))
-                if steps:  # none when this rank's monitor has failed and those of the others have not
+                if steps:  # none if this rank's monitor has failed and those of other ranks have not
                     yield CompleteWindow(steps, report)
             if link.failure is not None:
                 self._leave(f"this rank's link has ended: {link.failure}")
             elif len(self._incomplete) > _MOST_INCOMPLETE:
-                self._leave("nothing has come from the other ranks for too long")
+                self._leave(f"the other ranks have sent nothing for {_MOST_INCOMPLETE} windows")
         while self._incomplete and (self.link is None or give_up):
             yield CompleteWindow(self._incomplete.popleft(), None)
 
     def finish(self, seconds: float) -> None:
-        """Nothing more comes from this rank; wait for the others, but not for ever."""
-        if self._hold_ups is not None:
-            self._hold_ups.stop()
+        """End this rank's reports and wait for the other ranks, at most so long."""
+        if self._stalls is not None:
+            self._stalls.stop()
         if self.link is None:
             return
         is_in_time = self.link.finish(seconds)
@@ -157,9 +171,9 @@ class Rank:
             self._tell(*notices.ranks_late(seconds))
 
     def leave(self) -> None:
-        """Nothing is told to the other ranks any more, nor expected from them; does not wait."""
-        if self._hold_ups is not None:
-            self._hold_ups.stop()
+        """Stop sending to and waiting for other ranks; returns at once."""
+        if self._stalls is not None:
+            self._stalls.stop()
         if self.link is not None:
             self.link.give_up()
 
@@ -169,7 +183,7 @@ class Rank:
         self.leave()
         self.link = None
 
-    def _steps_up_to(self, last_step: int) -> Iterator[SettledStep]:
+    def _steps_up_to(self, last_step: int) -> Iterator[Step]:
         while self._incomplete and self._incomplete[0][-1].measured.step <= last_step:
             yield from self._incomplete.popleft()
 

@@ -1,6 +1,6 @@
-"""What the ranks of a training tell each other once per window: sums, extremes and where, in at most 512 bytes.
+"""What ranks send each other once per window: sums, extremes and the rank of each extreme, in at most 512 bytes.
 
-Sums are whole numbers of 128 bits: a window of 16,384 ranks can hold more FLOPs than 64 bits can count.
+Sums are 128-bit integers, because a window of 16,384 ranks can hold more FLOPs than 64 bits can count.
 """
 
 import struct
@@ -20,14 +20,14 @@ AMOUNTS = (
     "recompute_flops",
 )
 RATED = AMOUNTS[:4]
-"""Amounts of which there is so much per second."""
+"""Amounts that have a rate per second."""
 REPORT_BYTES = 512
 _INT_BYTES = 16
-_NOBODY = -1
+_NO_RANK = -1
 
 
 class Amount(NamedTuple):
-    """A sum over ranks, and how many of them knew their part."""
+    """A sum over ranks, and how many ranks contributed to it."""
 
     total: int = 0
     ranks: int = 0
@@ -37,14 +37,14 @@ class Amount(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """Where a rank's own time goes, in seconds per step; what is left of a step is waiting for the other ranks."""
+    """Where a rank's busy time goes, in seconds per step; the rest of a step is waiting for the other ranks."""
 
     input: float
     compute: float
     host: float
 
     @property
-    def own(self) -> float:
+    def busy(self) -> float:
         return self.input + self.compute + self.host
 
 
@@ -67,22 +67,22 @@ class RankReport:
         first_step: The window's first step.
         last_step: Its last.
         ranks: How many ranks are in it.
-        is_last: True when they have nothing more to tell.
+        is_last: True for the message that ends a rank's reports.
         totals: Over all steps, in the order of `AMOUNTS`.
         timed: Over the steps that count for rates.
         timed_steps: How many those are, summed over ranks.
         seconds: Their time, summed over ranks.
         input_wait: Nanoseconds of it spent waiting for batches.
         known_seconds: Time of the timed steps in which an amount is known, summed over ranks, in the order of `RATED`.
-        told_steps: Steps of which a rank knows its batch, timed or not, summed over ranks.
+        batch_steps: Steps whose batch the rank knows, timed or not, summed over ranks.
         counted_steps: Those of them whose FLOPs are known.
         counted_seconds: Time of the timed steps whose FLOPs are known, summed over ranks.
         capacity_flops: What the devices could have done in that time; None when a peak is unknown.
-        profiled_ranks: Ranks that know where their own time went.
+        profiled_ranks: Ranks that sent a profile.
         profile: Their profiles added up.
-        own_squares: Sum of the squares of their own seconds per step: tells how far ranks lie apart.
-        slowest: The rank that needs the longest for its own part, with its profile.
-        fastest: The rank that needs the shortest.
+        busy_squares: Sum of the squares of their busy seconds per step, for the spread between ranks.
+        slowest: The rank that is busy longest, with its profile.
+        fastest: The rank that is busy shortest.
         longest_wait: The longest share of a rank's step time spent waiting for batches.
         exact_ranks: Ranks of which every step's FLOPs are exact.
     """
@@ -97,13 +97,13 @@ class RankReport:
     seconds: float = 0.0
     input_wait: Amount = _NOTHING
     known_seconds: tuple[float, ...] = (0.0,) * len(RATED)
-    told_steps: int = 0
+    batch_steps: int = 0
     counted_steps: int = 0
     counted_seconds: float = 0.0
     capacity_flops: float | None = 0.0
     profiled_ranks: int = 0
     profile: Profile = _NO_TIME
-    own_squares: float = 0.0
+    busy_squares: float = 0.0
     slowest: tuple[int, Profile] | None = None
     fastest: Extreme | None = None
     longest_wait: Extreme | None = None
@@ -117,24 +117,24 @@ class RankReport:
 
     def pack(self) -> bytes:
         """At most `REPORT_BYTES`, always of the same length."""
-        slowest, profile = self.slowest or (_NOBODY, _NO_TIME)
-        steps = self.timed_steps, self.told_steps, self.counted_steps, self.exact_ranks
+        slowest, profile = self.slowest or (_NO_RANK, _NO_TIME)
+        steps = self.timed_steps, self.batch_steps, self.counted_steps, self.exact_ranks
         head = _HEAD.pack(self.first_step, self.last_step, self.ranks, self.is_last, *steps)
         amounts = b"".join(_pack_amount(amount) for amount in (*self.totals, *self.timed, self.input_wait))
         capacity = float("nan") if self.capacity_flops is None else self.capacity_flops
         times = _TIMES.pack(
             *self.known_seconds,
             *(self.seconds, self.counted_seconds, capacity),
-            *(self.profiled_ranks, *self.profile, self.own_squares),
+            *(self.profiled_ranks, *self.profile, self.busy_squares),
         )
         extremes = _EXTREMES.pack(
-            slowest, *profile, *(self.fastest or (_NOBODY, 0.0)), *(self.longest_wait or (_NOBODY, 0.0))
+            slowest, *profile, *(self.fastest or (_NO_RANK, 0.0)), *(self.longest_wait or (_NO_RANK, 0.0))
         )
         return (head + amounts + times + extremes).ljust(REPORT_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, packed: bytes) -> "RankReport":
-        first, last, ranks, is_last, timed_steps, told_steps, counted_steps, exact_ranks = _HEAD.unpack_from(packed)
+        first, last, ranks, is_last, timed_steps, batch_steps, counted_steps, exact_ranks = _HEAD.unpack_from(packed)
         at = _HEAD.size
         amounts = [_unpack_amount(packed, at + index * _AMOUNT_BYTES) for index in range(2 * len(AMOUNTS) + 1)]
         at += len(amounts) * _AMOUNT_BYTES
@@ -152,16 +152,16 @@ class RankReport:
             seconds,
             amounts[-1],
             times[: len(RATED)],
-            told_steps,
+            batch_steps,
             counted_steps,
             counted,
             None if capacity != capacity else capacity,
             profiled,
             Profile(*profile),
             squares,
-            None if slowest == _NOBODY else (slowest, Profile(*slow_profile)),
-            None if fastest == _NOBODY else Extreme(fastest, fast),
-            None if waiting == _NOBODY else Extreme(waiting, wait),
+            None if slowest == _NO_RANK else (slowest, Profile(*slow_profile)),
+            None if fastest == _NO_RANK else Extreme(fastest, fast),
+            None if waiting == _NO_RANK else Extreme(waiting, wait),
             exact_ranks,
         )
 
@@ -185,7 +185,7 @@ def _unpack_amount(packed: bytes, at: int) -> Amount:
 def report_of(
     rank: int, steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, profile: Profile | None
 ) -> RankReport:
-    """What one rank has to tell about its window.
+    """The report of one rank's window.
 
     >>> steps = [MeasuredStep(4, seconds=0.5, tokens=100), MeasuredStep(5, seconds=0.5, tokens=120)]
     >>> report_of(3, steps, peak_flops_per_s=None, profile=None).total("tokens")
@@ -193,8 +193,8 @@ def report_of(
     """
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
     seconds = sum([step.seconds or 0.0 for step in timed])
-    waiting = input_wait_share(timed)  # of steps whose wait is not known, the share of the others is assumed
-    # Of steps without FLOPs the time does not count either; a rank that is given no batch at all lends its device.
+    waiting = input_wait_share(timed)  # steps without a known wait are assumed to wait like the others
+    # Steps without known FLOPs add no time either. A rank that gets no batches at all still contributes its device.
     counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
     counted_seconds = sum(counted) if counted else seconds
     return RankReport(
@@ -206,15 +206,15 @@ def report_of(
         seconds=seconds,
         input_wait=Amount() if waiting is None else Amount(round(waiting * seconds * 1e9), 1),
         known_seconds=tuple(_seconds_with(timed, name) for name in RATED),
-        told_steps=sum(step.samples is not None or step.model_flops is not None for step in steps),
+        batch_steps=sum(step.samples is not None or step.model_flops is not None for step in steps),
         counted_steps=sum(step.model_flops is not None for step in steps),
         counted_seconds=counted_seconds,
         capacity_flops=None if peak_flops_per_s is None else peak_flops_per_s * counted_seconds,
         profiled_ranks=0 if profile is None else 1,
         profile=profile or _NO_TIME,
-        own_squares=0.0 if profile is None else profile.own**2,
+        busy_squares=0.0 if profile is None else profile.busy**2,
         slowest=None if profile is None else (rank, profile),
-        fastest=None if profile is None else Extreme(rank, profile.own),
+        fastest=None if profile is None else Extreme(rank, profile.busy),
         longest_wait=None if waiting is None else Extreme(rank, waiting),
         exact_ranks=int(all(step.model_flops is not None and step.reason is None for step in steps)),
     )
@@ -251,14 +251,14 @@ def _merge_two(a: RankReport, b: RankReport) -> RankReport:
         a.seconds + b.seconds,
         a.input_wait + b.input_wait,
         tuple(map(float.__add__, a.known_seconds, b.known_seconds)),
-        a.told_steps + b.told_steps,
+        a.batch_steps + b.batch_steps,
         a.counted_steps + b.counted_steps,
         a.counted_seconds + b.counted_seconds,
         None if unknown_peak else (a.capacity_flops or 0.0) + (b.capacity_flops or 0.0),
         a.profiled_ranks + b.profiled_ranks,
         Profile(*(x + y for x, y in zip(a.profile, b.profile, strict=True))),
-        a.own_squares + b.own_squares,
-        max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].own, default=None),
+        a.busy_squares + b.busy_squares,
+        max([s for s in (a.slowest, b.slowest) if s is not None], key=lambda s: s[1].busy, default=None),
         min([e for e in (a.fastest, b.fastest) if e is not None], key=lambda e: e.value, default=None),
         max([e for e in (a.longest_wait, b.longest_wait) if e is not None], key=lambda e: e.value, default=None),
         a.exact_ranks + b.exact_ranks,
@@ -266,18 +266,18 @@ def _merge_two(a: RankReport, b: RankReport) -> RankReport:
 
 
 def extend(earlier: RankReport, later: RankReport) -> RankReport:
-    """Two windows of the same ranks, one after the other; of profiles and extremes the later ones are kept."""
+    """Two consecutive windows of the same ranks as one; profiles and extremes are those of the later window."""
     joined = _merge_two(earlier, later)
     return replace(
         joined,
         ranks=later.ranks,
         is_last=later.is_last,
-        totals=tuple(map(_one_after_the_other, earlier.totals, later.totals)),
-        timed=tuple(map(_one_after_the_other, earlier.timed, later.timed)),
-        input_wait=_one_after_the_other(earlier.input_wait, later.input_wait),
+        totals=tuple(map(_sum_over_time, earlier.totals, later.totals)),
+        timed=tuple(map(_sum_over_time, earlier.timed, later.timed)),
+        input_wait=_sum_over_time(earlier.input_wait, later.input_wait),
         profiled_ranks=later.profiled_ranks,
         profile=later.profile,
-        own_squares=later.own_squares,
+        busy_squares=later.busy_squares,
         slowest=later.slowest,
         fastest=later.fastest,
         longest_wait=later.longest_wait,
@@ -285,19 +285,16 @@ def extend(earlier: RankReport, later: RankReport) -> RankReport:
     )
 
 
-def _one_after_the_other(earlier: Amount, later: Amount) -> Amount:
+def _sum_over_time(earlier: Amount, later: Amount) -> Amount:
     return Amount(earlier.total + later.total, max(earlier.ranks, later.ranks))
 
 
-# Adds up the windows of several ranks. Pure: streams in, one stream out.
-
-
 def aligned(streams: Sequence[Iterator[RankReport]]) -> Iterator[RankReport]:
-    """One report for every step at which a window ends on all ranks.
+    """Merge the streams of several ranks into one: a report for every step at which a window ends on all ranks.
 
-    Ranks cut their windows by the same rule, but one of them may cut once more (a checkpoint that only it writes): its
-    windows are joined until they end where those of the others do. A stream that ends is left out from there on, and
-    so is a window that begins elsewhere than the first stream's: it tells of other steps.
+    Ranks cut their windows by the same rule, but a rank may cut once more (for a checkpoint that only it writes). Its
+    windows are joined until they end at the same step as those of the other ranks. A stream that has ended is left
+    out from there on, and so is a window that begins at another step than the first stream's window.
     """
     live = list(streams)
     while live:

@@ -1,4 +1,4 @@
-"""Ranks that share a device share its peak: which device a rank computes on, and how many compute on the same one."""
+"""What ranks share: a device, and with it its peak; or a batch, so that only some ranks see different data."""
 
 import os
 import socket
@@ -12,13 +12,14 @@ from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataPa
 from torch.distributed.tensor import DTensor
 
 from flopwatch.records.flops import Peak
+from flopwatch.torch_internals import fsdp_groups
 
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-"""How launchers say how many ranks a host has: torchrun and accelerate, Open MPI, MPICH."""
+"""Variables that hold the number of ranks on this host: torchrun and accelerate, Open MPI, MPICH."""
 
 
 def shared_peak(peak: Peak, ranks: int) -> Peak:
-    """What one of so many ranks on a device can have of it. A peak that the user gave is taken as it is.
+    """The part of a device's peak that each of `ranks` ranks can use. A peak given by the user is not divided.
 
     >>> cpu = Peak(3e12, "a CPU", "fp32", "16 cores x 3 GHz", "derived", "high")
     >>> shared_peak(cpu, 3).flops_per_s, shared_peak(cpu, 3).source
@@ -31,15 +32,15 @@ def shared_peak(peak: Peak, ranks: int) -> Peak:
 
 
 def device_identity(device: torch.device) -> str:
-    """The same for ranks that compute on the same thing: the same cores of a host, or the same accelerator.
+    """A text that is equal for ranks on the same device: the same set of cores of a host, or the same accelerator.
 
-    Sets of cores that overlap without being the same count as different ones.
+    Sets of cores that overlap without being equal count as different devices.
     """
     host = socket.gethostname()
     if device.type == "cpu":
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ["all"]
         return f"{host}/cpu/{','.join(map(str, cores))}"
-    # By number alone two devices could be mistaken for one: each rank may see only its own, as number 0.
+    # The index alone is not enough: with one visible device per rank, every rank calls its own number 0.
     return f"{host}/{device}/{_uuid(device) or os.environ.get('LOCAL_RANK', '')}"
 
 
@@ -51,17 +52,17 @@ def _uuid(device: torch.device) -> str | None:
 
 
 def ranks_by_launcher(device_type: str, environment: Mapping[str, str] = os.environ) -> int:
-    """How many ranks share the device as far as the launcher tells: all of a host share its CPU.
+    """How many ranks share the device according to the launcher's variables: all ranks of a host share its CPU.
 
     >>> ranks_by_launcher("cpu", {"LOCAL_WORLD_SIZE": "4"}), ranks_by_launcher("cuda", {"LOCAL_WORLD_SIZE": "4"})
     (4, 1)
     """
-    told = [environment[name] for name in _LOCAL_RANKS if environment.get(name, "").isdigit()]
-    return max(int(told[0]), 1) if told and device_type == "cpu" else 1
+    counts = [environment[name] for name in _LOCAL_RANKS if environment.get(name, "").isdigit()]
+    return max(int(counts[0]), 1) if counts and device_type == "cpu" else 1
 
 
 class DeviceCensus:
-    """Counts the ranks of each device in the store where ranks find each other: one number per device."""
+    """Counts the ranks on each device, with one counter per device in the run's store."""
 
     def __init__(self, store: Any, identity: str, world_size: int) -> None:
         self._store = store
@@ -71,20 +72,17 @@ class DeviceCensus:
         store.add("on_any_device", 1)
 
     def ranks(self, *, is_final: bool = False) -> int | None:
-        """How many ranks share this one's device; None while ranks are missing, unless it must be told now."""
+        """How many ranks share this one's device; None while ranks are missing, unless `is_final`."""
         if not is_final and int(self._store.add("on_any_device", 0)) < self._world_size:
             return None
         return int(self._store.add(self._key, 0))
 
 
-# How many ranks work on different data, as far as the model's parameters show.
-
-
 def data_parallel_size(model: nn.Module | None, world_size: int) -> int:
-    """Ranks that are given different batches.
+    """How many ranks work on different batches, as far as the model's parameters show.
 
-    Tensor parallelism is seen (parameters spread over a mesh that is not FSDP2's); context and pipeline parallelism
-    leave no mark on parameters, so the user says.
+    Tensor parallelism is visible (DTensor parameters on a mesh that is not FSDP2's). Context and pipeline parallelism
+    leave no mark on parameters, so users pass `data_parallel_size`.
     """
     parameter = next((p for p in model.parameters() if isinstance(p, DTensor)), None) if model is not None else None
     if model is None or parameter is None:
@@ -109,6 +107,5 @@ def _fsdp_size(module: nn.Module) -> int | None:
     """Ranks that FSDP2 shards and replicates this module over."""
     if not isinstance(module, FSDPModule):
         return None
-    groups: Any = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
     # Experts may be sharded over a smaller mesh than the rest.
-    return max((int(group.mesh_info.mesh.size()) for group in groups), default=None)
+    return max((int(group.mesh_info.mesh.size()) for group in fsdp_groups(module)), default=None)

@@ -1,42 +1,65 @@
-"""What a trial runs on, without loading torch: part of its identity, so that an upgrade measures again."""
+"""What a trial runs on, found without loading torch: versions, devices, sources, and the memory this host has left.
 
-import hashlib
+Versions, devices and sources are part of a trial's identity, so that an upgrade measures again.
+
+Supervisors import it to record where a trial ran, so slow modules are imported in the functions that need them:
+hashlib, platform and importlib.metadata together take 30 ms.
+"""
+
+import contextlib
 import os
-import platform
 import shlex
 import stat
 import subprocess
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.records.reading import UnreadableError, opened_regular
 from flopwatch.records.trial import TrialSpec
+from flopwatch.sweep.host.memory import own_groups
 from flopwatch.version import __version__
 
-# The devices of this host, read without loading torch. Light: supervisors tell where a command ran.
+_MEMINFO = Path("/proc/meminfo")
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
+_MARGIN = 0.10
+_LEAST_MARGIN_BYTES = 512 << 20
 
 OF_THIS_HOST = ("cpu", "gpus", "driver")
+"""Keys of the facts that differ between the host that submits a trial and the one that runs it."""
+
+_PACKAGES = ("torch", "opacus", "transformers")
+_SOURCES_LAST_SECONDS = 5.0
+"""Sources are read again after this time: a user may edit their trainer while the sweep runs."""
+_LARGEST_SOURCE = 16 << 20
+"""A command may name gigabytes of data. Of a larger file, size and time stand for the content."""
+
+_NO_SOURCES = ("/proc/", "/sys/")
+"""Files of the kernel claim to be regular, but change by themselves and may block for ever."""
 
 
 @cache
 def host_facts() -> dict[str, Any]:
-    """`cpu`, and `gpus` and `driver` where there are some."""
+    """`cpu`, and `gpus` and `driver` on a host with NVIDIA GPUs."""
     found: dict[str, Any] = {"cpu": _cpu()}
     gpus = [_line(file, "Model") for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     if gpus:
         found["gpus"] = gpus
-        found["driver"] = Path("/proc/driver/nvidia/version").read_text().split("Module")[-1].split()[0]
+        with contextlib.suppress(OSError, IndexError):
+            found["driver"] = Path("/proc/driver/nvidia/version").read_text().split("Module")[-1].split()[0]
     return found
 
 
 def _cpu() -> str:
     name = _line(Path("/proc/cpuinfo"), "model name")
     if not name:
-        import platform  # 5 ms that supervisors do without
+        import platform
 
         name = platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} threads"
@@ -50,19 +73,12 @@ def _line(file: Path, key: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(key)), "")
 
 
-_PACKAGES = ("torch", "opacus", "transformers")
-_SOURCES_LAST_SECONDS = 5.0
-"""Sources are read again after this: a user may edit their trainer while the sweep runs."""
-_LARGEST_SOURCE = 16 << 20
-"""A command may name its data too, and gigabytes are not read: size and time stand for a larger file's content."""
-
-_NO_SOURCES = ("/proc/", "/sys/")
-"""What the kernel makes up: its files call themselves regular, change by themselves, and may wait for ever."""
-
-
 @cache
 def machine() -> dict[str, Any]:
     """Versions and devices of this host."""
+    import platform
+    from importlib import metadata
+
     found: dict[str, Any] = {"flopwatch": __version__, "python": platform.python_version(), **host_facts()}
     for package in _PACKAGES:
         try:
@@ -73,12 +89,11 @@ def machine() -> dict[str, Any]:
 
 
 def fingerprint(spec: TrialSpec, *, is_here: bool = True) -> dict[str, Any]:
-    """The machine, and the user's own code that the trial runs: their trainer, model, batch, config file, command's
-    files.
+    """Versions, devices, and digests of the user's code: trainer, model, batch, config file, a command's files.
 
     Args:
         spec: The trial.
-        is_here: False for a cluster, where trials run on other hosts than this one: its devices are left out.
+        is_here: False when the trial may run on another host; then this host's devices are left out.
     """
     names = (spec.trainer, spec.model, *filter(None, [spec.batch])) if spec.command is None else _words(spec.command)
     moment = int(monotonic_seconds() / _SOURCES_LAST_SECONDS)
@@ -96,7 +111,7 @@ def _words(command: str) -> tuple[str, ...]:
 
 @cache
 def git_state(folder: str) -> str | None:
-    """Commit of the working directory, with `+` when files differ from it; None outside of a repository."""
+    """Commit of the working directory, with `+` when files were changed since; None outside of a repository."""
     try:
         done = subprocess.run(
             ["git", "-C", folder, "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=12"],
@@ -112,7 +127,9 @@ def git_state(folder: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _source_digest(name: str, moment: int) -> str | None:
-    """Of the file or package behind `module:Class`, or of a file; None for what is installed, and for other words."""
+    """Digest of the source behind `module:Class`, or of a file; None for installed packages and other words."""
+    import hashlib
+
     module, colon, _ = name.partition(":")
     try:
         files = _sources(module) if colon else [Path(name) / "config.json" if Path(name).is_dir() else Path(name)]
@@ -123,7 +140,7 @@ def _source_digest(name: str, moment: int) -> str | None:
 
 
 def _content(file: Path) -> bytes:
-    """Of a regular file; devices, FIFOs and sockets have none, and are not even opened."""
+    """Content of a regular file. Devices, FIFOs and sockets are not opened, because that may block."""
     if os.path.realpath(file).startswith(_NO_SOURCES) or not stat.S_ISREG(file.stat().st_mode):
         return b""
     with opened_regular(file) as stream:
@@ -134,7 +151,7 @@ def _content(file: Path) -> bytes:
 
 
 def _sources(module: str) -> list[Path]:
-    """In the working directory, its `src`, or what PYTHONPATH names: where a user's own code lies."""
+    """Source files in the working directory, its `src`, or PYTHONPATH, where a user's own code is."""
     for root in ("", "src", *os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         place = Path(root) / module.replace(".", "/")
         if place.with_suffix(".py").is_file():
@@ -142,3 +159,41 @@ def _sources(module: str) -> list[Path]:
         if (place / "__init__.py").is_file():
             return sorted(place.rglob("*.py"))
     return []
+
+
+def available_bytes() -> int | None:
+    """Memory that new processes can get, on the machine and in our cgroups (a container, a Slurm step)."""
+    return least_available(_MEMINFO, own_groups())
+
+
+def least_available(meminfo: Path, groups: Sequence[Path]) -> int | None:
+    """The smallest of what the machine and each cgroup, with its parents, have left; None when unknown."""
+    folders = {folder for group in groups for folder in (group, *group.parents)}
+    found = [_of_machine(meminfo), *(_of_group(folder, *files) for folder in folders for files in _GROUP_FILES)]
+    return min((size for size in found if size is not None), default=None)
+
+
+def safe_limit_bytes(available: int) -> int:
+    """The available memory minus a margin for other processes.
+
+    >>> safe_limit_bytes(20 << 30) / 2**30
+    18.0
+    """
+    return max(1, available - max(round(_MARGIN * available), _LEAST_MARGIN_BYTES))
+
+
+def _of_machine(meminfo: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _of_group(folder: Path, limit: str, used: str, droppable: str) -> int | None:
+    """None without a limit ("max"). Inactive page cache counts as free: the kernel drops it on demand."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        taken = int((folder / used).read_text()) - int(statistics[droppable])
+        return max(0, int((folder / limit).read_text()) - taken)
+    return None

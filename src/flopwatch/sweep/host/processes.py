@@ -1,6 +1,7 @@
-"""Processes of a trial: found and killed, those that left the session or lost their parent too.
+"""A trial's processes: the worker is started and ended, and every process below it is found and killed.
 
-Linux tells everything through /proc and prctl; elsewhere only the process group is known.
+Also those that left the worker's session or lost their parent: Linux knows them through /proc and prctl. On other
+systems only the process group is known. Standard library only: supervisors start with it.
 """
 
 import contextlib
@@ -14,16 +15,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import log_file, trial_folder
-from flopwatch.sweep.host.memory_limit import MemoryLimit
+from flopwatch.records.trial_files import STACKS, log_file, trial_folder
+
+if TYPE_CHECKING:
+    from flopwatch.sweep.host.memory import MemoryLimit
 
 TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
-"""Environment variable every process of a trial inherits; tells whose an orphan is."""
+"""Environment variable that every process of a trial inherits; identifies its orphans."""
 
 ATTEMPT_MARK = "FLOPWATCH_TRIAL_ATTEMPT"
-"""Another one, so that the guard of an earlier attempt leaves a later one alone."""
+"""The same for one attempt, so that the guard of an earlier attempt does not kill a later one."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -36,18 +40,18 @@ def die_with_parent(signal_number: int) -> None:
 
 
 def dies_with(parent: int) -> Callable[[], None]:
-    """For a child, before it becomes another program: it never outlives the process that starts it."""
+    """For `preexec_fn`: the kernel kills the child when the process that started it ends."""
 
     def bind() -> None:
         die_with_parent(signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before the line above
             os._exit(1)
 
     return bind
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own: what called `setsid` stays in reach."""
+    """Become the subreaper: descendants that lose their parent become our children, also after `setsid`."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -57,7 +61,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children, and so on; zombies are left out."""
+    """All processes below this one, without zombies."""
     children: dict[int, list[int]] = {}
     for process, parent, state in _all_processes():
         if state != "Z":
@@ -82,7 +86,7 @@ def is_running(pid: int) -> bool:
 
 
 def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
-    """Every process that carries this trial's mark, whoever is its parent; with an attempt, of that attempt only."""
+    """All processes of this host with this trial's mark; with `attempt`, those of that attempt only."""
     marks = {os.fsencode(f"{TRIAL_MARK}={trial_dir}")}
     if attempt:
         marks.add(f"{ATTEMPT_MARK}={attempt}".encode())
@@ -92,13 +96,12 @@ def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
             content = (entry / "environ").read_bytes()
             if marks <= set(content.split(b"\0")):
                 found.append(int(entry.name))
-    # A shell may have the variable from somebody who looked into a trial, and may have started us.
-    spared = _own_line()
+    # Spare our ancestors: a user's shell may have the variable set from inspecting a trial.
+    spared = _self_and_ancestors()
     return [pid for pid in found if pid not in spared]
 
 
-def _own_line() -> set[int]:
-    """Our own process, its parent, and so on."""
+def _self_and_ancestors() -> set[int]:
     line, pid = set(), os.getpid()
     while pid > 0 and pid not in line:
         line.add(pid)
@@ -108,12 +111,12 @@ def _own_line() -> set[int]:
 
 
 def kill_descendants(pid: int, patience_seconds: float = 10.0) -> list[int]:
-    """SIGKILL everything below, again until nothing is left; returns what would not go (stuck in the kernel)."""
+    """SIGKILL all processes below, until none is left; returns those that survived (stuck in the kernel)."""
     return _kill_until_gone(lambda: descendants(pid), patience_seconds)
 
 
 def kill_marked(trial_dir: Path, patience_seconds: float = 10.0, attempt: str = "") -> list[int]:
-    """SIGKILL every process that carries the trial's mark; returns what would not go."""
+    """SIGKILL every process with the trial's mark; returns those that survived."""
     return _kill_until_gone(lambda: marked_processes(trial_dir, attempt), patience_seconds)
 
 
@@ -131,7 +134,7 @@ def _kill_until_gone(find: Callable[[], list[int]], patience_seconds: float) -> 
 
 
 def reap_children() -> None:
-    """Take the exit status of adopted orphans, so that no zombie stays."""
+    """Reap adopted orphans, so that they do not stay as zombies."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -150,7 +153,7 @@ def _process_entries() -> list[Path]:
 
 
 def _read_stat(pid: int) -> tuple[int, int, str] | None:
-    """Process, parent, state. The name stands in brackets and may hold anything, so the last bracket counts."""
+    """Pid, parent, state. The name is in brackets and may contain brackets, so the last one counts."""
     try:
         state, parent = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:2]
     except (OSError, ValueError):
@@ -159,7 +162,7 @@ def _read_stat(pid: int) -> tuple[int, int, str] | None:
 
 
 def _read(path: str) -> bytes:
-    """A small file of the kernel's, five times quicker than through pathlib."""
+    """Five times faster than pathlib, and called for every process of the host."""
     handle = os.open(path, os.O_RDONLY)
     try:
         return os.read(handle, 4096)
@@ -167,13 +170,14 @@ def _read(path: str) -> bytes:
         os.close(handle)
 
 
-# The worker's process: started, waited for, asked for its stacks, killed.
-
-
 PARENT = "FLOPWATCH_PARENT_PID"
-"""Whose child a supervisor is meant to be; one that finds another parent was orphaned before it began."""
+"""Environment variable with the pid of a supervisor's parent. A supervisor with another parent was orphaned."""
 
-STACKS = "stacks.txt"
+CORES = "FLOPWATCH_CORES"
+"""Environment variable: the cores a supervisor and its trial run on, such as `0,1`."""
+
+GPUS = "FLOPWATCH_GPUS"
+"""Environment variable: the GPUs of a trial's slot. A worker with GPUs that finds none must not measure the CPU."""
 
 _STACKS_PATIENCE_SECONDS = 2.0
 _TERM_PATIENCE_SECONDS = 2.0
@@ -183,12 +187,12 @@ def start_worker(
     sweep: Path,
     name: str,
     spec: TrialSpec,
-    limit: MemoryLimit,
+    limit: "MemoryLimit",
     cwd: str | None,
     command: Sequence[str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start it, or what a trial of several processes has in its place: the `command`, with further variables."""
+    """Start the worker, or `command` in its place, with further environment variables."""
     folder = trial_folder(sweep, name)
     bind = dies_with(os.getpid())
 
@@ -217,7 +221,7 @@ def _command(folder: Path, spec: TrialSpec) -> list[str]:
     values |= {"dtype": spec.dtype, "seed": spec.seed, "trial_dir": shlex.quote(str(folder))}
     values |= {"processes": spec.processes, "micro_batch_size": spec.micro_batch_size or spec.batch_size}
     command = spec.command or ""
-    for key, value in values.items():  # not str.format: shell commands are full of braces of their own
+    for key, value in values.items():  # not str.format: shell commands contain other braces
         command = command.replace("{" + key + "}", str(value))
     return ["/bin/sh", "-c", command]
 
@@ -231,7 +235,7 @@ def _environment(folder: Path, name: str, spec: TrialSpec) -> dict[str, str]:
         "FLOPWATCH_SEQ_LEN": str(spec.seq_len),
         "FLOPWATCH_MODEL": spec.model,
         "FLOPWATCH_PROCESSES": str(spec.processes),
-        # Without it CUDA numbers devices by speed, NVML by bus: the wrong one would be watched.
+        # By default CUDA numbers devices by speed and NVML by bus, so we would watch the wrong one.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1",
     }
@@ -242,7 +246,7 @@ def _environment(folder: Path, name: str, spec: TrialSpec) -> dict[str, str]:
 
 
 def waiter(worker: "subprocess.Popen[bytes]") -> Callable[[float], bool]:
-    """Waits for the worker's end and wakes at once, by a pidfd where the system has them."""
+    """A function that waits so many seconds for the worker's end; by a pidfd, which wakes at once, if possible."""
     try:
         poll = select.poll()
         handle = os.pidfd_open(worker.pid)
@@ -259,10 +263,10 @@ def _ends_within(worker: "subprocess.Popen[bytes]", seconds: float) -> bool:
     return False
 
 
-def end_worker(worker: "subprocess.Popen[bytes]", folder: Path, *, is_command: bool, wants_stacks: bool) -> str:
-    """Kill it, and return its stacks when they are wanted. A command of the user's is asked to go first."""
+def end_worker(worker: "subprocess.Popen[bytes]", folder: Path, *, sigterm_first: bool, wants_stacks: bool) -> str:
+    """Kill the worker; returns the stacks of its threads if they are wanted."""
     stacks = ""
-    if is_command:
+    if sigterm_first:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGTERM)
         _ends_within(worker, _TERM_PATIENCE_SECONDS)
@@ -275,10 +279,10 @@ def end_worker(worker: "subprocess.Popen[bytes]", folder: Path, *, is_command: b
 
 
 def _stacks(worker: "subprocess.Popen[bytes]", folder: Path) -> str:
-    """What every thread does, by faulthandler: it answers in the signal handler, also while the GIL is held."""
+    """The stacks of all threads. faulthandler writes them in the signal handler, even while the GIL is held."""
     file = folder / STACKS
     if not file.exists():
-        return "none: it had not come far enough to answer"
+        return "none: its signal handler was not installed yet"
     if _blocks(worker.pid, signal.SIGUSR1):
         return f"none: it blocks signals; {_kernel_state(worker.pid)}"
     worker.send_signal(signal.SIGUSR1)
@@ -286,7 +290,7 @@ def _stacks(worker: "subprocess.Popen[bytes]", folder: Path) -> str:
     size = -1
     while time.monotonic() < deadline and worker.poll() is None:
         time.sleep(0.05)
-        if 0 < file.stat().st_size == size:  # it has stopped growing
+        if 0 < file.stat().st_size == size:  # the file has stopped growing
             break
         size = file.stat().st_size
     return file.read_text(errors="replace")[:20_000]

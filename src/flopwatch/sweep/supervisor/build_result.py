@@ -1,36 +1,74 @@
-"""From what a supervisor saw and what the worker left to the trial's result."""
+"""Builds a trial's result: collects what it measured from the files its worker left, and says how it ended.
 
+Standard library only: supervisors use it.
+"""
+
+import contextlib
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from flopwatch.records.plain_text import cut, first_line
-from flopwatch.records.reading import BrokenRecordError, clean_value, read_record, tail
-from flopwatch.records.trial import OUT_OF_MEMORY, Outcome, TrialResult, TrialSpec
-from flopwatch.records.trial_files import log_file, read_json, trial_folder
+from flopwatch.records.reading import (
+    BrokenRecordError,
+    clean_value,
+    cut,
+    first_line,
+    read_json,
+    read_lines,
+    read_object,
+    read_record,
+    tail,
+)
+from flopwatch.records.trial import (
+    AFTER_THE_STEPS,
+    OUT_OF_MEMORY,
+    Measured,
+    MemoryUse,
+    Outcome,
+    StepCost,
+    StepTimes,
+    TrialJob,
+    TrialResult,
+    TrialSpec,
+)
+from flopwatch.records.trial_files import EXCEPTION, MEASURED, METRICS, SPEC, STEPS, log_file, trial_folder
+from flopwatch.spread import interval, median, percentile, resampled
 from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.host.environment import host_facts
-from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.supervisor.classify import (
-    Ending,
+    ExitFacts,
     JobEnd,
-    OwnKill,
     RankEnd,
-    after_its_steps,
+    WorkerExit,
     classify,
     memory_hint,
+    ok_after_steps,
     signal_name,
 )
-from flopwatch.sweep.supervisor.measurements import EXCEPTION, assemble, cut_short
 
 _LONGEST_TEXT = 20_000
+_PHASES = ("forward", "backward", "optimizer")
+_LARGEST_NUMBER = 1e300
+_MOST_OF_PEAK = 1.05
+"""A reported MFU may exceed 1 by this much, because datasheet peaks are not exact."""
+
+_MOST_NUMBERS = 500
+"""Numbers kept from a command's `metrics.json`: each one is repeated in every list of results."""
+
+REPORTED = "reported by the command"
+
+_RESAMPLES = 500
+_UNSTABLE_WIDTH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class _Raised:
-    """What `exception.json` must have to be believed."""
+class _ExceptionFile:
+    """The fields `exception.json` must have to be used."""
 
     type: str
     message: str
@@ -38,94 +76,90 @@ class _Raised:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a supervisor saw of its worker.
+class _MeasuredFile:
+    """What `measured.json` holds."""
+
+    measured: Measured = field(default_factory=Measured)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    done: bool = False
+    steps_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _StepLine:
+    """A line of `steps.jsonl`."""
+
+    phase: str
+    seconds: float
+    forward: float
+    backward: float
+    optimizer: float
+
+    def why_broken(self) -> str | None:
+        return None if self.seconds > 0 else "its seconds are not above 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a worker or a command left in its files.
 
     Attributes:
-        pid: Of the worker.
-        status: Its exit code, or the negative of the signal that ended it; None if it would not die.
-        own_kill: Why we killed it; None when we did not.
-        own_kill_detail: In words.
-        stacks: What its threads did then.
-        host_peak: Most host memory of the tree: of a command in its life, of a worker in its steps.
-        sure_bytes: Least that a single process of it held at its peak, without pages of files.
-        oom_kills: Kills for memory by the kernel.
-        memory_limit: How host memory was limited, with the peaks of its whole life: seen by us, charged by the kernel.
-        would_not_die: Processes left, stuck in the kernel.
-        unix_time: When it began.
-        seconds: How long it lived.
-        job_end: How its processes ended, where it has several.
+        measured: The measurements.
+        environment: What it ran on.
+        is_done: Whether the worker wrote that it is done.
+        has_all_steps: Whether all steps of the spec are measured; False for a command, whose steps we do not see.
+        reported_outcome: The outcome a command reported for itself.
     """
 
-    pid: int
-    status: int | None
-    own_kill: OwnKill | None
-    own_kill_detail: str
-    stacks: str
-    host_peak: HostPeak
-    sure_bytes: int
-    oom_kills: int
-    memory_limit: dict[str, Any]
-    would_not_die: list[int]
-    unix_time: float
-    seconds: float
-    job_end: JobEnd = field(default_factory=JobEnd)
+    measured: Measured
+    environment: dict[str, Any]
+    is_done: bool = False
+    has_all_steps: bool = False
+    reported_outcome: Outcome | None = None
 
 
-def conclude(sweep: Path, name: str, job: dict[str, Any], spec: TrialSpec, seen: Seen) -> TrialResult:
-    folder = trial_folder(sweep, name)
-    found = assemble(folder, spec, seen.host_peak)
-    ending = Ending(
-        own_kill=seen.own_kill,
-        own_kill_detail=seen.own_kill_detail,
-        exit_code=seen.status if seen.status is not None and seen.status >= 0 else None,
-        signal_number=-seen.status if seen.status is not None and seen.status < 0 else None,
-        has_finished=found.is_done,
-        has_finished_steps=found.has_all_steps,
-        is_command=spec.trainer == "command",
-        exception=_read_exception(folder),
-        reported=found.reported_outcome,
-        oom_kills=seen.oom_kills,
-        has_own_group=seen.memory_limit.get("by") == "cgroup",
-        held_bytes=seen.sure_bytes or None,
-        limit_bytes=spec.limits.memory_bytes,
-        log_tail=tail(log_file(sweep, name)),
-    )
-    ending = with_first_cause(ending, seen.job_end)
-    outcome, reason = of_job(classify(ending), seen.job_end, ending)
-    is_whole = outcome == "ok" and (found.is_done or ending.is_command)
-    progress = Progress("done") if is_whole else read_progress(folder)
-    measured = found.measured if is_whole or outcome != "ok" else cut_short(found.measured, spec, progress, reason)
+def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit) -> TrialResult:
+    folder, spec = trial_folder(sweep, name), job.spec
+    collected = collect_measurements(folder, spec, worker_exit.host_peak)
+    facts = _exit_facts(sweep, name, spec, worker_exit, collected)
+    outcome, reason = _with_node_failure(classify(facts), worker_exit.job_end, facts)
+    is_complete = outcome == "ok" and (collected.is_done or facts.is_command)
+    progress = Progress("done") if is_complete else read_progress(folder)
+    measured = collected.measured
+    if outcome == "ok" and not is_complete:
+        measured = with_missing_phases(measured, spec, progress, reason)
     return TrialResult(
         name=name,
-        key=job.get("key", ""),
+        key=job.key,
         spec=spec,
         outcome=outcome,
         reason=reason,
-        evidence=_evidence(ending, seen, outcome),
+        evidence=_evidence(facts, worker_exit, outcome),
         phase=progress.phase,
         step=progress.step,
         measured=measured,
-        unix_time=seen.unix_time,
-        seconds=seen.seconds,
-        environment={**job.get("environment", {}), **host_facts(), "host": os.uname().nodename, **found.environment},
-        command=f"flopwatch trial --spec {shlex.quote(str(folder / 'spec.json'))}",
-        log_tail="" if is_whole else ending.log_tail,
-        stacks=seen.stacks,
-        earlier_attempts=tuple(job.get("earlier_attempts", ())),
+        unix_time=worker_exit.unix_time,
+        seconds=worker_exit.seconds,
+        environment={**job.environment, **host_facts(), "host": os.uname().nodename, **collected.environment},
+        command=f"flopwatch trial --spec {shlex.quote(str(folder / SPEC))}",
+        log_tail="" if is_complete else facts.log_tail,
+        stacks=worker_exit.stacks,
+        earlier_attempts=job.earlier_attempts,
     )
 
 
 def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
-    """The same for a trial that was ended together with its supervisor, as Slurm does for memory or time: once its
-    steps were measured they count. One that was lost or cancelled runs again anyway.
+    """Turn a failure into `ok` when the trial's steps were measured before its supervisor was killed with it.
+
+    Slurm kills supervisor and worker together for memory or time, so the supervisor could not write this itself. A
+    trial that was lost or cancelled stays so: it runs again.
     """
     if result.outcome not in (*OUT_OF_MEMORY, "timeout") or result.measured.not_measured:
         return result
-    found = assemble(folder, result.spec, HostPeak())
-    if not found.has_all_steps:
+    collected = collect_measurements(folder, result.spec, HostPeak())
+    if not collected.has_all_steps:
         return result
-    _, reason = after_its_steps(result.reason)
+    _, reason = ok_after_steps(result.reason)
     progress = read_progress(folder)
     return replace(
         result,
@@ -133,90 +167,268 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
         reason=reason,
         phase=progress.phase,
         step=progress.step,
-        measured=cut_short(found.measured, result.spec, progress, reason),
-        environment={**result.environment, **found.environment},
+        measured=with_missing_phases(collected.measured, result.spec, progress, reason),
+        environment={**result.environment, **collected.environment},
     )
+
+
+def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit, collected: Collected) -> ExitFacts:
+    status = worker_exit.status
+    facts = ExitFacts(
+        own_kill=worker_exit.own_kill,
+        own_kill_detail=worker_exit.own_kill_detail,
+        exit_code=status if status is not None and status >= 0 else None,
+        signal_number=-status if status is not None and status < 0 else None,
+        has_finished=collected.is_done,
+        has_finished_steps=collected.has_all_steps,
+        is_command=spec.trainer == "command",
+        exception=_read_exception(trial_folder(sweep, name)),
+        reported=collected.reported_outcome,
+        oom_kills=worker_exit.oom_kills,
+        has_own_group=worker_exit.memory_limit.get("by") == "cgroup",
+        held_bytes=worker_exit.lower_bound_bytes or None,
+        limit_bytes=spec.limits.memory_bytes,
+        log_tail=tail(log_file(sweep, name)),
+    )
+    return _of_first_failure(facts, worker_exit.job_end)
+
+
+def _of_first_failure(facts: ExitFacts, job: JobEnd) -> ExitFacts:
+    """The facts of the rank that failed first, in place of those of torchrun, which only reports its failure."""
+    oom_kills = facts.oom_kills + job.oom_kills
+    if job.first is None:
+        return replace(facts, oom_kills=oom_kills)
+    status = job.first.status
+    return replace(
+        facts,
+        exit_code=status if status is not None and status >= 0 else None,
+        signal_number=-status if status is not None and status < 0 else None,
+        exception=facts.exception if job.first.exception is not None else None,
+        oom_kills=oom_kills,
+        has_finished=False,
+    )
+
+
+def _with_node_failure(ended: tuple[Outcome, str], job: JobEnd, facts: ExitFacts) -> tuple[Outcome, str]:
+    """The outcome with what only the nodes know: which rank failed, or that a node was lost."""
+    outcome, reason = ended
+    if facts.own_kill is not None:
+        return ended
+    if outcome == "ok":
+        return outcome, f"{reason} ({_rank_text(job.first)})" if job.first is not None else reason
+    if job.first is not None:
+        return outcome, f"{_rank_text(job.first)}: {reason}"
+    if job.is_mute:
+        return outcome, f"torchrun on the first node: {reason}"
+    if job.lost:
+        return "lost", job.lost
+    if job.error:
+        return "error", f"its processes could not be connected: {first_line(job.error, 300)}"
+    return ended
+
+
+def _rank_text(end: RankEnd) -> str:
+    return f"rank {end.rank} on {end.host}"
 
 
 def _read_exception(folder: Path) -> dict[str, Any] | None:
     content = read_json(folder / EXCEPTION)
     try:
-        read_record(_Raised, content)
+        read_record(_ExceptionFile, content)
         found: dict[str, Any] = clean_value(content)
     except BrokenRecordError:
         return None
-    # The worker cuts its own; any other process of the trial may have written this file.
+    # Our worker cuts its texts, but any other process of the trial may have written this file.
     return {name: cut(value, _LONGEST_TEXT) if isinstance(value, str) else value for name, value in found.items()}
 
 
-def _evidence(ending: Ending, seen: Seen, outcome: Outcome) -> dict[str, Any]:
-    found: dict[str, Any] = {"pid": seen.pid}
-    if ending.own_kill is not None:
-        found["killed_by"] = "flopwatch"
-    if ending.exit_code is not None:
-        found["exit_code"] = ending.exit_code
-    if ending.signal_number is not None:
-        found["signal"] = signal_name(ending.signal_number)
-    if ending.exception is not None:
-        found["exception"] = dict(ending.exception)
-    if ending.oom_kills:
-        found["oom_kills"] = ending.oom_kills
-    if seen.memory_limit:
-        found["memory_limit"] = seen.memory_limit
-    if hint := memory_hint(ending, outcome):
-        found["hint"] = hint
-    found |= job_evidence(seen.job_end)
-    if seen.would_not_die:
-        found["would_not_die"] = seen.would_not_die
-    return found
+def _evidence(facts: ExitFacts, worker_exit: WorkerExit, outcome: Outcome) -> dict[str, Any]:
+    job = worker_exit.job_end
+    found = {
+        "pid": worker_exit.pid,
+        "killed_by": "flopwatch" if facts.own_kill is not None else None,
+        "exit_code": facts.exit_code,
+        "signal": signal_name(facts.signal_number) if facts.signal_number is not None else None,
+        "exception": dict(facts.exception) if facts.exception is not None else None,
+        "oom_kills": facts.oom_kills or None,
+        "memory_limit": worker_exit.memory_limit or None,
+        "hint": memory_hint(facts, outcome),
+        "rank": job.first.rank if job.first is not None else None,
+        "rank_host": job.first.host if job.first is not None else None,
+        "host": job.lost_host or None,
+        "torchrun": job.error or None,
+        "would_not_die": worker_exit.unkillable_pids or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
-# How a trial of several processes ended: as the process that ended first, and said of which one it was. Pure.
+def collect_measurements(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) -> Collected:
+    """Read a trial's files.
+
+    Args:
+        trial_dir: The trial's folder.
+        spec: Its configuration.
+        host_peak: Peak host memory of the process tree, as the supervisor sampled it.
+    """
+    left = _read_measured(trial_dir)
+    measured = replace(left.measured, memory=_with_host_peak(left.measured.memory, host_peak))
+    environment = dict(left.environment)
+    if spec.trainer == "command":
+        reported = read_object(trial_dir / METRICS)
+        measured = _with_reported(measured, trial_dir, reported, spec.batch_size)
+        return Collected(measured, environment, left.done, reported_outcome=_reported_outcome(reported))
+    rows = list(read_lines(trial_dir / STEPS))
+    return Collected(_with_steps(measured, rows, spec), environment, left.done, left.steps_done)
 
 
-def with_first_cause(ending: Ending, job: JobEnd) -> Ending:
-    """The facts of the process that ended the others, in place of those of torchrun, which only reports them."""
-    if job.first is None:
-        return replace(ending, oom_kills=ending.oom_kills + job.oom_kills)
-    status = job.first.status
+def _read_measured(trial_dir: Path) -> _MeasuredFile:
+    try:
+        return read_record(_MeasuredFile, read_json(trial_dir / MEASURED))
+    except BrokenRecordError:
+        return _MeasuredFile()
+
+
+def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
+    """Note in `not_measured`, for a trial that ended after its steps, which phases are missing and why."""
+    is_wanted = {"trace": spec.trace, "privacy": bool(spec.privacy)}
+    is_measured = {
+        "memory": "optimizer" in measured.memory.by_phase,
+        "flops": measured.cost is not None,
+        "privacy": measured.privacy is not None,
+        "trace": measured.trace is not None,
+    }
+    missing = [phase for phase in AFTER_THE_STEPS if is_wanted.get(phase, True) and not is_measured[phase]]
+    reasons = {phase: why if phase == progress.phase else "not reached" for phase in missing}
+    return replace(measured, not_measured={**reasons, **measured.not_measured})
+
+
+def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
+    """Combine two peaks: the worker's is exact for its own process, the supervisor's samples the whole tree."""
+    if sampled.bytes is None:
+        return memory
+    is_more = memory.host_bytes is None or sampled.bytes > memory.host_bytes
+    method = sampled.method if is_more or sampled.method != "high_water" else memory.host_method
+    return replace(memory, host_bytes=max(sampled.bytes, memory.host_bytes or 0), host_method=method)
+
+
+def _reported_outcome(reported: Mapping[str, Any]) -> Outcome | None:
+    """A command may report that it ran out of memory, which its exit code cannot say."""
+    outcome = reported.get("outcome")
+    return outcome if outcome in ("oom_device", "oom_host") else None
+
+
+def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec) -> Measured:
+    whole = _whole_steps(rows)
+    timed = [row for row in whole if row.phase == "measure"]
+    times = step_times([row.seconds for row in timed], first=whole[0].seconds if whole else None)
+    if times is None:
+        return measured
+    positions = measured.extra.get("positions_per_step")
     return replace(
-        ending,
-        exit_code=status if status is not None and status >= 0 else None,
-        signal_number=-status if status is not None and status < 0 else None,
-        exception=ending.exception if job.first.exception is not None else None,
-        oom_kills=ending.oom_kills + job.oom_kills,
-        has_finished=False,
+        measured,
+        steps=times,
+        phase_seconds={phase: median(sorted(getattr(row, phase) for row in timed)) for phase in _PHASES},
+        samples_per_s=spec.batch_size / times.median,
+        tokens_per_s=positions / times.median if positions else None,
+        cost=_with_rates(measured.cost, times.median) if measured.cost else None,
     )
 
 
-def of_job(ended: tuple[Outcome, str], job: JobEnd, ending: Ending) -> tuple[Outcome, str]:
-    """The outcome with what only the nodes know."""
-    outcome, reason = ended
-    if ending.own_kill is not None:
-        return ended
-    if outcome == "ok":
-        return outcome, f"{reason} ({_who(job.first)})" if job.first is not None else reason
-    if job.first is not None:
-        return outcome, f"{_who(job.first)}: {reason}"
-    if job.is_mute:
-        return outcome, f"torchrun on the first node: {reason}"
-    if job.lost:
-        return "lost", job.lost
-    return (
-        ("error", f"its processes could not be brought together: {first_line(job.error, 300)}") if job.error else ended
-    )
-
-
-def job_evidence(job: JobEnd) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if job.first is not None:
-        found |= {"rank": job.first.rank, "rank_host": job.first.host}
-    if job.lost_host:
-        found["host"] = job.lost_host
-    if job.error:
-        found["torchrun"] = job.error
+def _whole_steps(rows: list[dict[str, Any]]) -> list[_StepLine]:
+    """The readable lines: a worker may be killed in the middle of one, and a trainer may write its own."""
+    found = []
+    for row in rows:
+        with contextlib.suppress(BrokenRecordError):
+            found.append(read_record(_StepLine, row))
     return found
 
 
-def _who(end: RankEnd) -> str:
-    return f"rank {end.rank} on {end.host}"
+def _with_rates(cost: StepCost, seconds: float) -> StepCost:
+    if not cost.peak:
+        return cost
+    at_peak = seconds * cost.peak["flops_per_s"]
+    return replace(
+        cost,
+        mfu=cost.model_flops / at_peak if cost.model_flops is not None else None,
+        hfu=cost.hardware_flops / at_peak if cost.hardware_flops is not None else None,
+    )
+
+
+def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, Any], batch_size: int) -> Measured:
+    """Add what a command reported: numbers in `metrics.json`, and a `TrainingMonitor` log in the trial's folder."""
+    numbers = {
+        name: float(value) for name, value in {**_monitor_values(trial_dir), **reported}.items() if _is_number(value)
+    }
+    seconds: Any = reported.get("step_seconds")
+    is_list = isinstance(seconds, list) and all(_is_number(value) and value > 0 for value in seconds)
+    times = step_times([float(value) for value in seconds]) if is_list else None
+    shares, notes = _reported_shares(numbers)
+    by_steps = batch_size / times.median if times and times.median > 0 else None
+    return replace(
+        measured,
+        steps=times,
+        samples_per_s=numbers.get("samples_per_s", by_steps),
+        tokens_per_s=numbers.get("tokens_per_s"),
+        cost=StepCost(**shares, method=REPORTED, notes=notes) if shares or notes else None,
+        extra={cut(name, 200): value for name, value in islice(numbers.items(), _MOST_NUMBERS)},
+    )
+
+
+def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """MFU and HFU as a command reported them. Impossible values are left out, and a note says so."""
+    reported = {name: numbers[name] for name in ("mfu", "hfu") if name in numbers}
+    shares = {name: value for name, value in reported.items() if 0 <= value <= _MOST_OF_PEAK}
+    notes = tuple(
+        f"the command reported {name} = {value:g}, which is left out: it is a share of the peak, 0.45 for 45 %"
+        for name, value in reported.items()
+        if name not in shares
+    )
+    return (shares if "mfu" in shares else {}), notes
+
+
+def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
+    from flopwatch.runs import find_log, read_log  # few trials have such a log, so supervisors start without it
+
+    try:
+        summary = read_log(find_log(trial_dir)).summary
+    except Exception:  # a broken log of the user's program must not cost the trial its result
+        return {}
+    if summary is None:
+        return {}
+    values = dict(summary.values)
+    short = {
+        "mfu": "perf/mfu",
+        "hfu": "perf/hfu",
+        "tokens_per_s": "perf/tokens_per_second",
+        "samples_per_s": "perf/samples_per_second",
+    }
+    return {**values, **{name: values[key] for name, key in short.items() if key in values}}
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= _LARGEST_NUMBER  # False for NaN as well
+
+
+def step_times(seconds: Sequence[float], first: float | None = None) -> StepTimes | None:
+    """Median, percentiles and the median's 95 % bootstrap interval.
+
+    >>> step_times([2.0, 1.0, 3.0]).median
+    2.0
+    """
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    middle = median(ordered)
+    low, high = interval((median(sorted(drawn)) for drawn in resampled(ordered, _RESAMPLES)), 0.95)
+    return StepTimes(
+        count=len(ordered),
+        median=middle,
+        low=low,
+        high=high,
+        p10=percentile(ordered, 0.10),
+        p90=percentile(ordered, 0.90),
+        p99=percentile(ordered, 0.99),
+        first=seconds[0] if first is None else first,
+        unstable=len(ordered) < 3 or high - low > _UNSTABLE_WIDTH * middle,
+    )

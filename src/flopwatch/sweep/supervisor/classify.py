@@ -1,8 +1,9 @@
-"""Say how a trial ended, from what is known. Pure: facts in, one word and its reason out.
+"""Decides how a trial ended. Pure: facts in; outcome and reason out. Standard library only: supervisors use it.
 
-Order of evidence, strongest first: our own kill, what the trial itself said (the exception of our worker, the outcome
-in a command's `metrics.json`), the kernel's count of out-of-memory kills, the memory seen, the wait status. An exit
-code alone proves little: a SIGKILL may be ours, the kernel's or anybody's. Words in a log prove nothing, and are shown.
+Order of evidence, strongest first: a kill by the supervisor, what the trial itself reported (the worker's exception,
+the outcome in a command's `metrics.json`), the kernel's count of out-of-memory kills, the memory sampled, the wait
+status. An exit code alone proves little: a SIGKILL may come from us, the kernel or another user. Words in a log prove
+nothing; they are shown as a hint.
 """
 
 import re
@@ -11,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flopwatch.records.plain_text import first_line
+from flopwatch.records.reading import first_line
 from flopwatch.records.trial import OUT_OF_MEMORY, Outcome
-from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.host.memory import HostPeak
 
 OwnKill = Literal["timeout", "hang", "cancelled", "oom_host"]
 
-# What allocators print when they give up; "error" or "memory" alone say nothing. A hint for a person, never a reason.
+# What allocators print when an allocation fails. "error" or "memory" alone would match too much.
 _MEMORY_WORDS = re.compile(
     r"OutOfMemoryError|out of memory|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|Cannot allocate memory|"
     r"DefaultCPUAllocator: (?:can't|not enough) .*memory|\bMemoryError\b|exceeded memory limit",
@@ -26,27 +27,27 @@ _MEMORY_WORDS = re.compile(
 _HINT_CHARACTERS = 200
 
 NEAR_LIMIT = 0.95
-"""A process that dies by SIGKILL or SIGABRT with this much of its limit in use died of it."""
+"""A process killed by SIGKILL or SIGABRT with this share of its limit in use is taken for out of memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """What a supervisor knows when its worker is gone.
+class ExitFacts:
+    """What is known about the end of a trial's worker.
 
     Attributes:
-        own_kill: Why we killed it; None when we did not.
-        own_kill_detail: In words.
-        exit_code: Of the worker; None when a signal ended it.
-        signal_number: The signal; None when it left by itself.
-        has_finished: True when it said that it is done.
-        has_finished_steps: True when all its steps were measured, whatever came then.
-        is_command: A command says nothing, so exit code 0 is success.
+        own_kill: Why the supervisor killed it; None when it did not.
+        own_kill_detail: The same in words.
+        exit_code: The worker's; None when a signal ended it.
+        signal_number: The signal; None when it exited by itself.
+        has_finished: True when the worker wrote that it is done.
+        has_finished_steps: True when all its steps were measured, whatever happened after them.
+        is_command: True for a command, which writes no such note: exit code 0 is success.
         exception: `type`, `message`, `outcome` as the worker wrote them.
-        reported: The outcome a command wrote down itself.
-        oom_kills: Kills by the kernel for memory while it ran, in the trial's own group or in one it shares.
-        has_own_group: False when a kill may have been another trial's.
-        held_bytes: Host memory that it surely held at some moment of its life; None when not known.
-        limit_bytes: What it was allowed; None when it had no limit.
+        reported: The outcome a command wrote to `metrics.json`.
+        oom_kills: Processes the kernel killed for memory while it ran, in the trial's own cgroup or in a shared one.
+        has_own_group: False when a kill may have hit another trial.
+        held_bytes: Lower bound of its peak host memory; None when unknown.
+        limit_bytes: Its limit of host memory; None without one.
         log_tail: The end of its log.
     """
 
@@ -66,74 +67,72 @@ class Ending:
     log_tail: str = ""
 
 
-def classify(ending: Ending) -> tuple[Outcome, str]:
-    """The outcome and one line for a person.
+def classify(facts: ExitFacts) -> tuple[Outcome, str]:
+    """The outcome, and the reason in one line.
 
-    A trial whose steps are measured is `ok`: what comes after them is flopwatch's own, and costs it nothing. Only a
-    cancelled one is left as it is, since it will run again.
+    A trial whose steps are measured is `ok` even if it failed afterwards: the phases after the steps are flopwatch's
+    own work. Only `cancelled` stays, because the trial will run again.
     """
-    outcome, reason = _without_steps(ending)
-    if outcome not in ("ok", "cancelled") and ending.has_finished_steps:
-        return after_its_steps(reason)
+    outcome, reason = _ignoring_steps(facts)
+    if outcome not in ("ok", "cancelled") and facts.has_finished_steps:
+        return ok_after_steps(reason)
     return outcome, reason
 
 
-def after_its_steps(reason: str) -> tuple[Outcome, str]:
-    """Of a trial that ended so when its steps were measured."""
+def ok_after_steps(reason: str) -> tuple[Outcome, str]:
+    """The outcome of a trial that failed for this reason after its steps were measured."""
     return "ok", f"its steps are measured; it ended after them: {reason}"
 
 
-def _without_steps(ending: Ending) -> tuple[Outcome, str]:
-    """How it ended, as if nothing was known of its steps."""
-    # A worker may have ended by itself just before our kill, and said so; of a command nobody knows.
-    if ending.exit_code == 0 and ending.has_finished:
-        killed = f"; {ending.oom_kills} of its processes were killed for memory" if ending.oom_kills else ""
+def _ignoring_steps(facts: ExitFacts) -> tuple[Outcome, str]:
+    # A worker may have finished just before our kill and noted it. A command leaves no note, so the kill counts.
+    if facts.exit_code == 0 and facts.has_finished:
+        killed = f"; {facts.oom_kills} of its processes were killed for memory" if facts.oom_kills else ""
         return "ok", f"ran to its end{killed}"
-    if ending.own_kill is not None:
-        return ending.own_kill, ending.own_kill_detail
-    if ending.reported is not None:
-        return ending.reported, "it said so itself, in metrics.json"
-    if ending.exception is not None and ending.exception["outcome"] != "error":
-        return ending.exception["outcome"], _exception_text(ending.exception)
-    return _by_memory(ending) or _by_status(ending)
+    if facts.own_kill is not None:
+        return facts.own_kill, facts.own_kill_detail
+    if facts.reported is not None:
+        return facts.reported, "reported by the command in metrics.json"
+    if facts.exception is not None and facts.exception["outcome"] != "error":
+        return facts.exception["outcome"], _exception_text(facts.exception)
+    return _by_memory(facts) or _by_status(facts)
 
 
-def _by_memory(ending: Ending) -> tuple[Outcome, str] | None:
-    """The kernel's count first, then what was seen."""
-    is_killed = ending.signal_number == signal.SIGKILL or ending.exit_code == 128 + signal.SIGKILL
-    if ending.oom_kills and (is_killed or (ending.has_own_group and ending.signal_number is None)):
-        whom = "it" if is_killed else f"{ending.oom_kills} of its processes"
+def _by_memory(facts: ExitFacts) -> tuple[Outcome, str] | None:
+    is_killed = facts.signal_number == signal.SIGKILL or facts.exit_code == 128 + signal.SIGKILL
+    if facts.oom_kills and (is_killed or (facts.has_own_group and facts.signal_number is None)):
+        whom = "it" if is_killed else f"{facts.oom_kills} of its processes"
         return "oom_host", f"the kernel killed {whom}: its memory limit was reached"
-    if ending.limit_bytes is None or ending.held_bytes is None or ending.exception is not None:
+    if facts.limit_bytes is None or facts.held_bytes is None or facts.exception is not None:
         return None
-    seen = f"it held {_mebibytes(ending.held_bytes)} MiB of the {_mebibytes(ending.limit_bytes)} MiB it may have"
-    is_aborted = ending.signal_number == signal.SIGABRT  # as C++ does after a bad_alloc that nobody caught
-    if (is_killed or is_aborted) and ending.held_bytes > NEAR_LIMIT * ending.limit_bytes:
-        return "oom_host", f"ended by {'SIGKILL' if is_killed else 'SIGABRT'} while {seen}"
-    if ending.signal_number is None and ending.held_bytes > ending.limit_bytes:
-        return "oom_host", f"{seen}; it ended before it could be stopped"
+    held = f"it held {_mebibytes(facts.held_bytes)} MiB, its limit is {_mebibytes(facts.limit_bytes)} MiB"
+    is_aborted = facts.signal_number == signal.SIGABRT  # as C++ does after an uncaught bad_alloc
+    if (is_killed or is_aborted) and facts.held_bytes > NEAR_LIMIT * facts.limit_bytes:
+        return "oom_host", f"ended by {'SIGKILL' if is_killed else 'SIGABRT'} while {held}"
+    if facts.signal_number is None and facts.held_bytes > facts.limit_bytes:
+        return "oom_host", f"{held}; it ended before it could be stopped"
     return None
 
 
-def _by_status(ending: Ending) -> tuple[Outcome, str]:
-    if ending.exception is not None:
-        return "error", _exception_text(ending.exception)
-    if ending.signal_number == signal.SIGKILL:
+def _by_status(facts: ExitFacts) -> tuple[Outcome, str]:
+    if facts.exception is not None:
+        return "error", _exception_text(facts.exception)
+    if facts.signal_number == signal.SIGKILL:
         return "crash", "killed by SIGKILL from outside; the kernel counted no kill for memory in this group"
-    if ending.signal_number is not None:
-        return "crash", f"ended by {signal_name(ending.signal_number)}"
-    if ending.exit_code == 0 and ending.is_command:
+    if facts.signal_number is not None:
+        return "crash", f"ended by {signal_name(facts.signal_number)}"
+    if facts.exit_code == 0 and facts.is_command:
         return "ok", "ran to its end"
-    if ending.exit_code == 0:
+    if facts.exit_code == 0:
         return "error", "left with exit code 0 before its end; does the trainer call sys.exit()?"
-    return "error", f"left with exit code {ending.exit_code}"
+    return "error", f"left with exit code {facts.exit_code}"
 
 
-def memory_hint(ending: Ending, outcome: Outcome) -> str | None:
-    """The log's last line that tells of memory, for an ending that is not explained by it; None when there is none."""
+def memory_hint(facts: ExitFacts, outcome: Outcome) -> str | None:
+    """The last log line about memory, for an outcome that memory does not explain yet; None when there is none."""
     if outcome in ("ok", "cancelled", *OUT_OF_MEMORY):
         return None
-    lines = [line for line in ending.log_tail.splitlines() if _MEMORY_WORDS.search(line)]
+    lines = [line for line in facts.log_tail.splitlines() if _MEMORY_WORDS.search(line)]
     said = lines[-1].strip()[:_HINT_CHARACTERS] if lines else ""
     return "".join(letter if letter.isprintable() else " " for letter in said) or None
 
@@ -158,12 +157,9 @@ def _mebibytes(size: int) -> str:
     return f"{size / 2**20:,.0f}"
 
 
-# Which of the processes of a trial ended it: the others only lost their peer, or were ended by torchrun. Pure.
-
-
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one process of several ended.
+    """How one rank ended.
 
     Attributes:
         rank: Its number in the trial.
@@ -180,16 +176,16 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """How the processes ended together.
+    """How a trial of several processes ended.
 
     Attributes:
-        first: The one whose end ended the others; None when all went well, or when only torchrun itself speaks.
-        lost: Why a node is not there any more; empty otherwise.
+        first: The rank that failed first; None when none failed, or when only torchrun itself reported an error.
+        lost: Why a node is gone; empty otherwise.
         lost_host: That node.
-        error: What torchrun said when the processes could not meet; empty otherwise.
-        oom_kills: Kills for memory on the other nodes.
-        host_peak: Most host memory on one of the other nodes.
-        is_mute: Torchrun on the first node ended without a word; its status, which the supervisor sees, says how.
+        error: Torchrun's error when the ranks could not connect; empty otherwise.
+        oom_kills: Processes killed for memory on nodes other than the first.
+        is_mute: Torchrun on the first node ended without a report; the supervisor sees its exit status.
+        host_peak: Largest peak of host memory on nodes other than the first.
     """
 
     first: RankEnd | None = None
@@ -201,13 +197,8 @@ class JobEnd:
     host_peak: HostPeak = field(default_factory=HostPeak)
 
 
-def exception_file(rank: int) -> str:
-    """What a process of several writes when it raises; the first cause's becomes the trial's `exception.json`."""
-    return f"exception-{rank}.json"
-
-
 def first_cause(ends: Iterable[RankEnd]) -> RankEnd | None:
-    """The one that did not follow another: by what it says, then by time. None when none has failed.
+    """The rank that failed first; the others only lost their peer or were ended by torchrun. None if none failed.
 
     >>> follows = {"type": "RuntimeError", "lost_peer": True, "unix_time": 1.0}
     >>> first_cause([RankEnd(0, "a", 1, follows), RankEnd(1, "a", -9), RankEnd(2, "a", -15)]).rank
@@ -218,11 +209,11 @@ def first_cause(ends: Iterable[RankEnd]) -> RankEnd | None:
 
 
 def is_certain(end: RankEnd) -> bool:
-    """Whether nothing that another process says could come before it."""
+    """Whether no report of another rank could still turn out to be the first failure."""
     return _order(end)[0] < _LOST_PEER
 
 
-_OWN_EXCEPTION, _SIGNAL, _EXIT_CODE, _ABORT, _LOST_PEER, _TOLD_TO_STOP = range(6)
+_OWN_EXCEPTION, _SIGNAL, _EXIT_CODE, _ABORT, _LOST_PEER, _TERMINATED = range(6)
 
 
 def _order(end: RankEnd) -> tuple[int, float, int]:
@@ -230,7 +221,42 @@ def _order(end: RankEnd) -> tuple[int, float, int]:
         kind = _LOST_PEER if end.exception.get("lost_peer") else _OWN_EXCEPTION
         return kind, float(end.exception.get("unix_time") or 0.0), end.rank
     if end.status == -signal.SIGTERM:
-        return _TOLD_TO_STOP, 0.0, end.rank
-    if end.status == -signal.SIGABRT:  # NCCL's watchdog ends a process so when its peer is gone
+        return _TERMINATED, 0.0, end.rank
+    if end.status == -signal.SIGABRT:  # NCCL's watchdog aborts a process whose peer is gone
         return _ABORT, 0.0, end.rank
     return (_SIGNAL if end.status is not None and end.status < 0 else _EXIT_CODE), 0.0, end.rank
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How a worker's process ended, as its supervisor saw it.
+
+    Attributes:
+        pid: The worker's.
+        status: Its exit code, or the negative of the signal that ended it; None if it could not be killed.
+        own_kill: Why the supervisor killed it; None when it did not.
+        own_kill_detail: The same in words.
+        stacks: The stacks of its threads before the kill.
+        host_peak: Peak host memory of the process tree: of a command over its life, of a worker until its last step.
+        lower_bound_bytes: What a single process of it held at least at its peak, without pages of files.
+        oom_kills: Processes killed by the kernel for memory.
+        memory_limit: How host memory was limited, with the peaks sampled by us and charged by the kernel.
+        unkillable_pids: Processes that survived SIGKILL, stuck in the kernel.
+        unix_time: When it began.
+        seconds: How long it ran.
+        job_end: How its processes ended, where it has several.
+    """
+
+    pid: int
+    status: int | None
+    own_kill: OwnKill | None
+    own_kill_detail: str
+    stacks: str
+    host_peak: HostPeak
+    lower_bound_bytes: int
+    oom_kills: int
+    memory_limit: dict[str, Any]
+    unkillable_pids: list[int]
+    unix_time: float
+    seconds: float
+    job_end: JobEnd = field(default_factory=JobEnd)

@@ -1,7 +1,8 @@
-"""The nodes of a trial with several processes, as its supervisor sees them. Standard library only.
+"""A trial with several processes, as its supervisor sees it: an agent on each node runs torchrun and reports to us.
 
-On each node an agent (`node_agent.py`) runs torchrun and keeps a connection to us. The agent of the first node is our
-child; the others are placed by the engine.
+The agent of the first node (`node_agent.py`) is our child; the engine places those of the other nodes. Each keeps a
+TCP connection to us, over which both sides send one JSON object per line. Standard library only. Imported only for
+trials with several processes, because importing sockets costs a supervisor 10 ms.
 """
 
 import contextlib
@@ -11,46 +12,47 @@ import os
 import secrets
 import select
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.records.trial import TrialSpec
+from flopwatch.records.trial_files import EXCEPTION, trial_folder, write_json
+from flopwatch.sweep.host.memory import HostPeak, MemoryLimit
+from flopwatch.sweep.host.processes import start_worker
 from flopwatch.sweep.supervisor.classify import JobEnd, RankEnd, first_cause, is_certain
 
-# What the supervisor of a trial and the agents on its nodes say to each other: one JSON object per line.
-
-
 TOKEN = "FLOPWATCH_NODE_TOKEN"
-"""Environment variable with the secret of the trial: whoever else finds the port is not listened to."""
+"""Environment variable with the trial's secret; connections that do not send it are closed."""
 
 LISTENER = "FLOPWATCH_NODE_LISTENER"
-"""Environment variable: the number of an open socket at which agents arrive that the engine has placed already."""
+"""Environment variable: file descriptor of an open socket, to which agents that the engine placed connect."""
 
 Message: TypeAlias = dict[str, Any]
 
 _LONGEST_LINE = 4 << 20
 
 
-def written(message: Message) -> bytes:
+def encoded(message: Message) -> bytes:
     return (json.dumps(message) + "\n").encode()
 
 
 def split_messages(buffer: bytes) -> tuple[list[Message], bytes]:
-    r"""The whole messages, and what is left of the next.
+    r"""The complete messages, and the beginning of the next one.
 
     >>> split_messages(b'{"end": true}\n{"be')
     ([{'end': True}], b'{"be')
 
     Raises:
-        ValueError: This is not what an agent or a supervisor says.
+        ValueError: Neither an agent nor a supervisor sent this.
     """
     *lines, rest = buffer.split(b"\n")
     if len(rest) > _LONGEST_LINE:
-        raise ValueError("a line without an end")
+        raise ValueError(f"a line longer than {_LONGEST_LINE} bytes")
     messages = [json.loads(line) for line in lines]
     if not all(isinstance(message, dict) for message in messages):
         raise ValueError("not an object")
@@ -58,7 +60,7 @@ def split_messages(buffer: bytes) -> tuple[list[Message], bytes]:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """A host that vanishes without a word is noticed within two minutes."""
+    """Notice a host that fails without closing its connections within two minutes."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items():
         if hasattr(socket, name):
@@ -66,7 +68,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def read_lines_of(connection: socket.socket) -> Iterator[Message]:
-    """Messages as they come, until the other side is gone."""
+    """Messages as they arrive, until the connection closes."""
     buffer = b""
     while True:
         try:
@@ -81,15 +83,15 @@ def read_lines_of(connection: socket.socket) -> Iterator[Message]:
 
 _LONGEST_GREETING = 4096
 _MOST_STRANGERS = 256
-_COME_SECONDS = 600.0
-_OTHERS_SECONDS = 5.0
-_GO_SECONDS = 12.0
+_CONNECT_SECONDS = 600.0
+_REPORTS_SECONDS = 5.0
+_EXIT_SECONDS = 12.0
 _STACKS_SECONDS = 5.0
 
 
 @dataclass
 class _Peer:
-    """A connection; `node` is None until it has told the secret."""
+    """A connection; `node` is None until it has sent the secret."""
 
     connection: socket.socket
     buffer: bytes = b""
@@ -103,11 +105,11 @@ class _Peer:
 
 
 class JobNodes:
-    """Waits for the agents of all nodes, has them begin, and ends them.
+    """Waits for the agents of all nodes, starts their ranks together, and ends them.
 
     Args:
         nodes: How many there are.
-        environment: Of the supervisor: an engine that places agents itself leaves a socket and a secret there.
+        environment: The supervisor's; an engine that places agents itself passes a socket and a secret in it.
     """
 
     def __init__(self, nodes: int, environment: Mapping[str, str] = os.environ) -> None:
@@ -131,20 +133,20 @@ class JobNodes:
             *(str(trial_dir), str(node), f"{host}:{self.port}"),
         ]
 
-    def attend(self, seconds: float = 0.0) -> None:
-        """Hear what the agents say; once all have come, tell them where to meet."""
+    def poll(self, seconds: float = 0.0) -> None:
+        """Read the agents' messages; once all agents are connected, send them the rendezvous port."""
         waiting = [self._listener, *(peer.connection for peer in self._peers if not peer.is_gone)]
         ready = select.select(waiting, [], [], seconds)[0]
         if self._listener in ready:
             self._accept()
         for peer in self._peers:
             if peer.connection in ready:
-                self._hear(peer)
+                self._receive(peer)
         agents = self._agents()
         if not self.has_begun and len(agents) == self.nodes and all(peer.is_ready for peer in agents.values()):
             self.has_begun = True
             for peer in agents.values():
-                _tell(peer, {"begin": agents[0].port})
+                _send(peer, {"begin": agents[0].port})
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -157,7 +159,7 @@ class JobNodes:
                 keep_alive(connection)
                 self._peers.append(_Peer(connection))
 
-    def _hear(self, peer: _Peer) -> None:
+    def _receive(self, peer: _Peer) -> None:
         try:
             data = peer.connection.recv(1 << 16)
             messages, peer.buffer = split_messages(peer.buffer + data)
@@ -167,64 +169,64 @@ class JobNodes:
             data, messages = b"", []
         for message in messages:
             if peer.node is None:
-                self._welcome(peer, message)
+                self._authenticate(peer, message)
             else:
                 _note(peer, message)
         is_stranger = peer.node is None and len(peer.buffer) > _LONGEST_GREETING
         if not data or is_stranger:
-            _leave(peer)
+            _close(peer)
 
-    def _welcome(self, peer: _Peer, message: Message) -> None:
-        told, node = str(message.get("token")), message.get("node")
-        is_ours = hmac.compare_digest(told.encode(errors="replace"), self.token.encode())
+    def _authenticate(self, peer: _Peer, message: Message) -> None:
+        token, node = str(message.get("token")), message.get("node")
+        is_ours = hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
         if is_ours and "gone" in message:
             self._gone = message
-            _leave(peer)
+            _close(peer)
         elif is_ours and isinstance(node, int) and 0 <= node < self.nodes and node not in self._agents():
             peer.node, peer.host = node, str(message.get("host"))
         else:
-            _leave(peer)
+            _close(peer)
 
     def _agents(self) -> dict[int, _Peer]:
         return {peer.node: peer for peer in self._peers if peer.node is not None}
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to wait for: a node has failed, is gone, or never came."""
+        """True when there is nothing more to wait for: a node failed, disconnected, or never connected."""
         agents = self._agents().values()
         failed = any(peer.is_gone if peer.ended is None else peer.ended["code"] != 0 for peer in agents)
         return failed or bool(self._gone or self._missing())
 
     def give_up(self, why: str) -> None:
-        """The other nodes will not come."""
+        """Note that the other nodes will not connect."""
         self._gone = self._gone or {"gone": 1, "why": why, "is_lost": False}
 
     def _missing(self) -> list[int]:
-        is_late = not self.has_begun and time.monotonic() - self._made > _COME_SECONDS
+        is_late = not self.has_begun and time.monotonic() - self._made > _CONNECT_SECONDS
         return [node for node in range(self.nodes) if node not in self._agents()] if is_late else []
 
     def stacks(self) -> str:
-        """What every thread of every process does."""
+        """The stacks of every thread of every rank."""
         agents = self._agents()
         for peer in agents.values():
-            _tell(peer, {"stacks": True})
-        self._attend_until(
+            _send(peer, {"stacks": True})
+        self._poll_until(
             lambda: all(peer.stacks is not None or peer.is_gone for peer in agents.values()), _STACKS_SECONDS
         )
-        told = {int(rank): text for peer in agents.values() for rank, text in (peer.stacks or {}).items()}
-        parts = [f"rank {rank}:\n{told[rank]}" for rank in sorted(told)]
-        return "\n".join(parts) or "none: no process had come far enough to answer"
+        stacks = {int(rank): text for peer in agents.values() for rank, text in (peer.stacks or {}).items()}
+        parts = [f"rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)]
+        return "\n".join(parts) or "none: no process had started its signal handler yet"
 
     def finish(self, *, at_once: bool = False) -> JobEnd:
-        """Hear what the nodes have to say, unless it is known already; end them all and wait until they are gone."""
-        for _ in range(3):  # one may have come, told and left since
-            self.attend()
+        """Collect the nodes' reports, unless `at_once`; then end all agents and wait until they have exited."""
+        for _ in range(3):  # an agent may have connected, reported and exited since the last poll
+            self.poll()
         if not at_once:
-            self._attend_until(self._is_clear, _OTHERS_SECONDS)
+            self._poll_until(self._is_decided, _REPORTS_SECONDS)
         end = replace(self._job_end(), host_peak=self._host_peak())
         for peer in self._peers:
-            _tell(peer, {"end": True})
-        self._attend_until(lambda: all(peer.is_gone for peer in self._agents().values()), _GO_SECONDS)
+            _send(peer, {"end": True})
+        self._poll_until(lambda: all(peer.is_gone for peer in self._agents().values()), _EXIT_SECONDS)
         self.close()
         return end
 
@@ -236,12 +238,12 @@ class JobNodes:
     def _host_peak(self) -> HostPeak:
         found = HostPeak()
         for peer in self._agents().values():
-            told = peer.ended or {}
-            if isinstance(told.get("host_bytes"), int):
-                found = found.at_least(told["host_bytes"], told["host_method"])
+            report = peer.ended or {}
+            if isinstance(report.get("host_bytes"), int):
+                found = found.at_least(report["host_bytes"], report["host_method"])
         return found
 
-    def _is_clear(self) -> bool:
+    def _is_decided(self) -> bool:
         first = first_cause(self._ends())
         agents = self._agents().values()
         return (
@@ -250,16 +252,16 @@ class JobNodes:
             or all(peer.is_gone or peer.ended for peer in agents)
         )
 
-    def _attend_until(self, is_so: Any, seconds: float) -> None:
+    def _poll_until(self, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not is_so() and time.monotonic() < deadline:
-            self.attend(0.05)
+        while not condition() and time.monotonic() < deadline:
+            self.poll(0.05)
 
     def _ends(self) -> list[RankEnd]:
         return [
-            RankEnd(int(rank), peer.host, told["status"], told["exception"])
+            RankEnd(int(rank), peer.host, report["status"], report["exception"])
             for peer in self._agents().values()
-            for rank, told in (peer.ended or {}).get("ranks", {}).items()
+            for rank, report in (peer.ended or {}).get("ranks", {}).items()
         ]
 
     def _job_end(self) -> JobEnd:
@@ -283,13 +285,13 @@ class JobNodes:
             )
         if missing := self._missing():
             names = ", ".join(map(str, missing))
-            return JobEnd(lost=f"node {names} of {self.nodes} did not come within {_COME_SECONDS:.0f} s")
+            return JobEnd(lost=f"node {names} of {self.nodes} did not connect within {_CONNECT_SECONDS:.0f} s")
         error = next((report["error"] for report in reports if report.get("error")), "")
         return JobEnd(first, error="" if first else error, oom_kills=oom_kills)
 
 
 def listener(host: str) -> socket.socket:
-    """At a port the kernel chooses."""
+    """A listening socket at a port the kernel chooses."""
     return socket.create_server((host, 0), backlog=128)
 
 
@@ -302,11 +304,83 @@ def _note(peer: _Peer, message: Message) -> None:
         peer.ended = message["ended"]
 
 
-def _tell(peer: _Peer, message: Message) -> None:
+def _send(peer: _Peer, message: Message) -> None:
     with contextlib.suppress(OSError):
-        peer.connection.sendall(written(message))
+        peer.connection.sendall(encoded(message))
 
 
-def _leave(peer: _Peer) -> None:
+def _close(peer: _Peer) -> None:
     peer.is_gone = True
     peer.connection.close()
+
+
+_SRUN_SECONDS = 5.0
+
+
+@dataclass
+class RunningNodes:
+    """The nodes of a running trial.
+
+    Attributes:
+        trial_dir: Its folder.
+        nodes: The connections to its agents.
+        agent: The first node's agent.
+        srun: The process that runs the other nodes' agents under Slurm.
+    """
+
+    trial_dir: Path
+    nodes: JobNodes
+    agent: "subprocess.Popen[bytes]"
+    srun: "subprocess.Popen[bytes] | None" = None
+
+    def is_over(self) -> bool:
+        """Polls the agents too: called several times a second."""
+        self.nodes.poll()
+        if self.srun is not None and self.srun.poll() and not self.nodes.has_begun:
+            self.nodes.give_up(f"srun exited with code {self.srun.returncode}; see the end of the log")
+        return self.nodes.is_over
+
+    def stacks(self) -> str:
+        return self.nodes.stacks()
+
+    def finish(self, *, at_once: bool) -> JobEnd:
+        """End all nodes. The exception of the rank that failed first becomes the trial's `exception.json`."""
+        end = self.nodes.finish(at_once=at_once)
+        if end.first is not None and end.first.exception is not None:
+            write_json(self.trial_dir / EXCEPTION, end.first.exception)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.agent.wait(_SRUN_SECONDS)
+        if self.srun is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.srun.wait(_SRUN_SECONDS)
+        return end
+
+
+def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None) -> RunningNodes:
+    """Start the first node's agent here, and under Slurm the others with srun; other engines start those themselves."""
+    nodes, folder = JobNodes(spec.nodes), trial_folder(sweep, name)
+    secret = {TOKEN: nodes.token}
+    agent = start_worker(sweep, name, spec, limit, cwd, nodes.agent_command(folder, 0), secret)
+    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):
+        return RunningNodes(folder, nodes, agent)
+    if "SLURM_JOB_ID" not in os.environ:
+        nodes.give_up(f"a trial over {spec.nodes} nodes runs under --engine slurm or ray only")
+        return RunningNodes(folder, nodes, agent)
+    command = [*srun_command(spec), *nodes.agent_command(folder, "slurm", os.uname().nodename)]
+    try:
+        return RunningNodes(folder, nodes, agent, start_worker(sweep, name, spec, limit, cwd, command, secret))
+    except OSError as error:
+        nodes.give_up(f"srun cannot be started on the job's first node: {error}")
+        return RunningNodes(folder, nodes, agent)
+
+
+def srun_command(spec: TrialSpec) -> list[str]:
+    """Runs one agent on each node of the job but the first, which is ours."""
+    others = spec.nodes - 1
+    cpus = os.environ.get("SLURM_CPUS_PER_TASK")
+    return [
+        *("srun", f"--nodes={others}", f"--ntasks={others}", "--ntasks-per-node=1", "--relative=1"),
+        *("--input=none", "--unbuffered", "--mpi=none", "--kill-on-bad-exit=0"),
+        # Since Slurm 22.05 srun does not inherit --cpus-per-task from its job.
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+    ]

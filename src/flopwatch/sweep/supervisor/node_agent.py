@@ -3,8 +3,8 @@
 `python -m flopwatch.sweep.supervisor.node_agent TRIAL_DIR NODE HOST[,HOST]:PORT`
 
 It keeps a connection to the trial's supervisor: the nodes find each other over it, and this node reports over it how
-its processes ended. When the connection closes, because the supervisor closed it or its host failed, the agent kills
-every process here. So no process of a trial outlives its supervisor, whichever engine placed the nodes.
+its ranks ended. When the connection closes, because the supervisor closed it or its host failed, the agent kills every
+process here. So no process of a trial outlives its supervisor, whichever engine placed the nodes.
 """
 
 import contextlib
@@ -19,16 +19,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import read_json
-from flopwatch.sweep.claims import FILE, read_progress
+from flopwatch.records.reading import read_json
+from flopwatch.records.trial import AFTER_THE_STEPS, TrialSpec
+from flopwatch.records.trial_files import HEARTBEAT, SPEC, STACKS, exception_file, of_rank
+from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.host import processes as process_tree
-from flopwatch.sweep.host.memory_limit import limit_memory
-from flopwatch.sweep.host.processes import PARENT, STACKS
-from flopwatch.sweep.host.tree_memory import HostPeak, TreeMemory
-from flopwatch.sweep.supervisor.classify import exception_file
-from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, keep_alive, read_lines_of, written
-from flopwatch.sweep.supervisor.measurements import AFTER_THE_STEPS, of_rank
+from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory
+from flopwatch.sweep.host.processes import PARENT
+from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive, read_lines_of
 
 # Host memory of the processes on a further node of a trial, followed as the supervisor follows those on its own.
 
@@ -37,37 +35,39 @@ _TICK_SECONDS = 0.2
 
 
 class NodeMemory:
-    """Looks several times a second, in a thread beside torchrun, and ends processes that hold more than they may.
+    """Samples the host memory of this node's ranks in a thread beside torchrun, and kills them above their limit.
+
+    The supervisor does the same on the first node.
 
     Args:
         trial_dir: The trial's folder.
-        rank: The first process of this node, whose heartbeat says where the trial is.
-        limit_bytes: What the node's processes may hold together; None is no limit.
+        rank: The first rank of this node, whose heartbeat says which phase the trial is in.
+        limit_bytes: Limit of all processes of the node together; None is no limit.
     """
 
     def __init__(self, trial_dir: Path, rank: int, limit_bytes: int | None) -> None:
-        self._trial_dir, self._file, self._limit_bytes = trial_dir, of_rank(FILE, rank), limit_bytes
+        self._trial_dir, self._file, self._limit_bytes = trial_dir, of_rank(HEARTBEAT, rank), limit_bytes
         self._memory = TreeMemory(limit_bytes)
         self._steps_peak = HostPeak()
         self.over_limit: dict[str, Any] | None = None
 
     def start(self) -> None:
-        threading.Thread(target=self._follow, daemon=True).start()
+        threading.Thread(target=self._sample, daemon=True).start()
 
-    def _follow(self) -> None:
+    def _sample(self) -> None:
         while self.over_limit is None:
             time.sleep(_TICK_SECONDS)
-            self._memory.look()
+            self._memory.sample()
             if read_progress(self._trial_dir, self._file).phase not in AFTER_THE_STEPS:
                 self._steps_peak = self._memory.peak
             if held := self._memory.over_limit_bytes():
-                self.over_limit = self._told(held)
+                self.over_limit = self._exception(held)
                 process_tree.kill_descendants(os.getpid())
 
-    def _told(self, held: int) -> dict[str, Any]:
+    def _exception(self, held: int) -> dict[str, Any]:
         most = (self._limit_bytes or 0) / 2**20
-        said = f"its processes held {held / 2**20:,.0f} MiB together, its limit is {most:,.0f} MiB"
-        return {"type": "HostLimitError", "message": said, "outcome": "oom_host", "unix_time": time.time()}
+        message = f"its processes held {held / 2**20:,.0f} MiB together, its limit is {most:,.0f} MiB"
+        return {"type": "HostLimitError", "message": message, "outcome": "oom_host", "unix_time": time.time()}
 
     def report(self) -> dict[str, Any]:
         return {"host_bytes": self._steps_peak.bytes, "host_method": self._steps_peak.method}
@@ -79,23 +79,23 @@ _STACKS_LENGTH = 20_000
 
 
 class _Supervisor:
-    """The connection to it."""
+    """The connection to the trial's supervisor."""
 
     def __init__(self, hosts: list[str], port: int) -> None:
         self.host, self._socket = _connected(hosts, port)
         self.begins: queue.Queue[int] = queue.Queue()
 
-    def tell(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # it is gone, and the thread below ends us
-            self._socket.sendall(written(message))
+    def send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # the supervisor is gone, and the thread of `obey` ends this process
+            self._socket.sendall(encoded(message))
 
     def obey(self, agent: "_Agent") -> None:
-        """In a thread: the main one belongs to torchrun."""
+        """Runs in a thread, because torchrun needs the main thread for its signal handlers."""
         for message in read_lines_of(self._socket):
             if "begin" in message:
                 self.begins.put(message["begin"])
             elif "stacks" in message:
-                self.tell({"stacks": agent.stacks()})
+                self.send({"stacks": agent.stacks()})
             elif "end" in message:
                 break
         process_tree.kill_descendants(os.getpid())
@@ -111,7 +111,7 @@ class _Agent:
         self.memory = NodeMemory(trial_dir, self._ranks[0], self.spec.limits.memory_bytes)
 
     def torchrun(self, master: str, port: int) -> Message:
-        """Every process of this node, to the end of all: how they ended."""
+        """Run all ranks of this node to their end; returns how they ended."""
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -123,7 +123,7 @@ class _Agent:
                 return self._failures({rank: failure.exitcode for rank, failure in error.failures.items()})
             except SignalException as error:
                 return {"code": 128 + error.sigval, "ranks": {}}
-            except Exception as error:  # the nodes could not meet
+            except Exception as error:  # such as a failed rendezvous
                 return {"code": 1, "ranks": {}, "error": f"{type(error).__name__}: {error}"[:2000]}
         return {"code": 0, "ranks": {}}
 
@@ -131,22 +131,22 @@ class _Agent:
         return [
             *(f"--nnodes={self.spec.nodes}", f"--nproc-per-node={self.spec.processes}", f"--node-rank={self._node}"),
             *(f"--master-addr={master}", f"--master-port={port}", "--max-restarts=0", f"--log-dir={folder}"),
-            *("-m", "flopwatch.sweep.worker.rank_main", str(self._trial_dir)),
+            *("-m", "flopwatch.sweep.worker.main", str(self._trial_dir), "--rank"),
         ]
 
     def _failures(self, statuses: dict[int, int]) -> Message:
-        told = {rank: read_json(self._trial_dir / exception_file(rank)) for rank in self._ranks}
+        exceptions = {rank: read_json(self._trial_dir / exception_file(rank)) for rank in self._ranks}
         if self.memory.over_limit is not None:
-            told[self._ranks[0]] = self.memory.over_limit
+            exceptions[self._ranks[0]] = self.memory.over_limit
         ranks = {
-            rank: {"status": statuses.get(rank, 0), "exception": told[rank]}
+            rank: {"status": statuses.get(rank, 0), "exception": exceptions[rank]}
             for rank in self._ranks
-            if rank in statuses or told[rank] is not None
+            if rank in statuses or exceptions[rank] is not None
         }
         return {"code": 1, "ranks": ranks}
 
     def stacks(self) -> dict[int, str]:
-        """What every thread of every process here does, by faulthandler."""
+        """The stacks of every thread of every rank here, by faulthandler."""
         for pid in process_tree.descendants(os.getpid()):
             if _handles(pid, signal.SIGUSR1):
                 with contextlib.suppress(ProcessLookupError):
@@ -156,7 +156,7 @@ class _Agent:
         while time.monotonic() < deadline:
             time.sleep(0.1)
             before, sizes = sizes, [file.stat().st_size if file.exists() else 0 for file in files.values()]
-            if before == sizes and all(sizes):  # they have stopped growing
+            if before == sizes and all(sizes):  # the files have stopped growing
                 break
         return {
             rank: file.read_text(errors="replace")[:_STACKS_LENGTH] for rank, file in files.items() if file.exists()
@@ -165,13 +165,13 @@ class _Agent:
 
 def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     process_tree.adopt_orphans()
-    if PARENT in os.environ:  # a guard, on a node where an engine has placed us
+    if PARENT in os.environ:  # an engine placed us here, under a guard
         process_tree.die_with_parent(signal.SIGTERM)
     agent, supervisor = _Agent(trial_dir, node), _Supervisor(hosts, port)
-    supervisor.tell({"token": os.environ.pop(TOKEN), "node": node, "host": _host()})
+    supervisor.send({"token": os.environ.pop(TOKEN), "node": node, "host": _host()})
     threading.Thread(target=supervisor.obey, args=[agent], daemon=True).start()
     limit = limit_memory(agent.spec.limits.memory_bytes if node else None, trial_dir.name[-40:])
-    if node:  # on the first one the supervisor sees to it
+    if node:  # on the first node the supervisor limits and samples memory
         limit.join()
         agent.memory.start()
     os.environ |= {process_tree.TRIAL_MARK: str(trial_dir), process_tree.ATTEMPT_MARK: agent.attempt}
@@ -179,30 +179,28 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # Ranks meet at a port the kernel gives us; torchrun, in this process, uses the same store (multi_tenant).
+    # The ranks meet at a port the kernel chooses. Torchrun, in this process, shares the store (multi_tenant).
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True) if node == 0 else None
-    supervisor.tell({"port": store.port if store else None})
+    supervisor.send({"port": store.port if store else None})
     ended = agent.torchrun("127.0.0.1" if node == 0 else supervisor.host, supervisor.begins.get())
-    supervisor.tell({"ended": {**ended, "oom_kills": limit.oom_kills(), **agent.memory.report()}})
+    supervisor.send({"ended": {**ended, "oom_kills": limit.oom_kills(), **agent.memory.report()}})
     process_tree.kill_descendants(os.getpid())
     limit.close()
     return int(ended["code"])
 
 
 def _job(trial_dir: Path) -> dict[str, Any]:
-    """What `spec.json` holds. On a shared file system the folder may come into sight here later than elsewhere."""
+    """Read `spec.json`, waiting for it: a shared file system may show the folder late on this host."""
     deadline = time.monotonic() + _CONNECT_SECONDS
-    while not isinstance(job := read_json(trial_dir / "spec.json"), dict):
+    while not isinstance(job := read_json(trial_dir / SPEC), dict):
         if time.monotonic() > deadline:
-            raise FileNotFoundError(
-                f"{trial_dir / 'spec.json'} is not seen on {_host()}; do the nodes share the folder?"
-            )
+            raise FileNotFoundError(f"{trial_dir / SPEC} is not visible on {_host()}; do the nodes share the folder?")
         time.sleep(0.2)
     return job
 
 
 def _connected(hosts: list[str], port: int) -> tuple[str, socket.socket]:
-    """By the first of its names that leads to it: not every cluster's names can be looked up everywhere."""
+    """Connect by the first name that works: on some clusters not every name resolves on every node."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         for host in hosts:
@@ -217,7 +215,7 @@ def _connected(hosts: list[str], port: int) -> tuple[str, socket.socket]:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Whether a signal would be handled; it would end a process that does not."""
+    """Whether the process has a handler for the signal, which would end it otherwise."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path(f"/proc/{pid}/status").read_text()
         return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
@@ -225,18 +223,18 @@ def _handles(pid: int, number: int) -> bool:
 
 
 def _host() -> str:
-    """As Slurm calls it, where it is Slurm's: a later attempt may have to keep away from it."""
+    """Slurm's name of this node where there is one, so that a later attempt can exclude it."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def _node(text: str, environment: Any = os.environ) -> int:
-    """Its number; srun numbers those that come after the first node."""
+    """Number of this node. srun starts the agents after the first node's, and numbers them from 0."""
     return 1 + int(environment["SLURM_PROCID"]) if text == "slurm" else int(text)
 
 
 def _hosts(text: str, environment: Any = os.environ) -> list[str]:
-    told = environment.get("SLURM_LAUNCH_NODE_IPADDR")
-    return [*text.split(","), *([told] if told else [])]
+    address = environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    return [*text.split(","), *([address] if address else [])]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,457 @@
+"""The steps of one row, from note to price: values stay on the device until the window ends, then are read at once."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flopwatch.errors import InputError
+from flopwatch.flops.batch_contents import IGNORED_LABEL
+from flopwatch.monitor.measured_step import MeasuredStep
+from flopwatch.monitor.pricing.batch_reader import Reading, Work, as_work
+from flopwatch.monitor.pricing.certificates import NO_CALLS, StepCalls
+from flopwatch.monitor.pricing.step_prices import StepCost
+from flopwatch.monitor.step_clock import Segments, StepTimer
+from flopwatch.records.run import Number
+from flopwatch.torch_internals import tensor_version
+
+# Values that are on the device, fetched with one copy per window and read when the copy has arrived.
+
+
+_UNREADABLE = -1
+
+
+class Kept(NamedTuple):
+    """A loss or norm to be read later, and the version its storage had: an in-place change raises it."""
+
+    value: torch.Tensor
+    version: int
+
+    def is_unchanged(self) -> bool:
+        """Also False for anything but a single real number, such as a DTensor shard, which is not the full value."""
+        return tensor_version(self.value) == self.version
+
+
+_NOT_A_NUMBER = Kept(torch.zeros(()), _UNREADABLE)
+_NUMBERS = frozenset((float, int, bool, type(None)))
+
+
+def keep(value: Any) -> Any:
+    """Hold on to a tensor of one number without its graph; plain numbers are returned unchanged. Never raises.
+
+    CUDA graphs write the next step's loss into the same memory, so on an accelerator the value is copied. A copy of a
+    CPU tensor would cost more than all the rest of a step; there `Kept.is_unchanged` shows whether the training wrote
+    into it. Anything that holds more than one number is dropped at once: a window of such values could fill the memory.
+    """
+    try:
+        if type(value) is not torch.Tensor:  # asking for DTensor takes 5 µs after a training step, as much as detach()
+            if not isinstance(value, torch.Tensor):
+                return value if type(value) in _NUMBERS else _keep_object(value)
+            if isinstance(value, DTensor):
+                return _keep_sharded(value)
+        if value.numel() != 1:
+            return _NOT_A_NUMBER
+        if value.requires_grad:
+            value = value.detach()
+        if value.is_cpu:
+            try:
+                return tuple.__new__(Kept, (value, tensor_version(value)))  # without the Python function that Kept() is
+            except RuntimeError:  # a tensor of inference mode has no version
+                pass
+        return _keep_copy(value)
+    except Exception:  # a tensor class or an object whose code raises: costs this value, and nothing else
+        return _NOT_A_NUMBER
+
+
+def _keep_copy(value: torch.Tensor) -> Kept:
+    """For values on an accelerator, which are all read with one copy, and for those without a version."""
+    if value.is_complex() or value.is_meta or value.layout is not torch.strided:
+        return _NOT_A_NUMBER
+    with torch.inference_mode(False):  # so that the copy has a version
+        return Kept(value.clone(), 0)
+
+
+def _keep_object(value: Any) -> Any:
+    """Arrays and containers are read at once, so that they can be freed; other objects, when the window ends."""
+    if isinstance(value, str) or not hasattr(value, "__len__"):
+        return value
+    return float(value.item() if hasattr(value, "item") else value)
+
+
+def read_now(value: Any) -> float | None:
+    """A value that is read while the device may be waited for; None where it is not a single real number."""
+    try:
+        return None if value is None else float(value)
+    except Exception:  # code of the user's
+        return None
+
+
+def _keep_sharded(value: DTensor) -> Kept:
+    """A norm of sharded parameters. Reading one that is not the same everywhere would take a collective: left out."""
+    is_whole = all(placement.is_replicate() for placement in value.placements)
+    local = value.to_local().detach()
+    return _keep_copy(local) if is_whole and local.numel() == 1 else _NOT_A_NUMBER
+
+
+class LateValues:
+    """Tensors of one window on their way to the host.
+
+    The copies are queued behind the work that computes the values, one per device; `are_there` polls without waiting.
+    On a CPU nothing is copied and everything is there at once.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        event: Any = torch.Event,
+        is_here: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cpu,
+    ) -> None:
+        self._tensors: list[torch.Tensor | None] = list(tensors)
+        self._copies: list[tuple[list[int], list[int], torch.Tensor, Any]] = []
+        groups: dict[tuple[torch.device, bool], list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if not is_here(tensor):
+                groups.setdefault((tensor.device, tensor.is_floating_point()), []).append(index)
+        for members in groups.values():
+            flat = _flattened([tensors[index] for index in members])
+            self._copies.append((members, [tensors[index].numel() for index in members], *_fetched(flat, event)))
+            for index in members:
+                self._tensors[index] = None
+
+    def are_there(self) -> bool:
+        return all(arrived.query() for *_, arrived in self._copies)
+
+    def read(self) -> list[list[Any]]:
+        """Each tensor's values in a flat list, in the order given."""
+        result = [[] if tensor is None else _flat_list(tensor) for tensor in self._tensors]
+        for members, sizes, host, _ in self._copies:
+            values, start = host.tolist(), 0
+            for index, size in zip(members, sizes, strict=True):
+                result[index] = values[start : start + size]
+                start += size
+        return result
+
+
+def _flat_list(tensor: torch.Tensor) -> list[Any]:
+    """The tensor's values; none where they cannot be read: sparse, nested, fake, of a type without numbers."""
+    try:
+        return _values_of(tensor)
+    except Exception:
+        return []
+
+
+def _values_of(tensor: torch.Tensor) -> list[Any]:
+    dimensions = tensor.dim()
+    if dimensions == 0:
+        return [tensor.item()]
+    values: list[Any] = tensor.tolist() if dimensions == 1 else tensor.reshape(-1).tolist()
+    return values
+
+
+def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not tensors[0].is_floating_point():
+        kind = torch.int64
+    else:
+        kind = torch.float32 if tensors[0].device.type == "mps" else torch.float64  # Metal has no float64
+    return torch.cat([tensor.reshape(-1).to(kind) for tensor in tensors])
+
+
+def _fetched(flat: torch.Tensor, event: Any) -> tuple[torch.Tensor, Any]:
+    # Without pinned memory, a copy to the host blocks even with non_blocking=True.
+    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
+    host.copy_(flat, non_blocking=True)
+    arrived = event(flat.device)
+    arrived.record()
+    return host, arrived
+
+
+# Loss and accuracy per dataset in mixed training: summed on the device, fetched once per logging window.
+
+
+_LOSS, _LOSS_SAMPLES, _RIGHT, _JUDGED, _SAMPLES = range(5)
+
+
+class DatasetMetrics:
+    """One small table on the device: a row per dataset. A window's sums are read one window late."""
+
+    def __init__(self) -> None:
+        self._index: dict[str, int] = {}
+        self._sums: torch.Tensor | None = None
+        self._late: LateValues | None = None
+
+    def add(
+        self,
+        names: Sequence[str],
+        losses: torch.Tensor | None,
+        logits: torch.Tensor | None,
+        labels: torch.Tensor | None,
+    ) -> None:
+        given = [tensor for tensor in (losses, logits) if tensor is not None]
+        if not given or (logits is not None and labels is None):
+            raise InputError("log_datasets needs the loss of each sample, or logits and labels, or all three")
+        if any(len(tensor) != len(names) for tensor in given):
+            sizes = ", ".join(str(tuple(tensor.shape)) for tensor in given)
+            raise InputError(f"log_datasets got {len(names)} dataset names for tensors of shape {sizes}")
+        device = given[0].device
+        rows = torch.tensor([self._index.setdefault(name, len(self._index)) for name in names]).to(
+            device, non_blocking=True
+        )
+        sums = self._table(device)
+        with torch.no_grad():
+            sums[:, _SAMPLES].index_add_(0, rows, torch.ones(len(names), device=device, dtype=sums.dtype))
+            if losses is not None:
+                sums[:, _LOSS].index_add_(0, rows, losses.detach().reshape(len(names), -1).mean(1).to(sums.dtype))
+                sums[:, _LOSS_SAMPLES].index_add_(0, rows, torch.ones(len(names), device=device, dtype=sums.dtype))
+            if logits is not None and labels is not None:
+                right, judged = _judged(logits.detach(), labels)
+                sums[:, _RIGHT].index_add_(0, rows, right.to(sums.dtype))
+                sums[:, _JUDGED].index_add_(0, rows, judged.to(sums.dtype))
+
+    def take(self) -> dict[str, Number]:
+        """The sums that have arrived; those of now go on their way."""
+        arrived: dict[str, Number] = {}
+        if self._late is not None and self._late.are_there():
+            arrived, self._late = self._values(self._late.read()[0]), None
+        if self._sums is not None and self._late is None:
+            self._late, self._sums = LateValues([self._sums]), None
+            if not arrived and self._late.are_there():  # on a CPU there is nothing to wait for
+                arrived, self._late = self._values(self._late.read()[0]), None
+        return arrived
+
+    def _table(self, device: torch.device) -> torch.Tensor:
+        kind = torch.float32 if device.type == "mps" else torch.float64
+        if self._sums is None:
+            self._sums = torch.zeros(len(self._index), 5, device=device, dtype=kind)
+        missing = len(self._index) - len(self._sums)
+        if missing:
+            self._sums = torch.cat([self._sums, torch.zeros(missing, 5, device=device, dtype=kind)])
+        return self._sums
+
+    def _values(self, flat: list[float]) -> dict[str, Number]:
+        values: dict[str, Number] = {}
+        for name, row in self._index.items():
+            sums = flat[5 * row : 5 * row + 5]
+            if not sums or not sums[_SAMPLES]:
+                continue
+            values[f"dataset/{name}/samples"] = int(sums[_SAMPLES])
+            if sums[_LOSS_SAMPLES]:
+                values[f"dataset/{name}/loss"] = sums[_LOSS] / sums[_LOSS_SAMPLES]
+            if sums[_JUDGED]:
+                values[f"dataset/{name}/accuracy"] = sums[_RIGHT] / sums[_JUDGED]
+        return values
+
+
+def _judged(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right and judged predictions of each sample."""
+    samples = len(labels)
+    counts = (labels != IGNORED_LABEL).reshape(samples, -1)
+    right = (logits.argmax(-1) == labels).reshape(samples, -1) & counts
+    return right.sum(1), counts.sum(1)
+
+
+_LOOK_SECONDS = 0.001
+
+
+class NotedStep(NamedTuple):
+    """Stage 1: what `log_step` keeps. Numbers, small tensors, marks; nothing has been read from a device."""
+
+    step: int
+    epoch: Any
+    loss: Any
+    grad_norm: Any
+    learning_rate: Any
+    readings: Sequence[Reading]
+    segments: Segments | None
+    waits: Segments | None
+    skip_wandb: bool
+    more: Mapping[str, Any]
+    user_flops: int | None = None
+    calls: StepCalls = NO_CALLS
+
+    def scalars(self) -> list[tuple[str, Any]]:
+        """Its values by name, in the order in which they are read."""
+        own = ("loss", self.loss), ("grad_norm", self.grad_norm), ("lr", self.learning_rate), ("epoch", self.epoch)
+        return [*own, *self.more.items()]
+
+
+class SettledStep(NamedTuple):
+    """Stage 2: the step's values have arrived.
+
+    Attributes:
+        noted: What was noted of it.
+        seconds: Its time; None when its beginning was not seen.
+        input_wait_seconds: The part of it spent waiting for batches; None when that is not known.
+        works: What its batches ask of the machine; None when one of them could not be read.
+        values: Loss, gradient norm, learning rate, epoch and the user's own metrics, as far as they are numbers.
+    """
+
+    noted: NotedStep
+    seconds: float | None
+    input_wait_seconds: float | None
+    works: list[Work] | None
+    values: dict[str, float]
+
+
+class SettledWindow(NamedTuple):
+    """Stage 2 for a window.
+
+    Attributes:
+        steps: Its steps.
+        left_out: Names of values that are not a single number or were written into; `batch` for a batch.
+        batch_failure: Why a batch could not be read; None when all could.
+    """
+
+    steps: list[SettledStep]
+    left_out: frozenset[str] = frozenset()
+    batch_failure: Exception | None = None
+
+
+class PricedStep(NamedTuple):
+    """Stage 3: a step with its FLOPs; `more` are the user's own metrics."""
+
+    measured: MeasuredStep
+    epoch: float | None
+    learning_rate: float | None
+    more: dict[str, float]
+    skip_wandb: bool
+
+
+class PricedWindow(NamedTuple):
+    """Stage 3 for a window.
+
+    Attributes:
+        steps: Its steps.
+        busy_seconds_per_step: Processor time of the training's thread in the typical step; None where not measured.
+    """
+
+    steps: list[PricedStep]
+    busy_seconds_per_step: float | None = None
+
+
+class Window:
+    """The noted steps of one row, while their values are on the way from the device."""
+
+    def __init__(
+        self,
+        steps: Sequence[NotedStep],
+        timer: StepTimer,
+        look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
+    ) -> None:
+        """Queue the copies to the host; `look_at` computes the small tensors of batches that were only held."""
+        self.steps = steps
+        self._timer = timer
+        self._look_at = look_at
+        self._left_out: set[str] = set()
+        self._batch_failure: Exception | None = None
+        self._readings = [self._looked_at(step.readings) for step in steps]
+        self._scalars = LateValues(
+            [kept.value for step in steps for _, kept in step.scalars() if isinstance(kept, Kept)]
+        )
+        self._integers = LateValues([t for readings in self._readings for r in readings or () for t in r.tensors()])
+
+    def _looked_at(self, readings: Sequence[Reading]) -> list[Reading] | None:
+        """None where one batch was written into or cannot be read: nothing is known of the step's work then."""
+        try:
+            looked_at = [self._look_at(reading) for reading in readings]
+        except Exception as error:  # a type or a tensor class that cannot be computed with
+            self._batch_failure = error
+            return None
+        known = [reading for reading in looked_at if reading is not None]
+        if len(known) < len(looked_at):
+            self._left_out.add("batch")
+            return None
+        return known
+
+    def has_arrived(self) -> bool:
+        segments = self.steps[-1].segments
+        marks_passed = segments is None or self._timer.has_passed(segments[-1][1])
+        return marks_passed and self._scalars.are_there() and self._integers.are_there()
+
+    def arrives(self, seconds: float) -> bool:
+        """Whether it arrives in that time. Polls instead of synchronising: a hung device must not block us."""
+        ends = monotonic() + seconds
+        while not self.has_arrived():
+            if monotonic() >= ends:
+                return False
+            sleep(_LOOK_SECONDS)
+        return True
+
+    def settle(self) -> SettledWindow:
+        """Read everything; only after it has arrived."""
+        scalars, integers = iter(self._scalars.read()), iter(self._integers.read())
+        steps = [
+            SettledStep(
+                step,
+                self._seconds_of(step.segments),
+                self._seconds_of(step.waits),
+                None if readings is None else [as_work(reading, integers) for reading in readings],
+                self._values(step, scalars),
+            )
+            for step, readings in zip(self.steps, self._readings, strict=True)
+        ]
+        return SettledWindow(steps, frozenset(self._left_out), self._batch_failure)
+
+    def _seconds_of(self, segments: Segments | None) -> float | None:
+        return None if segments is None else sum([self._timer.seconds(start, end) for start, end in segments])
+
+    def _values(self, step: NotedStep, scalars: Iterator[list[Any]]) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, value in step.scalars():
+            if value is None or isinstance(value, str):
+                continue
+            read = next(scalars) if isinstance(value, Kept) else [value]
+            try:
+                if isinstance(value, Kept) and (len(read) != 1 or not value.is_unchanged()):
+                    raise ValueError
+                values.setdefault(name, float(read[0]))  # a learning rate given twice is that of the argument
+            except Exception:  # code of the user's: costs this value, and nothing else
+                self._left_out.add(name)
+        return values
+
+
+def passed_seconds(steps: Sequence[NotedStep], timer: StepTimer) -> float:
+    """Time of the steps, as far as the device has got."""
+    marks = [mark for step in steps for mark in step.segments or () if timer.has_passed(mark[1])]
+    return sum(timer.seconds(start, end) for start, end in marks)
+
+
+def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -> PricedStep:
+    """Stage 3: a step with what it costs.
+
+    Args:
+        settled: The step.
+        cost: Of its calls and batches.
+        doubt: Why no step of its window is exact; None when nothing speaks against it.
+    """
+    noted, works, values = settled.noted, settled.works or [], dict(settled.values)
+    flops, is_watched = cost.flops, noted.calls.count is not None
+    measured = MeasuredStep(
+        noted.step,
+        settled.seconds,
+        settled.input_wait_seconds,
+        _sum_known([work.samples for work in works]),
+        _sum_known([work.tokens for work in works]),
+        _sum_known([work.real_tokens for work in works]),
+        _sum_known([work.trainable_tokens for work in works]),
+        None if flops is None else flops.model,
+        None if flops is None else flops.hardware,
+        None if flops is None else flops.recompute,
+        values.pop("loss", None),
+        values.pop("grad_norm", None),
+        model_peak_seconds=cost.model_peak_seconds,
+        hardware_peak_seconds=cost.hardware_peak_seconds,
+        reason=None if flops is None else flops.reason or doubt,
+        is_warm_up=is_watched,
+        is_watched=is_watched,
+    )
+    return PricedStep(measured, values.pop("epoch", None), values.pop("lr", None), values, noted.skip_wandb)
+
+
+def _sum_known(amounts: Sequence[int | None]) -> int | None:
+    """Unknown as soon as one is."""
+    if len(amounts) == 1:
+        return amounts[0]
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if known and len(known) == len(amounts) else None

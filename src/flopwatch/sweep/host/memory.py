@@ -1,0 +1,432 @@
+"""Host memory of a trial's processes: sampled, with its peak, and limited. Standard library only.
+
+**Sampled.** The figure is the proportional set size (PSS) of all processes below this one as if the trial were alone on
+its machine. A page that several processes of the trial share counts once. A page of a file, such as libtorch's code,
+counts in full even when processes outside of the trial map it too: with plain PSS a trial would seem to shrink when
+another one starts beside it. So the figure of a single process is its resident memory, whose peak the kernel keeps
+(VmHWM). Reading smaps_rollup costs about 10 ms for each GiB a process maps, so it is read seldom and only for several
+processes; in between we follow the resident sizes, which cost 30 us to read.
+
+**Limited.** The supervisor enforces a limit itself: it samples the tree and kills it above the limit. A hard limit is
+for a tree that grows faster than that. In a cgroup, where we may create one, the kernel kills and counts its kills, so
+the cause of the end is certain. Else a resource limit makes allocations far beyond the limit fail in each process:
+RLIMIT_DATA counts private writable memory whether it is used or not (stacks of threads, reserves of allocators), so it
+is set well above the limit.
+"""
+
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from flopwatch.records.trial import HostMethod
+from flopwatch.sweep.host.processes import descendants
+
+_SEARCH_SECONDS = 1.0
+_SEARCH_LIMITED_SECONDS = 0.2
+_SEARCH_SHARE = 100
+"""Seconds between two searches for new processes: fewer with a limit; at least 100 times what a search takes."""
+
+_ROLLUP_SECONDS = 1.0
+_ROLLUP_URGENT_SECONDS = 0.2
+_ROLLUP_SHARE = 100
+_ROLLUP_URGENT_SHARE = 10
+"""Seconds between two readings of smaps_rollup: at least so many times what one takes; fewer near a limit."""
+
+_WORTH_A_ROLLUP = 0.05
+"""New processes larger than this share of the known memory make the next reading urgent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """One process, from /proc/PID/status; bytes.
+
+    Attributes:
+        now: Resident now.
+        peak: Largest resident size since its start, or since the mark was reset.
+        anonymous: The part of `now` that belongs to no file and no shared memory.
+        file: The part of `now` that is pages of mapped files.
+        parent: Pid of its parent.
+        figures: All memory lines of the file, to compare two processes.
+    """
+
+    now: int
+    peak: int
+    anonymous: int
+    file: int
+    parent: int = 0
+    figures: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostPeak:
+    """Peak host memory.
+
+    Attributes:
+        bytes: None when it could not be read.
+        method: How it was found.
+    """
+
+    bytes: int | None = None
+    method: HostMethod | None = None
+
+    def at_least(self, size: int, method: HostMethod) -> "HostPeak":
+        return self if self.bytes is not None and self.bytes >= size else HostPeak(size, method)
+
+
+def largest_peak(*peaks: HostPeak) -> HostPeak:
+    """The largest of several nodes' peaks.
+
+    >>> largest_peak(HostPeak(5, "samples"), HostPeak(), HostPeak(7, "rss")).bytes
+    7
+    """
+    return max(peaks, key=lambda peak: peak.bytes or 0)
+
+
+class TreeMemory:
+    """Samples the memory of all processes below this one; takes about a hundredth of a core.
+
+    Args:
+        limit_bytes: Limit of the tree; None is no limit.
+
+    Attributes:
+        peak: Largest sample so far, with what single processes held between two samples.
+        lower_bound_bytes: What the tree certainly held at some moment, without pages of files. For deciding whether a
+            limit was reached, where `peak` may be too high.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._pids: Sequence[int] = ()
+        self._seen: dict[int, Resident] = {}
+        self._next_search = self._next_rollup = self._urgent_rollup = 0.0
+        self._rollup: Rollup | None = None
+        self._now_bytes = 0
+        self._is_measured = True
+        self._method: HostMethod = "high_water"
+        self.peak = HostPeak()
+        self.lower_bound_bytes = 0
+
+    def sample(self) -> None:
+        self._search()
+        found = distinct({pid: memory for pid in self._pids if (memory := resident(pid)) is not None})
+        if not found:
+            return
+        self._count(found)
+        # What a process held above its present size since the last sample, while the others were as large as now.
+        spikes = [one.peak - one.now for pid, one in found.items() if one.peak > self._earlier_peak(pid)]
+        self._seen = found
+        self.peak = self.peak.at_least(self._now_bytes + max([0, *spikes]), self._method)
+        self.lower_bound_bytes = max([self.lower_bound_bytes, *(one.peak - one.file for one in found.values())])
+
+    def over_limit_bytes(self) -> int | None:
+        """What the tree holds, if that is above its limit; None if not, or while the last sample is an estimate.
+
+        Pages of mapped data files do not count: the kernel drops them when memory is needed.
+        """
+        if self._limit_bytes is None or self._now_bytes <= self._limit_bytes or not self._is_measured:
+            return None
+        held = self._now_bytes - max((mapped_data_bytes(pid) for pid in self._seen), default=0)
+        return held if held > self._limit_bytes else None
+
+    def note_ended(self, largest_bytes: int) -> None:
+        """Take into account the peak of the largest process that has ended, from getrusage."""
+        self.peak = self.peak.at_least(largest_bytes, "high_water")
+        self.lower_bound_bytes = max(
+            self.lower_bound_bytes, largest_bytes - max((one.file for one in self._seen.values()), default=0)
+        )
+
+    def _search(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_search:
+            began = time.process_time()
+            self._pids = descendants_from_lists(os.getpid())
+            least = _SEARCH_SECONDS if self._limit_bytes is None else _SEARCH_LIMITED_SECONDS
+            self._next_search = now + max(least, _SEARCH_SHARE * (time.process_time() - began))
+
+    def _earlier_peak(self, pid: int) -> int:
+        return self._seen[pid].peak if pid in self._seen else 0
+
+    def _count(self, found: Mapping[int, Resident]) -> None:
+        """A single process shares no pages. What several share is known from the last rollup."""
+        if len(found) == 1:
+            self._now_bytes = next(iter(found.values())).now
+            self._method, self._is_measured = "high_water", True
+            return
+        self._is_measured = time.monotonic() >= self._next_rollup
+        if self._is_measured:
+            self._rollup = self._read_rollup(found)
+        self._now_bytes = max([self._estimated(found), *(one.now for one in found.values())])
+        if self._needs_rollup(found):
+            self._next_rollup = min(self._next_rollup, self._urgent_rollup)
+
+    def _read_rollup(self, found: Mapping[int, Resident]) -> "Rollup | None":
+        began = time.process_time()
+        rollup = read_rollup(found)
+        if rollup is not None and rollup.total > (self.peak.bytes or 0):
+            # Processes are read one after the other. When one ends in between, its shared pages are added to those
+            # read later and count twice. A second reading is very unlikely to hit such a moment again.
+            again = read_rollup(found)
+            rollup = again if again is not None and again.total < rollup.total else rollup
+        took, now = time.process_time() - began, time.monotonic()
+        self._method = "samples" if rollup else "rss"
+        self._urgent_rollup = now + max(_ROLLUP_URGENT_SECONDS, _ROLLUP_URGENT_SHARE * took)
+        self._next_rollup = now + max(_ROLLUP_SECONDS, _ROLLUP_SHARE * took)
+        return rollup
+
+    def _estimated(self, found: Mapping[int, Resident]) -> int:
+        """The last rollup, plus what its processes have allocated or freed since.
+
+        Counts anonymous memory only: other pages that become resident are often shared and counted already. For the
+        same reason a process that started since the rollup does not count yet.
+        """
+        if self._rollup is None:
+            return sum(one.now for one in found.values())
+        if self._is_measured:
+            return self._rollup.total
+        since = (found[pid].anonymous - before for pid, before in self._rollup.anonymous.items() if pid in found)
+        return self._rollup.total + sum(since)
+
+    def _needs_rollup(self, found: Mapping[int, Resident]) -> bool:
+        """Whether an exact reading matters now: large new processes, or a limit that seems exceeded."""
+        known = self._rollup.anonymous if self._rollup else found
+        unknown = sum(one.now for pid, one in found.items() if pid not in known)
+        if unknown > _WORTH_A_ROLLUP * self._now_bytes:
+            return True
+        return self._limit_bytes is not None and self._now_bytes > self._limit_bytes
+
+
+def descendants_from_lists(pid: int) -> list[int]:
+    """As `descendants`, but from each thread's list of children: much faster on a machine with many processes.
+
+    Kernels without CONFIG_PROC_CHILDREN have no such lists; there all of /proc is read.
+    """
+    if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
+        return descendants(pid)
+    found, waiting = [], [pid]
+    while waiting:
+        parent = waiting.pop()
+        with contextlib.suppress(OSError):
+            lists = (_whole(f"/proc/{parent}/task/{task}/children") for task in os.listdir(f"/proc/{parent}/task"))
+            below = [int(word) for each in lists for word in each.split()]
+            found += below
+            waiting += below
+    return found
+
+
+def resident(pid: int | str) -> Resident | None:
+    """None when the process is gone or a zombie."""
+    lines = dict(_lines(f"/proc/{pid}/status", 4096))
+    if b"VmRSS" not in lines:
+        return None
+    now = _kibibytes(lines[b"VmRSS"])
+    return Resident(
+        now=now,
+        # The kernel updates the mark only now and then, so it may be below the present size.
+        peak=max(now, _kibibytes(lines.get(b"VmHWM", b"0"))),
+        anonymous=_kibibytes(lines.get(b"RssAnon", b"0")),
+        file=_kibibytes(lines.get(b"RssFile", b"0")),
+        parent=int(lines.get(b"PPid", b"0")),
+        figures=tuple(rest for key, rest in lines.items() if key.startswith((b"Vm", b"Rss"))),
+    )
+
+
+def distinct(found: Mapping[int, Resident]) -> dict[int, Resident]:
+    """Without children of vfork() before their exec: they run in their parent's memory, which would count twice.
+
+    They are recognised by equal figures. A child of fork() has page tables of its own, so its figures differ.
+    """
+    return {
+        pid: one for pid, one in found.items() if one.parent not in found or found[one.parent].figures != one.figures
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rollup:
+    """Several processes at one moment.
+
+    Attributes:
+        total: Their memory together, each page counted once.
+        anonymous: Anonymous memory of each process.
+    """
+
+    total: int
+    anonymous: Mapping[int, int]
+
+
+def read_rollup(found: Mapping[int, Resident]) -> Rollup | None:
+    """None where the kernel does not report PSS, or not for all of them."""
+    parts = {pid: part for pid in found if (part := _rollup_of(pid))}
+    if not parts or any(resident(pid) is not None for pid in found.keys() - parts.keys()):
+        return None
+    files = sum(part.get(b"Pss_File", 0) for part in parts.values())
+    others = sum(part[b"Pss"] for part in parts.values()) - files
+    # PSS divides file pages among all that map them, such as libtorch in another trial; here they count in full.
+    has_file_pss = any(b"Pss_File" in part for part in parts.values())
+    whole = max((found[pid].file for pid in parts), default=0) if has_file_pss else 0
+    return Rollup(others + max(files, whole), {pid: part.get(b"Anonymous", 0) for pid, part in parts.items()})
+
+
+def _rollup_of(pid: int) -> dict[bytes, int]:
+    """Empty when the process is gone or may not be read."""
+    lines = _lines(f"/proc/{pid}/smaps_rollup", 8192)
+    found = {key: _kibibytes(rest) for key, rest in lines if key in (b"Pss", b"Pss_File", b"Anonymous")}
+    return found if b"Pss" in found else {}
+
+
+def mapped_data_bytes(pid: int | str) -> int:
+    """Resident pages of mapped files without code, such as a dataset. Slow (tens of ms): read only above the limit."""
+    by_file: dict[bytes, int] = {}
+    programs: set[bytes] = set()
+    file = b""
+    for line in _whole(f"/proc/{pid}/smaps").splitlines():
+        words = line.split()
+        if b"-" in words[0] and not words[0].endswith(b":"):  # address, rights, offset, device, inode, path
+            file = words[5] if len(words) > 5 and words[4] != b"0" and not _is_shared_memory(words[5]) else b""
+            if b"x" in words[1]:
+                programs.add(file)
+        elif file and words[0] in (b"Rss:", b"Anonymous:"):
+            sign = 1 if words[0] == b"Rss:" else -1
+            by_file[file] = by_file.get(file, 0) + sign * int(words[1]) * 1024
+    return sum(size for name, size in by_file.items() if name not in programs)
+
+
+def _is_shared_memory(path: bytes) -> bool:
+    return path.startswith((b"/dev/shm/", b"/memfd:", b"/SYSV", b"/dev/zero"))
+
+
+def _lines(path: str, size: int) -> list[tuple[bytes, bytes]]:
+    """Key and rest of every line; empty when there is no such file."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            content = os.read(handle, size)
+        finally:
+            os.close(handle)
+        parts = (line.partition(b":") for line in content.splitlines())
+        return [(key, rest) for key, _, rest in parts]
+    return []
+
+
+def _whole(path: str) -> bytes:
+    with contextlib.suppress(OSError), open(path, "rb") as stream:
+        return stream.read()
+    return b""
+
+
+def _kibibytes(rest: bytes) -> int:
+    return int(rest.split()[0]) * 1024
+
+
+_V1_ROOT = Path("/sys/fs/cgroup/memory")
+_V2_ROOT = Path("/sys/fs/cgroup")
+_LEAST_SLACK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """Attributes:
+    kind: `cgroup`, `rlimit` or `none`.
+    join: Called in the child before it becomes the worker.
+    folder: Of the cgroup.
+    """
+
+    kind: str
+    join: Callable[[], None]
+    folder: Path | None = None
+
+    def oom_kills(self) -> int:
+        """How many of its processes the kernel killed for memory."""
+        return read_oom_kills(self.folder) if self.folder else 0
+
+    def peak_bytes(self) -> int | None:
+        """Peak of the memory charged to the cgroup; None without one."""
+        for name in ("memory.peak", "memory.max_usage_in_bytes"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                return int((self.folder / name).read_text())  # type: ignore[operator]
+        return None
+
+    def close(self) -> None:
+        if self.folder:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+
+
+def limit_memory(limit_bytes: int | None, name: str) -> MemoryLimit:
+    """Set the strictest limit that we may set on this machine."""
+    if limit_bytes is None:
+        return MemoryLimit("none", lambda: None)
+    for parent in _places():
+        folder = parent / f"flopwatch-{os.getpid()}-{name}"
+        if _make_group(folder, limit_bytes):
+            return MemoryLimit("cgroup", partial(_join_group, folder), folder)
+    wall = limit_bytes + max(limit_bytes // 2, _LEAST_SLACK_BYTES)
+    return MemoryLimit("rlimit", lambda: resource.setrlimit(resource.RLIMIT_DATA, (wall, wall)))
+
+
+def _join_group(folder: Path) -> None:
+    (folder / "cgroup.procs").write_text("0")
+
+
+def own_oom_kills() -> int:
+    """Kills by the kernel in the cgroups we run in (a container, a Slurm step), our children's included."""
+    return sum(read_oom_kills(folder) for folder in own_groups())
+
+
+def read_oom_kills(folder: Path) -> int:
+    for name in ("memory.events", "memory.oom_control"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in (folder / name).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def _make_group(folder: Path, limit_bytes: int) -> bool:
+    try:
+        folder.mkdir()
+    except OSError:
+        return False
+    limits = ("memory.max", "memory.limit_in_bytes")
+    file = next((folder / limit for limit in limits if (folder / limit).exists()), None)
+    try:
+        if file is None:
+            raise OSError("the memory controller is not enabled in this cgroup")
+        file.write_text(str(limit_bytes))
+        # Otherwise the kernel swaps instead of enforcing the limit. Not every kernel accounts for swap.
+        for swap, value in (("memory.swap.max", 0), ("memory.memsw.limit_in_bytes", limit_bytes)):
+            with contextlib.suppress(OSError):
+                (folder / swap).write_text(str(value))
+    except OSError:
+        folder.rmdir()
+        return False
+    return True
+
+
+def group_places() -> list[Path]:
+    """Where cgroups of trials may be."""
+    return _places()
+
+
+def _places() -> list[Path]:
+    """Where a cgroup may be created: beside ours (version 2 forbids children of one with processes), or below it."""
+    return [place for own in own_groups() for place in ([own.parent, own] if own != _V2_ROOT else [own])]
+
+
+def own_groups() -> list[Path]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            found.append(_V1_ROOT / path.lstrip("/"))
+        elif not controllers and (_V2_ROOT / "cgroup.controllers").exists():
+            found.append(_V2_ROOT / path.lstrip("/"))
+    return [folder for folder in found if folder.is_dir()]

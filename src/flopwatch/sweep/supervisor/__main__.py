@@ -1,0 +1,8 @@
+"""`python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME [ATTEMPT]` runs one trial of a sweep."""
+
+import sys
+
+from flopwatch.sweep.supervisor.supervise import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
