@@ -324,7 +324,7 @@ def _kibibytes(rest: bytes) -> int:
 
 _V1_ROOT = Path("/sys/fs/cgroup/memory")
 _V2_ROOT = Path("/sys/fs/cgroup")
-_LEAST_SLACK_BYTES = 1 << 30
+_LEAST_SLACK_BYTES = 1 << 30  # a worker with torch reserves about this much without using it
 
 
 @dataclass(frozen=True, slots=True)
