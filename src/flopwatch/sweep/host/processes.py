@@ -179,7 +179,7 @@ CORES = "FLOPWATCH_CORES"
 GPUS = "FLOPWATCH_GPUS"
 """Environment variable: the GPUs of a trial's slot. A worker with GPUs that finds none must not measure the CPU."""
 
-_STACKS_PATIENCE_SECONDS = 2.0  # writing the stacks of a few hundred threads takes well below a second
+_STACKS_PATIENCE_SECONDS = 2.0  # for faulthandler to write the stacks; a process stuck in the kernel never does
 _TERM_PATIENCE_SECONDS = 2.0  # for a command to clean up after SIGTERM
 
 

@@ -205,7 +205,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
 _PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
-_ALIKE = 0.75  # similarity by difflib; its default of 0.6 takes shell variables for typos
+_ALIKE = 0.75  # similarity by difflib; its default of 0.6 takes {batch} or {date} for typos
 
 
 def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:
