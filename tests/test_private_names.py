@@ -16,13 +16,7 @@ OWN_MARK = "_flopwatch_"
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}
 KNOWN_STRAYS: set[str] = set()
 """`file: name` of private names outside the `*_internals` modules, each with the reason why it stays there."""
-BEING_MOVED = {
-    "integrations/callback_parts.py: _reported_parts",
-    "integrations/fabric.py: _original_module",
-    "integrations/hugging_face.py: _run_epoch",
-    "integrations/lightning.py: _logger_connector",
-    "sinks/mlflow.py: _get_latest_active_run",
-}
+BEING_MOVED = {}
 
 
 def is_private(name: object) -> bool:

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -64,7 +65,11 @@ def test_everything_importable_from_flopwatch_in_0_1_0_still_is(today: dict[str,
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dotted", sorted(OF_0_1_0["documented"]))
 def test_every_documented_deep_import_of_0_1_0_still_works(dotted: str) -> None:
-    assert lost(OF_0_1_0["documented"][dotted], describe(find(dotted))) == []
+    before, now = OF_0_1_0["documented"][dotted], find(dotted)
+    if isinstance(now, ModuleType):  # where its names are defined today does not matter
+        assert lost(before, {name: describe(getattr(now, name)) for name in before if hasattr(now, name)}) == []
+    else:
+        assert lost(before, describe(now)) == []
 
 
 @pytest.mark.parametrize("part", ["commands", "sweep_keys", "settings", "metrics", "words"])

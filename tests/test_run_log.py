@@ -222,14 +222,14 @@ def test_a_log_of_another_name_is_found_among_files_that_are_no_logs(tmp_path):
 def test_several_logs_are_named_and_not_chosen_from(tmp_path):
     write_log(tmp_path / "a.jsonl", [start()])
     write_log(tmp_path / "b.jsonl", [start()])
-    with pytest.raises(InputError, match=r"several logs \(a.jsonl, b.jsonl\): pass the file you mean"):
+    with pytest.raises(InputError, match=r"several logs \(a.jsonl, b.jsonl\): pass one of these files"):
         find_log(tmp_path)
 
 
 def test_no_log_and_no_folder_are_told_apart(tmp_path):
     with pytest.raises(NoLogError, match=r"has no training_log\.jsonl"):
         find_log(tmp_path)
-    with pytest.raises(NoLogError, match="is not there"):
+    with pytest.raises(NoLogError, match="does not exist"):
         find_log(tmp_path / "typo")
 
 
@@ -327,8 +327,8 @@ def test_a_follower_begins_again_with_a_new_file(tmp_path, how):
 
 
 def test_a_long_backlog_is_thinned_but_only_rows_and_not_the_newest(tmp_path, monkeypatch):
-    monkeypatch.setattr("flopwatch.runs.following.MOST_ROWS", 50)
-    monkeypatch.setattr("flopwatch.runs.following.WHOLE_BYTES", 10_000)
+    monkeypatch.setattr("flopwatch.runs.reading.MOST_ROWS", 50)
+    monkeypatch.setattr("flopwatch.runs.reading.WHOLE_BYTES", 10_000)
     said = Notice(5, "info", "code", "message")
     rows = [row(10 * index + 1, 10 * index + 10) for index in range(3000)]
     path = write(tmp_path, start(), *rows[:1500], said, *rows[1500:], Summary(30_000, 1.0))

@@ -15,7 +15,7 @@ from flopwatch.records.sweep_results import read_results
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
-from flopwatch.sweep.host.tree_memory import resident
+from flopwatch.sweep.host.memory import resident
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import make_plan
 from flopwatch.sweep.runner.run import run_plan

@@ -24,7 +24,7 @@ from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
 from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.folder import Trial, held_folder, prepare
-from flopwatch.sweep.host.tree_memory import TreeMemory
+from flopwatch.sweep.host.memory import TreeMemory
 from flopwatch.sweep.supervisor.supervise import supervise
 
 MIB = 2**20

@@ -1,6 +1,7 @@
 """The errors flopwatch raises.
 
 FlopwatchError
+├── BrokenRecordError         a record in a file has a missing or wrong field (also a ValueError)
 ├── InputError                what was passed cannot be used (also a ValueError)
 │   ├── NoLogError            a run has no log, or not yet
 │   └── UnsupportedError      this trainer cannot train this model
@@ -8,7 +9,9 @@ FlopwatchError
 │   ├── NeedsOtherRanksError  the model calls collectives and cannot run on one rank alone
 │   ├── ReplayRefusedError    layers that looked equal were not (internal: the model is then traced in full)
 │   └── UntraceableError      the model cannot be followed with fake tensors
-└── MissingDependencyError    an optional package is not installed (also an ImportError)
+├── MissingDependencyError    an optional package is not installed (also an ImportError)
+├── NewerFormatError          a newer flopwatch wrote the file
+└── UnreadableError           a file exists and cannot be read
 
 Each message says what happened, with the value, and what to do next.
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flopwatch.runs import read_log
+from support.warm_python import start_warm
 
 pytestmark = pytest.mark.slow
 
@@ -38,15 +39,11 @@ HOWS = {
 
 
 def start(folder, body, how="as a context"):
-    code = TRAINING.replace("BODY", body).replace("HOW", HOWS[how])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    return start_warm(code_of(body, how), str(folder))
+
+
+def code_of(body, how="as a context"):
+    return TRAINING.replace("BODY", body).replace("HOW", HOWS[how])
 
 
 def wait_for_rows(folder):
@@ -96,7 +93,8 @@ def test_a_run_that_ends_by_itself_is_ended(flopwatch, tmp_path, body):
 
 
 def test_a_run_that_was_killed_is_called_dead_at_once_and_has_no_time_left(flopwatch, tmp_path):
-    process = start(tmp_path, WAIT)
+    # A child of ours, so that it can be left a zombie.
+    process = subprocess.Popen([sys.executable, "-c", code_of(WAIT), str(tmp_path)], stdout=subprocess.DEVNULL)
     wait_for_rows(tmp_path)
     time.sleep(6)  # the log is flushed every 5 seconds
     _, shown, _ = flopwatch("watch", str(tmp_path))
@@ -106,7 +104,7 @@ def test_a_run_that_was_killed_is_called_dead_at_once_and_has_no_time_left(flopw
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     _, shown, _ = flopwatch("watch", str(tmp_path))
     assert "died" in shown.splitlines()[0], "killed, and not yet waited for by its parent"
-    process.communicate(timeout=60)
+    process.wait(60)
     _, shown, _ = flopwatch("watch", str(tmp_path))
     assert "died" in shown.splitlines()[0]
     assert " left" not in shown

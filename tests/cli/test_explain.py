@@ -9,7 +9,7 @@ from decimal import Decimal
 import pytest
 
 from flopwatch.records.run import Provenance, Row, RunStart
-from flopwatch.runs.explain_law import apply_law
+from flopwatch.runs.explain import apply_law
 from support.make_run_log import PEAK, Accounts, Story, lengths_of, session, write_log, write_run
 
 LOG = "training_log.jsonl"
@@ -91,7 +91,7 @@ def test_one_step_divides_by_its_own_cells(flopwatch, tmp_path):
     assert float(seconds) == columns["seconds"][index]
     assert is_close(result, columns["model_flops"][index] / columns["seconds"][index] / PEAK["flops_per_s"])
     assert f"{columns['tokens'][index]:,} positions, {columns['real_tokens'][index]:,} not padding" in out
-    assert f"padding {1 - columns['real_tokens'][index] / columns['tokens'][index]:.2%}" in out
+    assert f"padding {100 * (1 - columns['real_tokens'][index] / columns['tokens'][index]):.2f} %" in out
     assert "logged with steps 51 to 60" in out
 
 
@@ -105,7 +105,7 @@ def test_the_law_is_written_out_with_the_steps_own_numbers_and_adds_up(flopwatch
     lengths = lengths_of(57, Story())
     counts = {term: count for _, count, term, _, _ in law_lines(out, "model FLOPs")}
     assert counts == {"positions": sum(lengths), "pairs": sum(length**2 for length in lengths)}
-    assert "what the logged FLOPs leave for it" in " ".join(out.split())
+    assert "derived from the logged FLOPs" in " ".join(out.split())
 
 
 def test_equal_lengths_need_no_guess(flopwatch, tmp_path):
@@ -127,7 +127,7 @@ def test_a_law_whose_terms_the_log_does_not_tell_is_shown_as_it_is(flopwatch, tm
     _, out, _ = flopwatch("explain", str(tmp_path))
     text = " ".join(out.split())
     assert "by the law forward: 10 x positions + 7,168 x patches; backward: 20 x positions." in text
-    assert "cannot be told from the log" in text
+    assert "The log does not say how many of each the step had" in text
 
 
 def test_a_sum_that_no_lengths_can_give_is_not_made_up():
@@ -150,7 +150,7 @@ def test_fractions_in_the_law_are_exact():
 def test_without_a_law_it_says_how_each_shape_was_counted(flopwatch, tmp_path):
     write_run(tmp_path, 20, Story(has_law=False))
     _, out, _ = flopwatch("explain", str(tmp_path))
-    assert "counted by trace, nothing was run, shape by shape: there is no law" in " ".join(out.split())
+    assert "counted by trace, nothing was run, for each shape: there is no law" in " ".join(out.split())
 
 
 def test_untimed_and_warm_up_steps_are_named_and_not_summed(flopwatch, tmp_path):
@@ -167,7 +167,7 @@ def test_untimed_and_warm_up_steps_are_named_and_not_summed(flopwatch, tmp_path)
 
 def test_a_warm_up_step_says_that_it_is_one(flopwatch, tmp_path):
     write_run(tmp_path, 10)
-    assert "warm-up step: it is in no MFU of the log" in flopwatch("explain", str(tmp_path), "--step", "2")[1]
+    assert "warm-up step: no MFU in the log includes it" in flopwatch("explain", str(tmp_path), "--step", "2")[1]
     assert "warm-up" not in flopwatch("explain", str(tmp_path), "--step", "7")[1]
 
 
@@ -182,12 +182,12 @@ def test_the_first_step_has_no_time_and_says_why(flopwatch, tmp_path):
 @pytest.mark.parametrize(
     ("story", "reasons"),
     [
-        (Story(knows_peak=False), ["nobody knows the peak of NVIDIA H100 80GB HBM3; pass peak_flops_per_s="]),
+        (Story(knows_peak=False), ["the peak of NVIDIA H100 80GB HBM3 is not in the table; pass peak_flops_per_s="]),
         (Story(knows_flops=False), ["FLOPs had not been found by then"]),
         (Story(knows_tokens=False), ["the batch's shape was not given; pass batch= or attention_mask="]),
         (
             Story(knows_peak=False, knows_flops=False, knows_tokens=False),
-            ["nobody knows the peak", "MFU unknown: without model FLOPs and peak"],
+            ["is not in the table", "MFU unknown: without model FLOPs and peak"],
         ),
     ],
 )

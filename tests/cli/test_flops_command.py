@@ -54,7 +54,7 @@ def test_a_step_faster_than_the_peak_is_questioned(capsys: pytest.CaptureFixture
     arguments = ["--model", "tiny", "--device", "NVIDIA H100 80GB HBM3", "--step-time", "1e-9"]
     _, out, _ = run(capsys, *arguments)
 
-    assert "Check the step time" in " ".join(out.split())
+    assert "check the step time" in " ".join(out.split())
 
 
 def test_conventions_and_methods_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

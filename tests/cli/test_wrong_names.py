@@ -102,7 +102,7 @@ def test_a_trainer_is_excluded_by_any_of_its_names():
     ("words", "told"),
     [
         (["options=3", "options.lr=0.1"], "'options.lr=0.1' sets a part of 'options'"),
-        (["options.lr=0.1", "options=3"], "'options=3' sets the whole of 'options'"),
+        (["options.lr=0.1", "options=3"], "'options=3' sets all of 'options'"),
         (["options.=3"], "a name is missing"),
     ],
 )
@@ -123,7 +123,7 @@ def test_any_name_of_a_setting_goes_over_any_other(tmp_path):
 
 
 def test_a_device_is_no_matrix():
-    with pytest.raises(InputError, match="no matrix"):
+    with pytest.raises(InputError, match="not a matrix"):
         read_matrix(Path("/dev/zero"), {})
 
 

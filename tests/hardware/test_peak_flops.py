@@ -225,7 +225,7 @@ def test_the_tables_remarks_can_be_read():
     assert product_notes(fake_device("unheard-of")) == ""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a CPU can do")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what a CPU can do")
 def test_the_cpu_of_this_machine_has_a_derived_peak():
     peak = peak_flops("cpu", "fp32")
     assert peak is None or (peak.kind == "derived" and peak.confidence == "low" and " cores x " in peak.source)
@@ -234,5 +234,5 @@ def test_the_cpu_of_this_machine_has_a_derived_peak():
 def test_a_figure_in_the_wrong_unit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOPWATCH_PEAK_TFLOPS", "989.4e12")
 
-    with pytest.raises(InputError, match="more than any device does"):
+    with pytest.raises(InputError, match="more than any device reaches"):
         peak_flops("cpu")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from flopwatch.errors import FlopwatchError
 from flopwatch.records.reading import BrokenRecordError
 from flopwatch.records.trial import (
     Measured,
@@ -169,3 +170,10 @@ def test_half_a_surrogate_pair_is_made_writable():
     read = TrialResult.from_json(content(reason="a\ud800b", evidence={"\udfff": ["\ud800"]}))
     assert read.reason == "a?b"
     json.dumps(read.to_json(), ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("kind", [TrialResult, TrialSpec, Measured])
+@pytest.mark.parametrize("content", [[], 3, {"format": 1, "spec": 3, "steps": "x"}])
+def test_what_from_json_raises_is_an_error_of_flopwatch(kind, content):
+    with pytest.raises(FlopwatchError):
+        kind.from_json(content)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from flopwatch.records.trial import MemoryUse
 from flopwatch.records.trial_files import write_json
 from flopwatch.report.capture import capture_sweep
-from flopwatch.report.markdown import fenced, report_markdown
-from flopwatch.report.sentences import crossover_sentence
+from flopwatch.report.contents import crossover_sentence
+from flopwatch.report.exports import fenced, report_markdown
 from support.few_results import GIB, group_of, ran, summary_of
 
 A100 = {"flops_per_s": 312e12, "device": "A100", "dtype": "bf16", "kind": "datasheet"}

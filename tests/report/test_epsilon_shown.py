@@ -7,10 +7,9 @@ from dataclasses import replace
 from rich.console import Console
 
 from flopwatch.records.trial import PrivacySpent
-from flopwatch.report.exports import report_json
+from flopwatch.report.contents import epsilon_text
+from flopwatch.report.exports import report_json, report_markdown
 from flopwatch.report.html_page.page import report_page
-from flopwatch.report.markdown import report_markdown
-from flopwatch.report.sentences import epsilon_text
 from flopwatch.report.terminal import draw_report
 from support.few_results import ended, ran, summary_of
 
@@ -48,8 +47,10 @@ def test_where_nobody_asked_the_report_says_so():
     asked_nothing = texts(summary_of(ran("ghost", 8, 32)))
     not_private = texts(summary_of(ran("standard", 8, 32)))
 
-    assert all("Epsilon was not asked for" in " ".join(text.split()) for text in asked_nothing.values())
-    assert not any("Epsilon" in text for text in not_private.values())
+    assert all(
+        "To see the epsilon that a training would spend" in " ".join(text.split()) for text in asked_nothing.values()
+    )
+    assert not any("epsilon" in text for text in not_private.values())
 
 
 def test_json_has_epsilon_unrounded_for_each_trial_and_each_group():

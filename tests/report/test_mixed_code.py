@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.report.analysis.caveats import mixed_warnings, peak_warnings
+from flopwatch.report.analysis.problems import mixed_warnings, peak_warnings
 from flopwatch.sweep.host.environment import fingerprint
-from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.supervisor.measurements import collect_measurements
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.report.exports import report_json
-from flopwatch.report.markdown import escaped, fenced, report_markdown
+from flopwatch.report.exports import escaped, fenced, report_json, report_markdown
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import hostile_results
 from testbeds.made_up_sweep import example_specs, make_result

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.sinks.protocol import SINK_NAMES, build_sinks
+from flopwatch.sinks.thread import SINK_NAMES, build_sinks
 from flopwatch.testing import RecordingSink
 
 
@@ -55,7 +55,7 @@ def test_making_sinks_loads_none_of_the_packages_behind_them():
     code = """
 import json, sys
 from pathlib import Path
-from flopwatch.sinks.protocol import SINK_NAMES, build_sinks
+from flopwatch.sinks.thread import SINK_NAMES, build_sinks
 import flopwatch.sinks.jsonl, flopwatch.sinks.thread
 build_sinks(SINK_NAMES, Path("nowhere"), {"prometheus": {"port": 9477}})
 print(json.dumps(sorted({"torch", "tensorboard", "wandb", "mlflow", "prometheus_client", "numpy"} & set(sys.modules))))

@@ -11,8 +11,7 @@ import pytest
 
 from flopwatch.records.metrics import find_metric
 from flopwatch.sinks.jsonl import JsonlSink
-from flopwatch.sinks.protocol import build_sinks
-from flopwatch.sinks.thread import SinkThread
+from flopwatch.sinks.thread import SinkThread, build_sinks
 from support.sinks.sample_run import ORIGIN, WARNING, records, rows
 from support.sinks.servers import free_port, get_json, post_json, prometheus_server, tensorboard_server, wait_until
 from support.sinks.wandb_file import (

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 
@@ -149,11 +151,7 @@ def _rates(steps: list[dict[str, object]], story: Story) -> dict[str, float]:
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
-    return {
-        f"perf/step_time_p{percent}": ordered[math.ceil(percent / 100 * len(ordered)) - 1]
-        for percent in (50, 90, 99)
-        if ordered
-    }
+    return {f"perf/step_time_p{percent}": float(np.percentile(ordered, percent)) for percent in (50, 90, 99) if ordered}
 
 
 def _shares(steps: list[dict[str, object]]) -> dict[str, float]:

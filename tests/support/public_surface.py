@@ -115,9 +115,9 @@ def _is_own(module: ModuleType, name: str, value: Any) -> bool:
     """Whether the module defines it; constants have no `__module__`, so those in capitals count as its own."""
     if name.startswith("_") or isinstance(value, ModuleType):
         return False
-    if name in getattr(module, "__all__", ()):
+    if name in getattr(module, "__all__", ()) or name.isupper():
         return True
-    return getattr(value, "__module__", None) == module.__name__ if not name.isupper() else True
+    return getattr(value, "__module__", None) == module.__name__
 
 
 def _commands() -> dict[str, list[str]]:

@@ -2,25 +2,34 @@
 
 import json
 import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
 from typing import Any
 
+from support.warm_python import start_warm
+
 
 def torchrun(script: Path, *arguments: str, ranks: int, seconds: float = 240) -> list[dict[str, Any]]:
-    """The results of all ranks, in their order: each prints one line of JSON behind the word RESULT."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    # Ranks share a pipe, so two results may stand in one line.
-    parts = done.stdout.split("RESULT ")[1:]
-    results = [json.JSONDecoder().raw_decode(part)[0] for part in parts]
+    """The results of all ranks, in their order: each prints one line of JSON behind the word RESULT.
+
+    The environment is the one torchrun gives; its agent and the import of torch in every rank are saved.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    job |= {"GROUP_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": 1}
+    started = []
+    for rank in range(ranks):
+        own = {name: str(value) for name, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        started.append(start_warm(script, *arguments, env={**os.environ, **own}))
+    results = []
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=seconds)
+            assert process.returncode == 0, err
+            results += [json.JSONDecoder().raw_decode(part)[0] for part in out.split("RESULT ")[1:]]
+    finally:
+        for process in started:
+            process.end()
     return sorted(results, key=lambda result: result["rank"])

@@ -8,7 +8,7 @@ from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import capture_sweep
 from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.sweep.runner.decisions import proves_too_large
+from flopwatch.sweep.runner.plan import proves_too_large
 from support.sweeping import TESTS, left_behind, run_sweep
 
 pytestmark = pytest.mark.slow

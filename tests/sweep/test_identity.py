@@ -6,7 +6,7 @@ import pytest
 
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.host.environment import _source_digest, fingerprint
-from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.parsing import parse_overrides
 from flopwatch.sweep.supervisor.measurements import collect_measurements

@@ -22,7 +22,7 @@ from flopwatch.sweep import claims
 from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, create_exclusively, own_identity, withdraw
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, result_file
-from flopwatch.sweep.host.memory_limit import group_places, limit_memory
+from flopwatch.sweep.host.memory import group_places, limit_memory
 from flopwatch.sweep.runner.waiting import LateResults, SilentSupervisors
 from flopwatch.sweep.supervisor import supervise as supervisor
 from flopwatch.sweep.supervisor.__main__ import main
@@ -160,7 +160,7 @@ def test_a_stopped_supervisor_is_killed_by_its_guard_with_the_whole_tree(sweep, 
     tree = watching.children(recursive=True)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert alive([watching, *tree]) == []
-    (told,) = LateResults().sift([Ended("one", {"signal": 9})], {"one": trial})
+    (told,) = LateResults().ready([Ended("one", {"signal": 9})], {"one": trial})
     assert "did not respond for" in told.evidence["stuck"]
 
 
@@ -272,20 +272,20 @@ def test_a_result_that_comes_into_sight_late_is_no_loss(sweep, monkeypatch):
     assert claims.claim(folder_of(trial), read_json(folder_of(trial) / "spec.json")["attempt"])
     LivenessFile(folder_of(trial) / SUPERVISOR_HEARTBEAT, {}).end()
     late = LateResults(clock)
-    assert late.sift([Ended("one")], {"one": trial}) == []
+    assert late.ready([Ended("one")], {"one": trial}) == []
     clock.advance(60.0)
-    assert late.sift([], {"one": trial}) == [], "not lost while it may be hidden"
+    assert late.ready([], {"one": trial}) == [], "not lost while it may be hidden"
     write_json(result_file(sweep, "one"), TrialResult("one", "key", trial.spec, "ok").to_json())
-    assert [ended.name for ended in late.sift([], {"one": trial})] == ["one"]
+    assert [ended.name for ended in late.ready([], {"one": trial})] == ["one"]
     result_file(sweep, "one").unlink()
-    assert late.sift([Ended("one")], {"one": trial}) == []
+    assert late.ready([Ended("one")], {"one": trial}) == []
     clock.advance(100.0)
-    assert len(late.sift([], {"one": trial})) == 1
+    assert len(late.ready([], {"one": trial})) == 1
 
 
 def test_a_trial_nobody_began_is_told_at_once_and_can_no_longer_begin(sweep):
     trial = ready(sweep)
-    assert len(LateResults().sift([Ended("one")], {"one": trial})) == 1
+    assert len(LateResults().ready([Ended("one")], {"one": trial})) == 1
     assert start(trial).wait(60) == 0
     assert not log_file(sweep, "one").exists()
 
@@ -304,11 +304,11 @@ def test_a_supervisor_without_a_sign_of_life_is_ended_after_its_limits_and_our_p
     try:
         for _ in range(100):
             sign.beat()
-            stuck.end_them(Engine(), {"one": trial})
+            stuck.end_silent(Engine(), {"one": trial})
             clock.advance(10.0)
         assert ended == [], "as long as it beats it may take what it takes"
         for _ in range(30):
-            stuck.end_them(Engine(), {"one": trial})
+            stuck.end_silent(Engine(), {"one": trial})
             clock.advance(10.0)
     finally:
         monkey.undo()

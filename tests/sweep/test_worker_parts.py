@@ -11,7 +11,7 @@ import torch
 from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.claims import Heartbeat, Progress, read_progress
-from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.supervisor.measurements import collect_measurements
 from flopwatch.sweep.worker import device as worker_clock
 from flopwatch.sweep.worker.device import peak_bytes, reset_peak, timed_step

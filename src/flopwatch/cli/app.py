@@ -1,4 +1,4 @@
-"""The commands of `flopwatch`. Command modules import what is heavy inside their functions, so `--help` is quick."""
+"""The commands of `flopwatch`. Their modules import heavy packages inside functions, so that `--help` is quick."""
 
 from typing import Annotated
 
@@ -6,22 +6,18 @@ import typer
 
 from flopwatch.cli.compare import compare
 from flopwatch.cli.explain import explain
-from flopwatch.cli.flops import flops
-from flopwatch.cli.peak import peak
+from flopwatch.cli.flops import flops, peak
 from flopwatch.cli.report import report
-from flopwatch.cli.trials.fit import fit
 from flopwatch.cli.trials.sweep import sweep
-from flopwatch.cli.trials.trial import trial
+from flopwatch.cli.trials.trial import fit, trial
 from flopwatch.cli.typer_internals import LightCommand, LightGroup
 from flopwatch.cli.watch import watch
 from flopwatch.version import __version__
 
-# `flopwatch selftest`: does it work on this machine?
-
 
 def selftest() -> None:
     """Check counting, monitoring and its cost on this machine; takes a few seconds."""
-    from flopwatch.selftest import run_checks
+    from flopwatch.cli.selftest import run_checks
 
     failed = 0
     for check in run_checks():
@@ -38,7 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Plain help: drawing it with rich doubles the time it takes.
+    # Plain text: drawing the help with rich doubles its time.
     rich_markup_mode=None,
 )
 app.command("peak", cls=LightCommand)(peak)
@@ -65,5 +61,4 @@ def _flopwatch(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # With a callback, typer keeps `peak` a sub command even while it is the only one.
     pass

@@ -1,4 +1,7 @@
-"""`flopwatch compare`: whether a change has made training faster, as far as two logs can tell."""
+"""`flopwatch compare`: whether a change has made training faster, as far as two logs or two sweeps can show.
+
+The text is not drawn with rich, which takes longer to load than everything else in this command.
+"""
 
 import shutil
 import textwrap
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flopwatch.cli.quantities import count_text, duration, flop_rate, percent, short_number, step_seconds
+from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, step_time
 from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
 
 if TYPE_CHECKING:
@@ -19,7 +22,7 @@ def compare(
     run_a: Annotated[str, typer.Argument(metavar="A", help="Folder of the run before, its log file, or a sweep.")],
     run_b: Annotated[str, typer.Argument(metavar="B", help="Folder of the run after, its log file, or a sweep.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    md: Annotated[str | None, typer.Option(metavar="PATH", help="Of two sweeps: write Markdown.")] = None,
+    md: Annotated[str | None, typer.Option(metavar="PATH", help="For two sweeps: write Markdown.")] = None,
     fail_if_slower: Annotated[
         float | None,
         typer.Option(
@@ -41,7 +44,7 @@ def compare(
         compare_two_sweeps(run_a, run_b, as_json=as_json, md=md, fail_if_slower=fail_if_slower)
         return
     if md is not None:
-        raise InputError("--md is for two sweeps; of two runs there is text and --json")
+        raise InputError("--md is for two sweeps; for two runs use the text or --json")
     comparison = compare_logs(read_log(find_log(run_a)), read_log(find_log(run_b)))
     if as_json:
         import json
@@ -54,7 +57,7 @@ def compare(
 
 
 def _refuse_slower(comparison: "Comparison", percent: float) -> None:
-    """Speak on stderr, so that `--json` stays JSON. What cannot be judged is an error: a gate must not pass unseen."""
+    """Exit with 1 if B is slower. Prints to stderr, to keep `--json` valid. A gate that cannot judge is an error."""
     from flopwatch.errors import InputError
     from flopwatch.runs.comparison import speed_line
     from flopwatch.spread import FEWEST_STEPS
@@ -72,11 +75,8 @@ def _refuse_slower(comparison: "Comparison", percent: float) -> None:
         raise typer.Exit(1)
 
 
-# `flopwatch compare SWEEP_A SWEEP_B`: two sweeps, pair by pair.
-
-
 def is_sweep(path: str) -> bool:
-    """A folder `flopwatch sweep` wrote; a run whose log is called results.jsonl is none."""
+    """Whether it is the folder of a sweep; the folder of a run may have a log called results.jsonl."""
     from flopwatch.errors import InputError
     from flopwatch.records.sweep_results import is_sweep_folder
     from flopwatch.records.trial_files import SWEEP
@@ -95,12 +95,14 @@ def is_sweep(path: str) -> bool:
 
 
 def refuse_mixed(a: str, b: str) -> None:
-    """A run and a sweep have nothing in common that could be divided."""
+    """Refuse to compare a run with a sweep."""
     from flopwatch.errors import InputError
 
     sweep, other = (a, b) if is_sweep(a) else (b, a)
     if not Path(other).expanduser().exists():
-        raise InputError(f"{other!r} is not there, and {sweep!r} is the folder of a sweep: name another sweep's folder")
+        raise InputError(
+            f"{other!r} does not exist, and {sweep!r} is the folder of a sweep: name another sweep's folder"
+        )
     raise InputError(
         f"{sweep!r} is the folder of a sweep and {other!r} is not: compare two sweeps, or two runs "
         "(folders with a training_log.jsonl)"
@@ -108,7 +110,7 @@ def refuse_mixed(a: str, b: str) -> None:
 
 
 def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if_slower: float | None) -> None:
-    """Print or write the comparison; exit status 0, unless `fail_if_slower` says otherwise."""
+    """Print or write the comparison of two sweeps; exit with 1 if `fail_if_slower` is exceeded."""
     from flopwatch.errors import InputError
     from flopwatch.report.capture import capture_sweep
     from flopwatch.report.comparison import compare_sweeps
@@ -136,7 +138,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
 
 
 def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
-    """Speak on stderr, so that `--json` stays JSON. What cannot be judged is an error: a gate must not pass unseen."""
+    """Exit with 1 if B is slower. Prints to stderr, to keep `--json` valid. A gate that cannot judge is an error."""
     from flopwatch.errors import InputError
     from flopwatch.records.reading import one_line
 
@@ -159,33 +161,30 @@ def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
     typer.secho(f"passed: of {len(judged):,} pairs none is slower by more than {percent:g} %", err=True)
 
 
-# A comparison as text. Not with rich: it would take longer to load than all the rest of the command.
-
-
-_UNKNOWN = "-"
 _WIDEST = 100
 _WIDTH_FOR_INTERVALS = 98
 _GOOD = ("faster", "steadier")
 _BAD = ("slower", "less steady")
-_NOT_TOLD = {"no difference that can be told": "no clear difference", "too few steps to tell": "too few steps"}
+_SHORT = {"no measurable difference": "no clear difference", "too few steps to tell": "too few steps"}
+"""Verdicts that would not fit a terminal of 80 columns."""
 _LABEL_WIDTH = 20
 _VALUE_WIDTH = 12
 _FACT_WIDTH = 30
 _FORMATS: dict[str, Callable[[float], str]] = {
-    "s": step_seconds,
-    "%": percent,
-    "% of peak": lambda value: f"{value:.2f} %",
+    "s": lambda value: step_time(value, digits=4),
+    "%": lambda value: percent(value / 100),
+    "% of peak": lambda value: percent(value / 100, decimals=2),
     "x": lambda value: f"{value:.3f}",
-    "per step": lambda value: short_number(value) if value >= 1000 else f"{value:g}",
+    "per step": lambda value: number(value) if value >= 1000 else f"{value:g}",
     "steps": lambda value: f"{value:,.0f}",
-    "tokens": count_text,
-    "FLOP": lambda value: flop_rate(value).removesuffix("/s"),
+    "tokens": count,
+    "FLOP": flops,
     "duration": duration,
 }
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Print what differs, the table, and how far it can be trusted."""
+    """Print what differs, the table, and how the verdicts were reached."""
     typer.echo()
     for name, run in (("A", comparison.a), ("B", comparison.b)):
         typer.secho(f"{name}  {run.log}", bold=True)
@@ -206,7 +205,7 @@ def _print_differences(differences: Sequence[Difference]) -> None:
     if not differences:
         typer.echo(_wrapped("Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."))
         return
-    typer.secho("Not the same in both, so compare with care:", fg="yellow")
+    typer.secho("The runs differ in these, so compare with care:", fg="yellow")
     rows = [(entry.what, _fact(entry.a), _fact(entry.b), entry.touches) for entry in differences]
     what_width, a_width, b_width = (max(len(row[column]) for row in rows) for column in range(3))
     for what, a, b, touches in rows:
@@ -216,7 +215,7 @@ def _print_differences(differences: Sequence[Difference]) -> None:
 
 def _fact(value: Any) -> str:
     if value is None:
-        return _UNKNOWN
+        return UNKNOWN
     if isinstance(value, bool):
         return "yes" if value else "no"
     text = f"{value:,.6g}" if isinstance(value, float) else str(value)
@@ -238,16 +237,20 @@ def _print_table(lines: Sequence[Line]) -> None:
 
 def _print_verdict(verdict: str) -> None:
     colour = "green" if verdict in _GOOD else "red" if verdict in _BAD else None
-    typer.secho(f"  {_NOT_TOLD.get(verdict, verdict)}", fg=colour, dim=verdict in _NOT_TOLD)
+    typer.secho(f"  {_SHORT.get(verdict, verdict)}", fg=colour, dim=verdict in _SHORT)
 
 
 def _value(value: float | None, unit: str) -> str:
-    return _UNKNOWN if value is None else _FORMATS.get(unit, short_number)(value)
+    return UNKNOWN if value is None else _FORMATS.get(unit, _rate)(value)
+
+
+def _rate(value: float) -> str:
+    return number(value, digits=4)
 
 
 def _change(line: Line) -> str:
     if line.change is None:
-        return f"{_UNKNOWN}   "
+        return f"{UNKNOWN}   "
     return f"{_signed(line.change)} {'pt' if line.unit == '%' else '% '}"
 
 
@@ -267,15 +270,15 @@ def _signed(change: float) -> str:
 
 def _print_remarks(comparison: Comparison) -> None:
     remarks = [
-        "Verdicts come from the spread within each run, block by block of consecutive steps; about one in twenty is "
-        "chance. What drifts over a whole run or changes from run to run, such as another node, clocks or neighbours, "
-        "is not in it: repeat both runs before you believe a small difference."
+        "Verdicts are based on the spread within each run, in blocks of consecutive steps; about one in twenty is "
+        "wrong by chance. They do not cover what drifts over a whole run or changes from run to run, such as another "
+        "node, clocks or neighbours: repeat both runs before you rely on a small difference."
     ]
     per_step = comparison.line("tokens_per_step")
     if per_step.change is not None and abs(per_step.change) > 1:
         remarks.insert(0, "The runs' steps differ in size: compare rates and MFU, not step times.")
     if max(comparison.a.world_size, comparison.b.world_size) > 1:
-        remarks.insert(0, "Of several ranks, rates and shares are those of the logging rank's own steps.")
+        remarks.insert(0, "With several ranks, rates and shares are those of the logging rank.")
     typer.echo()
     for remark in remarks:
         typer.secho(_wrapped(remark), dim=True)

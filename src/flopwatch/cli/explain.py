@@ -1,4 +1,7 @@
-"""`flopwatch explain`: one MFU taken apart, so that anyone can check it by hand."""
+"""`flopwatch explain`: one MFU taken apart, so that it can be checked by hand.
+
+The text is not drawn with rich, which takes longer to load than everything else in this command.
+"""
 
 import shutil
 import textwrap
@@ -7,10 +10,10 @@ from typing import Annotated
 
 import typer
 
+from flopwatch.number_format import percent
 from flopwatch.records.metrics import Goodput
 from flopwatch.records.run import Provenance
-from flopwatch.runs.explain import Division, Explanation
-from flopwatch.runs.explain_law import LawSum
+from flopwatch.runs.explain import Division, Explanation, LawSum
 
 
 def explain(
@@ -35,9 +38,6 @@ def explain(
         print_explanation(explanation)
 
 
-# An explanation as text. Not with rich: it would take longer to load than all the rest of the command.
-
-
 _WIDEST = 100
 _LABEL_WIDTH = 16
 _TABLE_INDENT = 4
@@ -45,15 +45,15 @@ _METHODS = {
     "trace": "counted by trace, nothing was run",
     "step": "counted on one real step",
     "estimate": "estimated from the modules' shapes",
-    "flops_fn": "as the user's flops_fn says",
+    "flops_fn": "returned by the user's flops_fn",
 }
 _PHASES = {"eval": "evaluation", "checkpoint": "checkpoints", "pause": "pauses", "count": "counting FLOPs"}
 _ROUNDING_SECONDS = 1e-9
-"""Of the seconds in the log."""
+"""Precision of the seconds in the log."""
 
 
 def print_explanation(explanation: Explanation) -> None:
-    """Print the result, what it is made of, and the division."""
+    """Print the result, its parts, and the division."""
     typer.secho(f"\n{_title(explanation)}", bold=True)
     typer.secho(explanation.log, dim=True)
     typer.secho(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", bold=True)
@@ -78,12 +78,12 @@ def print_explanation(explanation: Explanation) -> None:
 
 
 def _of_one_rank(explanation: Explanation) -> str:
-    together = "" if explanation.all_ranks_mfu is None else f": MFU {100 * explanation.all_ranks_mfu:.2f} %"
+    together = "" if explanation.all_ranks_mfu is None else f": MFU {percent(explanation.all_ranks_mfu, decimals=2)}"
     return f"of the logging rank's own steps; the window of all {explanation.world_size} ranks is in the log{together}"
 
 
 def _percent(division: Division | None) -> str:
-    return "unknown" if division is None else f"{100 * division.share:.2f} %"
+    return "unknown" if division is None else percent(division.share, decimals=2)
 
 
 def _title(explanation: Explanation) -> str:
@@ -100,7 +100,7 @@ def _flops(explanation: Explanation, which: str) -> Iterator[str]:
     flops: int | None = getattr(explanation, f"{which}_flops")
     law: LawSum | None = getattr(explanation, f"{which}_law")
     if flops is None:
-        yield "unknown: " + explanation.unknown.get("model_flops", "what is executed was not counted")
+        yield "unknown: " + explanation.unknown.get("model_flops", "executed FLOPs were not counted")
         return
     yield f"{flops:,}"
     if law is not None and law.terms:
@@ -112,7 +112,7 @@ def _flops(explanation: Explanation, which: str) -> Iterator[str]:
 
 
 def _why_more(explanation: Explanation, hardware_flops: int) -> str:
-    """What was executed beyond the model FLOPs: run a second time, for padding, for pairs that no document has."""
+    """What was executed beyond the model FLOPs: recomputation, padding, pairs of positions in different documents."""
     needed, again = explanation.model_flops or 0, explanation.recompute_flops
     is_padded = explanation.real_tokens is None or explanation.real_tokens != explanation.tokens
     of_documents = "pairs of positions in different documents"
@@ -128,7 +128,7 @@ def _why_more(explanation: Explanation, hardware_flops: int) -> str:
 
 
 def _law(law: LawSum) -> Iterator[str]:
-    """A table; its lines begin with spaces."""
+    """The terms as a table, whose lines begin with spaces."""
     rows = [(term.phase, f"{term.count:,}", term.name, _each(term.flops_each), f"{term.flops:,}") for term in law.terms]
     phase_width, count_width, name_width, each_width, flops_width = (
         max(map(len, column)) for column in zip(*rows, strict=True)
@@ -138,8 +138,8 @@ def _law(law: LawSum) -> Iterator[str]:
         yield f"{'':{_TABLE_INDENT}}{phase:<{phase_width}}  {terms} = {flops:>{flops_width}}"
     if law.pairs_from_sum:
         yield (
-            "pairs is the sum of the squared lengths. The log does not hold the lengths, so it is what the logged "
-            "FLOPs leave for it."
+            "pairs is the sum of the squared lengths. The log does not hold the lengths, so it was derived from the "
+            "logged FLOPs."
         )
 
 
@@ -149,13 +149,13 @@ def _each(text: str) -> str:
 
 def _without_law(provenance: Provenance) -> str:
     if not provenance.law:
-        return _METHODS.get(provenance.method or "", "") + ", shape by shape: there is no law"
+        return _METHODS.get(provenance.method or "", "") + ", for each shape: there is no law"
     terms = (
         f"{phase}: " + " + ".join(f"{_each(each)} x {name}" for name, each in phase_terms.items())
         for phase, phase_terms in provenance.law.items()
         if phase_terms
     )
-    return f"by the law {'; '.join(terms)}. How many of each the step had cannot be told from the log."
+    return f"by the law {'; '.join(terms)}. The log does not say how many of each the step had."
 
 
 def _seconds(explanation: Explanation) -> Iterator[str]:
@@ -166,13 +166,13 @@ def _seconds(explanation: Explanation) -> Iterator[str]:
     if explanation.seconds is not None and explanation.input_wait_seconds is not None:
         yield f"of which {explanation.input_wait_seconds:.6g} waiting for the batch"
     if explanation.is_warm_up:
-        yield "This is a warm-up step: it is in no MFU of the log."
+        yield "This is a warm-up step: no MFU in the log includes it."
     for reason in sorted(set(explanation.left_out.values())):
         steps = [f"{step:,}" for step, why in explanation.left_out.items() if why == reason]
         yield f"Left out: {'steps' if len(steps) > 1 else 'step'} {', '.join(steps)} ({reason})"
     spent = [f"{_PHASES[name]} {seconds:,.1f} s" for name, seconds in explanation.other_seconds.items()]
     so_far = f" So far: {', '.join(spent)}." if spent else ""
-    yield f"Not in it: pauses, evaluation, checkpoints, counting FLOPs.{so_far}"
+    yield f"Excluded: pauses, evaluation, checkpoints, counting FLOPs.{so_far}"
 
 
 def _peak(explanation: Explanation) -> Iterator[str]:
@@ -184,14 +184,14 @@ def _peak(explanation: Explanation) -> Iterator[str]:
     yield f"{peak['flops_per_s']:,.0f} FLOP/s, {peak['device']}, {peak['dtype']}"
     yield f"{peak['kind']}, confidence {peak['confidence']}: {peak['source']}"
     if peak.get("fraction", 1) < 1:
-        yield f"for the visible {peak['fraction']:.1%} of the device"
+        yield f"for the visible {percent(peak['fraction'])} of the device"
     devices = provenance.device_count
     yield "1 device" if devices == 1 else f"{devices} devices, {devices * peak['flops_per_s']:,.0f} FLOP/s in all"
 
 
 def _tokens(explanation: Explanation) -> Iterator[str]:
     if explanation.tokens is None:
-        yield "unknown: " + explanation.unknown.get("tokens", "no step counts")
+        yield "unknown: " + explanation.unknown.get("tokens", "all steps are left out")
         return
     parts = [f"{explanation.tokens:,} positions"]
     for name, what in (("real_tokens", "not padding"), ("trainable_tokens", "with a label")):
@@ -201,7 +201,7 @@ def _tokens(explanation: Explanation) -> Iterator[str]:
         parts.append(f"in {explanation.samples:,} samples")
     yield ", ".join(parts)
     if explanation.real_tokens is not None and explanation.tokens:
-        yield f"padding {1 - explanation.real_tokens / explanation.tokens:.2%}"
+        yield f"padding {percent(1 - explanation.real_tokens / explanation.tokens, decimals=2)}"
     if explanation.seconds:
         yield f"{explanation.tokens / explanation.seconds:,.1f} positions per second"
 
@@ -209,7 +209,7 @@ def _tokens(explanation: Explanation) -> Iterator[str]:
 def _counting(explanation: Explanation) -> Iterator[str]:
     provenance = explanation.provenance
     if provenance is None:
-        yield "unknown: the log does not say how"
+        yield "unknown: the log does not say how FLOPs were counted"
         return
     method = _METHODS.get(provenance.method or "", "not found yet")
     exact = provenance.exact if explanation.exact is None else explanation.exact
@@ -226,7 +226,7 @@ def _counting(explanation: Explanation) -> Iterator[str]:
 
 
 def _goodput(goodput: Goodput) -> Iterator[str]:
-    yield f"{100 * goodput.share:.2f} % of {goodput.wall_seconds:,.1f} s since the first process started"
+    yield f"{percent(goodput.share, decimals=2)} of {goodput.wall_seconds:,.1f} s since the first process started"
     losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
     if losses:
         yield f"Lost most to {', '.join(losses)}."
@@ -236,7 +236,9 @@ def _coverage(coverage: float | None) -> str:
     if coverage is None:
         return "coverage unknown: no op was seen"
     if coverage < 1:
-        return f"coverage {coverage:.2%}: some matmul-like ops had no formula, the true number is higher"
+        return (
+            f"coverage {percent(coverage, decimals=2)}: some matmul-like ops had no formula, the true number is higher"
+        )
     return "coverage 100 %: every matmul-like op had a formula"
 
 
@@ -272,7 +274,7 @@ def _print_section(label: str, paragraphs: Iterator[str]) -> None:
     width = max(min(shutil.get_terminal_size().columns, _WIDEST) - indent, 20)
     lines: list[str] = []
     for paragraph in paragraphs:
-        # Tables stay as they are: a number broken over two lines cannot be checked.
+        # Tables are not wrapped: a number broken over two lines cannot be checked.
         is_table = paragraph.startswith(" ")
         wrapped = textwrap.wrap(paragraph, width, break_on_hyphens=False)
         lines += [paragraph] if is_table else [f"{'':{indent}}{line}" for line in wrapped]

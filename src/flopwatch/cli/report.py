@@ -1,4 +1,4 @@
-"""`flopwatch report`: what a sweep found, and what to run."""
+"""`flopwatch report`: what a sweep found, on the screen, as a page, Markdown or JSON, as a table, or in a tracker."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,7 +81,7 @@ def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
     folder = Path(directory or logs_dir or "").expanduser()
     if not folder.is_dir():
         raise InputError(f"{str(folder)!r} is not a folder; name the folder `flopwatch sweep` wrote")
-    # The documents' user names the logs; a sweep's own folder is taken as it is, whatever it is called.
+    # docs/requirements.md: --logs-dir names DIR/logs. The folder of a sweep itself is accepted too.
     return folder if directory is not None or is_sweep_folder(folder) else folder.resolve().parent
 
 
@@ -89,7 +89,7 @@ def _metrics(names: str | None) -> tuple[str, ...]:
     if names is None:
         return ()
     from flopwatch.errors import InputError
-    from flopwatch.report.matrices import METRICS
+    from flopwatch.report.contents import METRICS
 
     chosen = tuple(name.strip() for name in names.split(","))
     for name in chosen:
@@ -105,7 +105,7 @@ def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, o
 
         written.append(_write(html, report_page(summary)))
     if md is not None:
-        from flopwatch.report.markdown import report_markdown
+        from flopwatch.report.exports import report_markdown
 
         written.append(_write(md, report_markdown(summary)))
     if output is not None:
@@ -134,14 +134,11 @@ def _print(summary: "SweepSummary", metrics: tuple[str, ...]) -> None:
     console.print(draw_report(summary, metrics, console.width))
 
 
-# `flopwatch report --csv FILE --parquet FILE`: the flat table of trials; `-` is standard output.
-
-
 STANDARD_OUTPUT = "-"
 
 
 def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:
-    """Write what was asked for; the files that were written, without standard output."""
+    """Write the requested tables. Returns the files written, without standard output."""
     from flopwatch.records.reading import one_line
     from flopwatch.report.exports import table_csv, table_parquet
     from flopwatch.report.table import make_table
@@ -160,7 +157,7 @@ def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> li
 
 
 def refuse_two_on_standard_output(csv: str | None, parquet: str | None, *, as_json: bool) -> None:
-    """Two formats in one stream could not be told apart by who reads it."""
+    """Refuse two formats on standard output, which a reader could not separate."""
     from flopwatch.errors import InputError
 
     asked = [f"--{name} -" for name, path in (("csv", csv), ("parquet", parquet)) if path == STANDARD_OUTPUT]
@@ -170,7 +167,7 @@ def refuse_two_on_standard_output(csv: str | None, parquet: str | None, *, as_js
 
 
 def write_file(path: str, content: bytes) -> str:
-    """To the file, or to standard output for `-`; the path."""
+    """Write to the file, or to standard output for `-`. Returns the path."""
     from flopwatch.errors import InputError
 
     if path == STANDARD_OUTPUT:

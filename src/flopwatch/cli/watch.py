@@ -1,9 +1,9 @@
-"""`flopwatch watch`: a live view of a run, from its log alone."""
+"""`flopwatch watch`: a live view of a run from its log, and what is known about the run at any time."""
 
 import time
 from collections import deque
 from collections.abc import Callable
-from math import ceil, inf, isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -11,6 +11,7 @@ import typer
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 from flopwatch.runs import LogFollower, NoLogError, find_log
 from flopwatch.runs.process import is_gone
+from flopwatch.spread import percentile
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -21,7 +22,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     refresh: Annotated[float, typer.Option(help="Seconds between two looks at the log.")] = 1.0,
 ) -> None:
-    """Watch a run until it ends: progress, loss, MFU, where time and FLOPs go. Ctrl-C does not touch the run."""
+    """Watch a run until it ends: progress, loss, MFU, where time and FLOPs go. Ctrl-C does not affect the run."""
     from rich.console import Console
 
     from flopwatch.errors import InputError
@@ -42,10 +43,10 @@ def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -
 
     from rich.live import Live
 
-    # Also when it is killed: the terminal must come back from the other screen.
+    # SIGTERM raises KeyboardInterrupt too, so that the terminal returns from the alternate screen.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with console.status(f"Reading the log in {feed.place}"):  # seconds, where it has gigabytes
+        with console.status(f"Reading the log in {feed.place}"):  # takes seconds for gigabytes
             feed.look()
         if _is_over(feed):
             console.print(_frame(feed, console))
@@ -55,11 +56,11 @@ def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -
                 time.sleep(refresh_seconds)
                 feed.look()
                 live.update(_frame(feed, console), refresh=True)
-            # It is ending already, and must not be disturbed on its way back to the ordinary screen.
+            # A signal from here on would interrupt the return to the normal screen.
             _ignore_signals()
     except KeyboardInterrupt:
         _ignore_signals()
-    # The last frame stays on the ordinary screen.
+    # The last frame stays on the normal screen.
     console.print(_frame(feed, console))
 
 
@@ -86,15 +87,12 @@ def _frame(feed: "WatchFeed", console: "Console") -> "RenderableType":
     return Group(*draw_frame(feed.run, feed.place, feed.unix_time(), width=width, height=height, in_colour=in_colour))
 
 
-# From a folder to what is known of the run in it, kept up to date.
-
-
 class WatchFeed:
-    """Looks at a run's log whenever asked. The folder, the log and its first record may all come later.
+    """Reads a run's log at every call of `look`. The folder, the log and its first record may not exist yet.
 
     Attributes:
-        run: What is known.
-        place: What is watched, as the user wrote it.
+        run: The state of the run.
+        place: The folder or file to watch, as the user wrote it.
     """
 
     def __init__(self, run_dir: str, unix_time: Callable[[], float]) -> None:
@@ -106,7 +104,7 @@ class WatchFeed:
         self._has_looked = False
 
     def look(self, *, must_exist: bool = False) -> None:
-        """Take in what is new.
+        """Read what was appended to the log.
 
         Raises:
             InputError: There are several logs, or one in a newer format; with `must_exist` also where there is none.
@@ -127,12 +125,9 @@ class WatchFeed:
             self.run.add(record)
             is_new = True
         if is_new and self._has_looked:
-            # By the clock here: the one of the training's machine may differ.
+            # By the clock of this machine: that of the training may differ.
             self.run.heard_unix_time = self.unix_time()
         self._has_looked = True
-
-
-# What `flopwatch watch` knows of a run: fed with records as they come, of the same size however long the run is.
 
 
 State = Literal["no log", "starting", "running", "silent", "died", "ended", "stopped", "failed"]
@@ -143,17 +138,17 @@ _MOST_NOTICES = 20
 _SHORTEST_SILENCE_SECONDS = 30.0
 _WINDOWS_OF_SILENCE = 3
 _PERCENTILE_STEPS = 512
-"""As for the metric `perf/step_time_p50`."""
+"""As many as the metric `perf/step_time_p50` uses."""
 _TIMES = (
     *("train", "input_wait", "warm_up", "eval", "checkpoint", "pause", "count"),
     *("start_up", "restart", "rerun", "wall"),
 )
 _LEAST_SHARE_PERCENT = 1e-9
-"""Below it, a difference of shares is what floating point leaves of nothing."""
+"""A smaller difference of shares is rounding error."""
 
 
 class ThinnedCurve:
-    """A curve of any length in at most 1,024 points: when it is full, every two neighbours become their mean.
+    """A curve of any length in at most 1,024 points: when it is full, each pair of neighbours becomes its mean.
 
     >>> curve = ThinnedCurve(most_points=4)
     >>> for step in range(6):
@@ -173,7 +168,7 @@ class ThinnedCurve:
         self.ends = (0, 0)
 
     def add(self, step: int, value: float) -> None:
-        """Take a point; one that is not finite is left out."""
+        """Add a point, unless it is not finite."""
         if not isfinite(value):
             return
         self.ends = (self.ends[0] if self._points or self._waiting else step, step)
@@ -187,7 +182,7 @@ class ThinnedCurve:
             self._merged *= 2
 
     def drop_after(self, step: float) -> None:
-        """Forget what was run again."""
+        """Remove the points after a step, which were run again."""
         self._points = [point for point in self._points if point[0] <= step]
         self._waiting = [point for point in self._waiting if point[0] <= step]
 
@@ -210,18 +205,18 @@ def _without_noise(share_percent: float) -> float:
 
 
 class WatchedRun:
-    """The newest of everything in a log.
+    """What is known about a run from the records read so far. Its size does not depend on the length of the run.
 
     Attributes:
-        start: The last session.
-        sessions: How many the run has had.
-        provenance: Where the newest numbers come from.
+        start: The start of the last session.
+        sessions: The number of sessions.
+        provenance: How the newest numbers were found.
         row: The newest window.
-        loss: The newest loss that is known, and its step.
-        notices: The last ones.
-        summary: Of the last session, once it has ended.
-        curves: Metric key to its curve over the run.
-        heard_unix_time: When the run last said something.
+        loss: The step and value of the newest known loss.
+        notices: The last notices.
+        summary: The end of the last session; None while it runs.
+        curves: The curve of each metric over the run.
+        heard_unix_time: When the last record was written.
     """
 
     def __init__(self) -> None:
@@ -242,7 +237,7 @@ class WatchedRun:
         self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
 
     def add(self, record: Record) -> None:
-        """Take the next record of the log."""
+        """Add the next record of the log."""
         if isinstance(record, RunStart):
             self._begin_session(record)
         elif isinstance(record, Row):
@@ -278,17 +273,16 @@ class WatchedRun:
                 curve.add(row.step, row.values[key])
 
     def value(self, key: str) -> Number | None:
-        """Of the newest window, never of an older one: what is shown together was measured together."""
+        """A value of the newest window only, so that all values on the screen were measured together."""
         return None if self.row is None else self.row.values.get(key)
 
     def step_time_percentiles(self) -> dict[str, float]:
-        """Of the last steps, up to the newest window; empty where no step was timed."""
+        """Percentiles of the last steps; empty if no step was timed."""
         ordered = sorted(self._recent_seconds)
-        ranks = {f"p{percent}": ceil(percent / 100 * len(ordered)) for percent in (50, 90, 99)}
-        return {name: ordered[rank - 1] for name, rank in ranks.items() if rank}
+        return {f"p{percent}": percentile(ordered, percent / 100) for percent in (50, 90, 99)} if ordered else {}
 
     def seconds_spent(self) -> dict[str, float]:
-        """By phase, since the first start, as the newest window has it."""
+        """Seconds in each phase since the first start, by the newest window."""
         ledger = self.row.ledger.get("seconds", {}) if self.row is not None else {}
         return {
             name: float(ledger.get(name, 0.0) if ledger else self.value(f"time/{name}_seconds") or 0.0)
@@ -296,7 +290,7 @@ class WatchedRun:
         }
 
     def flops_shares(self) -> dict[str, float]:
-        """What the executed FLOPs of the newest window were for, in percent; empty when not known."""
+        """What the executed FLOPs of the newest window were used for, in percent; empty when unknown."""
         useful, again = self._useful_percent(), self.value("perf/recompute_percent")
         if useful is None:
             return {}
@@ -306,7 +300,7 @@ class WatchedRun:
         return {"useful": useful, "recompute": again, self._name_of_the_rest(): rest}
 
     def _useful_percent(self) -> float | None:
-        """Of all ranks, where they have told: the columns are the logging rank's own."""
+        """Over all ranks if they have reported, else over the steps of the logging rank."""
         row = self.row
         if row is None:
             return None
@@ -315,12 +309,12 @@ class WatchedRun:
         else:
             columns = row.steps.get("model_flops", ()), row.steps.get("hardware_flops", ())
             known = list(zip(*columns, strict=False))
-        told = [(model, hardware) for model, hardware in known if model is not None and hardware is not None]
-        executed = sum(hardware for _, hardware in told)
-        return 100 * sum(model for model, _ in told) / executed if executed else None
+        counted = [(model, hardware) for model, hardware in known if model is not None and hardware is not None]
+        executed = sum(hardware for _, hardware in counted)
+        return 100 * sum(model for model, _ in counted) / executed if executed else None
 
     def _name_of_the_rest(self) -> str:
-        """Executed, not useful and not recomputed: positions that are padding, or pairs of two documents in a row."""
+        """The name for FLOPs that are neither useful nor recomputed: padding, or pairs across packed documents."""
         padding = self.value("perf/padding_percent")
         if padding is None:
             return "padding"
@@ -328,27 +322,28 @@ class WatchedRun:
 
     @property
     def wall_seconds_per_step(self) -> float | None:
-        """Of this session, with everything between the steps."""
+        """Wall time per step of this session, with everything between the steps."""
         if self.row is None or self._first_row is None or self.row.step <= self._first_row.step:
             return None
         return (self.row.unix_time - self._first_row.unix_time) / (self.row.step - self._first_row.step)
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the planned end, at the pace of this session."""
+        """Estimated time until the planned end, at the pace of this session."""
         pace = self.wall_seconds_per_step
         if pace is None or self.row is None or self.start is None or self.start.total_steps is None or self.summary:
             return None
         return max(self.start.total_steps - self.row.steps_done, 0) * pace
 
     def silent_seconds(self, unix_time: float) -> float:
-        """Since the run last said something."""
+        """Time since the last record."""
         return max(unix_time - self.heard_unix_time, 0.0)
 
     def state(self, unix_time: float) -> State:
-        """Silent is a run that has said nothing for much longer than a window takes: it evaluates, hangs or is dead.
+        """The state of the run.
 
-        Died is one whose process is gone without having written an end; that can be seen on its own machine only.
+        It is `silent` if it has logged nothing for much longer than a window takes: it may evaluate, hang or be dead.
+        It has `died` if its process is gone without having logged an end, which only its own machine can see.
         """
         if self.start is None and self.row is None:
             return "no log"

@@ -1,4 +1,4 @@
-"""The parts of the screen of `flopwatch watch` that show numbers: cards, curves, divided bars."""
+"""The panels of `flopwatch watch`: cards, curves and bars, and the characters and lines they are drawn with."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from flopwatch.cli.quantities import duration, flop_rate, percent, scaled_number, short_number, step_seconds
 from flopwatch.cli.watch import WatchedRun
+from flopwatch.number_format import count, duration, flop_rate, number, percent, step_time
 from flopwatch.records.metrics import goodput_of
 
 _TIME_PARTS = {
@@ -34,20 +34,20 @@ _FLOPS_PARTS = {
     "recompute or padding": ("yellow", "▒"),
 }
 _CURVES: Mapping[str, tuple[str, str, Callable[[float], str], float]] = {
-    "training/loss": ("loss", "cyan", short_number, 0.0),
-    "perf/mfu_percent": ("MFU", "green", percent, 0.2),
-    "perf/step_time": ("step time", "magenta", step_seconds, 0.2),
+    "training/loss": ("loss", "cyan", lambda value: number(value, digits=4), 0.0),
+    "perf/mfu_percent": ("MFU", "green", lambda value: percent(value / 100), 0.2),
+    "perf/step_time": ("step time", "magenta", lambda value: step_time(value, digits=4), 0.2),
 }
-"""Name, colour, how its values are written, and the least range of its axis as a share of the values."""
+"""Name, colour, text of a value, and the least range of the axis as a share of the values."""
 _CARD_WIDTHS = (20, 20, 20, 21)
-"""Of a screen of 120; the last card has the rest."""
+"""On a screen of 120 columns; the last card gets the rest."""
 _LABEL_WIDTH = 7
 _AXIS_WIDTH = 8
 _REMARK_WIDTH = 15
 
 
 class Card(NamedTuple):
-    """One number that is to be seen from across the room."""
+    """One number, in large digits if there is room."""
 
     name: str
     value: str | None
@@ -92,8 +92,7 @@ def _utilisation(run: WatchedRun, name: str) -> Card:
         why = "FLOPs unknown" if rate is None else flop_rate(rate)
         return Card(name, None, "", why, "")
     style = "red" if value > 105 else "green"
-    number = f"{value:.1f}" if value >= 0.05 or value == 0 else f"{value:.2g}"  # a little is not nothing
-    return Card(name, number, "%", "" if rate is None else flop_rate(rate), style)
+    return Card(name, percent(value / 100).removesuffix(" %"), "%", "" if rate is None else flop_rate(rate), style)
 
 
 def _loss(run: WatchedRun) -> Card:
@@ -104,36 +103,33 @@ def _loss(run: WatchedRun) -> Card:
     step, value = run.loss
     if run.row is not None and step < run.row.step:
         remark = f"at step {step:,}"
-    return Card("loss", short_number(value), "", remark, "cyan" if isfinite(value) else "red")
+    return Card("loss", number(value, digits=4), "", remark, "cyan" if isfinite(value) else "red")
 
 
 def _tokens(run: WatchedRun) -> Card:
     value, padding = run.value("perf/tokens_per_second"), run.value("perf/padding_percent")
     if value is None:
         samples = run.value("perf/samples_per_second")
-        return Card("tokens/s", None, "", "" if samples is None else f"{short_number(samples)} samples/s", "")
-    number, unit = scaled_number(value)
+        return Card("tokens/s", None, "", "" if samples is None else f"{number(samples, digits=4)} samples/s", "")
+    shown = number(value, digits=4) if value < 1e6 else count(value, digits=4)  # seven large digits do not fit
+    digits = shown.rstrip("kMBT")
     remark = "" if padding is None else f"{100 - padding:.0f} % real"
-    return Card("tokens/s", number, unit, remark, "")
+    return Card("tokens/s", digits, shown.removeprefix(digits), remark, "")
 
 
 def _step_time(run: WatchedRun) -> Card:
     value = run.value("perf/step_time")
     if value is None:
         return Card("step time", None, "", "", "")
-    number, unit = step_seconds(value).split(" ")
+    digits, unit = step_time(value, digits=4).split(" ")
     factor = 1e3 if unit == "ms" else 1.0
     known = run.step_time_percentiles()
-    remark = " ".join(f"{name} {_two_digits(factor * seconds)}" for name, seconds in known.items())
-    return Card("step time", number, unit, remark, "magenta")
-
-
-def _two_digits(number: float) -> str:
-    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
+    remark = " ".join(f"{name} {number(factor * seconds, digits=2)}" for name, seconds in known.items())
+    return Card("step time", digits, unit, remark, "magenta")
 
 
 def curves(run: WatchedRun, width: int, height: int) -> list[Text]:
-    """Two curves over the run: the loss, and MFU or, where nobody knows it, the step time."""
+    """Two curves over the run: the loss, and MFU or, if that is unknown, the step time."""
     right = "perf/mfu_percent" if run.curves["perf/mfu_percent"].points() else "perf/step_time"
     column = (width - 2) // 2
     return beside([(column, _curve(run, key, column, height)) for key in ("training/loss", right)], gap=2)
@@ -157,7 +153,7 @@ def _curve(run: WatchedRun, key: str, width: int, height: int) -> list[Text]:
 
 
 def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
-    """Where the time since the first start went: all of it, where the log tells the wall time."""
+    """How the time since the first start was spent; it covers all of it if the log has the wall time."""
     spent = run.seconds_spent()
     parts = {
         "compute": max(spent["train"] - spent["input_wait"] - spent["warm_up"], 0.0),
@@ -179,13 +175,13 @@ def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
 
 
 def _goodput(run: WatchedRun, width: int) -> list[Text]:
-    """With what cost most, in the words of the bar; nothing for a log that does not tell."""
+    """Goodput and its largest losses, named as in the bar; empty for a log without them."""
     goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
     if goodput is None:
         return []
-    text = line((" " * _LABEL_WIDTH, ""), "goodput ", (percent(100 * goodput.share), "bold"))
+    text = line((" " * _LABEL_WIDTH, ""), "goodput ", (percent(goodput.share), "bold"))
     for index, (name, seconds) in enumerate(goodput.largest_losses()):
-        share = percent(100 * seconds / goodput.wall_seconds)
+        share = percent(seconds / goodput.wall_seconds)
         loss = f"{', lost to' if index == 0 else ','} {_LOSSES.get(name) or name.replace('_', '-')} {share}"
         if text.cell_len + len(loss) <= width:
             text.append(loss, "dim")
@@ -193,7 +189,7 @@ def _goodput(run: WatchedRun, width: int) -> list[Text]:
 
 
 def flops_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
-    """What the FLOPs of the newest window were for."""
+    """What the FLOPs of the newest window were used for."""
     shares = run.flops_shares()
     if not shares:
         return [line((f"{'FLOPs':<{_LABEL_WIDTH}}", "dim"), ("not known", "dim italic"))]
@@ -225,12 +221,12 @@ def _bar(
             continue
         bar.append(("█" if in_colour else pattern) * cells[name], style)
         key = "■" if in_colour else pattern
-        legend.append(line((f"{key} ", style), f"{name} ", (percent(100 * parts[name] / whole), "bold")))
+        legend.append(line((f"{key} ", style), f"{name} ", (percent(parts[name] / whole), "bold")))
     bar.append(end, "dim")
     return [bar, *(line(" " * _LABEL_WIDTH) + row for row in flow(legend, width - _LABEL_WIDTH))]
 
 
-# Pictures made of characters: a curve, a divided bar, large digits. Pure text, no colours, no rich.
+# Pictures made of characters: plain text without colours.
 
 
 Points = Sequence[tuple[float, float]]
@@ -257,9 +253,9 @@ _DIGITS = {
 
 
 def draw_curve(points: Points, width: int, height: int, low: float, high: float) -> list[str]:
-    """A curve as lines of braille, two by four dots to a character.
+    """A curve as lines of braille characters, each two by four dots.
 
-    What lies outside `low` to `high` runs along the edge.
+    Values outside `low` to `high` are drawn at the edge.
 
     >>> draw_curve([(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)], width=2, height=1, low=0.0, high=3.0)
     ['⡠⠊']
@@ -295,7 +291,7 @@ def _column_means(points: Points, columns: int) -> list[float | None]:
 
 
 def _filled(means: list[float | None]) -> list[float | None]:
-    """Columns between two known ones lie on the line between them."""
+    """Interpolate columns between two known ones."""
     known = [index for index, value in enumerate(means) if value is not None]
     for left, right in pairwise(known):
         start, end = means[left], means[right]
@@ -311,11 +307,11 @@ def _level(value: float, low: float, high: float, dots: int) -> int:
 
 
 def shown_range(values: Sequence[float], least_share: float = 0.0) -> tuple[float, float]:
-    """The range of an axis. A steep beginning may leave the picture, so that what comes after can be seen.
+    """The range of an axis. A steep beginning is cut off, so that the rest of the curve can be seen.
 
     Args:
         values: What is drawn.
-        least_share: The range is at least this share of the values, so that noise looks as small as it is.
+        least_share: The least range as a share of the values, so that noise looks small.
 
     >>> shown_range([10.0, 3.0] + [2.0] * 50 + [1.5] * 50)
     (1.5, 2.0)
@@ -331,7 +327,7 @@ def shown_range(values: Sequence[float], least_share: float = 0.0) -> tuple[floa
 
 
 def divide_bar(shares: Mapping[str, float], width: int) -> dict[str, int]:
-    """How many characters of a bar each share gets: `width` in all, by largest remainder.
+    """The number of characters for each share of a bar, `width` in all, by the largest-remainder method.
 
     >>> divide_bar({"a": 2.0, "b": 1.0}, width=10)
     {'a': 7, 'b': 3}
@@ -348,7 +344,7 @@ def divide_bar(shares: Mapping[str, float], width: int) -> dict[str, int]:
 
 
 def large(number: str) -> list[str] | None:
-    r"""Three lines that show a number in large digits; None for what has other characters.
+    r"""A number in large digits, as three lines; None if it has other characters.
 
     >>> print(*large("41.5"), sep="\n")
     █ █ ▀█    █▀▀
@@ -360,16 +356,16 @@ def large(number: str) -> list[str] | None:
     return [" ".join(_DIGITS[character][line] for character in number) for line in range(3)]
 
 
-# Lines of a screen: each a `rich` text that fits, so that a frame's height is the number of its lines.
+# Lines of a screen: rich texts that never wrap, so that the height of a frame is its number of lines.
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
-    """One line of pieces, plain or with a style."""
+    """One line of parts, plain or with a style."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def spread(left: Text, right: Text, width: int) -> Text:
-    """One at the left edge, one at the right; the left one gives way."""
+    """One text at the left edge and one at the right; the left one is cut if they do not fit."""
     room = max(width - right.cell_len - 1, 0)
     fitted = left.copy()
     fitted.truncate(room, overflow="ellipsis", pad=True)
@@ -391,7 +387,7 @@ def beside(columns: Sequence[tuple[int, Sequence[Text]]], gap: int) -> list[Text
 
 
 def flow(items: Iterable[Text], width: int, gap: int = 2) -> list[Text]:
-    """Items one after the other, in as many lines as they need."""
+    """Items in as many lines as they need."""
     lines: list[Text] = []
     for item in items:
         if lines and lines[-1].cell_len + gap + item.cell_len <= width:

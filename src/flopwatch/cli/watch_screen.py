@@ -1,12 +1,12 @@
-"""The screen of `flopwatch watch`: one frame of a given size from what is known of a run."""
+"""The screen of `flopwatch watch`: one frame of a given size."""
 
 from collections.abc import Mapping
 
 from rich.text import Text
 
-from flopwatch.cli.quantities import duration, flop_rate, percent
 from flopwatch.cli.watch import State, WatchedRun
 from flopwatch.cli.watch_panels import cards, curves, flops_bar, line, paragraph, spread, time_bar
+from flopwatch.number_format import duration, flop_rate, percent
 from flopwatch.records.run import Notice
 
 _STATES: Mapping[State, tuple[str, str]] = {
@@ -20,7 +20,7 @@ _STATES: Mapping[State, tuple[str, str]] = {
     "failed": ("x", "red"),
 }
 LAST_STATES: tuple[State, ...] = ("died", "ended", "stopped", "failed")
-"""After which nothing more comes."""
+"""States in which nothing more will be logged."""
 _LEVELS = {"info": ("i", "cyan"), "warning": ("!", "yellow"), "error": ("x", "red")}
 _TALL, _WIDE = 30, 110
 _WIDEST = 160
@@ -34,18 +34,18 @@ def draw_frame(
     """The lines of one frame: no more than `height` in a terminal of 80 x 24 or more.
 
     Args:
-        run: What is known.
+        run: The state of the run.
         place: The folder or file that is watched.
-        unix_time: Now.
+        unix_time: The current time.
         width: Columns of the terminal.
-        height: Its lines.
-        in_colour: False where parts of a bar must differ by their pattern.
+        height: Lines of the terminal.
+        in_colour: False if parts of a bar must differ by their pattern.
     """
     width = min(width, _WIDEST)
     state = run.state(unix_time)
     title = _title(run, place, state, unix_time, width)
     if state == "no log":
-        return [title, line(), *paragraph("No record of a run yet. Waiting.", width, "dim")]
+        return [title, line(), *paragraph("Waiting for the first record of a run.", width, "dim")]
     is_large = height >= _TALL and width >= _WIDE
     top = [title, _facts(run, width), line(), _progress(run, state, width), line()]
     top += [*cards(run, width, in_large_digits=is_large), line()]
@@ -72,9 +72,9 @@ def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: i
 
 def _words(run: WatchedRun, state: State, unix_time: float) -> str:
     if state == "silent":
-        return f"silent for {duration(run.silent_seconds(unix_time))}"
+        return f"silent for {duration(run.silent_seconds(unix_time), rough=True)}"
     if state == "died":
-        return "died without a word: killed or crashed"
+        return "died: killed, or crashed without an exception"
     if state == "stopped":
         return "stopped by Ctrl-C"
     if state == "failed" and run.summary is not None and run.summary.ended_by:
@@ -83,7 +83,7 @@ def _words(run: WatchedRun, state: State, unix_time: float) -> str:
 
 
 def _facts(run: WatchedRun, width: int) -> Text:
-    """As many as fit, the most important first."""
+    """Facts about the run, as many as fit, the most important first."""
     facts: list[str] = [*_device(run), *_counting(run)]
     if run.sessions > 1:
         facts.append(f"{run.sessions} sessions")
@@ -125,20 +125,20 @@ def _progress(run: WatchedRun, state: State, width: int) -> Text:
     total = run.start.total_steps if run.start is not None else None
     elapsed = run.row.unix_time - run.start.unix_time if run.row is not None and run.start is not None else None
     if not total:
-        so_far = f"  {duration(elapsed)} in this session" if elapsed else ""
+        so_far = f"  {duration(elapsed, rough=True)} in this session" if elapsed else ""
         return line("step ", (f"{step:,}", "bold"), (so_far, "dim"))
     left = run.seconds_left if state in ("starting", "running") else None
     steps_done = run.row.steps_done if run.row is not None else step
     share = min(steps_done / total, 1.0)
     start = line((f"{steps_done:,}", "bold"), (f" of {total:,} steps  ", "dim"))
-    end = line((f"  {percent(100 * share)}", "bold"), (f"  {duration(left)} left" if left else "", "dim"))
+    end = line((f"  {percent(share)}", "bold"), (f"  {duration(left, rough=True)} left" if left else "", "dim"))
     room = max(width - start.cell_len - end.cell_len, 4)
     done = round(share * room)
     return line() + start + line(("━" * done, "green"), ("─" * (room - done), "bright_black")) + end
 
 
 def _notices(run: WatchedRun, width: int) -> list[Text]:
-    """Newest first; before them the exception that ended the run."""
+    """The exception that ended the run, then the notices, newest first."""
     ended_by = run.summary.ended_by if run.summary is not None else None
     if ended_by is not None and ":" in ended_by:
         last = [Notice(None, "error", "ended", ended_by)]
@@ -162,15 +162,12 @@ def _fitted(lines: list[Text], width: int, height: int) -> list[Text]:
     return [*lines[: height - 1], last]
 
 
-# The line of `flopwatch watch` that tells how the ranks of a training get along.
-
-
 _LABEL_WIDTH = 7
-_CAUSES = {"input": "waiting for input", "compute": "computing", "host": "standing still"}
+_CAUSES = {"input": "waiting for input", "compute": "computing", "host": "stalled"}
 
 
 def ranks_lines(run: WatchedRun, width: int) -> list[Text]:
-    """Nothing for a single process."""
+    """The line about the ranks of a training; none for a single process."""
     world_size = 1 if run.start is None else run.start.world_size
     if world_size == 1 or run.row is None:
         return []
@@ -184,15 +181,17 @@ def ranks_lines(run: WatchedRun, width: int) -> list[Text]:
 def _parts(run: WatchedRun, world_size: int) -> list[tuple[str, str]]:
     reporting = run.value("ranks/reporting")
     if reporting is not None and reporting < world_size:
-        return [(f"{reporting} of {world_size} report: the numbers are the logging rank's own", "yellow")]
+        return [(f"{reporting} of {world_size} report: the numbers are those of the logging rank", "yellow")]
     parts = [(f"{world_size}", "bold")]
     values = {} if run.row is None else run.row.values
     rank, excess = values.get("ranks/straggler"), values.get("ranks/straggler_excess_percent")
     if rank is not None and excess is not None:
         shares = {cause: values.get(f"ranks/straggler_{cause}_percent", 0.0) for cause in _CAUSES}
         cause = max(shares, key=lambda name: shares[name])
-        parts.append((f", rank {rank} holds the others back by {percent(excess)} of the step: {_CAUSES[cause]}", "red"))
+        parts.append(
+            (f", rank {rank} delays the others by {percent(excess / 100)} of the step: {_CAUSES[cause]}", "red")
+        )
     waiting = run.value("ranks/waiting_percent")
     if waiting is not None:
-        parts.append((f", {percent(waiting)} of the time is waiting for each other", "dim"))
+        parts.append((f", {percent(waiting / 100)} of the time is spent waiting for each other", "dim"))
     return parts

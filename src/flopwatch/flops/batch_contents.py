@@ -1,8 +1,8 @@
-"""What a batch is made of: every tensor wherever it lies, every size, every plain value.
+"""What a batch contains: all its tensors, however nested, their sizes, and all plain values.
 
-A batch is described by its structure (names, types, ranks, plain values: what must be the same for two batches to be of
-one kind) and its sizes (all dimensions of all tensors, in order). A FLOP law belongs to a structure; which of the sizes
-it may vary is written down in its layout. Nothing else leaves the description.
+A batch is described by its structure (names, types, ranks, plain values: what two batches of one kind have in common)
+and its sizes (all dimensions of all tensors, in order). A FLOP law belongs to one structure, and its layout says which
+of the sizes may vary.
 """
 
 import copy
@@ -22,10 +22,11 @@ from flopwatch.errors import InputError
 from flopwatch.torch_internals import stored_count
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+# Batches are described on every step, so long lists and large arrays are reduced to a hash.
 _LONG, _MOST_ELEMENTS = 32, 4096
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _DEEPEST = 6
-"""Objects nested deeper than this (or in a circle) are described by their type."""
+"""Objects nested deeper than this, or in a cycle, are described by their type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Description:
 
 
 def describe(batch: Any) -> Description:
-    """What a batch is, apart from the values of its tensors.
+    """The structure and sizes of a batch.
 
     >>> describe({"x": torch.zeros(2, 3), "flag": True}).sizes
     (2, 3)
@@ -68,7 +69,7 @@ def _described(value: Any, sizes: list[int], depth: int) -> Any:
 
 
 def _described_list(items: Any, sizes: list[int], depth: int) -> Any:
-    """A list of items that are described alike, sizes included, counts as one item and how many there are."""
+    """A list of items with equal descriptions, sizes included, is described by one item and their number."""
     if len(items) > _LONG and all(isinstance(item, _PLAIN) for item in items):
         return "value", len(items), hash(tuple(items))
     apart: list[tuple[Any, list[int]]] = []
@@ -110,7 +111,7 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
 
 
 def stored_elements(tensor: torch.Tensor) -> int | None:
-    """How many elements a sparse tensor holds, which its products cost by; None for others."""
+    """How many elements a sparse tensor stores, on which the cost of its products depends; None for dense ones."""
     return int(stored_count(tensor)) if tensor.layout in _SPARSE else None
 
 
@@ -120,7 +121,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _closed_over(function: Any) -> Iterator[Any]:
-    """What a function has besides its code, and may be steered by."""
+    """The values besides its code that a function's behaviour may depend on."""
     if isinstance(function, partial):
         yield from (function.func, list(function.args), function.keywords)
     yield from getattr(function, "__defaults__", None) or ()
@@ -130,7 +131,7 @@ def _closed_over(function: Any) -> Iterator[Any]:
 
 
 def _numpy_hash(value: Any) -> int:
-    """Of a large array a few thousand elements: it is looked at on every step."""
+    """A hash of an array, or of a few thousand elements of a large one."""
     flat = value.reshape(-1)
     return hash((flat if flat.size <= _MOST_ELEMENTS else flat[:: flat.size // _MOST_ELEMENTS]).tobytes())
 
@@ -172,7 +173,7 @@ def map_tensors(
     path: str = "",
     depth: int = 0,
 ) -> Any:
-    """The same batch with every tensor changed; lists, dicts and dataclasses are made anew, other objects shared."""
+    """The same batch with every tensor changed; lists, dicts and dataclasses are copied, other objects shared."""
     if isinstance(batch, torch.Tensor):
         return change(path or "0", batch)
     children = _children(batch) if depth <= _DEEPEST else None
@@ -210,13 +211,10 @@ def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:
         return twin
 
 
-# Reads a batch: its size, its length, which positions are real, and one row of it.
-
-
 MAIN_SEQUENCE = ("input_ids", "inputs_embeds", "input_values", "decoder_input_ids", "labels")
-"""Arguments whose dimension 1 is the sequence, the first that is there; `input_values` is raw audio."""
+"""Arguments whose dimension 1 is the sequence; the first one present is the main one. `input_values` is raw audio."""
 FLAT_IMAGES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
-"""Patches of all images in one list, and the tensor that says how many patches each image has (Qwen-VL and others)."""
+"""Patches of all images in one tensor, and the tensor with the grid of each image (Qwen-VL and others)."""
 _DEEPEST_SEARCHED = 8
 _MOST_KEYS = 12
 
@@ -230,7 +228,7 @@ class BatchShape:
 
 
 def named(batch: Any) -> dict[str, Any]:
-    """The batch as a dict; positional arguments go by their index."""
+    """The batch as a dict; positional arguments are named by their index."""
     if isinstance(batch, Mapping):
         return dict(batch)
     items = batch if isinstance(batch, tuple | list) else [batch]
@@ -267,14 +265,14 @@ def read_shape(batch: Any) -> BatchShape:
 
 
 def _items_of_lists(arguments: Mapping[str, Any]) -> int | None:
-    """Samples of a batch whose first argument is a list with an entry per sample (images, targets of a detector)."""
+    """The number of samples if the first argument is a list with an entry per sample (images of a detector)."""
     first = next(iter(arguments.values()), None)
     is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
     return len(first or ()) if is_list and tensors_of(first) else None
 
 
 def tensors_inside(value: Any, depth: int = _DEEPEST_SEARCHED) -> Iterator[torch.Tensor]:
-    """Every tensor in lists, dicts, dataclasses and plain objects, in their order."""
+    """All tensors in lists, dicts, dataclasses and plain objects, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth > 0:
@@ -289,7 +287,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, str | bytes | int | float | type | ModuleType | nn.Module) or callable(value):
         return ()
-    if isinstance(value, DataLoader | Dataset | Iterator):  # they give batches, and are none
+    if isinstance(value, DataLoader | Dataset | Iterator):  # they yield batches, but are none
         return ()
     return vars(value).values() if hasattr(value, "__dict__") else ()
 
@@ -303,7 +301,7 @@ def _content(batch: Any) -> str:
 
 
 def real_lengths(batch: Any) -> list[int] | None:
-    """Positions of each row that `attention_mask` calls real, or None when nothing is padded."""
+    """The number of unmasked positions of each row by `attention_mask`, or None if nothing is padded."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.device.type == "meta":
         return None
@@ -316,7 +314,7 @@ def real_lengths(batch: Any) -> list[int] | None:
 def images_of_row(
     pixels: torch.Tensor, grids: torch.Tensor, batch_size: int, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images are listed over the whole batch; with equally many per row, a row's are a slice."""
+    """The patches and grids of one row. Images are listed over the whole batch, equally many per row."""
     if grids.shape[0] % batch_size:
         raise InputError(
             f"{grids.shape[0]} images over {batch_size} samples: flopwatch cannot tell which sample has which; "
@@ -329,7 +327,7 @@ def images_of_row(
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch is keyword arguments, positional arguments or the one argument of the model."""
+    """Positional and keyword arguments of the model's call: a batch is a dict, a sequence or the only argument."""
     if isinstance(batch, Mapping):
         if not all(isinstance(name, str) for name in batch):
             raise InputError(f"a batch given as a dict needs argument names as keys, got {list(batch)[:5]}")
@@ -339,15 +337,16 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch,), {}
 
 
-# Other batches of the same shapes: do the values of an argument decide what a step costs?
-
-
 _IGNORED_LABEL = -100
+"""The label that torch's cross entropy ignores by default."""
 _SEED = 20_24
 
 
 def altered_batches(batch: Any, name: str) -> Iterator[Any]:
-    """The batch with other values of one argument: shuffled, smaller, partly masked. Some may make no sense."""
+    """The batch with other values of one argument, to test whether they change the cost: shuffled, smaller, masked.
+
+    Some may be values that the model rejects.
+    """
     own = [tensor for path, tensor in tensors_of(batch).items() if path.partition(".")[0] == name]
     if not own or any(tensor.is_floating_point() or tensor.device.type == "meta" for tensor in own):
         return

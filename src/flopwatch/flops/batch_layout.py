@@ -1,9 +1,9 @@
-"""Which sizes of a batch may vary together: the variables of a FLOP law.
+"""Which sizes of a batch vary together (the variables of a FLOP law), and one sample that can be resized along them.
 
 Every size of a batch is a slot. A layout gives some slots a variable (`n` samples, `s` positions of the main sequence,
 `t`, `u` of other sequences) and keeps all others as they are in the example. Names and equal sizes only suggest a
-layout: the law is verified by counting with its variables moved, and a batch belongs to it only if each of its sizes
-agrees with the layout.
+layout: the law is verified by counts at other values of the variables, and a batch belongs to the law only if all its
+sizes agree with the layout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Of the argument it belongs to."""
+        """The name of the argument it belongs to."""
         return self.path.partition(".")[0]
 
 
@@ -54,9 +54,9 @@ class Layout:
 
     Attributes:
         slots: All sizes of the example, in the order of `Description.sizes`.
-        variables: The variable of each slot, or None where the size stays as it is.
-        factors: A slot's size is this many times its variable (three images per sample).
-        sizes: Of the variables in the example.
+        variables: The variable of each slot, or None where the size is fixed.
+        factors: The ratio of a slot's size to its variable (three images per sample).
+        sizes: The values of the variables in the example.
     """
 
     structure: Any
@@ -71,7 +71,7 @@ class Layout:
         return tuple(name for name in LENGTHS if name in self.sizes)
 
     def match(self, batch: Description) -> dict[str, int] | None:
-        """The values of the variables in this batch; None when it does not belong to the layout."""
+        """The values of the variables in this batch; None if it does not belong to the layout."""
         if batch.structure != self.structure or len(batch.sizes) != len(self.slots):
             return None
         found: dict[str, int] = {}
@@ -84,19 +84,19 @@ class Layout:
         return found
 
     def sizes_at(self, values: Mapping[str, int]) -> list[int]:
-        """The size of every slot when the variables have these values; others keep that of the example."""
+        """The size of every slot for these values; variables that are left out keep their value in the example."""
         return [
             slot.size if variable is None else factor * values.get(variable, self.sizes[variable])
             for slot, variable, factor in zip(self.slots, self.variables, self.factors, strict=True)
         ]
 
     def without(self, *names: str) -> "Layout":
-        """The same with these variables held at their size in the example."""
+        """The same layout with these variables fixed at their size in the example."""
         variables = tuple(None if variable in names else variable for variable in self.variables)
         return replace(self, variables=variables, sizes={k: v for k, v in self.sizes.items() if k not in names})
 
     def with_own_length(self, path: str) -> "Layout | None":
-        """The same, where the tensor at `path` has a length of its own; None when there are too many lengths."""
+        """The same layout with a separate length for the tensor at `path`; None if all names for lengths are taken."""
         free = next((name for name in LENGTHS if name not in self.sizes), None)
         moved = [i for i, slot in enumerate(self.slots) if slot.path == path and self.variables[i] in self.lengths]
         if free is None or not moved:
@@ -105,7 +105,7 @@ class Layout:
         return replace(self, variables=variables, sizes={**self.sizes, free: self.slots[moved[0]].size})
 
     def paths_along(self, variable: str) -> list[str]:
-        """The tensors that have a dimension which follows this variable."""
+        """The tensors with a dimension that follows this variable."""
         paths = [slot.path for slot, own in zip(self.slots, self.variables, strict=True) if own == variable]
         return list(dict.fromkeys(paths))
 
@@ -137,7 +137,7 @@ def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None
 
 
 def suggest_layouts(batch: Any) -> list[Layout]:
-    """Layouts worth a try, the one with most variables first; the last holds every length at its size."""
+    """Layouts to try, the one with most variables first; the last one fixes every length."""
     slots = slots_of(batch)
     shape = read_shape(batch)
     variables: list[str | None] = [None] * len(slots)
@@ -169,7 +169,7 @@ def _rows_per_sample(slot: Slot, batch_size: int) -> int | None:
 
 
 def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_too: bool) -> Layout:
-    """Dimensions after the first: those of integers (token ids, labels, masks), and of floats of the same size."""
+    """Make dimensions after the first variable: those of integers (token ids, masks), and of floats of equal size."""
     main = next((name for name in MAIN_SEQUENCE if any(slot.path == name for slot in slots)), None)
     variables = list(plain.variables)
     sizes: dict[int, str] = {seq_len: LENGTHS[0]}
@@ -186,7 +186,7 @@ def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_
 
 
 def resized(batch: Any, layout: Layout, values: Mapping[str, int]) -> Any:
-    """A batch of one sample, made into one in which the layout's variables have these values."""
+    """A batch in which the layout's variables have these values, made from a batch of one sample."""
     sizes = iter(layout.sizes_at(values))
     return _resized(batch, layout.structure, sizes)
 
@@ -212,30 +212,28 @@ def _resized(value: Any, structure: Any, sizes: Any) -> Any:
 
 
 def _skipped(value: Any, structure: Any, sizes: Any) -> Any:
-    """Objects of somebody's own are never resized; their sizes must be as they are."""
-    for _ in slots_of_structure(structure):
+    """Leave a user-defined object unchanged, because its parts may depend on each other, and skip its sizes."""
+    for _ in range(_size_count(structure)):
         next(sizes)
     return value
 
 
-def slots_of_structure(structure: Any) -> range:
-    """As many as the structure has sizes."""
+def _size_count(structure: Any) -> int:
+    """The number of sizes that belong to a structure."""
     kind = structure[0]
     if kind == "tensor":
-        return range(structure[2])
+        return int(structure[2])
     if kind == "items":
-        return range(1 + len(slots_of_structure(structure[1])))
-    if kind == "dict":
-        return range(sum(len(slots_of_structure(inner)) for _, inner in structure[1]))
+        return 1 + _size_count(structure[1])
     if kind == "list":
-        return range(sum(len(slots_of_structure(inner)) for inner in structure[1]))
-    if kind == "parts":
-        return range(sum(len(slots_of_structure(inner)) for _, inner in structure[2]))
-    return range(0)
+        return sum(map(_size_count, structure[1]))
+    if kind in ("dict", "parts"):
+        return sum(_size_count(inner) for _, inner in structure[-1])
+    return 0
 
 
 def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Cut at the end; to be longer, samples are repeated, and of a sequence the last position."""
+    """Cut a dimension at its end, or lengthen it: samples are repeated, and of a sequence the last position."""
     have = value.shape[dim]
     if size == have:
         return value
@@ -249,9 +247,6 @@ def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return torch.cat([value, last.expand(shape)], dim)
 
 
-# One sample of a batch that can be made longer, shorter, more, and given other images.
-
-
 Grid = tuple[int, int, int]
 """Frames, rows and columns of patches of one image or video."""
 _TOKEN_NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
@@ -262,10 +257,10 @@ class Sample:
     """One sample of a batch without its padding.
 
     Attributes:
-        one: The sample as a batch of its own.
-        layout: Says which of its sizes can be changed.
-        image_tokens: Placeholders of images. Their number stays whatever the length, because the model checks it
-            against the pixels it gets.
+        one: The sample as a batch of size 1.
+        layout: Which of its sizes can be changed.
+        image_tokens: Ids of image placeholders. Their number does not change with the length, because the model checks
+            it against the pixels.
         merge: Patches per side that the vision tower merges into one placeholder.
     """
 
@@ -280,7 +275,7 @@ class Sample:
 
     @property
     def shortest(self) -> int:
-        """The length below which placeholders would be cut off."""
+        """The shortest length that keeps all placeholders."""
         ids = tensors_of(self.one).get("input_ids")
         if ids is None or not self.image_tokens or ids.dim() != 2:
             return 1
@@ -288,14 +283,14 @@ class Sample:
         return int(placeholders.max()) + 2 if placeholders.numel() else 1
 
     def batch(self, values: Mapping[str, int]) -> Any:
-        """A batch in which the layout's variables have these values: so many copies, so long."""
+        """A batch of copies of the sample in which the layout's variables have these values."""
         return resized(self.one, self.layout, values)
 
     def with_layout(self, layout: Layout) -> "Sample":
         return replace(self, layout=layout)
 
     def with_grids(self, grids: Sequence[Grid], length: int) -> Any:
-        """The same sample with other images: patches and placeholders made to match, as a batch of one."""
+        """A batch of the same sample with other images, and with patches and placeholders that match them."""
         tensors = named(self.one)
         per_patch = tensors["pixel_values"].shape[1]
         counts = [prod(grid) // self.merge**2 for grid in grids]
@@ -318,7 +313,7 @@ class Sample:
 
 
 def repeated(batch: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """The samples of a batch several times over, images included."""
+    """The samples of a batch repeated, images included."""
     return {
         name: torch.cat([value] * times) if isinstance(value, torch.Tensor) and value.dim() else value
         for name, value in batch.items()
@@ -344,7 +339,7 @@ def take_sample(model: nn.Module, batch: Any, layout: Layout, index: int = 0) ->
 
 
 def one_sample(batch: Any, layout: Layout, index: int) -> Any:
-    """One sample of everything that has one per sample; what is shared stays as it is."""
+    """One sample of every argument that has one per sample; shared arguments stay unchanged."""
     if SAMPLES not in layout.sizes:
         return batch
     factors = {
@@ -380,13 +375,13 @@ def _one_of_lists(batch: Any, lists: set[str], index: int) -> Any:
 
 
 def mask_variable(layout: Layout, mask: str = "attention_mask") -> str | None:
-    """The length that this mask runs over."""
+    """The length variable of this mask."""
     pairs = zip(layout.slots, layout.variables, strict=True)
     return next((own for slot, own in pairs if slot.path == mask and slot.dim == 1 and slot.rank == 2), None)
 
 
 def without_padding(sample: Any, layout: Layout, mask: str = "attention_mask") -> Any:
-    """One sample without the positions its mask calls padding, in all tensors that run along the mask."""
+    """One sample without its padding, in all tensors that have the mask's length."""
     variable = mask_variable(layout, mask)
     values = sample.get(mask) if isinstance(sample, Mapping) else None
     if variable not in layout.lengths or not isinstance(values, torch.Tensor) or values.device.type == "meta":

@@ -1,10 +1,10 @@
-"""Estimate FLOPs from the modules' shapes alone. Runs nothing, so it always has an answer, and an error.
+"""Estimates FLOPs from the modules' shapes alone. It runs nothing, so it nearly always has an answer, with an error.
 
-Every weight matrix meets every token of its stream once: 2 FLOPs per weight and token forward, as many again for the
-input's gradient and for the weight's own where they are needed (Kaplan et al., arXiv 2001.08361, §2.1, without their
-assumption that all parameters do). Experts count by the share that is active. Attention adds its two products over the
-pairs of positions. What it leaves out: state-space scans, relative positions, losses. Measured errors per architecture
-stand in docs/accuracy.md.
+Every weight matrix is multiplied with every token of its stream once: 2 FLOPs per weight and token forward, and as many
+again for the gradients of the input and of the weight where they are needed (Kaplan et al., arXiv 2001.08361, §2.1,
+without their assumption that all are). Experts count by the share that is active. Attention adds its two products over
+the pairs of positions. State-space scans, relative positions and losses are left out. docs/accuracy.md has the measured
+errors per architecture.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,15 +21,12 @@ from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
 
-# Which tokens a module sees: text, the two sides of an encoder-decoder, patches of images.
-
 
 @dataclass
 class Stream:
-    """Positions that flow through a part of a model.
+    """The positions that one part of a model processes: text, one side of an encoder-decoder, image patches.
 
-    `size` is the picture's extent a convolution sees next; it shrinks as the strides go by, in the order in which the
-    modules are listed.
+    `size` is the image size that the next convolution sees. Strides shrink it in the order of the modules.
     """
 
     batch_size: int
@@ -40,24 +37,24 @@ class Stream:
 
     @property
     def attended_now(self) -> int:
-        """Positions that attend to each other, after the strides so far."""
+        """Positions that attend to each other after the strides so far."""
         return prod(self.size) if self._before else self.attended
 
     def linear_positions(self, path: str) -> int:
-        """Positions a matrix meets: all, those that pooling left, or those the strides have left."""
+        """Positions that a matrix is multiplied with: all, or those left after pooling or strides."""
         if self.size and path.rpartition(".")[2] in _AFTER_POOLING:
             return self.batch_size
         return self.batch_size * prod(self.size) if self._before else self.positions
 
     def conv_positions(self, path: str, module: nn.Module) -> int:
-        """Positions a convolution's or pooling's kernel is placed at, per sample."""
+        """Positions per sample that a convolution's or pooling's kernel is applied at."""
         dims = len(self.size)
         kernel, stride, padding, dilation = (
             _sides(module, name, dims) for name in ("kernel_size", "stride", "padding", "dilation")
         )
         if not dims or len(kernel) != dims:
             return max(1, self.positions // max(1, self.batch_size))
-        # A shortcut stands beside the path that is listed next to it: it sees the same input.
+        # A shortcut is parallel to the path that is listed before it, so it sees that path's input.
         is_shortcut = any(word in path for word in ("shortcut", "downsample.0", "residual"))
         entering = self._before if is_shortcut and self._before else self.size
         leaving = [
@@ -73,7 +70,7 @@ _AFTER_POOLING = {"classifier", "fc", "head", "visual_projection"}
 
 
 def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream]:
-    """The streams a batch feeds; `text`, `image` and `merged` always have an entry."""
+    """The streams of a batch; `text`, `image` and `merged` always have an entry."""
     text = _text_stream(batch)
     image = _image_stream(model, batch, text)
     streams = {"text": text, "image": image, "merged": _merged(model, image)}
@@ -106,7 +103,7 @@ def _text_stream(batch: Mapping[str, Any]) -> Stream:
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2:
         return Stream(0, 0, 0)
     lengths = real_lengths(batch) or [ids.shape[1]] * ids.shape[0]
-    # Pairs of a ragged batch: the root mean square length attends to as many.
+    # The root mean square length has as many attention pairs as the ragged batch has on average.
     attended = round((sum(length**2 for length in lengths) / len(lengths)) ** 0.5)
     return Stream(ids.shape[0], sum(lengths), attended)
 
@@ -130,7 +127,7 @@ def _image_stream(model: nn.Module, batch: Mapping[str, Any], text: Stream) -> S
 
 
 def _merged(model: nn.Module, image: Stream) -> Stream:
-    """Patches as they enter the language model: merged side by side, where the vision tower does that."""
+    """Patches as they enter the language model: neighbours are merged if the vision tower does that."""
     side = getattr(getattr(getattr(model, "config", None), "vision_config", None), "spatial_merge_size", 1)
     share = side**2 if isinstance(side, int) else 1
     return Stream(image.batch_size, image.positions // share, image.attended // share)
@@ -164,7 +161,7 @@ _POOLINGS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """One use of one weight: how many multiply-adds, and whether the weight is trained."""
+    """One use of one weight: its multiply-adds, and whether the weight is trained."""
 
     module: str
     multiply_adds: int
@@ -174,7 +171,7 @@ class _Product:
 def count_by_estimate(
     model: nn.Module, batch: Any, *, attention: AttentionConvention, loss_fn: LossFn | None, training: bool
 ) -> FlopCount:
-    """Estimate; raise InputError for a model without any weight matrix."""
+    """The estimate; raises InputError for a model without any weight matrix."""
     model = unwrap(model)
     streams = read_streams(model, named(batch))
     products = list(_weight_products(model, streams))
@@ -233,7 +230,7 @@ def _weight_products(model: nn.Module, streams: Mapping[str, Stream]) -> Iterato
 
 
 def _weights_per_token(model: nn.Module, path: str, module: nn.Module, name: str, weight: torch.Tensor) -> float:
-    """Multiply-adds one token makes with this parameter."""
+    """Multiply-adds of one token with this parameter."""
     if weight.dim() < 2 or name.endswith("bias") or isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return 0
     if isinstance(module, _CONVOLUTIONS):
@@ -260,7 +257,7 @@ def _active_share(model: nn.Module, experts: int) -> float:
 def _attention_products(
     model: nn.Module, streams: Mapping[str, Stream], attention: AttentionConvention
 ) -> list[_Product]:
-    """The two products over pairs of positions, for every module that has a query projection or a fused one."""
+    """The two products over pairs of positions, for every module with a query projection or a fused projection."""
     products = []
     for path, module in model.named_modules():
         widths = _attention_widths(module)
@@ -273,7 +270,7 @@ def _attention_products(
 
 
 def _attention_widths(module: nn.Module) -> tuple[int, int] | None:
-    """Heads x width of queries and of values, read off the projections."""
+    """Heads x width of queries and of values, from the shapes of the projections."""
     if "attention" not in type(module).__name__.lower() and "attn" not in type(module).__name__.lower():
         return None
     children = {name.lower(): child for name, child in module.named_children()}
@@ -335,7 +332,7 @@ def _trains_embeddings(model: nn.Module) -> bool:
 
 
 def _layers_with_trained_norms(model: nn.Module) -> set[str]:
-    """Norms come first in a layer, wherever they are listed, so all of it needs its inputs' gradients."""
+    """Layers with a trained norm: it runs first, wherever it is listed, so the whole layer needs input gradients."""
     return {
         _layer(path)
         for path, module in model.named_modules()

@@ -1,4 +1,8 @@
-"""`count_flops`: the FLOPs of one training step of one model on one batch."""
+"""`count_flops`: the FLOPs of one training step of one model on one batch.
+
+A padded batch is counted as it runs, and then without its padding: the mathematics needs each sample at its own length,
+and once what a step pays once.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,23 +22,20 @@ from flopwatch.flops.batch_layout import (
     select_positions,
     suggest_layouts,
 )
-from flopwatch.flops.fit import fit_flops_law, lengths_apart
+from flopwatch.flops.fit import fit_flops_law, separate_lengths
 from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.records.flops import AttentionConvention, FlopCount
 
-# What the mathematics of a padded batch needs: every sample at its own length, and once what a step pays once.
-
-
 IGNORED_LABEL = -100
-"""What torch's cross entropy and transformers leave out of the loss."""
+"""The label that torch's cross entropy and transformers leave out of the loss."""
 _MOST_KINDS_COUNTED = 8
-"""With more different rows than this, fitting a law takes fewer traces than counting each."""
+"""With more different rows than this, fitting a law takes fewer traces than counting each row."""
 _TARGET_MASK, _TARGET = "decoder_attention_mask", "labels"
 
 
 def is_padded(batch: Any) -> bool:
-    """Whether a mask of the batch, of source or target, calls a position padding."""
+    """Whether a mask of the source or the target marks any position as padding."""
     if real_lengths(batch) is not None:
         return True
     mask = batch.get(_TARGET_MASK) if isinstance(batch, Mapping) else None
@@ -44,12 +45,12 @@ def is_padded(batch: Any) -> bool:
 
 
 def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount, options: dict[str, Any]) -> int:
-    """Model FLOPs of the batch without its padding; raises FlopwatchError where that cannot be told."""
+    """Model FLOPs of the batch without its padding; raises FlopwatchError where they cannot be determined."""
 
     def counted(part: Any) -> FlopCount:
         return count_as_is(model, part, **options)
 
-    layout = lengths_apart(model, batch, counted, suggest_layouts(batch)[0])
+    layout = separate_lengths(model, batch, counted, suggest_layouts(batch)[0])
     columns = real_columns(batch, layout)
     rows = [_row(batch, layout, columns, index) for index in range(layout.sizes[SAMPLES])]
     kinds = [_kind(row, columns, index, alone=bool(count.steered_by)) for index, row in enumerate(rows)]
@@ -62,7 +63,7 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
     if is_additive and not law.exact:
         return _sum_of_rows(rows, kinds, counted)
     if not law.exact or law.layout is None:
-        raise MeasurementError(f"its cost is no sum over samples, and no law holds ({'; '.join(law.notes)})")
+        raise MeasurementError(f"its cost is not a sum over samples, and no law holds ({'; '.join(law.notes)})")
     lengths = [
         {name: len(columns[name][index]) if name in columns else law.layout.sizes[name] for name in law.layout.lengths}
         for index in range(len(rows))
@@ -77,9 +78,9 @@ def _sum_of_rows(rows: Sequence[Any], kinds: Sequence[Any], counted: Any) -> int
 
 
 def real_columns(batch: Mapping[str, Any], layout: Layout) -> dict[str, list[torch.Tensor]]:
-    """The positions of each row that are real, by the length that a mask runs over.
+    """The positions of each row that are not padding, by the length variable of the mask.
 
-    A target of its own length is masked by `decoder_attention_mask`, or by labels that are ignored to the end.
+    A target with its own length is masked by `decoder_attention_mask`, or by trailing labels that the loss ignores.
     """
     found: dict[str, list[torch.Tensor]] = {}
     for name in ("attention_mask", _TARGET_MASK):
@@ -93,7 +94,7 @@ def real_columns(batch: Mapping[str, Any], layout: Layout) -> dict[str, list[tor
 
 
 def target_lengths(labels: torch.Tensor) -> torch.Tensor:
-    """Up to the last label of each row that counts; a row without any is taken as one position."""
+    """The length of each row up to its last label that is not ignored; at least 1."""
     positions = torch.ones_like(labels).cumsum(1)
     return ((labels != IGNORED_LABEL) * positions).amax(1).clamp(min=1)
 
@@ -106,13 +107,13 @@ def _row(batch: Any, layout: Layout, columns: Mapping[str, Sequence[torch.Tensor
 
 
 def _kind(row: Any, columns: Mapping[str, Sequence[torch.Tensor]], index: int, *, alone: bool) -> Any:
-    """Rows of the same lengths with the same images cost the same, unless values decide."""
+    """Equal for rows that cost the same: of the same lengths, with the same images, unless values steer the cost."""
     lengths = tuple(len(of_rows[index]) for of_rows in columns.values())
     return (index if alone else None, lengths, str(grids_of(row)), str(row.get("video_grid_thw")))
 
 
 def _is_additive(batch: Any, rows: Sequence[Any], counted: Any, count: FlopCount) -> bool:
-    """Whether the batch as it is, padding included, costs as much as its rows as they are, one by one."""
+    """Whether the batch costs as much as its rows one by one, padding included in both."""
     layout = suggest_layouts(batch)[-1]
     executed = count.forward_flops + count.backward_flops
     whole = one_sample(batch, layout, 0)
@@ -139,9 +140,9 @@ def count_flops(
     Args:
         model: Any `nn.Module`.
         batch: Keyword arguments as a dict, positional ones as a tuple, or the single tensor the model takes.
-        method: `trace` follows the model with fake tensors and runs nothing on a device; `step` counts one real step;
+        method: `trace` runs the model's code with fake tensors and nothing on a device; `step` counts one real step;
             `estimate` reads the modules' shapes; `auto` takes the first of them that works and says which. A function
-            from the batch to its FLOPs is used as it is.
+            from the batch to its FLOPs replaces all of them.
         attention: `full` counts every pair of positions (as PaLM's appendix B does), `causal` those not masked.
         loss_fn: From the model's output to the loss, where the model does not return one.
         training: False counts the forward pass alone.
@@ -160,7 +161,7 @@ def count_flops(
     if attention not in get_args(AttentionConvention):
         raise InputError(f"attention is 'full' or 'causal', got {attention!r}")
     if isinstance(batch, Mapping):
-        batch = dict(batch)  # a tokenizer's BatchEncoding is a mapping torch does not look into
+        batch = dict(batch)  # torch's pytree does not open a tokenizer's BatchEncoding
     read_shape(batch)
     options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "training": training}
     count = count_as_is(model, batch, method=method, **options)
@@ -172,7 +173,7 @@ def count_flops(
 def _without_padding(
     count: FlopCount, model: nn.Module, batch: Mapping[str, Any], options: dict[str, Any]
 ) -> FlopCount:
-    """Take off what was spent on padding: the mathematics needs each sample at its own length."""
+    """The count with the FLOPs of padding moved from `model_flops` to `padding_flops`."""
     try:
         needed = unpadded_flops(model, batch, count, options)
     except FlopwatchError as error:

@@ -1,8 +1,8 @@
-"""Fits the FLOP law of a model on a few small traces, and tests it on shapes it has not seen.
+"""Fits the FLOP law of a model on a few small traces, and tests it on shapes it was not fitted on.
 
-The example itself, unaltered, is always counted and held out. Probes lie at both ends of the range, at neighbouring
-lengths of both parities, and at the edges of windows and blocks that the model's configuration names. Where no formula
-holds, or values or chance steer the cost, shapes are counted one by one.
+The user's example, unaltered, is always counted and held out. Other held-out shapes are at both ends of the range, at
+neighbouring lengths of both parities, and at the edges of windows and blocks that the model's configuration names.
+Where no formula holds, or values or random draws steer the cost, shapes are counted one by one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +23,9 @@ from flopwatch.flops.steering import CHANCE, WEIGHTS
 from flopwatch.flops.tracing.passes import AutocastState, LossFn
 from flopwatch.records.flops import AttentionConvention, FlopCount
 
-# Exact solution of small linear systems, in rational numbers: a law that is off by one FLOP is no law.
-
 
 def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fraction] | None:
-    """Gaussian elimination of a square system; None when it has no single solution.
+    """Gaussian elimination of a square system in rational numbers, so that a law is exact; None if it is singular.
 
     >>> solve([[1, 1], [1, 2]], [3, 5])
     [Fraction(1, 1), Fraction(2, 1)]
@@ -50,10 +48,10 @@ def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fracti
 
 _SHORTEST_SPAN = 12
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")
-"""Words in names of settings at whose values a model's cost may bend."""
+"""Words in names of settings at whose values the formula of a model's cost may change."""
 _MOST_EDGES = 2
 _MANY = 16
-"""Samples of the largest batch probed; without a real step they cost nothing."""
+"""Samples of the largest probed batch; in a trace more samples take no more time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +77,12 @@ def fit_flops_law(
 
     Args:
         model: The live model; it is not changed.
-        batch: An example of what it is trained on. It is counted as it is; one sample of it is stretched, cut and
-            repeated.
+        batch: An example of what it is trained on. It is counted unaltered; for other shapes one of its samples is
+            lengthened, cut and repeated.
         attention: `full` counts every pair of positions, `causal` those not masked.
         loss_fn: From the model's output to the loss, where the model does not return one.
         method: How the shapes are counted, as in `count_flops`.
-        autocast: The autocast state the training runs in; the current one without it.
+        autocast: The autocast state of the training; the current one by default.
         training: False fits the forward pass alone.
 
     Example:
@@ -99,7 +97,7 @@ def fit_flops_law(
     with unchanged(model):
         own = counts.add_example(batch, read_shape(batch))
         law = _first_that_holds(model, batch, counts, layouts, own)
-        return _doubted_where_steered(model, batch, counts, law, own)
+        return _with_steering_doubts(model, batch, counts, law, own)
 
 
 def _first_that_holds(
@@ -110,7 +108,7 @@ def _first_that_holds(
         layouts = ()
     for suggested in layouts:
         try:
-            layout = lengths_apart(model, batch, counts.count, suggested)
+            layout = separate_lengths(model, batch, counts.count, suggested)
             counts.sample = take_sample(model, batch, layout, _longest_row(batch, layout))
             example = counts.example_shape(layout)
             attempts = list(_attempts(model, counts.sample, example, runs_for_real=own.method == "step"))
@@ -134,8 +132,8 @@ def _first_that_holds(
     return counts.law({}, {}, {}, note)
 
 
-def _doubted_where_steered(model: nn.Module, batch: Any, counts: ShapeCounts, law: FlopLaw, own: FlopCount) -> FlopLaw:
-    """A law of a model whose cost follows values or chance is none; what it read may also be harmless."""
+def _with_steering_doubts(model: nn.Module, batch: Any, counts: ShapeCounts, law: FlopLaw, own: FlopCount) -> FlopLaw:
+    """Take away `exact` where values or random draws steer the cost. Values that were only read may be harmless."""
     steered = {*own.steered_by, *own.values_read}
     reason = None
     if CHANCE in steered:
@@ -170,7 +168,7 @@ def _follows_values_of(name: str, batch: Any, counts: ShapeCounts, own: FlopCoun
     return not tried
 
 
-def lengths_apart(model: nn.Module, batch: Any, count: Callable[[Any], FlopCount], layout: Layout) -> Layout:
+def separate_lengths(model: nn.Module, batch: Any, count: Callable[[Any], FlopCount], layout: Layout) -> Layout:
     """Give sequences a length of their own where the model takes them in different lengths.
 
     Source and target of an encoder-decoder may have the same length in the example. Whether two sequences belong
@@ -202,7 +200,7 @@ def _longest_row(batch: Any, layout: Layout) -> int:
 
 
 def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_real: bool) -> Iterator[_Attempt]:
-    """First the terms nearly every model has; then, one after the other, what a few have besides."""
+    """First the terms that nearly every model has; then these with further terms that a few models need."""
     layout = sample.layout
     if SAMPLES not in layout.sizes:
         return
@@ -231,7 +229,7 @@ def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_
 
 
 def _monomials(lengths: Sequence[str]) -> list[dict[str, int]]:
-    """Products of lengths up to the second degree: 1, s, s², t, s·t, t², ..."""
+    """Products of lengths up to degree two: 1, s, s², t, s·t, t², ..."""
     degrees = [power for power in product(range(3), repeat=len(lengths)) if sum(power) <= 2]
     return [{name: power for name, power in zip(lengths, each, strict=True) if power} for each in sorted(degrees)]
 
@@ -242,7 +240,7 @@ def _range_of(sample: Sample, name: str) -> tuple[int, int]:
 
 
 def _levels(sample: Sample, name: str) -> tuple[int, int, int]:
-    """Three lengths to fit on, not all of one parity."""
+    """Three lengths to fit on, of both parities, so that a cost which depends on parity (a stride of 2) shows."""
     shortest, longest = _range_of(sample, name)
     low, middle, high = (shortest + round((longest - shortest) * share) for share in (0.2, 0.45, 0.8))
     return low, middle + (1 if (middle - low) % 2 == 0 and middle + 1 < high else 0), high
@@ -251,7 +249,7 @@ def _levels(sample: Sample, name: str) -> tuple[int, int, int]:
 def _held_out(
     model: nn.Module, sample: Sample, levels: dict[str, Any], at: Any, *, runs_for_real: bool
 ) -> list[StepShape]:
-    """Neighbours of both parities at the top, at the bottom and in between; edges of windows and blocks."""
+    """Shapes to test on: lengths of both parities at the top, at the bottom and in between; edges of windows."""
     many = 3 if runs_for_real else max(_MANY, 2 * sample.layout.sizes[SAMPLES])
     if not levels:
         return [at(5, {}), at(7, {}), *([] if runs_for_real else [at(many, {}), at(many - 3, {})])]
@@ -260,7 +258,8 @@ def _held_out(
     for name in levels:
         shortest, longest = _range_of(sample, name)
         between = shortest + round((longest - shortest) * 0.37)
-        # The corner of the range, both parities at its top, and batches of 1, 2, 3 and many samples.
+        # The corner of the range, both parities at its top, and batches of 1, 2, 3 and many samples. 0.37 of the range
+        # is no length that the law was fitted on.
         for samples, length in ((many, longest), (1, longest - 1), (3, between), (2, shortest)):
             shapes.append(at(samples, {**middle, name: length}))
         for edge in _edges(model, shortest, longest) if name == "s" else ():
@@ -269,7 +268,7 @@ def _held_out(
 
 
 def _edges(model: nn.Module, shortest: int, longest: int) -> list[int]:
-    """Values of settings that name a window, a chunk or a block, where they lie in the range."""
+    """Values of settings that name a window, a chunk or a block, if they are in the range."""
     found: set[int] = set()
     for holder in (getattr(model, "config", None), *model.children()):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
@@ -279,7 +278,7 @@ def _edges(model: nn.Module, shortest: int, longest: int) -> list[int]:
 
 
 def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepShape]]:
-    """Images of other sizes and one image more, in sequences long enough for their placeholders."""
+    """Terms and shapes for other image sizes and one more image, in sequences long enough for the placeholders."""
     side = sample.merge
     fit_grids: list[list[Grid]] = [[(1, 2 * side, 2 * side)], [(1, 3 * side, 4 * side)], [(1, 2 * side, 2 * side)] * 2]
     other_grids: list[list[Grid]] = [[(1, side, 5 * side)], [(1, 4 * side, 6 * side), (1, 2 * side, 3 * side)]]
@@ -296,7 +295,7 @@ def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepS
 
 
 def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
-    """The least and greatest value of each variable that was met."""
+    """The least and greatest tested value of each variable."""
     met: dict[str, list[int]] = {}
     for shape in (*attempt.fitted, *attempt.held_out):
         for name, value in shape.values.items():
@@ -321,7 +320,7 @@ def _coefficients(attempt: _Attempt, values: list[list[int]]) -> dict[str, dict[
 
 
 def _dtype_coefficients(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dict[str, dict[str, Any]]]:
-    """The same for each compute type; of a single one, the law itself tells."""
+    """The coefficients for each compute type; empty ones if there is only one type, which gets the whole law."""
     measured = [counts.by_dtype(shape) for shape in attempt.fitted]
     names = sorted({name for each in measured for name in each})
     if len(names) < 2:
@@ -333,10 +332,10 @@ def _dtype_coefficients(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dic
         for name in names
     }
     for shape in attempt.held_out:
-        told = counts.by_dtype(shape)
+        counted = counts.by_dtype(shape)
         for name, coefficients in solved.items():
             for phase in PHASES:
-                if evaluate(coefficients[phase], shape) != (getattr(told[name], phase) if name in told else 0):
+                if evaluate(coefficients[phase], shape) != (getattr(counted[name], phase) if name in counted else 0):
                     return {}
     return solved
 

@@ -1,10 +1,10 @@
 """FLOPs as an exact function of the batch's shape, so that a step's cost is known without counting it.
 
-n samples of S positions cost n·(a + b·S + c·S²) in a transformer: projections grow with the positions, attention with
-their pairs. A contrastive loss compares all samples with each other, n² times. What does not depend on the batch
-(position embeddings and the like) adds a polynomial of S alone. Images of t frames of h x w patches add, each,
-α + β·t·h·w + γ·t·(h·w)². No law holds to the FLOP for models that cut the sequence into chunks or windows; those are
-counted shape by shape.
+In a transformer, n samples of S positions cost n·(a + b·S + c·S²): projections grow with the positions, attention with
+their pairs. A contrastive loss compares all samples with each other, n² times. Work that does not depend on the batch
+size (position embeddings) adds a polynomial of S alone. Each image of t frames of h x w patches adds
+α + β·t·h·w + γ·t·(h·w)². No polynomial holds to the FLOP for models that cut the sequence into chunks or windows; their
+shapes are counted one by one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ _EXPONENTS: Mapping[str, Mapping[str, int]] = {
     "length": {"s": 1},
     "length squared": {"s": 2},
 }
-"""Terms of samples and main sequence; those of other sequences are written out, such as `n*s*t`."""
+"""Names of the terms in samples and main sequence; terms with other sequences are spelled out, such as `n*s*t`."""
 _NAMES = {tuple(sorted(powers.items())): name for name, powers in _EXPONENTS.items()}
 
 _IMAGE_TERMS: Mapping[str, Callable[[Sequence[Grid]], int]] = {
@@ -82,7 +82,7 @@ def exponents_of(term: str) -> dict[str, int]:
 
 
 def term_value(term: str, shape: StepShape) -> int:
-    """How many of this term a step of this shape has."""
+    """The value of a term for a step of this shape."""
     if term in _IMAGE_TERMS:
         return _IMAGE_TERMS[term](shape.grids)
     values = shape.values
@@ -91,7 +91,7 @@ def term_value(term: str, shape: StepShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """What the cost of separate documents depends on: how many, their tokens, and the sum of their squared lengths."""
+    """What the cost of separate documents depends on: their number, their tokens, the sum of their squared lengths."""
 
     count: int
     tokens: int
@@ -103,7 +103,7 @@ class Documents:
 
 
 class CountsShapes(Protocol):
-    """Counts a shape when it is first asked for."""
+    """Counts a shape on its first use, and remembers the result."""
 
     def __call__(self, shape: StepShape) -> PhaseFlops: ...
 
@@ -117,22 +117,22 @@ class FlopLaw:
     """What a step costs, for any shape of the batch it was fitted on.
 
     Attributes:
-        exact: True when the formula predicted every held-out shape and the example itself to the FLOP, was fitted on
-            counts in which nothing is missing or estimated, and neither values nor chance steer the cost. It holds
-            inside `domain`; `exact_for` answers for one shape.
+        exact: True if the formula predicted every held-out shape and the example itself to the FLOP, the counts it was
+            fitted on miss and estimate nothing, and neither values nor random draws steer the cost. It holds inside
+            `domain`; `exact_for` answers for one shape.
         seq_lens: The shortest and longest length it was verified on; None for a model without a text sequence.
         attention: The convention of the counts.
         coefficients: FLOPs per term, for each phase; empty when no formula holds and shapes are counted on demand.
         sample_grids: The images of the example sample, assumed for every sample when none are given.
-        method: How the counts behind it were made.
+        method: How the counts it was fitted on were made.
         coverage: Share of the matmul-like op calls that had a formula; None where no op was seen.
-        notes: What a reader must know.
+        notes: What limits the law, for the reader.
         layout: Which sizes of the batch are variables, and which must be as in the example.
         domain: The least and greatest value of each variable that the law was verified on.
-        doubts: Why the counts behind it are not exact; empty where they are.
-        dtypes: The compute types of the products, with coefficients of their own where there are several.
+        doubts: Why the counts it was fitted on are not exact; empty if they are.
+        dtypes: The compute types of the products, each with its own coefficients if there are several.
         mode_risks: Ops whose last bits may differ while a dispatch mode is on.
-        per_batch: True when values or chance steer the cost: a count holds for its own batch only.
+        per_batch: True if values or random draws steer the cost, so that a count holds for its own batch only.
     """
 
     exact: bool
@@ -159,7 +159,7 @@ class FlopLaw:
         lengths: Sequence[int] | None = None,
         image_grids: Sequence[Grid] | None = None,
     ) -> int:
-        """FLOPs the mathematics of such a step needs. A shape outside the verified domain is counted first.
+        """FLOPs that the mathematics of such a step needs. A shape outside the verified domain is counted first.
 
         Args:
             batch_size: Samples in the batch.
@@ -180,7 +180,7 @@ class FlopLaw:
         return self.phase_flops(batch_size, seq_len, image_grids=image_grids).total
 
     def exact_for(self, batch_size: int, seq_len: int | None = None) -> bool:
-        """Whether the answer for this shape is exact: inside the verified domain, or counted for itself.
+        """Whether the answer for this shape is exact: inside the verified domain, or counted on demand.
 
         >>> law = FlopLaw(True, (1, 64), "full", {"forward": {}}, domain={"n": (1, 8), "s": (1, 64)})
         >>> law.exact_for(4, 64), law.exact_for(4, 65)
@@ -200,16 +200,16 @@ class FlopLaw:
         *,
         image_grids: Sequence[Grid] | None = None,
     ) -> PhaseFlops:
-        """What such a step executes, by phase."""
+        """The FLOPs that such a step executes, by phase."""
         return self.cost(self._shape(batch_size, seq_len, image_grids))
 
     def cost(self, shape: StepShape) -> PhaseFlops:
-        """What a step of this shape executes, by phase; outside of the domain it is counted."""
+        """The FLOPs that a step of this shape executes, by phase; a shape outside the domain is counted."""
         if self.coefficients and (self.covers_shape(shape) or self.count_shape is None):
             if not self.covers_shape(shape):
                 raise InputError(
                     f"{shape.values} lies outside of the range this law was verified on ({dict(self.domain)}), and "
-                    "the model it was fitted on is not here to count it"
+                    "the model it was fitted on is not here to count it; fit a law on the model first"
                 )
             return PhaseFlops(*(_sum_of(terms, lambda term: term_value(term, shape)) for terms in self._phase_terms))
         if self.count_shape is None:
@@ -217,7 +217,7 @@ class FlopLaw:
         return self.count_shape(shape)
 
     def cost_by_dtype(self, shape: StepShape) -> dict[str, PhaseFlops]:
-        """The same by the type the products ran in; empty where that is not known."""
+        """The same by the type that the products run in; empty where it is not known."""
         if not self.coefficients or not self.covers_shape(shape):
             return dict(self.count_shape.by_dtype(shape)) if self.count_shape is not None else {}
         if len(self.dtypes) == 1:
@@ -230,10 +230,10 @@ class FlopLaw:
     def phase_flops_of_rows(
         self, rows: Sequence[Mapping[str, int]], *, image_grids: Sequence[Grid] | None = None
     ) -> PhaseFlops:
-        """FLOPs of samples of different lengths in one step, none of them padded.
+        """FLOPs of samples of different lengths in one step, without padding.
 
-        What grows with the samples is paid by each at its own lengths; what a step pays once (position embeddings) is
-        paid once, at the greatest length; what compares samples is paid for all pairs of them.
+        Terms in the number of samples are evaluated for each sample at its own lengths, terms that a step pays once
+        (position embeddings) at the greatest length, and terms that compare samples for all pairs of them.
 
         Args:
             rows: The lengths of each sample, by variable.
@@ -264,12 +264,13 @@ class FlopLaw:
         others: Sequence[tuple[str, int]] = (),
         image_grids: Sequence[Grid] | None = None,
     ) -> PhaseFlops:
-        """FLOPs of documents that lie in one step, each attending to itself alone.
+        """FLOPs of packed documents in one step, each attending to itself alone.
 
         Args:
-            documents: How many, their tokens and squared lengths.
-            longest: The length of a row: what a step pays once, it pays for that; None for one row without padding.
-            rows: Rows they are packed into.
+            documents: Their number, tokens and squared lengths.
+            longest: The length of a row, at which terms that a step pays once are evaluated; None for one row without
+                padding.
+            rows: The number of rows they are packed into.
             others: Lengths of other sequences of each document.
             image_grids: All images in them; without it, each has the images of the example.
         """
@@ -338,7 +339,7 @@ class FlopLaw:
         return StepShape(samples, length, grids, self._other_lengths())
 
     def _other_lengths(self) -> tuple[tuple[str, int], ...]:
-        """Of other sequences, as in the example."""
+        """The lengths of other sequences, as in the example."""
         if self.layout is None:
             return ()
         return tuple((name, self.layout.sizes[name]) for name in self.layout.lengths if name != "s")
@@ -363,7 +364,7 @@ class FlopLaw:
 
 
 _Terms = tuple[list[tuple[str, int]], int]
-"""Terms with whole factors, and what their sum is to be divided by: a live run evaluates the law on every step."""
+"""Terms with integer factors, and their common divisor: a live run evaluates the law on every step."""
 
 
 def _whole_numbers(coefficients: Mapping[str, Fraction]) -> _Terms:

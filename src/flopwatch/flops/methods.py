@@ -1,4 +1,9 @@
-"""The ways to count a batch as it stands, and which one is tried when another fails."""
+"""The methods to count one batch, padding included: by a trace with fake tensors, by a real step, by an estimate.
+
+A trace runs the model's own code without weights and without device time. A real step serves models that fake tensors
+cannot follow: it runs on a stand-in that shares the live parameters' storage, so live gradients, buffers and hooks are
+untouched, but forward and backward really run and need their memory.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +18,7 @@ from flopwatch.errors import InputError, MeasurementError
 from flopwatch.flops.batch_contents import as_call, map_tensors
 from flopwatch.flops.by_estimate import count_by_estimate
 from flopwatch.flops.formulas.attention import WholeAttention
-from flopwatch.flops.steering import PythonReads, Steering, following, python_draws, steered
+from flopwatch.flops.steering import PythonReads, Steering, following, python_draws, with_steering
 from flopwatch.flops.tracing.counter import THREADS, CountingMode, NeedsOtherRanksError
 from flopwatch.flops.tracing.fakes import NEEDS_VALUES, Faker, quiet_fakes
 from flopwatch.flops.tracing.passes import (
@@ -31,12 +36,7 @@ from flopwatch.flops.tracing.passes import (
 from flopwatch.flops.tracing.replay import Replay, ReplayMemory, ReplayRefusedError
 from flopwatch.flops.tracing.replica import ModuleStack, own_generator, replicate, undisturbed
 from flopwatch.flops.tracing.tally import EventLog, Tally
-from flopwatch.records.flops import AttentionConvention, FlopCount
-
-# Count one real step: for models that fake tensors cannot follow.
-#
-# It runs on a stand-in that shares the live parameters' storage, so the live gradients, buffers and hooks are not
-# touched, but forward and backward really run and need their memory.
+from flopwatch.records.flops import AttentionConvention, FlopCount, Method
 
 
 def count_by_step(
@@ -48,9 +48,9 @@ def count_by_step(
     training: bool,
     autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Raise InputError where one process cannot run the step, MeasurementError where it fails.
+    """Count one real step. Raises InputError where one process cannot run it, MeasurementError where it fails.
 
-    `autocast` is the state to run the model under; None takes the one of here and now.
+    `autocast` is the state to run the model under; None takes the current one.
     """
     obstacle = step_obstacle(model)
     if obstacle:
@@ -76,14 +76,12 @@ def count_by_step(
         with failures_named(stack), python_draws(steering), reads, noticed[0], noticed[1]:
             run_step(replica, *as_call(own_batch), loss_fn, mode, training=training, autocast=under)
     for log in in_threads:
-        log.tell(mode.tally)
-    for told in stack.told():
-        mode.tally.note(told)
-    return steered(mode.tally.as_count("step", attention), steering, mode.risky_ops)
+        log.add_to(mode.tally)
+    return _as_count("step", mode.tally, stack, mode, attention, steering)
 
 
 def step_obstacle(model: nn.Module) -> str | None:
-    """Why a real step cannot be run in this process, or None."""
+    """Why a real step cannot run in this process, or None."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "meta":
             return "the model is on the meta device and has no weights to run a step with"
@@ -93,12 +91,12 @@ def step_obstacle(model: nn.Module) -> str | None:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Parameters are only read and share storage; buffers (batch norm's statistics) are written to, so copied."""
+    """Parameters are only read, so they share storage; buffers (batch norm's statistics) are written to, so copied."""
     return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 class _GradientKeeper:
-    """Puts back the gradients of parameters that the stand-in does not know of (a module hidden in a closure)."""
+    """Restores the gradients of live parameters that the step reaches past the stand-in (a module in a closure)."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -119,15 +117,12 @@ class _GradientKeeper:
 
 
 def copied_batch(batch: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with every tensor copied; one that asks for a gradient goes on asking. Generators are copied too."""
+    """The batch with all tensors and random generators copied; `requires_grad` is kept."""
 
     def copied(path: str, tensor: torch.Tensor) -> torch.Tensor:
         return copy(tensor).requires_grad_(tensor.requires_grad)
 
     return map_tensors(batch, copied, own_generator)
-
-
-# Count by following the model's own code with fake tensors: no weights, no device time, the live model untouched.
 
 
 WITHOUT_AUTOCAST = "the model could not be followed under autocast, so the types of its products are not known"
@@ -137,7 +132,7 @@ _memories: "WeakKeyDictionary[nn.Module, ReplayMemory]" = WeakKeyDictionary()
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Within, nobody changes the model, and what one trace finds out of its layers need not be found out again."""
+    """The caller promises not to change the model inside the block, so traces may reuse what they found about it."""
     with _memories.setdefault(model, ReplayMemory()).unchanged():
         yield
 
@@ -153,7 +148,7 @@ def count_by_trace(
     replay: bool = True,
     memory: ReplayMemory | None = None,
 ) -> FlopCount:
-    """Raise UntraceableError where the model needs values that fake tensors do not have.
+    """Count with fake tensors. Raises UntraceableError where the model needs values that they do not have.
 
     Args:
         model: The live model.
@@ -161,9 +156,9 @@ def count_by_trace(
         attention: The convention for fused attention.
         loss_fn: From the model's output to the loss.
         training: False counts the forward pass alone.
-        autocast: The state to run the model under; None takes the one of here and now.
-        replay: Run a few of the layers that are equal by structure instead of all; the count is the same.
-        memory: What earlier traces have shown of the layers; without one, what those of the same model have.
+        autocast: The state to run the model under; None takes the current one.
+        replay: Run only a few of the layers with equal structure; the count is the same.
+        memory: What earlier traces have proven about the layers; by default, that of the same model's traces.
     """
     state = current_autocast() if autocast is None else autocast
     memory = memory or _memories.setdefault(model, ReplayMemory())
@@ -173,7 +168,7 @@ def count_by_trace(
     except MeasurementError:
         if not state.enabled:
             raise
-        # The CPU's autocast leaves other ops in fp32 than an accelerator's, so types may meet that do not fit.
+        # The CPU's autocast keeps other ops in fp32 than an accelerator's does, so an op may get mixed types.
         count = replace(trace, autocast=AutocastState()).count(replay=replay)
         return replace(count, by_dtype={}, notes=(*count.notes, WITHOUT_AUTOCAST))
 
@@ -188,10 +183,10 @@ class _Trace:
     training: bool
     memory: ReplayMemory
     keep_whole: bool = False
-    """Whether attention is kept whole where torch would take it apart, which means to look at every call of torch."""
+    """Whether to keep attention whole where torch would decompose it, at the price of a function mode."""
 
     def count(self, *, replay: bool) -> FlopCount:
-        """Follow attention as it is where that will do."""
+        """Count, and keep attention whole only where the result depends on it."""
         if self.attention == "causal" or device_type_of(self.model, self.autocast) != "cpu":
             return replace(self, keep_whole=True)._counted(replay=replay)
         try:
@@ -208,7 +203,7 @@ class _Trace:
         faker, stack, steering = Faker(), ModuleStack(), Steering()
         mode = CountingMode(stack, self.attention, following(faker.execute, steering))
         self._run(faker, stack, mode, steering, lambda _: None)
-        return steered(_told(mode.tally, stack).as_count("trace", self.attention), steering, mode.risky_ops)
+        return _as_count("trace", mode.tally, stack, mode, self.attention, steering)
 
     def _with_replay(self) -> FlopCount:
         faker, stack, steering = Faker(), ModuleStack(), Steering()
@@ -217,7 +212,7 @@ class _Trace:
         mode = CountingMode(stack, self.attention, execute, replay.log)
         try:
             self._run(faker, stack, mode, steering, replay.attach)
-            return steered(_told(replay.tally(), stack).as_count("trace", self.attention), steering, mode.risky_ops)
+            return _as_count("trace", replay.tally(), stack, mode, self.attention, steering)
         except Exception as error:
             if replay.failed_like_the_model(error, in_backward=mode.in_backward):
                 raise
@@ -239,18 +234,25 @@ class _Trace:
             prepare(replica)
             fake_batch = copied_batch(self.batch, faker.tensor)
             steering.name_batch(fake_batch)
-            # Without gradients torch's encoder layers run as one op, unless a function mode looks on.
+            # Without gradients torch runs an encoder layer as one op, but not under a function mode.
             reads = PythonReads(steering) if self.training else nullcontext()
             noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)
-            # Attention is looked at first: what keeps it whole asks who has called it.
+            # `whole_attention` must be the innermost mode, because it looks at its caller's frame.
             with failures_named(stack, NEEDS_VALUES), noticed[0], noticed[1], noticed[2], whole_attention:
                 run_step(replica, *as_call(fake_batch), self.loss_fn, mode, training=self.training, autocast=autocast)
 
 
-def _told(tally: Tally, stack: ModuleStack) -> Tally:
-    for told in stack.told():
-        tally.note(told)
-    return tally
+def _as_count(
+    method: Method,
+    tally: Tally,
+    stack: ModuleStack,
+    mode: CountingMode,
+    attention: AttentionConvention,
+    steering: Steering,
+) -> FlopCount:
+    for note in stack.notes():
+        tally.note(note)
+    return with_steering(tally.as_count(method, attention), steering, mode.risky_ops)
 
 
 MethodChoice = Literal["auto", "trace", "step", "estimate"]
@@ -266,7 +268,7 @@ def count_as_is(
     training: bool,
     autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Count every position, padding or not; under this autocast state, or the current one."""
+    """Count every position, padding included, under this autocast state or the current one."""
     if callable(method):
         return _count_by_user(method, batch, attention)
     if method not in get_args(MethodChoice):
@@ -314,5 +316,5 @@ def _count_by_user(flops_fn: Callable[[Any], int], batch: Any, attention: Attent
     flops = flops_fn(batch)
     if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
         raise InputError(f"the function given as method must return a positive finite number of FLOPs, got {flops!r}")
-    note = "as the user's function says; forward and backward are not told apart"
+    note = "from the user's function, which does not separate forward and backward"
     return FlopCount(int(flops), int(flops), 0, 0, 0, method="flops_fn", attention=attention, notes=(note,))

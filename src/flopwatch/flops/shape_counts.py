@@ -1,4 +1,4 @@
-"""Counts per shape, made on demand from one sample: what a FLOP law is fitted on, and what stands in for one."""
+"""Counts per shape, made on demand from one sample. A FLOP law is fitted on them, and they replace it if none holds."""
 
 import weakref
 from collections import OrderedDict
@@ -17,6 +17,7 @@ from flopwatch.flops.tracing.counter import ONE_RANKS_SHARE
 from flopwatch.flops.tracing.custom_functions import CANNOT_TELL, MAY_RUN_AGAIN, NOT_FOLLOWED
 from flopwatch.records.flops import FlopCount, Method, PhaseFlops
 
+# Enough for the lengths a training meets again; a cost is a few integers, so memory is no concern.
 CACHED_SHAPES = 256
 _LEAST_TRUSTED_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
 
@@ -28,12 +29,12 @@ class _Cost:
 
 
 class ShapeCounts:
-    """Counts shapes of one sample; those not asked for the longest are dropped.
+    """Counts shapes of one sample, and keeps the most recently used results.
 
     Attributes:
-        sample: What shapes are made of.
-        notes: What the counts said.
-        doubts: Why no law made of these counts can be exact.
+        sample: The sample that shapes are made from.
+        notes: The notes of all counts.
+        doubts: Why no law fitted on these counts can be exact.
     """
 
     def __init__(self, model: nn.Module, sample: Sample, options: dict[str, Any]) -> None:
@@ -59,7 +60,7 @@ class ShapeCounts:
         return shape in self._known
 
     def add_example(self, batch: Any, shape: BatchShape) -> FlopCount:
-        """Count the user's own batch, unaltered. All other shapes are counted in the same way, or not at all."""
+        """Count the user's own batch, unaltered. All other shapes are counted with the same method, or not at all."""
         count = self.count(batch)
         self._options = {**self._options, "method": count.method}
         self._example = shape, grids_of(batch)
@@ -67,7 +68,7 @@ class ShapeCounts:
         return count
 
     def example_shape(self, layout: Layout) -> StepShape:
-        """The shape of the example in a layout; its cost is that of the unaltered batch."""
+        """The shape of the example in a layout; its cost is set to that of the unaltered batch."""
         assert self._example is not None
         assert self._example_cost is not None
         size, grids = self._example
@@ -83,7 +84,7 @@ class ShapeCounts:
         domain: dict[str, tuple[int, int]],
         note: str = "",
     ) -> FlopLaw:
-        """What these counts amount to; without coefficients, they themselves are the law."""
+        """The law with these coefficients; without any, the law counts shapes on demand."""
         layout = self.sample.layout
         whole = self.example_shape(layout)
         lengths = domain.get("s")
@@ -110,7 +111,7 @@ class ShapeCounts:
         )
 
     def count(self, batch: Any) -> FlopCount:
-        """Count a batch as it is, and note what it says."""
+        """Count a batch unaltered, and keep its notes and doubts."""
         model = self._model()
         if model is None:
             raise InputError("the model this law was fitted on is gone, so a new shape cannot be counted")
@@ -148,7 +149,7 @@ class ShapeCounts:
 
     @staticmethod
     def _other_lengths(layout: Layout) -> list[str]:
-        """A decoder's own length is not what `seq_len` means."""
+        """Notes on sequences with their own length, such as a decoder's, which `seq_len` does not mean."""
         return [
             f"{path!r} has a length of its own, {layout.sizes[name]} in the example, whatever seq_len is"
             for name in layout.lengths

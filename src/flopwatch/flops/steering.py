@@ -1,9 +1,9 @@
-"""What steers a model's work besides shapes: values of the batch, and chance.
+"""Finds out what steers a model's work besides shapes: values of the batch, activations, random draws.
 
 During a count every real tensor carries the names of what it was computed from: arguments of the batch, random draws,
 weights. Where such a tensor becomes a Python number, a Python decision or a size (`item`, `nonzero`, a mask used as an
-index), the names are written down. A count steered by chance holds for one draw; a count with sizes that depend on
-values holds for one batch.
+index), the names are recorded. A count steered by a random draw holds for that draw; a count with sizes that depend on
+values holds for that batch.
 """
 
 import random
@@ -35,24 +35,24 @@ _aten = torch.ops.aten
 _UNIFORM_DRAWS = {_aten.rand, _aten.rand_like, _aten.uniform, _aten.uniform_}
 _COMPARISONS = {_aten.lt, _aten.le, _aten.gt, _aten.ge}
 _SIZES_BY_VALUE = {"aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::repeat_interleave"}
-"""Ops whose result has a size that depends on values, and that torch does not tag as such."""
+"""Ops whose output size depends on values, but which torch does not tag as such."""
 _PRODUCTS_BY_VALUE = {"aten::linalg_matrix_exp"}
-"""Ops that run more or fewer products by the values they are given."""
+"""Ops whose number of products depends on their input's values."""
 _PYTHON_READS = {
     torch.Tensor.tolist,
     torch.Tensor.numpy,
     torch.Tensor.__array__,
 }
-"""They hand the values to Python without passing torch's dispatcher."""
+"""They return values to Python without an op that a dispatch mode would see."""
 
 
 class Steering:
-    """Notes what decides sizes and control flow while a model is counted.
+    """Records what decides sizes and control flow while a model is counted.
 
     Attributes:
-        sizes: What sizes of products depend on, or what the model's own code has read and may decide with: arguments
+        sizes: What the sizes of products depend on, and what the model's own code has read and may branch on: arguments
             of the batch, `CHANCE`, `WEIGHTS`.
-        reads: What libraries have read, or what sizes depend on that no product has: checks, positions, reports.
+        reads: What libraries have read, and what only sizes outside of products depend on: checks, positions, logging.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Steering:
             (self.reads if _is_library_reading() else self.sizes).update(origin)
 
     def name_batch(self, batch: Any) -> None:
-        """The real tensors of a batch are called by the argument they belong to."""
+        """Name the real tensors of a batch after the argument they belong to."""
         for path, tensor in tensors_of(batch).items():
             if not isinstance(tensor, FakeTensor):
                 _set_origin(tensor, frozenset({path.partition(".")[0]}))
@@ -74,7 +74,7 @@ class Steering:
             _set_origin(tensor, frozenset({WEIGHTS}))
 
     def _follow_sizes(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Sizes that depend on values, on their way to a product."""
+        """Follow sizes that depend on values until a product uses them."""
         if op_packet(func) is _aten.index:
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             origin = _origins(masks) | _sized([i for i in args[1] if i is not None])
@@ -89,12 +89,12 @@ class Steering:
             self.sizes |= origin
         plain = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor) and not _sized(value)]
         for leaf in out if isinstance(out, list | tuple) else (out,):
-            # A result that is as large as an ordinary operand has an ordinary size.
+            # A result with the shape of an operand whose size is ordinary has an ordinary size.
             if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) not in plain:
                 _set_sized(leaf, origin)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Look at one op that has run."""
+        """Record one op that has run."""
         origin = _origins(args) | _origins(kwargs)
         tags = func.tags
         self._follow_sizes(func, args, out)
@@ -109,7 +109,7 @@ class Steering:
         if torch.Tag.data_dependent_output in tags or op_name(func) == "aten::_local_scalar_dense":
             self._note_read(origin)
         elif op_packet(func) is _aten.index:
-            pass  # its size depends on values only where a mask is the index, which was looked at
+            pass  # only a mask as index makes the size depend on values, and `_follow_sizes` handles it
         elif torch.Tag.dynamic_output_shape in tags or op_name(func) in _SIZES_BY_VALUE:
             _set_sized(out, origin)
             self.reads |= origin
@@ -121,7 +121,7 @@ class Steering:
 
 
 def _is_library_reading() -> bool:
-    """Whether a library's code asks for the value; its checks have been looked at, a model's own code has not."""
+    """Whether the reader of a value is a library whose reads were reviewed, as opposed to the model's own code."""
     frame = sys._getframe(3)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -132,14 +132,14 @@ def _is_library_reading() -> bool:
 
 
 def _set_sized(out: Any, origin: frozenset[str]) -> None:
-    """Note on a tensor, real or fake, that its size depends on these."""
+    """Mark a tensor, real or fake, as one whose size depends on these."""
     for leaf in out if isinstance(out, list | tuple) else (out,):
         if isinstance(leaf, torch.Tensor):
             setattr(leaf, _SIZED, getattr(leaf, _SIZED, _NOTHING) | origin)
 
 
 def _is_certain(func: Any, args: tuple[Any, ...]) -> bool:
-    """A draw between 0 and 1 that is compared with 0 or 1 decides nothing: layer drop that is off."""
+    """Whether a uniform draw is compared with 0 or 1, which decides nothing: layer drop that is off."""
     if op_packet(func) not in _COMPARISONS or not getattr(args[0], _UNIFORM, False):
         return False
     bound = args[1]
@@ -151,7 +151,7 @@ def _is_certain(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def following(execute: Execute, steering: Steering) -> Execute:
-    """Run ops as `execute` does, and let `steering` look at each."""
+    """Run ops as `execute` does, and record each with `steering`."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = execute(func, args, kwargs)
@@ -163,7 +163,7 @@ def following(execute: Execute, steering: Steering) -> Execute:
 
 
 class PythonReads(TorchFunctionMode):
-    """Sees values that leave for Python without an op."""
+    """Records values that reach Python without an op."""
 
     def __init__(self, steering: Steering) -> None:
         self._steering = steering
@@ -174,8 +174,8 @@ class PythonReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def steered(count: FlopCount, steering: Steering, risky_ops: Iterable[str]) -> FlopCount:
-    """The count with what steered it, and a note where it holds for this draw only."""
+def with_steering(count: FlopCount, steering: Steering, risky_ops: Iterable[str]) -> FlopCount:
+    """The count with what steered it, and a note where it holds for one draw only."""
     by_chance = CHANCE in steering.sizes | steering.reads
     notes = (*count.notes, ONE_DRAW) if by_chance else count.notes
     return replace(
@@ -189,7 +189,7 @@ def steered(count: FlopCount, steering: Steering, risky_ops: Iterable[str]) -> F
 
 @contextmanager
 def python_draws(steering: Steering) -> Iterator[None]:
-    """Notice draws from Python's and numpy's own generators, of which a decision is the usual end."""
+    """Notice draws from Python's and numpy's global generators, which models usually draw from to decide."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), _numpy_state(numpy)
     try:

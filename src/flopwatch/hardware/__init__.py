@@ -1,6 +1,6 @@
-"""What the hardware can do at best: by the table, by derivation, by measurement.
+"""The peak rate of a device: from the product table, derived from its architecture, or measured.
 
-Loads torch only when a device is looked at.
+Torch is loaded only when a device of this machine is read or measured.
 """
 
 from importlib import import_module

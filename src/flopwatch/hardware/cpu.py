@@ -1,4 +1,4 @@
-"""What this process can see of its CPU, as far as Linux tells. Never loads torch."""
+"""The CPU as Linux describes it to this process, and its peak: cores x clock x FLOP per cycle. Never loads torch."""
 
 import os
 import re
@@ -15,14 +15,14 @@ _IDENTITY = {"vendor_id": "vendor_id", "family": "cpu family", "model": "model",
 
 @dataclass(frozen=True, slots=True)
 class CpuFacts:
-    """The CPU as this process sees it; what cannot be read is None or empty.
+    """The CPU as this process sees it; facts that cannot be read are None or empty.
 
     Attributes:
         name: Model name.
         flags: Instruction sets.
         identity: `vendor_id`, `family`, `model`, `arm_part`, as the kernel prints them.
-        core_count: Physical cores this process may use; a quota can make it fractional.
-        clock_ghz: Clock all cores can hold.
+        core_count: Physical cores this process may use; a CPU quota can make it fractional.
+        clock_ghz: The clock that all cores can hold at once.
         clock_source: Where the clock was read.
     """
 
@@ -35,11 +35,11 @@ class CpuFacts:
 
 
 def read_cpu(root: Path = Path("/"), usable_cpus: set[int] | None = None) -> CpuFacts:
-    """Read this CPU; on systems without /proc everything is unknown.
+    """Read this machine's CPU; on systems without /proc nothing is known.
 
     Args:
-        root: Where /proc and /sys are; tests pass a folder.
-        usable_cpus: Numbers of the logical CPUs to count; None asks for this process's affinity.
+        root: The folder of /proc and /sys; tests pass another one.
+        usable_cpus: Numbers of the logical CPUs to count; None takes this process's affinity.
     """
     try:
         text = (root / "proc/cpuinfo").read_text()
@@ -84,7 +84,7 @@ def _core_count(root: Path, processors: list[dict[str, str]], usable: set[int] |
 
 
 def _cgroup_quota(root: Path) -> float | None:
-    """CPUs' worth of time the control groups allow; the tightest of them counts."""
+    """The CPU quota of this process's control groups, in CPUs: the smallest one applies."""
     quotas = []
     for path in _cgroup_folders(root):
         quota_and_period = _words(path / "cpu.max")
@@ -103,13 +103,13 @@ def _cgroup_folders(root: Path) -> list[Path]:
             continue
         mount = root / "sys/fs/cgroup" / controllers
         own = mount / group.strip("/")
-        # Inside a container the group's own path may not be mounted; its limits are then at the mount.
+        # In a container the group's path may not be mounted; its limits are then at the mount point.
         folders += [folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents]
     return folders
 
 
 def _clock(root: Path, fields: dict[str, str]) -> tuple[float | None, str]:
-    """The clock all cores can hold. Not the single-core turbo, which would flatter the peak by a third."""
+    """The clock that all cores can hold. The single-core turbo would make the peak a third too high."""
     cpu0 = root / "sys/devices/system/cpu/cpu0"
     in_name = re.search(r"@\s*([\d.]+)\s*GHz", fields.get("model name", ""))
     candidates = (
@@ -117,7 +117,7 @@ def _clock(root: Path, fields: dict[str, str]) -> tuple[float | None, str]:
         (_number(cpu0 / "acpi_cppc/nominal_freq"), 1e3, "nominal clock, sysfs"),
         (float(in_name[1]) if in_name else None, 1, "base clock, in the model name"),
         (float(fields["cpu MHz"]) if "cpu MHz" in fields else None, 1e3, "current clock, /proc/cpuinfo"),
-        # Reached on Arm servers only, which run all cores at it.
+        # Only Arm servers get here, and they run all cores at this clock.
         (_number(cpu0 / "cpufreq/cpuinfo_max_freq"), 1e6, "maximal clock, sysfs"),
     )
     for value, per_ghz, source in candidates:
@@ -142,9 +142,6 @@ def _number(path: Path) -> float | None:
     return float(words[0]) if words and words[0].isdigit() else None
 
 
-# The peak of a CPU: cores x clock x FLOP per cycle. Never loads torch.
-
-
 def peak_of_cpu(cpu: CpuFacts, dtype: str) -> Peak | Unknown:
     """The peak by formula, or why there is none.
 
@@ -153,7 +150,7 @@ def peak_of_cpu(cpu: CpuFacts, dtype: str) -> Peak | Unknown:
     768000000000.0
     """
     if not cpu.flags or cpu.core_count is None:
-        return Unknown("this CPU's instruction sets and cores cannot be read (only Linux tells them)")
+        return Unknown("this CPU's instruction sets and cores cannot be read (only Linux reports them)")
     if cpu.clock_ghz is None:
         return Unknown(f"the clock of {cpu.name} cannot be read")
     rate = _best_rate(cpu, dtype)

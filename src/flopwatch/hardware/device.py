@@ -1,4 +1,4 @@
-"""What is here: a device's own account of itself, read through torch."""
+"""What torch reports about a device of this machine, and the type that its matmuls are computed in now."""
 
 import math
 from typing import Any
@@ -8,20 +8,21 @@ import torch
 from flopwatch.errors import InputError
 from flopwatch.hardware.cpu import read_cpu
 from flopwatch.hardware.table import DeviceFacts, canonical_dtype
+from flopwatch.records.reading import first_line
 
 _GIB = 2**30
 _EUS_PER_XE_CORE = 8
 
 
 def read_device(device: torch.device | str | None = None, torch_module: Any = torch) -> DeviceFacts:
-    """What a device says about itself.
+    """The facts that torch reports about a device.
 
     >>> read_device("cpu").kind
     'cpu'
 
     Args:
         device: A device or its name, such as `cuda:1`; None is the current accelerator, or the CPU without one.
-        torch_module: Where to ask; tests pass `flopwatch.testing.fake_torch(...)`.
+        torch_module: The torch to read from; tests pass `flopwatch.testing.fake_torch(...)`.
 
     Raises:
         InputError: There is no such device here.
@@ -35,13 +36,13 @@ def read_device(device: torch.device | str | None = None, torch_module: Any = to
         return read(wanted, torch_module)
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"device {str(wanted)!r} cannot be used here: {_first_line(error)}; "
+            f"device {str(wanted)!r} cannot be used here: {first_line(error)}; "
             f"pass a device that exists, such as 'cpu', or look a product up by name"
         ) from error
 
 
 def find_device(device: torch.device | str | None = None, torch_module: Any = torch) -> torch.device:
-    """The device that is meant: None is the current accelerator, or the CPU without one.
+    """A device by name; None is the current accelerator, or the CPU without one.
 
     >>> find_device("cuda:1")
     device(type='cuda', index=1)
@@ -53,7 +54,7 @@ def find_device(device: torch.device | str | None = None, torch_module: Any = to
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"{device!r} is not a device: {_first_line(error)}; use one like 'cuda:0' or 'cpu'") from error
+        raise InputError(f"{device!r} is not a device: {first_line(error)}; use one like 'cuda:0' or 'cpu'") from error
 
 
 def _read_cuda(device: torch.device, torch_module: Any) -> DeviceFacts:
@@ -64,7 +65,7 @@ def _read_cuda(device: torch.device, torch_module: Any) -> DeviceFacts:
         kind="cuda",
         unit_count=properties.multi_processor_count,
         memory_gib=properties.total_memory / _GIB,
-        # CUDA builds of torch answer these two as well, with the product's name and NVIDIA's numbers.
+        # CUDA builds of torch have gcnArchName too, but it holds the product's name.
         gcn_arch=properties.gcnArchName if is_rocm else None,
         compute_capability=None if is_rocm else (properties.major, properties.minor),
         clock_mhz=properties.clock_rate / 1e3,  # in kHz
@@ -92,13 +93,6 @@ def _read_other(device: torch.device, torch_module: Any) -> DeviceFacts:
     return DeviceFacts(getattr(torch_module, device.type).get_device_name(device), device.type)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-# The type matmuls are computed in, which is often not the type of the parameters.
-
-
 _FIRST_WITH_TF32 = (8, 0)
 
 
@@ -107,7 +101,7 @@ def matmul_dtype(
     parameter_dtype: torch.dtype | None = None,
     compute_capability: tuple[int, int] | None = None,
 ) -> str | None:
-    """The compute type of a matmul issued here and now: autocast first, the parameters' type last.
+    """The compute type of a matmul in the current context: that of autocast, else TF32, else the parameters' type.
 
     >>> with torch.autocast("cpu", dtype=torch.bfloat16):
     ...     matmul_dtype("cpu", torch.float32)
@@ -116,11 +110,11 @@ def matmul_dtype(
     Args:
         device_type: torch's device type, such as `cuda`.
         parameter_dtype: Type of the weights; None takes torch's default type.
-        compute_capability: Of an NVIDIA device, if known: before 8.0 there is no TF32 to allow.
+        compute_capability: That of an NVIDIA device, if known: devices before 8.0 have no TF32.
 
     Returns:
-        `bf16`, `fp16`, `tf32`, `fp32`, ..., or None if the weights are stored as integers and autocast is off: such
-        weights are converted before they are multiplied, into a type only the model knows.
+        `bf16`, `fp16`, `tf32`, `fp32`, ..., or None if the weights are stored as integers and autocast is off: the
+        model converts such weights before it multiplies them, to a type that is not known here.
     """
     dtype = _autocast_dtype(device_type) or parameter_dtype or torch.get_default_dtype()
     if not dtype.is_floating_point:
@@ -141,6 +135,6 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
 def _tf32_is_allowed(compute_capability: tuple[int, int] | None) -> bool:
     if compute_capability is not None and compute_capability < _FIRST_WITH_TF32:
         return False
-    # Follows all three switches (allow_tf32, set_float32_matmul_precision, fp32_precision); the getters of the older
-    # two raise once the newest has been set.
+    # `fp32_precision` reflects all three switches (allow_tf32, set_float32_matmul_precision and itself); the getters of
+    # the older two raise once it has been set.
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -1,4 +1,4 @@
-"""The achievable peak: the fastest matmul this device is seen to run."""
+"""The achievable peak of a device: the rate of the fastest matmul that it runs in a search over shapes."""
 
 import json
 import math
@@ -18,16 +18,15 @@ from flopwatch.hardware.device import find_device, matmul_dtype, read_device
 from flopwatch.hardware.table import DeviceFacts, canonical_dtype
 from flopwatch.records.flops import Confidence, Peak
 
-# Find the shape a device multiplies fastest. Pure arithmetic apart from the timer and the clock it is handed.
-
+# The search is pure arithmetic: timer and clock are arguments.
 
 Shape = tuple[int, int, int]
 """Rows of the left matrix, the contracted dimension, columns of the right matrix."""
 
 TimeMatmul = Callable[[Shape, int], float]
-"""Seconds that so many matmuls of this shape take, one after the other."""
+"""Takes a shape and a number of matmuls; returns the seconds they take one after the other."""
 
-# Squares, and the flat and deep products of transformer layers; which is fastest differs from device to device.
+# Squares, and the flat and deep products of transformer layers; the fastest differs from device to device.
 SHAPES: tuple[Shape, ...] = (
     (512, 512, 512),
     (1024, 1024, 1024),
@@ -46,13 +45,13 @@ _SHARE_FOR_SEARCH = 0.6
 _SEARCH_REPEATS = 3
 _FEWEST_REPEATS = 5
 _MOST_REPEATS = 100
-# Long enough to drown the cost of launching and of reading the clock.
+# Long enough to make the cost of launching and of reading the clock negligible.
 _SAMPLE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class BestMatmul:
-    """The fastest shape: its median rate, over how many repeats, and how far these lay apart (range over median)."""
+    """The fastest shape: its median rate, the number of repeats, and their spread (range over median)."""
 
     flops_per_s: float
     shape: Shape
@@ -62,7 +61,7 @@ class BestMatmul:
 
 
 def matmul_flops(shape: Shape) -> int:
-    """Two for each multiply-add.
+    """Two FLOPs for each multiply-add.
 
     >>> matmul_flops((2, 3, 4))
     48
@@ -75,7 +74,7 @@ def search_best_matmul(
 ) -> BestMatmul:
     """Try shapes from small to large while time allows, then measure the fastest again, longer.
 
-    The second measurement is the result: the best of many noisy figures is too high, a fresh one is not.
+    The second measurement is the result, because the best of many noisy figures is biased upwards.
     """
     start = clock()
     found: dict[Shape, _Candidate] = {}
@@ -124,9 +123,6 @@ def _expected_seconds(shape: Shape, found: Iterable[_Candidate]) -> float:
     return 2 * one_call + _SEARCH_REPEATS * max(one_call, _SAMPLE_SECONDS)
 
 
-# Time real matmuls on a real device, leaving torch's switches and random state as they were.
-
-
 TORCH_DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -139,13 +135,13 @@ _MOST_BYTES_OFF_CUDA = 2**30
 
 
 def matmul_timer(device: torch.device, dtype: torch.dtype) -> TimeMatmul:
-    """A timer of matmuls on `device`: by events on CUDA, by the clock around a synchronisation elsewhere."""
+    """A timer of matmuls on `device`: by CUDA events, or by the clock around a synchronisation."""
     seconds_of = _seconds_by_events if device.type == "cuda" else _seconds_by_clock
     latest: dict[Shape, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def time_matmul(shape: Shape, calls: int) -> float:
         if shape not in latest:
-            latest.clear()  # one set of operands at a time: the largest need gigabytes
+            latest.clear()  # keep one set of operands only: the largest takes gigabytes
             latest[shape] = _operands(shape, device, dtype)
         left, right, product = latest[shape]
 
@@ -166,13 +162,13 @@ def shapes_that_fit(device: torch.device, dtype: torch.dtype) -> list[Shape]:
 
 @contextmanager
 def plain_matmuls(device: torch.device, dtype: str) -> Iterator[None]:
-    """No gradients, no autocast, and fp32 computed as what `dtype` says: in full (`fp32`) or as `tf32`."""
-    backends: Any = torch.backends  # its attributes are made at run time, unseen by type checkers
+    """No gradients, no autocast, fp32 matmuls in full precision (`fp32`) or as `tf32`; restores torch's switches."""
+    backends: Any = torch.backends  # its attributes are created at run time, so type checkers do not know them
     backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
     before = backend.fp32_precision
     wanted = "tf32" if dtype == "tf32" else "ieee"
-    # "none" is full precision too. Left alone where it already fits: while it differs from what the older switches
-    # were set to, reading those raises.
+    # "none" is full precision too. The switch is not touched if it already fits, because reading torch's older switches
+    # raises while they disagree with it.
     must_switch = dtype in ("fp32", "tf32") and wanted != before and not (wanted == "ieee" and before == "none")
     try:
         if must_switch:
@@ -188,7 +184,7 @@ def _operands(
     shape: Shape, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, inner, columns = shape
-    # Random values: with constant ones a GPU draws less power and clocks higher than any training does.
+    # Random values, because a GPU multiplies constants with less power and a higher clock than any training reaches.
     generator = torch.Generator(device).manual_seed(0)
     left = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
     right = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
@@ -233,10 +229,10 @@ def measure_peak(
     time_matmul: TimeMatmul | None = None,
     clock: Clock = monotonic_seconds,
 ) -> Peak:
-    """Measure the best matmul rate of a device: what a training step could reach, not what the datasheet says.
+    """Measure the best matmul rate of a device: what a training step could reach, not the datasheet's figure.
 
-    Tries square and rectangular shapes, then repeats the fastest; the result is its median rate, and `source` tells
-    the shape, the repeats and their spread. The figure is kept in `~/.cache/flopwatch/peaks.json` for this device,
+    Tries square and rectangular shapes, then repeats the fastest; the result is its median rate, and `source` names
+    the shape, the repeats and their spread. The figure is cached in `~/.cache/flopwatch/peaks.json` for this device,
     dtype, torch version and number of threads.
 
     >>> peak = measure_peak("cpu", "fp32", seconds=0.1)
@@ -245,9 +241,9 @@ def measure_peak(
 
     Args:
         device: The device; None is the current accelerator, or the CPU without one.
-        dtype: Compute type: fp64, fp32, tf32, bf16 or fp16; None asks torch what a matmul would run in now.
+        dtype: Compute type: fp64, fp32, tf32, bf16 or fp16; None takes the type a matmul would run in now.
         seconds: Roughly how long to measure.
-        refresh: Measure again even if the figure is known.
+        refresh: Measure again even if the figure is cached.
         time_matmul: Replaces the timer; tests pass `flopwatch.testing.FakeMatmul`.
         clock: Limits the search; tests pass `flopwatch.testing.FakeClock`.
 
@@ -322,7 +318,7 @@ def _confidence(spread: float) -> Confidence:
     return "medium" if spread < 0.2 else "low"
 
 
-# Measured peaks on disk, so that a device is measured once. Never loads torch, never fails the caller.
+# The cache: reading and writing it never fails the measurement.
 
 
 def cache_path() -> Path:
@@ -332,7 +328,7 @@ def cache_path() -> Path:
 
 
 def read_cached_peak(key: str) -> Peak | None:
-    """The peak stored under `key`; None if there is none or the file cannot be used."""
+    """The peak cached under `key`; None if there is none or the file is unreadable."""
     try:
         peak = Peak(**_read_all()[key])
         return peak if peak.flops_per_s > 0 and peak.kind == "measured" else None
@@ -341,9 +337,9 @@ def read_cached_peak(key: str) -> Peak | None:
 
 
 def write_cached_peak(key: str, peak: Peak) -> None:
-    """Store a peak; a folder that cannot be written is left alone."""
+    """Cache a peak; does nothing if the folder cannot be written."""
     path = cache_path()
-    # A reader sees the old file or the new one, never half of it.
+    # Written beside it and renamed, so that a reader never sees half a file.
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""From what a device says about itself to its datasheet peak. Never loads torch."""
+"""The datasheet peak of a device, or one derived from its architecture. Never loads torch."""
 
 import re
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from flopwatch.hardware.table import Accelerator, DeviceFacts, Unknown, load_accelerators, read_table
 from flopwatch.records.flops import Peak
 
-# What matmuls run on where a product quotes two rates for one type: fp64 on tensor cores (cuBLAS), fp32 and fp64 on
-# AMD's matrix cores (rocBLAS). Against the vector rate a good matmul would show an MFU near 2.
+# The rate that matmuls reach if a product has two for one type: fp64 on tensor cores (cuBLAS), fp32 and fp64 on AMD's
+# matrix cores (rocBLAS). With the vector rate as its peak, a good matmul would show an MFU near 2.
 _MATMUL_RATES = {"fp64": ("fp64_tensor", "fp64_matrix", "fp64"), "fp32": ("fp32_matrix", "fp32")}
 _RATES_BEHIND_A_DTYPE = {"fp64_tensor", "fp64_matrix", "fp32_matrix", "fp32_packed"}
 _USUAL_TRAINING_DTYPES = ("bf16", "fp16", "fp32")
 _MOST_SUGGESTIONS = 4
-_TOO_FAR = (0, 0.5)  # no word with a digit in common, and half of the letters different
+_TOO_FAR = (0, 0.5)  # no word with a digit in common, and half of the letters differ
 
 
 def find_accelerator(facts: DeviceFacts) -> Accelerator | Unknown:
-    """The product a device is: by name, then by whatever else is known where several products share the name.
+    """The product of a device: by its name, and by other known facts if several products share the name.
 
     >>> find_accelerator(DeviceFacts("NVIDIA H100 80GB HBM3")).id
     'h100-sxm5-80gb'
@@ -48,7 +48,7 @@ def peak_of_record(record: Accelerator, facts: DeviceFacts, dtype: str | None = 
     Args:
         record: The product.
         facts: What the device reports.
-        dtype: Canonical compute type; None takes the usual one of training: bf16, else fp16, else fp32.
+        dtype: Canonical compute type; None takes bf16, else fp16, else fp32.
     """
     dtype = dtype or next((usual for usual in _USUAL_TRAINING_DTYPES if usual in record.peak_tflops), "fp32")
     rate = next((key for key in _MATMUL_RATES.get(dtype, (dtype,)) if key in record.peak_tflops), None)
@@ -72,12 +72,12 @@ def peak_of_record(record: Accelerator, facts: DeviceFacts, dtype: str | None = 
 
 
 def similar_products(name: str) -> list[str]:
-    """Names of products that look like `name`, the nearest first; each can be looked up.
+    """Names of products similar to `name`, the most similar first; each can be looked up.
 
     >>> similar_products("NVIDIA H100 80GB")[0]
     'H100 SXM5 80GB'
     """
-    from difflib import SequenceMatcher  # a tenth of the start-up time, needed after mistakes only
+    from difflib import SequenceMatcher  # a tenth of the start-up time, and only needed after a mistake
 
     query = name.lower()
     models = {word for word in query.split() if any(letter.isdigit() for letter in word)}
@@ -123,7 +123,7 @@ def _find_by_generic_name(name: str, facts: DeviceFacts) -> Accelerator | Unknow
 def _visible_fraction(record: Accelerator, facts: DeviceFacts) -> float | None:
     if facts.unit_count is not None and record.unit_count is not None:
         return min(1.0, facts.unit_count / record.unit_count)
-    # The profile in the name ("1g.5gb") does not give the share: 1g is 14 of 108 on an A100, 16 of 132 on an H100.
+    # The profile in the name ("1g.5gb") does not give the fraction: 1g is 14 of 108 on an A100, 16 of 132 on an H100.
     return None if re.search(r"\bMIG\b", facts.name, re.IGNORECASE) else 1.0
 
 
@@ -142,14 +142,12 @@ def _matmul_dtypes(record: Accelerator) -> str:
     return ", ".join(dtype for dtype in record.peak_tflops if dtype not in _RATES_BEHIND_A_DTYPE)
 
 
-# The peak of an NVIDIA product that is not in the table, from its architecture. Never loads torch.
-#
-# Only where that is defensible. The same architecture runs at full rate in one product and at half of it in the next
-# (compute capability 8.6: A40 full, RTX 3090 half, A10G half), so the product line has to be told from the name, and
-# data-centre parts are left out: an H20 has the architecture of an H100 and a quarter of its rate.
+# Peaks are derived only for product lines in which the architecture decides the rate. The same architecture runs at
+# full rate in one product and at half of it in another (compute capability 8.6: A40 full, RTX 3090 and A10G half), so
+# the product line is read from the name. Data-centre products are excluded: an H20 has the architecture of an H100 and
+# a quarter of its rate.
 
-
-# "GeForce GTX" has no tensor cores, and suffixes such as "D" mark capped products: neither may match.
+# "GeForce GTX" has no tensor cores, and suffixes such as "D" mark throttled products: neither may match.
 _PRODUCT_LINES = {
     "geforce": r"^(?:NVIDIA )?GeForce RTX \d{4}(?: (?:Ti|SUPER|Laptop GPU|with Max-Q Design))*$",
     "workstation": r"^(?:NVIDIA )?RTX (?:A\d{3,4}|\d{3,4} Ada Generation|PRO \d{3,4} Blackwell)"
@@ -158,7 +156,7 @@ _PRODUCT_LINES = {
 
 
 def derive_peak(facts: DeviceFacts, dtype: str) -> Peak | None:
-    """Multiprocessors x FLOP per clock x boost clock; None where that would be a guess.
+    """Multiprocessors x FLOP per clock x boost clock; None if that would be a guess.
 
     >>> card = DeviceFacts("NVIDIA RTX A1000", "cuda", 18, compute_capability=(8, 6), clock_mhz=1462.5)
     >>> derive_peak(card, "bf16").flops_per_s / 1e12

@@ -1,4 +1,4 @@
-"""Which peak holds: what the user says, the table, a derivation, or none. Loads torch only to look at a device."""
+"""Which peak applies: the user's figure, the table's, a derived one, or none. Loads torch only to read a device."""
 
 import math
 import os
@@ -23,11 +23,11 @@ def peak_flops(
     name: str | None = None,
     override_flops_per_s: float | None = None,
 ) -> Peak | None:
-    """The peak FLOP/s of a device for a compute type, or None if nobody knows it.
+    """The peak FLOP/s of a device for a compute type, or None if it is unknown.
 
-    Tried in this order: `override_flops_per_s`, the environment variable FLOPWATCH_PEAK_TFLOPS, the product table
+    Sources in this order: `override_flops_per_s`, the environment variable FLOPWATCH_PEAK_TFLOPS, the product table
     (scaled to the visible part of the device on MIG slices and AMD partitions), a derivation from the architecture,
-    marked `derived` and of low confidence. There is no default device: what is not known is None, and
+    marked `derived` and of low confidence. There is no default device: an unknown peak is None, and
     `flopwatch.hardware.explain_unknown` says why and what to do.
 
     >>> peak_flops(name="NVIDIA A100-SXM4-80GB", dtype="bf16").flops_per_s
@@ -37,13 +37,13 @@ def peak_flops(
 
     Args:
         device: `cuda:1`, a `torch.device` or `DeviceFacts`; None is the current accelerator, or the CPU without one.
-        dtype: Compute type, as a `torch.dtype` or a name such as `bf16`. None asks torch what a matmul would run in
-            now (autocast, TF32); with `name`, it is bf16, or fp16 or fp32 where the product has no bf16.
-        name: A product to look up without having it. torch is not loaded, the environment variable not asked.
+        dtype: Compute type, as a `torch.dtype` or a name such as `bf16`. None takes the type a matmul would run in now
+            (autocast, TF32); with `name`, it is bf16, or fp16 or fp32 if the product has no bf16.
+        name: A product to look up without having it. Torch is not loaded, and the environment variable not read.
         override_flops_per_s: The figure to use instead, in FLOP/s.
 
     Raises:
-        InputError: The device does not exist here, the dtype is not known, or a figure is not a positive number.
+        InputError: The device does not exist here, the dtype is unknown, or a figure is not a positive number.
     """
     answer = _resolve(_facts(device, name), dtype, override_flops_per_s)
     return answer if isinstance(answer, Peak) else None
@@ -62,7 +62,7 @@ def list_peaks(device: "torch.device | DeviceFacts | str | None" = None, *, name
 
 
 def product_notes(device: "torch.device | DeviceFacts | str | None" = None, *, name: str | None = None) -> str:
-    """What the table remarks on a product; empty for none.
+    """The table's remarks on a product; empty if there are none.
 
     >>> product_notes(name="Tesla V100-SXM2-16GB")
     'No BF16 and no TF32 tensor path: bf16 matmul runs at about fp32 speed.'
@@ -77,7 +77,7 @@ def explain_unknown(
     *,
     name: str | None = None,
 ) -> str:
-    """Why `peak_flops` answers None to the same question, and what to do about it.
+    """Why `peak_flops` returns None for these arguments, and what to do about it.
 
     >>> print(explain_unknown(name="NVIDIA A100"))
     The peak is not known: no product in the table reports the name 'NVIDIA A100'.
@@ -111,10 +111,10 @@ def _resolve(
     if override_flops_per_s is not None:
         what = f"override_flops_per_s={override_flops_per_s!r}"
         figure = _positive(override_flops_per_s, what, "in FLOP/s, such as 989.4e12")
-        return _said_by_user(figure, facts, compute_dtype, "the argument override_flops_per_s")
+        return _users_peak(figure, facts, compute_dtype, "the argument override_flops_per_s")
     figure_from_environment = _environment_flops_per_s(facts)
     if figure_from_environment is not None:
-        return _said_by_user(figure_from_environment, facts, compute_dtype, f"the variable {ENVIRONMENT_VARIABLE}")
+        return _users_peak(figure_from_environment, facts, compute_dtype, f"the variable {ENVIRONMENT_VARIABLE}")
     if facts.kind == "cpu":
         from flopwatch.hardware.cpu import peak_of_cpu, read_cpu
 
@@ -140,26 +140,26 @@ def _facts(device: "torch.device | DeviceFacts | str | None", name: str | None) 
 
 
 def _dtype_now(facts: DeviceFacts) -> str | None:
-    if not facts.kind:  # a product looked up by name runs nothing
+    if not facts.kind:  # a product that is only looked up by name has no current type
         return None
     from flopwatch.hardware.device import matmul_dtype  # loads torch
 
     return matmul_dtype(facts.kind, compute_capability=facts.compute_capability)
 
 
-def _said_by_user(flops_per_s: float, facts: DeviceFacts, dtype: str | None, source: str) -> Peak:
+def _users_peak(flops_per_s: float, facts: DeviceFacts, dtype: str | None, source: str) -> Peak:
     return Peak(flops_per_s, facts.name, dtype or "any", source, kind="override", confidence="high")
 
 
 def _environment_flops_per_s(facts: DeviceFacts) -> float | None:
-    """The user's figure for the devices here; a product that is only looked up has its own."""
+    """The user's figure for this machine's devices; it does not apply to a product that is only looked up by name."""
     text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     if not text or not facts.kind:
         return None
     what = f"the environment variable {ENVIRONMENT_VARIABLE}={text!r}"
     figure = _positive(text, what, "in teraFLOP/s, such as 989.4")
     if figure > _MOST_TERAFLOPS:
-        raise InputError(f"{what} is more than any device does; give teraFLOP/s, such as 989.4, not FLOP/s")
+        raise InputError(f"{what} is more than any device reaches; give teraFLOP/s, such as 989.4, not FLOP/s")
     return figure * 1e12
 
 

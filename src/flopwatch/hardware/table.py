@@ -1,4 +1,4 @@
-"""The product table that ships with the package, read on first use. Never loads torch."""
+"""The product table, the facts that identify a product in it, and the names of compute types. Never loads torch."""
 
 import json
 from dataclasses import dataclass
@@ -9,12 +9,10 @@ from typing import Any
 from flopwatch.errors import InputError
 from flopwatch.records.flops import Confidence
 
-# What is known about one device, in plain values. Never loads torch.
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One device as the framework enumerates it; what cannot be read is None.
+    """One device as the framework reports it; unknown facts are None.
 
     Attributes:
         name: The name the device gives itself, such as `NVIDIA H100 80GB HBM3`.
@@ -24,7 +22,7 @@ class DeviceFacts:
         memory_gib: Memory as reported, which is below the nominal size.
         gcn_arch: AMD's architecture, such as `gfx942`.
         compute_capability: NVIDIA's architecture, such as `(9, 0)`.
-        clock_mhz: Boost clock the driver states for this very device.
+        clock_mhz: The boost clock that the driver reports for this device.
     """
 
     name: str
@@ -38,12 +36,9 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Why there is no peak: a sentence for the person who asked."""
+    """Why there is no peak, as a sentence for the user."""
 
     reason: str
-
-
-# One name for each compute type, whatever people call it. Never loads torch.
 
 
 _SPELLINGS = {
@@ -67,7 +62,7 @@ _SPELLINGS = {
     "fp4": ("float4", "nvfp4", "mxfp4", "float4_e2m1fn_x2"),
     "int8": ("i8",),
     "int4": ("i4",),
-    # Faster on GeForce, less exact; PyTorch accumulates in fp32, so these are never assumed.
+    # With 16-bit accumulation, which is faster on GeForce. PyTorch accumulates in fp32, so these are never assumed.
     "fp16_fp16acc": (),
     "fp8_fp16acc": (),
 }
@@ -94,15 +89,15 @@ def canonical_dtype(dtype: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a device must report, besides its name, to be one product and not its namesake."""
+    """What a device must report, besides its name, to be this product and not another one of the same name."""
 
     unit_counts: tuple[int, ...] | None = None
     memory_gib: tuple[float, float] | None = None
     gcn_arch: str | None = None
 
     def allows(self, facts: DeviceFacts) -> bool:
-        """True unless a known fact contradicts; an unknown one does not."""
-        # gcnArchName carries features: "gfx942:sramecc+:xnack-".
+        """True unless a known fact contradicts it; unknown facts do not."""
+        # gcnArchName also lists features: "gfx942:sramecc+:xnack-".
         arch = facts.gcn_arch.partition(":")[0] if facts.gcn_arch else None
         return (
             (self.unit_counts is None or facts.unit_count is None or facts.unit_count in self.unit_counts)
@@ -120,16 +115,17 @@ class Accelerator:
         name: The product's name for people.
         vendor: `nvidia`, `amd`, `intel`, `apple`, `huawei`, `google` or `aws`.
         match: Patterns for the names its driver reports.
-        contains: Each name that can match holds one of these (lower case): saves compiling patterns. Empty: try always.
-        when: Tells it from products that report the same name.
-        is_default_for_name: Taken when several products report the name and nothing tells them apart.
-        generic_name: A name many products report; this one is meant only if every fact of `generic_when` is there.
+        contains: Every matching name contains one of these (lower case), so most patterns need no compiling. If empty,
+            the patterns are always tried.
+        when: Distinguishes it from products that report the same name.
+        is_default_for_name: Chosen if several products report the name and no fact distinguishes them.
+        generic_name: A name that many products report; it means this one only if all facts of `generic_when` match.
         generic_when: See `generic_name`.
         unit_count: Units of the whole device, as torch counts them.
         peak_tflops: Dense teraFLOP/s by compute type, with 32-bit accumulation.
-        source: Who says so.
-        confidence: How far the source can be trusted.
-        notes: What a reader should know.
+        source: The document the rates are from.
+        confidence: How reliable the source is.
+        notes: Remarks for the reader.
     """
 
     id: str
@@ -154,7 +150,7 @@ def load_accelerators() -> tuple[Accelerator, ...]:
 
 
 def read_table(file_name: str) -> Any:
-    """The content of a JSON file that ships beside this module."""
+    """The content of a JSON file beside this module."""
     return json.loads(Path(__file__).with_name(file_name).read_text(encoding="utf-8"))
 
 

@@ -39,7 +39,7 @@ def harmless(method: Method) -> Method:
 
 
 def _report_once(owner: Any, part: str, error: Exception) -> None:
-    reported = vars(owner).setdefault("_reported_parts", set())
+    reported = vars(owner).setdefault("_flopwatch_reported_parts", set())
     if part not in reported:
         reported.add(part)
         _log.error("flopwatch: %s failed, training goes on: %s: %s", part, type(error).__name__, error)

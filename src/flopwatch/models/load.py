@@ -1,4 +1,4 @@
-"""Build a model from what a user names: a preset, a Hugging Face config file, or a function of theirs."""
+"""Builds a model from a preset, a Hugging Face config file or a user's function, and a batch of zeros for it."""
 
 import importlib
 import inspect
@@ -17,13 +17,13 @@ from flopwatch.optional import require
 
 
 def load_model(spec: str, *, device: str = "meta") -> nn.Module:
-    """Build a model in training mode; on the meta device it has shapes and no weights.
+    """Build a model in training mode; on the meta device it has shapes but no weights.
 
     Args:
         spec: `tiny`, `small`, `medium` or `1b`; `resnet20-gn` or `resnet18-gn` for images, with another side as
             `resnet18-gn@64`; the path of a Hugging Face `config.json`; or `package.module:function`, a function
             without arguments that returns a module.
-        device: Where its parameters are made.
+        device: Where its parameters are created.
     """
     check_model_name(spec)
     if spec in PRESETS:
@@ -56,7 +56,7 @@ def _from_config_file(file: Path, device: str) -> nn.Module:
 
 
 def _builder(transformers: Any, settings: dict[str, Any], config: Any) -> Any:
-    """The class the file names; a causal language model where it names none."""
+    """The class that the file names; a causal language model if it names none."""
     names = settings.get("architectures") or []
     for name in names:
         if hasattr(transformers, name):
@@ -66,7 +66,7 @@ def _builder(transformers: Any, settings: dict[str, Any], config: Any) -> Any:
 
 def _from_factory(spec: str, device: str) -> nn.Module:
     module_name, _, function_name = spec.partition(":")
-    sys.path.insert(0, "")  # as `python -m` does: a user's file lies in the working directory
+    sys.path.insert(0, "")  # as `python -m` does, for files in the working directory
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
@@ -83,16 +83,13 @@ def _from_factory(spec: str, device: str) -> nn.Module:
     return model
 
 
-# Make a batch a model can take, from what it says of itself.
-
-
 def dummy_batch(model: nn.Module, batch_size: int, seq_len: int) -> dict[str, Any]:
     """A batch of zeros on the CPU with labels, for text models and for image classifiers.
 
     Args:
         model: Its `forward` must take `input_ids` or `pixel_values`.
         batch_size: Samples.
-        seq_len: Positions of each; not used for images, whose size stands in the model's config.
+        seq_len: Positions of each; not used for images, whose size is in the model's config.
     """
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,4 +1,8 @@
-"""A plain GPT-style decoder, so that the presets need nothing but torch."""
+"""The networks of the presets, which need nothing but torch: a GPT-style decoder and a residual network.
+
+The residual network (He et al., arXiv 1512.03385) has group normalisation, so that DP-SGD can train it: BatchNorm mixes
+the samples of a batch, and no sample would have its own gradient.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -74,11 +78,6 @@ def sinusoids(length: int, width: int, device: torch.device) -> torch.Tensor:
     places = torch.arange(length, device=device)[:, None]
     rates = 10_000 ** -(torch.arange(0, width, 2, device=device) / width)
     return torch.cat([torch.sin(places * rates), torch.cos(places * rates)], dim=1)
-
-
-# Residual networks for images (He et al., arXiv 1512.03385) with group normalisation, which DP-SGD can train.
-#
-# BatchNorm mixes the samples of a batch, so no sample would have a gradient of its own.
 
 
 _CHANNELS_PER_GROUP = 8

@@ -1,4 +1,4 @@
-"""The model sizes known by name. Sizes only: torch is not loaded before a model is built."""
+"""The models known by name, and the check of a model's name. Never loads torch, so mistakes are found early."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,11 +46,11 @@ IMAGE_PRESETS = {
     "resnet18-gn": ImagePreset(224, 1_000, (64, 128, 256, 512), 2, has_large_stem=True),  # ImageNet
 }
 MOST_PIXELS = 8192
-"""Of a side; more is a slip of the keyboard."""
+"""Largest side of an image; a larger number is taken for a typing error."""
 
 
 def image_preset(name: str) -> ImagePreset | None:
-    """The image preset a name means, with another side behind an @; None when it means none.
+    """The image preset of a name, which may end in `@` and another side; None if there is none.
 
     >>> image_preset("resnet18-gn").image_size, image_preset("resnet18-gn@64").image_size
     (224, 64)
@@ -63,12 +63,11 @@ def image_preset(name: str) -> ImagePreset | None:
     return replace(sizes, image_size=int(side)) if is_side else None
 
 
-# How users name models. Nothing is built or imported, so that a mistake is told before any process is started.
-
-
 def check_model_name(spec: str) -> None:
-    """Raises:
-    InputError: There can be no such model.
+    """Check the name without building anything.
+
+    Raises:
+        InputError: There is no such model.
     """
     if is_config(spec):
         file = config_file(spec)
@@ -76,14 +75,14 @@ def check_model_name(spec: str) -> None:
             raise InputError(f"there is no file {file}")
     elif spec.partition("@")[0] in IMAGE_PRESETS:
         if image_preset(spec) is None:
-            raise InputError(f"model {spec!r}: behind the @ stands the side of the images, 1 to {MOST_PIXELS} pixels")
+            raise InputError(f"model {spec!r}: the number after @ is the side of the images, 1 to {MOST_PIXELS} pixels")
     elif spec not in PRESETS and ":" not in spec:
         known = ", ".join((*PRESETS, *IMAGE_PRESETS))
         raise InputError(f"model {spec!r} is none of the presets ({known}), no .json file and no 'module:function'")
 
 
 def is_config(spec: str) -> bool:
-    """Whether it names a Hugging Face config."""
+    """Whether the name is the path of a Hugging Face config."""
     is_preset = spec in PRESETS or image_preset(spec) is not None
     return not is_preset and (Path(spec).suffix == ".json" or Path(spec).is_dir())
 

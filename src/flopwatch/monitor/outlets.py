@@ -17,8 +17,8 @@ from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.session import rank_and_world_size
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
 from flopwatch.sinks.jsonl import JsonlSink
-from flopwatch.sinks.protocol import Sink, build_sinks
-from flopwatch.sinks.thread import SinkThread
+from flopwatch.sinks.protocol import Sink
+from flopwatch.sinks.thread import SinkThread, build_sinks
 
 _log = logging.getLogger("flopwatch")
 _LEVELS: Mapping[Level, int] = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}

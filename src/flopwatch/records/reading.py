@@ -6,19 +6,21 @@ import os
 import re
 import stat
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from flopwatch.errors import FlopwatchError
+
 _LARGEST_JSON = 1 << 30
 _LARGEST_LINE = 1 << 28
 """A log is bounded and a result holds its tail; what is larger is garbage, and would fill the memory."""
 
 
-class UnreadableError(Exception):
+class UnreadableError(FlopwatchError):
     """Something lies where a file should be, and it cannot be read; the message says why."""
 
 
@@ -150,7 +152,7 @@ _DEEPEST = 60
 """Levels in what is kept as it is: json reads a thousand, and writing that again fails."""
 
 
-class BrokenRecordError(ValueError):
+class BrokenRecordError(FlopwatchError, ValueError):
     """A value that the record's field cannot have; the message names the field."""
 
 
@@ -416,6 +418,16 @@ def cut(text: str, most: int = 4000) -> str:
         return text
     half = most // 2
     return f"{text[:half]} … ({len(text):,} characters in all, cut to {2 * half:,}) … {text[-half:]}"
+
+
+def listed(names: Sequence[str], at_most: int = 5) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2), listed(["a", "b"])
+    ('a, b and 1 more', 'a, b')
+    """
+    more = f" and {len(names) - at_most:,} more" if len(names) > at_most else ""
+    return ", ".join(names[:at_most]) + more
 
 
 def _spelled_out(match: re.Match[str]) -> str:

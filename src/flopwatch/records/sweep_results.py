@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flopwatch.errors import InputError
+from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.records.reading import BrokenRecordError, UnreadableError, load_json, numbered_lines, read_record
 from flopwatch.records.trial import FORMAT, UNSETTLED, TrialJob, TrialResult, is_trial_name
 from flopwatch.records.trial_files import LOCK, RESULT, RESULTS, RUNNERS, SPEC, SWEEP, TRIALS
@@ -24,7 +24,7 @@ _LATEST_UNIX_TIME = 1e11
 """Some thousand years ahead; what is beyond it is no time."""
 
 
-class NewerFormatError(Exception):
+class NewerFormatError(FlopwatchError):
     """Written by a newer flopwatch: to be left alone.
 
     Attributes:

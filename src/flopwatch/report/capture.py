@@ -1,4 +1,4 @@
-"""Read a sweep's folder. The only file of the report that reads."""
+"""Read a sweep's folder, at once or while the sweep runs. The only file of the report that reads files."""
 
 import json
 import os
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.reading import BrokenRecordError, clean_value, read_json, read_record
+from flopwatch.number_format import plural
+from flopwatch.records.reading import BrokenRecordError, clean_value, listed, read_json, read_record
 from flopwatch.records.sweep_results import NewerFormatError, SweepResults, gather_results, result_from, troubles
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import PREFLIGHT, RESULTS
@@ -16,16 +17,16 @@ from flopwatch.records.trial_files import PREFLIGHT, RESULTS
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What lies in the folder.
+    """Everything the report needs from a sweep's folder.
 
     Attributes:
-        folder: Where.
-        results: Finished trials by name, in the order they were asked for.
-        missing: Trials of the plan without a result.
-        engine: What ran it.
+        folder: The folder.
+        results: Finished trials by name, in the order of the plan.
+        missing: Planned trials without a result.
+        engine: The engine that ran the sweep.
         created: Unix time of the plan.
-        preflight: Which trainer can train which model.
-        troubles: What of the folder is damaged or of a newer format, a sentence each.
+        preflight: Rows that say which trainer supports which model.
+        troubles: A sentence for each part of the folder that is damaged or of a newer format.
     """
 
     folder: Path
@@ -39,7 +40,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class _PreflightRow:
-    """What a row must have to be shown."""
+    """The fields that a row must have to be shown."""
 
     trainer: str
     model: str
@@ -50,15 +51,20 @@ class _PreflightRow:
 
 
 def capture_sweep(folder: Path) -> Capture:
-    """Everything the report needs; raises InputError when this is no sweep's folder. Writes nothing."""
+    """Read the folder without writing to it.
+
+    Raises:
+        InputError: This is not the folder of a sweep.
+    """
     found = gather_results(folder)
     results, planned = found.results, found.trial_list.trials
     ordered = {name: results[name] for name in planned if name in results}
     missing, unknown = _missing(found)
-    told = troubles(found)
+    known_troubles = troubles(found)
     if unknown:
-        names = ", ".join(unknown[:5]) + (" and more" if len(unknown) > 5 else "")
-        told = (*told, f"the configurations of {len(unknown)} trials are damaged in the plan and left out: {names}")
+        known_troubles += (
+            f"the plan's configurations of {plural(len(unknown), 'trial')} are damaged and left out: {listed(unknown)}",
+        )
     return Capture(
         folder,
         {**ordered, **results},
@@ -66,13 +72,13 @@ def capture_sweep(folder: Path) -> Capture:
         found.trial_list.engine,
         found.trial_list.created,
         _read_preflight(folder),
-        told,
+        known_troubles,
     )
 
 
 def _missing(found: SweepResults) -> tuple[dict[str, TrialSpec], list[str]]:
-    """Planned trials without a result, and the names of those nobody can say what they were."""
-    # A trial that was given another name since has its result under the old one.
+    """Planned trials without a result, and the names of those whose configuration is damaged."""
+    # The result of a trial that was renamed since is stored under its old name.
     known = {result.key for result in found.results.values()}
     specs, unknown = {}, []
     for name, trial in found.trial_list.trials.items():
@@ -101,20 +107,17 @@ def _read_preflight(folder: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(rows)
 
 
-# Results of a sweep as they are written, while it runs.
-
-
 _PAUSE_SECONDS = 0.5
 
 
 def follow_results(folder: Path, offset: int, is_over: Callable[[], bool]) -> Iterator[TrialResult]:
-    """Each result that is appended after `offset`, until the sweep is over and all are read.
+    """Yield each result that is appended after `offset`, until the sweep is over and everything is read.
 
-    A line that is no result is left out: the report tells of it.
+    Lines that are no results are skipped; the report warns about them.
     """
     rest = b""
     while True:
-        was_over = is_over()  # asked first: what is written before the end is read after it
+        was_over = is_over()  # before reading, so that the last results are not missed
         content, offset = _appended(folder / RESULTS, offset)
         *lines, rest = (rest + content).split(b"\n")
         for line in lines:
@@ -130,10 +133,10 @@ def _appended(file: Path, offset: int) -> tuple[bytes, int]:
     try:
         with file.open("rb") as stream:
             if stream.seek(0, os.SEEK_END) < offset:
-                offset = 0  # written anew, as by a person who mends it; what is read twice does no harm
+                offset = 0  # the file was rewritten by hand; reading a result twice does no harm
             stream.seek(offset)
             content = stream.read()
-    except OSError:  # not written yet, or a shared file system that stutters
+    except OSError:  # not written yet, or a shared file system with a passing error
         return b"", offset
     return content, offset + len(content)
 

@@ -1,4 +1,4 @@
-"""What a report knows: frozen records that every renderer draws from."""
+"""The frozen records of a report, which every renderer draws from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,28 +13,28 @@ Axis: TypeAlias = Literal["sequence", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One trial as comparisons see it. Numbers are of `ok` trials only, finite and positive, else None.
+    """One trial in a matrix. Numbers are finite and positive, and None unless the trial is `ok`.
 
     Attributes:
         trial: Its name.
-        trainer: The column it stands in.
-        privacy: Whether the trainer is differentially private; unknown for a user's own.
+        trainer: Its column.
+        privacy: Whether the trainer is differentially private; unknown for a user's own trainer.
         batch_size: Samples per step.
         seq_len: Positions per sample.
-        outcome: How it ended, or `missing`.
-        seconds: Median of a step; `low_seconds` and `high_seconds` are its 95 % interval.
-        is_unstable: The interval is wide: small differences mean nothing.
+        outcome: Its outcome, or `missing`.
+        seconds: Median step time; `low_seconds` and `high_seconds` are its 95 % interval.
+        is_unstable: The interval is wide, so small differences mean nothing.
         peak_bytes: Reserved on an accelerator, host memory of the process tree on a CPU.
-        above_start_bytes: Host memory above what the process had before the model; None on an accelerator.
-        device_bytes: What the accelerator has.
-        alloc_retries: Above 0 it barely fits.
-        bytes_by_phase: Peak in each phase.
+        above_start_bytes: Host memory beyond that of the process before the model; None on an accelerator.
+        device_bytes: Memory of the accelerator.
+        alloc_retries: Times the allocator had to free its cache; above 0 the trial barely fits.
+        bytes_by_phase: Peak of each phase.
         samples_per_s: Throughput.
         tokens_per_s: Throughput in positions; None where samples are not sequences.
-        mfu: Share of the peak by model FLOPs.
-        hfu: Share of the peak by executed FLOPs.
-        hardware_flops: Executed in one step.
-        is_lower_bound: Some ops had no formula, so FLOPs, MFU and HFU are at least this.
+        mfu: Model FLOPs per second as a share of the peak.
+        hfu: Executed FLOPs per second as a share of the peak.
+        hardware_flops: FLOPs executed in one step.
+        is_lower_bound: Some ops have no formula, so FLOPs, MFU and HFU are lower bounds.
     """
 
     trial: str
@@ -62,13 +62,13 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of the whole sweep.
+    """Totals of the whole sweep.
 
     Attributes:
-        trials: Asked for.
-        by_outcome: How many ended how; `missing` are those without a result.
-        trial_seconds: Life times of all workers added up; trials side by side count each.
-        wall_seconds: From the first start to the last end; None when a clock cannot be right.
+        trials: Planned trials.
+        by_outcome: Trials by outcome; `missing` are those without a result.
+        trial_seconds: Sum of all trials' durations; trials that ran at the same time count each.
+        wall_seconds: From the first start to the last end; None if a clock is clearly wrong.
     """
 
     trials: int
@@ -79,22 +79,22 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class TrainerTotals:
-    """Of one trainer.
+    """Totals of one trainer.
 
     Attributes:
         trainer: Its name.
-        privacy: Its class.
-        tried: Trials that were run.
-        ok: Of those, ran to the end.
-        out_of_memory: Of those, too large.
-        failed: Of those, everything else.
+        privacy: Its privacy class.
+        tried: Trials that ran.
+        ok: Trials that ran to their end.
+        out_of_memory: Trials that ran out of memory.
+        failed: Trials that ran and ended in any other way.
         not_run: Inferred, unsupported, skipped, cancelled or missing.
         success_rate: ok / tried; None when nothing was tried.
-        mean_peak_bytes: Over its `ok` trials that tell.
-        peaks: How many those are.
-        shared_mean_peak_bytes: Over the configurations that every trainer ran, so it can be compared.
-        shared_peaks: How many those are.
-        by_outcome: How many ended how.
+        mean_peak_bytes: Mean over its `ok` trials with a known peak.
+        peaks: The number of those trials.
+        shared_mean_peak_bytes: Mean over the configurations that every trainer ran, for a fair comparison.
+        shared_peaks: The number of those configurations.
+        by_outcome: Trials by outcome.
     """
 
     trainer: str
@@ -114,22 +114,22 @@ class TrainerTotals:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Trials that ended for one cause.
+    """Trials that failed for one cause. The fields after `example` describe that trial.
 
     Attributes:
-        outcome: How they ended.
-        cause: Exception, signal or exit code, with numbers and paths taken out.
-        count: How many.
+        outcome: Their outcome.
+        cause: Exception, signal or exit code, with numbers and paths removed.
+        count: The number of trials.
         trials: Their names.
-        by_trainer: How many of each trainer.
-        example: Name of one; what follows is of this one.
-        reason: One line.
-        phase: Where it was.
-        step: At which step.
-        evidence: What the outcome rests on.
-        command: Runs it again.
-        log_tail: Its last lines.
-        stacks: What its threads did.
+        by_trainer: Trials by trainer.
+        example: Name of one of them.
+        reason: Why it ended, in one line.
+        phase: The phase it ended in.
+        step: The step it ended at.
+        evidence: What the outcome was decided by.
+        command: The command that runs it again.
+        log_tail: The end of its log.
+        stacks: The stacks of its threads.
         advice: What to do.
     """
 
@@ -154,13 +154,13 @@ class CostFactor:
     """A trainer against `standard` at one batch size and sequence length; 2 is twice as much.
 
     Attributes:
-        trainer: Which.
-        batch_size: Samples per step, of both.
-        seq_len: Positions per sample, of both.
-        time: Of medians; `low_time` and `high_time` is what the two intervals allow.
-        memory: Of peaks.
-        memory_above_start: Of what the model and its step added; only where host memory is the peak.
-        flops: Of executed FLOPs.
+        trainer: The trainer.
+        batch_size: Samples per step of both.
+        seq_len: Positions per sample of both.
+        time: Ratio of the median step times; `low_time` and `high_time` are its bounds by the two intervals.
+        memory: Ratio of the peaks.
+        memory_above_start: Ratio of the memory that model and step added; only where the peak is host memory.
+        flops: Ratio of the executed FLOPs.
     """
 
     trainer: str
@@ -176,15 +176,15 @@ class CostFactor:
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """How far a trainer gets at one sequence length.
+    """The memory limit of a trainer at one sequence length.
 
     Attributes:
-        trainer: Which.
+        trainer: The trainer.
         seq_len: Positions per sample.
         largest_ok: Largest batch that ran.
-        smallest_oom: Smallest batch out of memory.
-        is_inferred: That one was not run.
-        is_monotone: False when a larger batch ran than one that did not: the limit is not sharp.
+        smallest_oom: Smallest batch that ran out of memory.
+        is_inferred: `smallest_oom` was inferred from a smaller trial and not run.
+        is_monotone: False when a batch ran that is larger than one that ran out of memory.
     """
 
     trainer: str
@@ -200,16 +200,16 @@ class Crossover:
     """Where one trainer overtakes another.
 
     Attributes:
-        quantity: What is compared.
-        axis: What grows.
-        fixed: The other axis' value.
-        below: The better one at smaller values.
-        above: The better one at larger values.
-        low: The largest measured value where `below` is better.
-        high: The smallest measured value where `above` is better.
-        at: Log-linear interpolation; None when measured values between them do not tell the two apart.
-        equal_at: Measured values between them that do not tell the two apart.
-        is_claimed: False when medians cross but intervals overlap at a neighbour: not decided.
+        quantity: The compared quantity.
+        axis: The axis along which they cross.
+        fixed: The value on the other axis.
+        below: The better trainer at smaller values.
+        above: The better trainer at larger values.
+        low: The largest measured value at which `below` is better.
+        high: The smallest measured value at which `above` is better.
+        at: Log-linear interpolation; None if no difference is measurable at a value between `low` and `high`.
+        equal_at: Measured values between `low` and `high` without a measurable difference.
+        is_claimed: False if medians cross but intervals overlap at a neighbour, so that nothing is decided.
     """
 
     quantity: Quantity
@@ -230,11 +230,11 @@ class Choice:
 
     Attributes:
         seq_len: Positions per sample.
-        privacy: Candidates are of this class only.
-        fastest: Most samples per second of all that ran.
-        tied: Those that cannot be told from it by measurement, best first.
-        lightest: Least memory among those within 10 % of the fastest; None when memory is not known.
-        candidates: How many were compared.
+        privacy: The class of all candidates.
+        fastest: The trial with the most samples per second.
+        tied: Trials that are not measurably slower, best first.
+        lightest: The trial with the least memory within 10 % of the fastest; None when memory is unknown.
+        candidates: The number of trials compared.
     """
 
     seq_len: int
@@ -247,12 +247,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class PrivacyRow:
-    """What a private training would spend.
+    """The privacy that a training would spend.
 
     Attributes:
         batch_size: Samples of a logical batch.
-        trainers: The columns whose trials say so.
-        spent: Epsilon, and what it is for.
+        trainers: The columns that spend it.
+        spent: Epsilon and the training it belongs to.
     """
 
     batch_size: int
@@ -265,21 +265,21 @@ class Group:
     """Trials that may be compared: same model, dtype, device and so on.
 
     Attributes:
-        title: In words.
-        settings: What they have in common.
-        parameters: Of the model.
+        title: Its heading.
+        settings: The settings all trials share.
+        parameters: Parameters of the model.
         trainers: Columns, in order.
-        batch_sizes: Rows.
-        seq_lens: Rows.
+        batch_sizes: All batch sizes, ascending.
+        seq_lens: All sequence lengths, ascending.
         cells: All trials.
         choices: What to run.
-        cost_factors: Against `standard`.
-        frontier: Out-of-memory limits.
-        crossovers: Where one overtakes another, and where that is not decided.
-        pareto: Trials no other of the same class and sequence length beats in both memory and throughput.
+        cost_factors: Costs against `standard`.
+        frontier: Memory limits.
+        crossovers: Where one trainer overtakes another, decided or not.
+        pareto: Trials that no other of the same class and sequence length beats in both memory and throughput.
         denominators: The peaks that MFU and HFU are shares of, in words.
-        warnings: Why comparisons within it may mislead.
-        privacy_spent: Epsilon where it was asked for, the smallest batch first.
+        warnings: Why comparisons within the group may mislead.
+        privacy_spent: Epsilon where the matrix requests it, the smallest batch first.
     """
 
     title: str
@@ -301,11 +301,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where trials ran.
+    """An environment in which trials ran.
 
     Attributes:
         settings: Versions, device, host, ...
-        trials: How many ran there.
+        trials: The number of trials that ran in it.
     """
 
     settings: Mapping[str, str]
@@ -341,20 +341,20 @@ class TrialRow:
 
 @dataclass(frozen=True, slots=True)
 class SweepSummary:
-    """Everything the report says about a sweep.
+    """Everything that the report shows.
 
     Attributes:
-        name: Of its folder.
-        folder: Where it lies.
-        engine: What ran it.
-        created: Unix time of its plan.
-        totals: Of all trials.
-        trainers: Per trainer.
-        groups: Comparable trials, the largest group first.
-        failures: By cause, the ones to look at first.
-        environments: The most used first.
+        name: Name of the sweep's folder.
+        folder: Path of the folder.
+        engine: The engine that ran the sweep.
+        created: Unix time of the plan.
+        totals: Totals of all trials.
+        trainers: Totals of each trainer.
+        groups: Comparable trials, the group with the most `ok` trials first.
+        failures: One for each cause, the most urgent first.
+        environments: The most common first.
         preflight: Rows of `preflight.json`.
-        warnings: What a reader must know first.
+        warnings: What readers must know before the numbers.
         rows: Every trial.
     """
 

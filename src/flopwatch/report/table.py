@@ -14,15 +14,12 @@ from flopwatch.report.analysis.cells import MOST_FINITE, make_cell, missing_cell
 from flopwatch.report.capture import Capture, capture_sweep
 from flopwatch.report.records import Cell
 
-# The columns of the flat table of trials: name, kind, unit and meaning, in the order they stand.
-
-
 Kind: TypeAlias = Literal["text", "integer", "number", "flag"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a row is made of. `steps`, `memory`, `cost` and `privacy` are empty unless the trial is `ok`."""
+    """The source of a row. `steps`, `memory`, `cost` and `privacy` are empty unless the trial is `ok`."""
 
     name: str
     spec: TrialSpec
@@ -36,12 +33,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Attributes:
-    name: With its unit.
-    kind: `text`, `integer`, `number` or `flag`.
-    meaning: In words.
-    read: The value of a trial; None where it is not known.
-    may_be_infinite: Epsilon without noise is; other infinite numbers are none.
+    """A column of the table.
+
+    Attributes:
+        name: Its name, which ends with its unit.
+        kind: `text`, `integer`, `number` or `flag`.
+        meaning: Its meaning in words.
+        read: Reads its value from a trial; None where it is unknown.
+        may_be_infinite: True for epsilon, which is infinite without noise; elsewhere infinity counts as unknown.
     """
 
     name: str
@@ -64,7 +63,7 @@ def _result(name: str) -> Callable[[Trial], Any]:
 
 
 def _part(part: str, name: str) -> Callable[[Trial], Any]:
-    """Of `steps`, `memory`, `cost` or `privacy`, which may be None."""
+    """A field of `steps`, `memory`, `cost` or `privacy`, which may be None."""
     return lambda trial: getattr(getattr(trial, part), name, None)
 
 
@@ -95,7 +94,7 @@ def _not_measured(trial: Trial) -> str | None:
 
 
 def _host_method(trial: Trial) -> str | None:
-    """Sweeps that have resident memory only are from before the others."""
+    """Sweeps of early versions recorded resident memory and no method."""
     memory = trial.memory
     return memory.host_method or ("rss" if memory.host_bytes is None and memory.rss_bytes is not None else None)
 
@@ -212,22 +211,22 @@ COLUMNS: tuple[Column, ...] = (
     Column("shell_command", "text", "what a command trainer runs", _spec("command")),
     Column("command", "text", "runs just this trial again", _result("command")),
 )
-"""Then follow `options.NAME` and `extra.NAME`, each sorted by name."""
+"""They are followed by `options.NAME` and `extra.NAME`, each sorted by name."""
 
 
 _PANDAS_TYPES: Mapping[Kind, str] = {"text": "object", "integer": "Int64", "number": "float64", "flag": "boolean"}
 MOST_INTEGER = 2**63 - 1
-"""FLOPs of a step of the largest models are above it; a column with such a number is one of floats."""
+"""A column with a larger number, such as the FLOPs of a step of the largest models, becomes one of floats."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table(Sequence[dict[str, Any]]):
-    """The rows of a sweep. It is a sequence of plain dicts, so `pandas.DataFrame(table)` works as it is.
+    """The rows of a sweep: a sequence of plain dicts, so that `pandas.DataFrame(table)` works.
 
     Attributes:
-        rows: One dict per trial, in the order trials were asked for, each with every column; None is not known.
-        kinds: Column to `text`, `integer`, `number` or `flag`.
-        troubles: What of the folder is damaged and therefore not in the rows, a sentence each.
+        rows: One dict per trial, in the order of the plan, each with every column; None is unknown.
+        kinds: The kind of each column: `text`, `integer`, `number` or `flag`.
+        troubles: A sentence for each damaged part of the folder, which is missing from the rows.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -236,11 +235,11 @@ class Table(Sequence[dict[str, Any]]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Their names in order; `flopwatch.report.COLUMNS` says what each is."""
+        """Names of the columns in order; `flopwatch.report.COLUMNS` explains them."""
         return tuple(self.kinds)
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame` with typed columns: `Int64` and `boolean` keep what is not known apart.
+        """A `pandas.DataFrame` with typed columns. `Int64` and `boolean` distinguish unknown from 0 and False.
 
         Raises:
             MissingDependencyError: pandas is not installed.
@@ -274,11 +273,10 @@ def load(folder: str | PathLike[str]) -> Table:
     frame = table.to_pandas()
     ```
 
-    Measured numbers are those of `ok` trials only, as in the report. What is not known, and what is no finite number,
-    is None.
+    As in the report, only `ok` trials have measured numbers. Unknown values and numbers that are not finite are None.
 
     Args:
-        folder: Where `flopwatch sweep` wrote.
+        folder: The folder that `flopwatch sweep` wrote.
 
     Raises:
         InputError: This is not the folder of a sweep.
@@ -287,14 +285,14 @@ def load(folder: str | PathLike[str]) -> Table:
 
 
 def make_table(capture: Capture) -> Table:
-    """The rows of what was read; trials without a result have the outcome `missing`."""
+    """The table of a captured sweep; trials without a result have the outcome `missing`."""
     trials = [_ended(result) for result in capture.results.values()]
     trials += [_missing(name, spec) for name, spec in capture.missing.items()]
     return replace(_table(trials), troubles=capture.troubles)
 
 
 def result_row(result: TrialResult) -> dict[str, Any]:
-    """The row of one trial alone."""
+    """The row of a single trial."""
     return _table([_ended(result)]).rows[0]
 
 
@@ -342,7 +340,7 @@ def _named(prefix: str, values: Any) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    """A number, a flag or text; lists and dicts as JSON."""
+    """A number, a flag or text; lists and dicts become JSON."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):
@@ -361,7 +359,7 @@ def _kind_of(values: Iterable[Any]) -> Kind:
 
 
 def _value(value: Any, kind: Kind) -> Any:
-    """The value if it is of the column's kind; a damaged file may hold anything."""
+    """The value if it is of the column's kind, else None: a damaged file may hold anything."""
     if value is None or (kind == "flag" and not isinstance(value, bool)):
         return None
     if kind == "flag":
@@ -377,7 +375,7 @@ def _value(value: Any, kind: Kind) -> Any:
 
 
 def whole_text(text: str) -> str:
-    r"""With half characters spelled out: neither a file in UTF-8 nor pandas can hold them.
+    r"""Text with lone surrogates escaped, because neither UTF-8 nor pandas can hold them.
 
     >>> whole_text("half \ud83d")
     'half \\ud83d'

@@ -1,4 +1,4 @@
-"""The report in a terminal: first the answer, then matrices, then failures."""
+"""The report in a terminal: what to run, then trainers and matrices, then failures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,54 +10,43 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor, percent
 from flopwatch.records.reading import one_line, plain
-from flopwatch.records.trial import OUT_OF_MEMORY
-from flopwatch.report.figures import UNKNOWN, count, duration, factor, memory, share
-from flopwatch.report.matrices import (
+from flopwatch.report.contents import (
+    CLASSES_APART,
+    HEADINGS,
+    MATRIX_NOTES,
     METRICS,
+    NOTHING_TO_CHOOSE,
+    WHOLE_PROCESS,
     Metric,
     best_trials,
     cell_text,
-    column_chunks,
-    evenly,
-    known_metrics,
-    matrix_rows,
-    narrowed,
-    some_choices,
-)
-from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Failure, Group, SweepSummary, TrainerTotals
-from flopwatch.report.sentences import (
-    HEADINGS,
-    MATRIX_NOTES,
-    WHOLE_PROCESS,
     choice_notes,
     choice_sentence,
+    column_chunks,
     crossover_digest,
     denominator_sentence,
     device_sentence,
+    evenly,
     frontier_words,
+    known_metrics,
     layer_words,
+    matrix_rows,
+    narrowed,
+    outcome_style,
     privacy_cells,
     privacy_notes,
+    some_choices,
     throughput,
     totals_sentence,
 )
-
-# The tables of the report in a terminal.
-
+from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Failure, Group, SweepSummary, TrainerTotals
 
 MOST_ROWS = 24
 MOST_TIES = 4
 _LONGEST_HEADING = 36
 _PRIVACY_WORDS = {"not private": "no DP", "private": "DP", "unknown": "unknown"}
-
-
-def outcome_style(outcome: str) -> str:
-    if outcome == "ok":
-        return "default"
-    if outcome in OUT_OF_MEMORY:
-        return "yellow"
-    return "bright_black" if outcome in ("unsupported", "skipped", "missing", "cancelled") else "red"
 
 
 def choices_table(group: Group) -> RenderableType:
@@ -88,15 +77,15 @@ def trainers_table(trainers: Sequence[TrainerTotals]) -> RenderableType:
     if has_shared:
         table.add_column("shared¹", justify="right", no_wrap=True)
     for one in trainers[:MOST_ROWS]:
-        counts = [f"{one.ok:,}/{one.tried:,}", share(one.success_rate), _some(one.out_of_memory), _some(one.failed)]
+        counts = [f"{one.ok:,}/{one.tried:,}", percent(one.success_rate), _some(one.out_of_memory), _some(one.failed)]
         row = [one_line(one.trainer), _PRIVACY_WORDS[one.privacy], *counts, _some(one.not_run)]
-        row.append(memory(one.mean_peak_bytes))
+        row.append(byte_size(one.mean_peak_bytes))
         table.add_row(
-            *(Text(cell) for cell in row), *([Text(memory(one.shared_mean_peak_bytes))] if has_shared else [])
+            *(Text(cell) for cell in row), *([Text(byte_size(one.shared_mean_peak_bytes))] if has_shared else [])
         )
     shared = max((trainer.shared_peaks for trainer in trainers), default=0)
     shared_words = "the one configuration" if shared == 1 else f"the {shared:,} configurations"
-    note = f"¹ mean over {shared_words} every trainer ran: the one to compare" if has_shared else ""
+    note = f"¹ mean over {shared_words} every trainer ran: compare these" if has_shared else ""
     return Renderables(table, Text(note, style="dim"))
 
 
@@ -116,7 +105,7 @@ def matrix_table(group: Group, metric: Metric) -> RenderableType:
 
 
 def factors_table(group: Group) -> RenderableType:
-    """Time / memory / FLOPs of each trainer, times what `standard` needs."""
+    """Time, memory and FLOPs of each trainer as multiples of those of `standard`."""
     by_place: dict[tuple[int, int], dict[str, CostFactor]] = {}
     for one in group.cost_factors:
         by_place.setdefault((one.seq_len, one.batch_size), {})[one.trainer] = one
@@ -186,14 +175,14 @@ def _choice_cells(choice: Choice) -> list[Text]:
         Text(_PRIVACY_WORDS[choice.privacy]),
         Text(("≈ " if choice.tied else "") + _short(fastest), style="dim" if choice.tied else "bold"),
         Text(throughput(fastest)),
-        Text(memory(fastest.peak_bytes)),
+        Text(byte_size(fastest.peak_bytes)),
         Text("the same" if is_same else _short(lightest) if lightest else UNKNOWN, style="dim" if is_same else ""),
-        Text("" if is_same else memory(lightest.peak_bytes) if lightest else UNKNOWN),
+        Text("" if is_same else byte_size(lightest.peak_bytes) if lightest else UNKNOWN),
     ]
 
 
 def _matrix_cell(cell: Cell | None, metric: Metric, *, is_best: bool) -> Text:
-    style = "bold" if is_best else outcome_style(cell.outcome) if cell else ""
+    style = "bold" if is_best else outcome_style(cell.outcome) if cell and cell.outcome != "ok" else ""
     return Text(cell_text(cell, metric), style=style)
 
 
@@ -217,14 +206,14 @@ def _some(number: int) -> str:
 
 
 def _with_words(title: str, table: Table, total: int = 0, shown: int = 0) -> RenderableType:
-    """Beside a table and not in it, where they would wrap at its width."""
-    left_out = f"{shown} of {total:,} rows, evenly chosen: --html or --json shows all" if total > shown else ""
+    """A table with its title and a note outside of it, where they do not wrap at its width."""
+    left_out = f"{shown} of {total:,} rows, evenly spaced; --html and --json have all" if total > shown else ""
     parts = ([Text(title, style="bold")] if title else []) + [table]
     return Renderables(*parts, Text(left_out, style="dim"))
 
 
 def _table(*columns: str) -> Table:
-    """Columns by name; `:r` is set to the right."""
+    """A table with columns of these names; those that end with `:r` are aligned right."""
     table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
         name, _, side = column.partition(":")
@@ -241,14 +230,14 @@ _CELL_WIDTH, _FACTORS_WIDTH, _LEFT_WIDTH = 15, 21, 14
 
 
 def draw_report(summary: SweepSummary, metrics: Sequence[str] = (), width: int = 80) -> RenderableType:
-    """Everything, for a rich console that is so many characters wide."""
+    """The report for a rich console that is `width` characters wide."""
     return Renderables(*_parts(summary, [METRICS[name] for name in metrics], width))
 
 
 def _parts(summary: SweepSummary, metrics: Sequence[Metric], width: int) -> Iterator[RenderableType]:
     yield from _head(summary)
     if not summary.totals.trials:
-        yield _indented(Text("Nothing was asked for and nothing was run."))
+        yield _indented(Text("The plan of this sweep has no trials."))
         return
     shown = summary.groups[:MOST_GROUPS]
     yield from _what_to_run(shown)
@@ -258,7 +247,7 @@ def _parts(summary: SweepSummary, metrics: Sequence[Metric], width: int) -> Iter
         yield from _group(narrowed(group), metrics, width)
     if hidden := len(summary.groups) - len(shown):
         names = "; ".join(one_line(group.title) for group in summary.groups[MOST_GROUPS : MOST_GROUPS + 4])
-        yield _note(f"\n{hidden} more groups ({names}{'; ...' if hidden > 4 else ''}): --html or --json shows them")
+        yield _note(f"\n{hidden} more groups ({names}{'; ...' if hidden > 4 else ''}): see --html or --json")
     yield from _failures(summary.failures)
     if summary.preflight:
         yield _section_heading("Preflight")
@@ -279,14 +268,14 @@ def _head(summary: SweepSummary) -> Iterator[RenderableType]:
 def _what_to_run(groups: Sequence[Group]) -> Iterator[RenderableType]:
     yield _section_heading("What to run")
     if not any(group.choices for group in groups):
-        yield _indented(Text("Nothing ran to its end with a measured time: there is nothing to choose from."))
+        yield _indented(Text(NOTHING_TO_CHOOSE))
         return
     for group in groups:
         if group.choices:
             yield _indented(Text(one_line(group.title), style="italic"))
             yield _indented(choices_table(group))
             yield from (_note(sentence) for sentence in tie_sentences(group))
-    yield _note("Private and not private trainers are never weighed against each other.")
+    yield _note(CLASSES_APART)
 
 
 def _group(group: Group, metrics: Sequence[Metric], width: int) -> Iterator[RenderableType]:
@@ -342,9 +331,9 @@ def _crossovers(group: Group) -> Iterator[RenderableType]:
     for sentence in sentences[:MOST_CROSSOVERS]:
         yield _indented(Text(one_line(sentence)), 4)
     if len(sentences) > MOST_CROSSOVERS:
-        yield _note(f"  {len(sentences) - MOST_CROSSOVERS} more: --html or --json shows them")
+        yield _note(f"  {len(sentences) - MOST_CROSSOVERS} more: see --html or --json")
     if undecided:
-        yield _note(f"  {undecided} more where medians cross but intervals overlap: not decided")
+        yield _note(f"  {undecided} more not decided: medians cross, but intervals overlap")
 
 
 def _failures(failures: Sequence[Failure]) -> Iterator[RenderableType]:
@@ -354,7 +343,7 @@ def _failures(failures: Sequence[Failure]) -> Iterator[RenderableType]:
     for failure in failures[:MOST_FAILURES]:
         yield from _failure(failure)
     if len(failures) > MOST_FAILURES:
-        yield _note(f"{len(failures) - MOST_FAILURES} more causes: --html or --json shows them")
+        yield _note(f"{len(failures) - MOST_FAILURES} more causes: see --html or --json")
 
 
 def _failure(failure: Failure) -> Iterator[RenderableType]:

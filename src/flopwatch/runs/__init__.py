@@ -1,4 +1,4 @@
-"""Reading a run's log: all of it, a few windows of it, from its end, or while it grows. Never loads torch.
+"""The log of a run: reading it, explaining an MFU, comparing two runs. Never loads torch.
 
 >>> from flopwatch.runs import find_log, read_log
 >>> log = read_log(find_log("outputs"))  # doctest: +SKIP
@@ -7,8 +7,16 @@
 """
 
 from flopwatch.runs.finding import DEFAULT_NAME, NoLogError, find_log
-from flopwatch.runs.following import LogFollower
-from flopwatch.runs.reading import RunLog, StepCells, provenance_at, read_around, read_log, rows_from_end, step_cells
+from flopwatch.runs.reading import (
+    LogFollower,
+    RunLog,
+    StepCells,
+    provenance_at,
+    read_around,
+    read_log,
+    rows_from_end,
+    step_cells,
+)
 
 __all__ = [
     "DEFAULT_NAME",

@@ -1,4 +1,10 @@
-"""What was not the same in two runs, and which numbers that touches."""
+"""Two runs compared by their logs alone: what differs, every measure with its change and verdict. Pure arithmetic.
+
+>>> from flopwatch.runs import find_log, read_log
+>>> comparison = compare(read_log(find_log("before")), read_log(find_log("after")))  # doctest: +SKIP
+>>> comparison.line("tokens_per_second").verdict  # doctest: +SKIP
+'faster'
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -7,7 +13,7 @@ from typing import Any, Literal
 from flopwatch.records.run import Number
 from flopwatch.runs import RunLog
 from flopwatch.runs.measures import MEASURES, SPEED, Measure, SteadyStep, steady_steps, step_count
-from flopwatch.spread import cut, draws, interval, thinned
+from flopwatch.spread import cut, interval, resampled
 
 _ALL = "every number"
 _FLOPS = "MFU and HFU"
@@ -16,13 +22,13 @@ _SPEED = "speed"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One fact about the runs that is not the same.
+    """A fact in which the runs differ.
 
     Attributes:
         what: The fact.
-        a: In run A; None when its log does not say.
-        b: In run B.
-        touches: Which numbers cannot be compared, or only with care.
+        a: Its value in run A; None when the log does not say.
+        b: Its value in run B.
+        touches: The numbers that cannot be compared, or only with care.
     """
 
     what: str
@@ -32,13 +38,13 @@ class Difference:
 
 
 def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
-    """Those that matter to the numbers, the gravest first. What neither log says is not listed."""
+    """Differences that affect the numbers, the most serious first."""
     found = [(what, read(a), read(b), touches) for what, read, touches in _FACTS]
     return tuple(Difference(what, in_a, in_b, touches) for what, in_a, in_b, touches in found if in_a != in_b)
 
 
 def _provenance(name: str) -> Callable[[RunLog], Any]:
-    """As it stood at the end: while a run begins, not everything is found yet."""
+    """From the last provenance: at the beginning of a run not everything is known."""
     return lambda log: getattr(log.provenances[-1], name) if log.provenances else None
 
 
@@ -68,16 +74,16 @@ def _world_size(log: RunLog) -> int | None:
 
 
 def _exact(log: RunLog) -> bool | None:
-    """What the last row says of its FLOPs; of a log without such rows, what was said of the count."""
-    told = [row.exact for row in log.rows if row.exact is not None]
-    if told:
-        return told[-1]
+    """Whether the FLOPs of the last row are exact; in logs without such rows, whether the count is."""
+    known = [row.exact for row in log.rows if row.exact is not None]
+    if known:
+        return known[-1]
     count: bool | None = _provenance("exact")(log)
     return count
 
 
 def _law(log: RunLog) -> str | None:
-    """Its terms in one line, so that two can be told apart on a screen; None where shapes are counted one by one."""
+    """The terms of the FLOP law in one line; None where each shape was counted."""
     phases = _provenance("law")(log) or {}
     terms = [f"{each} x {name}" for name, each in phases.get("forward", {}).items() if each not in ("0", "0.0")]
     return " + ".join(terms) or None
@@ -103,7 +109,7 @@ _FACTS: tuple[tuple[str, Callable[[RunLog], Any], str], ...] = (
 )
 
 
-# What two runs add up to. No verdict: how long a run goes on says nothing about its speed.
+# Totals have no verdict: the length of a run says nothing about its speed.
 
 
 TOTALS: tuple[tuple[str, str, Literal["%", "steps", "tokens", "FLOP", "duration"]], ...] = (
@@ -116,7 +122,7 @@ TOTALS: tuple[tuple[str, str, Literal["%", "steps", "tokens", "FLOP", "duration"
 
 
 def total(log: RunLog, key: str) -> Number | None:
-    """As the run itself has added it up, at its end or at the newest row that tells."""
+    """The total that the run logged, at its end or in the newest row that has it."""
     if log.summary is not None and key in log.summary.values:
         return log.summary.values[key]
     group, _, name = key.partition("/")
@@ -140,7 +146,7 @@ def _from_ledger(ledger: object, group: str, name: str) -> Number | None:
 
 
 def recompute_percent(log: RunLog) -> float | None:
-    """Over the rows that tell it (the detailed ones), each by its executed FLOPs."""
+    """Mean over the detailed rows, which have it, weighted by their executed FLOPs."""
     shares = [
         (row.values["perf/recompute_percent"], sum(filter(None, row.steps.get("hardware_flops", ()))))
         for row in log.rows
@@ -150,13 +156,14 @@ def recompute_percent(log: RunLog) -> float | None:
     return sum(share * flops for share, flops in shares) / executed if executed else None
 
 
-# The comparison itself: every measure in both runs, its change, and whether the change can be told from noise.
-
-
-NOT_TOLD = "no difference that can be told"
+NO_DIFFERENCE = "no measurable difference"
 TOO_FEW = "too few steps to tell"
+CONFIDENCE = 0.99
+_DRAWS = 1000
+_MOST_STEPS_DRAWN = 50
+"""Of a block: sorting all steps of a long run in every draw would take minutes."""
 _LEAST = 0.05
-"""Percent or points: what is printed as 0.0 is not called a difference."""
+"""In percent or points; a change that is printed as 0.0 is not called a difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +171,17 @@ class Line:
     """One measure of both runs. Unknown is None.
 
     Attributes:
-        key: Its name.
+        key: Its name in JSON.
         label: Its name on the screen.
         unit: `s`, `tokens/s`, `samples/s`, `steps/s`, `%`, `% of peak`, `x`, `per step`, `steps`, `tokens`,
             `FLOP` or `duration` (seconds).
         a: The value of run A.
         b: The value of run B.
-        change: From A to B, in percent of A; where the unit is `%`, in points, since such a share may be 0.
+        change: From A to B in percent of A; in percentage points where the unit is `%`, because such a share may be 0.
         low: Lower end of the 99 % interval of the change.
         high: Its upper end.
-        verdict: `faster`, `slower`, `higher`, `lower`, ... is B, or why that cannot be told; None where nothing is
-            judged.
+        verdict: What B is: `faster`, `slower`, `higher`, `lower`, ..., `no measurable difference` or `too few steps to
+            tell`; None where nothing is judged.
     """
 
     key: str
@@ -195,7 +202,7 @@ class RunSteps:
     Attributes:
         log: The file.
         compared: Timed steps outside warm-up.
-        left_out: Warm-up, and steps without a time.
+        left_out: Warm-up steps, and steps without a time.
         has_ended: False while it runs, or when it was killed.
         world_size: Processes of the training. The steps in a log are those of the rank that wrote it.
     """
@@ -214,7 +221,7 @@ class Comparison:
     Attributes:
         a: The first run.
         b: The second.
-        differences: What was not the same, so that some numbers may not be comparable.
+        differences: Facts in which the runs differ, so that some numbers may not be comparable.
         lines: The table.
     """
 
@@ -236,12 +243,12 @@ def compare(a: RunLog, b: RunLog) -> Comparison:
     drawn = _Draws(in_a, in_b)
     judged = tuple(_measured(measure, in_a, in_b, drawn) for measure in MEASURES)
     return Comparison(
-        _run_steps(a, len(in_a)), _run_steps(b, len(in_b)), find_differences(a, b), (*judged, *_told(a, b))
+        _run_steps(a, len(in_a)), _run_steps(b, len(in_b)), find_differences(a, b), (*judged, *_totals(a, b))
     )
 
 
 def speed_line(comparison: Comparison) -> Line | None:
-    """The line that says how fast the runs are: the first of `SPEED` known in both; None when neither has steps."""
+    """The line that decides which run is faster: the first measure of `SPEED` that both know, else None."""
     lines = (comparison.line(key) for key in SPEED)
     return next((line for line in lines if line.a is not None and line.b is not None), None)
 
@@ -252,18 +259,20 @@ def _run_steps(log: RunLog, compared: int) -> RunSteps:
 
 
 class _Draws:
-    """Two runs drawn anew again and again, the same way for every measure."""
+    """Bootstrap draws of both runs, the same for every measure."""
 
     def __init__(self, in_a: Sequence[SteadyStep], in_b: Sequence[SteadyStep]) -> None:
         self._blocks = (cut(in_a), cut(in_b))
-        self._chosen = tuple(draws(len(blocks), seed) for seed, blocks in enumerate(self._blocks))
+        self._chosen = tuple(
+            list(resampled(range(len(blocks)), _DRAWS, seed)) for seed, blocks in enumerate(self._blocks) if blocks
+        )
         self._pooled: dict[Any, list[list[Any]]] = {}
 
     def changes(self, measure: Measure) -> list[float]:
-        """The change in every draw; none where a run has too few steps."""
+        """The change of a measure in every draw; empty if a run has too few steps."""
         if not all(self._blocks):
             return []
-        # Sorting is nearly all of the work, and several measures look at the same sorted steps.
+        # Sorting takes most of the time, and several measures use the same sorted steps.
         if measure.of_block not in self._pooled:
             self._pooled[measure.of_block] = [self._pool(measure, run) for run in (0, 1)]
         pairs = zip(*self._pooled[measure.of_block], strict=True)
@@ -271,8 +280,13 @@ class _Draws:
         return [change for change in changes if change is not None]
 
     def _pool(self, measure: Measure, run: int) -> list[Any]:
-        blocks = [measure.of_block(thinned(block) if measure.sorts else block) for block in self._blocks[run]]
+        blocks = [measure.of_block(_thinned(block) if measure.sorts else block) for block in self._blocks[run]]
         return [measure.pool([blocks[index] for index in chosen]) for chosen in self._chosen[run]]
+
+
+def _thinned(block: Sequence[SteadyStep]) -> Sequence[SteadyStep]:
+    """Evenly spread steps of a long block; the interval grows a little wider."""
+    return block[:: -(-len(block) // _MOST_STEPS_DRAWN)]
 
 
 def _measured(measure: Measure, in_a: Sequence[SteadyStep], in_b: Sequence[SteadyStep], drawn: _Draws) -> Line:
@@ -284,7 +298,7 @@ def _measured(measure: Measure, in_a: Sequence[SteadyStep], in_b: Sequence[Stead
     changes = drawn.changes(measure)
     if not changes:
         return replace(line, verdict=TOO_FEW)
-    low, high = interval(changes)
+    low, high = interval(changes, CONFIDENCE)
     return replace(line, low=low, high=high, verdict=_verdict(measure.words, low, high))
 
 
@@ -299,23 +313,14 @@ def _change(a: float | None, b: float | None, unit: str) -> float | None:
 def _verdict(words: tuple[str, str], low: float, high: float) -> str:
     if low > _LEAST:
         return words[0]
-    return words[1] if high < -_LEAST else NOT_TOLD
+    return words[1] if high < -_LEAST else NO_DIFFERENCE
 
 
-def _told(a: RunLog, b: RunLog) -> list[Line]:
-    """What the logs have added up themselves."""
+def _totals(a: RunLog, b: RunLog) -> list[Line]:
+    """Totals that the runs themselves logged."""
     again = recompute_percent(a), recompute_percent(b)
     lines = [Line("recompute_percent", "recompute", "%", *again, _change(*again, "%"))]
     for key, label, unit in TOTALS:
         in_a, in_b = total(a, key), total(b, key)
         lines.append(Line(key, label, unit, in_a, in_b, _change(in_a, in_b, unit)))
     return lines
-
-
-# Two runs side by side, from their logs alone. Pure arithmetic; never loads torch.
-#
-# >>> from flopwatch.runs.comparison import compare
-# >>> from flopwatch.runs import find_log, read_log
-# >>> comparison = compare(read_log(find_log("before")), read_log(find_log("after")))  # doctest: +SKIP
-# >>> comparison.line("tokens_per_second").verdict  # doctest: +SKIP
-# 'faster'

@@ -1,31 +1,158 @@
 """One MFU taken apart: numerator, denominator, seconds, tokens, and the division. Pure arithmetic on a log.
 
-A step's numbers are its own cells. A window's are sums over those of its steps that its MFU is made of: timed, not
-warm-up, FLOPs known.
+A step's numbers are its own cells. A window's numbers are sums over the steps that its MFU is made of: those that are
+timed, not warm-up, and whose FLOPs are known.
+
+FLOPs are written out with the FLOP law: its terms, the FLOPs of each, and how many of them the step had. The log holds
+samples and positions, not the length of each sample, which is enough if all samples are equally long. Otherwise the
+number of pairs of positions is derived from the logged FLOPs and marked as such.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from math import isclose
 from typing import Any
 
 from flopwatch.records.metrics import APART, Goodput, goodput_of
 from flopwatch.records.run import Number, Provenance, Row
 from flopwatch.runs import RunLog, provenance_at, step_cells
-from flopwatch.runs.explain_law import LawSum, add_up, apply_law
+
+_PHASES = {"model": ("forward", "backward"), "hardware": ("forward", "backward", "recompute")}
+_INDEPENDENT_OF_MICRO_BATCHES = {"samples", "positions", "pairs"}
+
+
+@dataclass(frozen=True, slots=True)
+class LawTerm:
+    """`count` times `flops_each`, such as 4,096 positions of 7,168 FLOPs in the forward pass."""
+
+    phase: str
+    name: str
+    count: int
+    flops_each: str
+    flops: int | float
+
+
+@dataclass(frozen=True, slots=True)
+class LawSum:
+    """FLOPs as a sum of terms.
+
+    Attributes:
+        terms: The terms.
+        flops: Their sum, which is what the run logged.
+        pairs_from_sum: True when the number of pairs was derived from the logged sum, because the log has no lengths.
+    """
+
+    terms: tuple[LawTerm, ...]
+    flops: int
+    pairs_from_sum: bool = False
+
+
+def apply_law(law: Mapping[str, Mapping[str, str]], cells: Mapping[str, Any], which: str) -> LawSum | None:
+    """Write out a step's `model` or `hardware` FLOPs; None if the cells are not enough for that.
+
+    >>> law = {"forward": {"positions": "10", "pairs": "2"}, "backward": {"positions": "20", "pairs": "4"}}
+    >>> apply_law(law, {"samples": 2, "tokens": 8, "model_flops": 432}, "model").terms[1]
+    LawTerm(phase='forward', name='pairs', count=32, flops_each='2', flops=64)
+    """
+    flops = cells.get(f"{which}_flops")
+    counts = _counts(cells, which)
+    if flops is None or counts is None:
+        return None
+    coefficients = _coefficients(law, which)
+    needed = {name for terms in coefficients.values() for name in terms}
+    if needed <= set(counts) and _evaluated(coefficients, counts) == flops:
+        return LawSum(_terms(coefficients, counts), flops)
+    if "pairs" in needed <= _INDEPENDENT_OF_MICRO_BATCHES:
+        return _with_pairs_from_sum(coefficients, counts, flops)
+    return None
+
+
+def add_up(sums: Sequence[LawSum | None]) -> LawSum | None:
+    """The sum over several steps; None if one of them is unknown."""
+    known = [item for item in sums if item is not None]
+    if not known or len(known) < len(sums):
+        return None
+    counts: dict[tuple[str, str, str], tuple[int, int | float]] = {}
+    for term in (term for item in known for term in item.terms):
+        key = (term.phase, term.name, term.flops_each)
+        count, flops = counts.get(key, (0, 0))
+        counts[key] = (count + term.count, flops + term.flops)
+    terms = tuple(LawTerm(phase, name, count, each, flops) for (phase, name, each), (count, flops) in counts.items())
+    return LawSum(terms, sum(item.flops for item in known), any(item.pairs_from_sum for item in known))
+
+
+def _counts(cells: Mapping[str, Any], which: str) -> dict[str, int] | None:
+    """The number of each term, if all samples have the same length. Model FLOPs exclude padding."""
+    samples = cells.get("samples")
+    positions = cells.get("real_tokens", cells.get("tokens")) if which == "model" else cells.get("tokens")
+    if not samples:
+        return None
+    counts = {"samples": samples, "sample pairs": samples**2, "step": 1}
+    if positions is not None:
+        counts["positions"] = positions
+        length, rest = divmod(positions, samples)
+        if rest == 0:
+            counts |= {"pairs": samples * length**2, "length": length, "length squared": length**2}
+    return counts
+
+
+def _coefficients(law: Mapping[str, Mapping[str, str]], which: str) -> dict[str, dict[str, Fraction]]:
+    return {
+        phase: {name: Fraction(each) for name, each in law.get(phase, {}).items() if Fraction(each) != 0}
+        for phase in _PHASES[which]
+    }
+
+
+def _evaluated(coefficients: Mapping[str, Mapping[str, Fraction]], counts: Mapping[str, int]) -> Fraction:
+    return sum((each * counts[name] for terms in coefficients.values() for name, each in terms.items()), Fraction(0))
+
+
+def _with_pairs_from_sum(
+    coefficients: Mapping[str, Mapping[str, Fraction]], counts: Mapping[str, int], flops: int
+) -> LawSum | None:
+    per_pair = sum((terms.get("pairs", Fraction(0)) for terms in coefficients.values()), Fraction(0))
+    if "positions" not in counts or per_pair == 0:
+        return None
+    pairs = (flops - _evaluated(coefficients, {**counts, "pairs": 0})) / per_pair
+    # A sample of n positions has n² pairs: never fewer than positions, and a whole number.
+    if pairs.denominator != 1 or pairs < counts["positions"]:
+        return None
+    return LawSum(_terms(coefficients, {**counts, "pairs": int(pairs)}), flops, pairs_from_sum=True)
+
+
+def _terms(coefficients: Mapping[str, Mapping[str, Fraction]], counts: Mapping[str, int]) -> tuple[LawTerm, ...]:
+    return tuple(
+        LawTerm(phase, name, counts[name], _as_text(each), _as_number(each * counts[name]))
+        for phase, terms in coefficients.items()
+        for name, each in terms.items()
+    )
+
+
+def _as_number(fraction: Fraction) -> int | float:
+    return int(fraction) if fraction.denominator == 1 else float(fraction)
+
+
+def _as_text(fraction: Fraction) -> str:
+    """Decimal where that is exact.
+
+    >>> _as_text(Fraction(5, 2)), _as_text(Fraction(5, 3))
+    ('2.5', '5/3')
+    """
+    return str(_as_number(fraction)) if Fraction(float(fraction)) == fraction else str(fraction)
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """FLOPs over seconds over peak.
+    """FLOPs divided by seconds and peak.
 
     Attributes:
         flops: The numerator.
-        seconds: How long that took.
-        peak_flops_per_s: Of one device.
+        seconds: The time they took.
+        peak_flops_per_s: Peak of one device.
         device_count: Devices whose peaks are summed.
         share: The result.
-        logged: The same number as the run logged it; None where it logged none.
+        logged: The result that the run logged; None where it logged none.
     """
 
     flops: int
@@ -38,39 +165,39 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Everything behind one MFU. What is not known is None, and `unknown` says why.
+    """Everything behind one MFU. Unknown values are None, and `unknown` says why.
 
     Attributes:
         log: The file.
         step: The step, or the window's last one.
         window: First and last step of its logging window.
         is_window: True when the numbers are sums over the window.
-        session: Which session of the run, counted from 1.
-        sessions: How many there are.
+        session: The session of the run, counted from 1.
+        sessions: The number of sessions.
         steps: The steps that are summed.
-        left_out: The window's other steps, each with the reason.
+        left_out: The other steps of the window, each with the reason.
         model_flops: The numerator of MFU.
         hardware_flops: The numerator of HFU.
-        recompute_flops: The part of it that ran a second time; None for a log that does not tell.
-        model_law: How the model FLOPs come about, where the log tells.
+        recompute_flops: The part of it that ran a second time; None for a log that does not say.
+        model_law: The model FLOPs as a sum of terms, where the log allows it.
         hardware_law: The same for the hardware FLOPs.
         seconds: Step time, input wait included.
-        input_wait_seconds: The part of it before the batch was there.
+        input_wait_seconds: The part of it spent waiting for the batch.
         is_warm_up: True for a single step that is left out of its window's MFU.
-        other_seconds: Time since the first start that is in no step: `eval`, `checkpoint`, `pause`, `count`.
-        goodput: Of the whole run up to here; None for a log that does not tell.
+        other_seconds: Time since the first start outside of steps: `eval`, `checkpoint`, `pause`, `count`.
+        goodput: Goodput of the whole run up to here; None for a log that does not say.
         samples: Rows of the batches.
         tokens: Positions of the batches, padding included.
         real_tokens: Positions that are not padding.
         trainable_tokens: Positions whose label is not -100.
-        provenance: Where the numbers come from.
-        exact: Whether the window's FLOPs are exact; None for a log that does not tell.
-        notes: Why they are not.
+        provenance: How the numbers were found.
+        exact: Whether the window's FLOPs are exact; None for a log that does not say.
+        notes: Why they are not exact.
         mfu: The division of the model FLOPs.
         hfu: The division of the hardware FLOPs.
-        unknown: What is not known, and why.
+        unknown: The reason for each unknown value.
         torn_lines: Lines of the log that could not be read.
-        world_size: Ranks of the training. Single steps are those of the logging rank: of all ranks the log has windows.
+        world_size: Ranks of the training. Steps are those of the logging rank; only windows cover all ranks.
         all_ranks_mfu: MFU of the window over all ranks, where there are several.
     """
 
@@ -149,7 +276,7 @@ def _explained(
     provenance = _with_peak_of(row, provenance_at(log, step))
     sums = {name: _sum(steps, name) for name in _SUMMED}
     world_size = max((start.world_size for start in log.starts), default=1)
-    # With several ranks the logged shares are theirs together, and the steps are one rank's own.
+    # With several ranks the logged shares cover all of them, while the steps are those of one rank.
     comparable = row.values if is_window and world_size == 1 else {}
     return Explanation(
         log=str(log.path),
@@ -179,7 +306,7 @@ def _explained(
 
 
 def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
-    """The row's own denominator, which follows the types that its steps ran in; old logs have one for the run."""
+    """The provenance with the row's own peak, which depends on the dtypes of its steps; old logs have one per run."""
     if provenance is None or row.exact is None:
         return provenance
     if row.peak is None or provenance.peak is None:
@@ -191,7 +318,7 @@ def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
 
 
 def _session_of(step: int, log: RunLog) -> int:
-    """The last one that began before the step: later ones have run it again."""
+    """The last session that began before the step: it ran the step last."""
     began = [start.resumed_after_step is None or start.resumed_after_step < step for start in log.starts]
     return max((number for number, is_before in enumerate(began, 1) if is_before), default=1)
 
@@ -210,7 +337,7 @@ _SUMMED = (
 
 
 def _sum(steps: Sequence[Cells], name: str) -> Any:
-    """None when any of the steps does not know it: a part of a sum is a wrong sum."""
+    """The sum over all steps; None if it is unknown for one of them, because a partial sum would be wrong."""
     cells = [step.get(name) for step in steps]
     return sum(cells) if cells and None not in cells else None
 
@@ -253,7 +380,7 @@ def _unknown(sums: Cells, provenance: Provenance | None, left_out: Mapping[int, 
     if provenance is None or provenance.peak is None:
         device = next((start.environment.get("device") for start in reversed(log.starts)), None)
         reasons["peak"] = (
-            f"nobody knows the peak of {device or 'this device'}; pass peak_flops_per_s= to TrainingMonitor, "
+            f"the peak of {device or 'this device'} is not in the table; pass peak_flops_per_s= to TrainingMonitor, "
             "or set FLOPWATCH_PEAK_TFLOPS"
         )
     if sums["tokens"] is None and sums["seconds"] is not None:
@@ -265,7 +392,7 @@ def _why_no_flops(provenance: Provenance | None, left_out: Mapping[int, str]) ->
     if provenance is None or provenance.method is None:
         return "FLOPs had not been found by then" + _notes(provenance)
     if left_out and "FLOPs not known" not in left_out.values():
-        return "no step of the window counts: " + ", ".join(sorted(set(left_out.values())))
+        return "all steps of the window are left out: " + ", ".join(sorted(set(left_out.values())))
     return "the shape of the batch was not given, or could not be counted" + _notes(provenance)
 
 

@@ -1,10 +1,11 @@
-"""Which file is a run's log."""
+"""Find the log of a run."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from flopwatch.errors import InputError
+from flopwatch.records.reading import listed
 from flopwatch.runs.lines import TornLineError, parse_object, row_step
 
 DEFAULT_NAME = "training_log.jsonl"
@@ -12,7 +13,6 @@ DEFAULT_NAME = "training_log.jsonl"
 _OF_INTEGRATIONS = "flopwatch"
 _LONGEST_FIRST_LINE = 1 << 20
 _LINES_LOOKED_AT = 5
-_MOST_NAMED = 5
 
 
 class NoLogError(InputError):
@@ -22,7 +22,7 @@ class NoLogError(InputError):
 def find_log(run_dir: str | Path) -> Path:
     """The log of a run: the file itself, `training_log.jsonl` in a folder, or else the only log in it.
 
-    In the folder of a Hugging Face or Lightning `Trainer`, the log lies in its folder `flopwatch`.
+    Hugging Face and Lightning `Trainer`s have the log in the folder `flopwatch` of their output folder.
 
     Raises:
         NoLogError: There is none.
@@ -32,7 +32,7 @@ def find_log(run_dir: str | Path) -> Path:
     if folder.is_file():
         return _checked(folder)
     if not folder.is_dir():
-        raise NoLogError(f"{str(run_dir)!r} is not there: pass the output_dir of a TrainingMonitor, or its log file")
+        raise NoLogError(f"{str(run_dir)!r} does not exist: pass the output_dir of a TrainingMonitor, or its log file")
     for place in (folder, folder / _OF_INTEGRATIONS):
         if (place / DEFAULT_NAME).is_file():
             return place / DEFAULT_NAME
@@ -44,12 +44,12 @@ def find_log(run_dir: str | Path) -> Path:
         )
     if len(logs) > 1:
         names = ", ".join(path.name for path in logs)
-        raise InputError(f"{str(run_dir)!r} has several logs ({names}): pass the file you mean")
+        raise InputError(f"{str(run_dir)!r} has several logs ({names}): pass one of these files")
     return logs[0]
 
 
 def _checked(path: Path) -> Path:
-    """A file that is empty may become a log; one that begins with something else will not."""
+    """The path, unless the file begins with something other than a record; an empty file may become a log."""
     with path.open("rb") as file:
         lines = [line for _, line in zip(range(_LINES_LOOKED_AT), _whole_lines(file), strict=False)]
     if lines and not any(_is_record(line) for line in lines):
@@ -61,7 +61,7 @@ def _checked(path: Path) -> Path:
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """A first line that is still being written is no line yet, unless it is too long for any record's beginning."""
+    """Complete lines, without a last one that is still being written."""
     while line := file.readline(_LONGEST_FIRST_LINE):
         if not line.endswith(b"\n") and (line[:1] == b"{" or not line.strip()):
             return
@@ -76,11 +76,10 @@ def _is_record(line: bytes) -> bool:
 
 
 def _logs_below(folder: Path) -> str:
-    """Where the folder is one above the runs."""
+    """A hint for a folder that contains the folders of runs."""
     patterns = (f"*/{DEFAULT_NAME}", f"*/{_OF_INTEGRATIONS}/{DEFAULT_NAME}")
     found = sorted(str(path.parent) for pattern in patterns for path in folder.glob(pattern))
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-    return f"; there are logs in {', '.join(found[:_MOST_NAMED])}{more}" if found else ""
+    return f"; there are logs in {listed(found)}" if found else ""
 
 
 def _starts_a_run(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""From a line of a log to the record it holds, and the lines of a file from its end."""
+"""Parse a line of a log into its record, and read the lines of a file from its end."""
 
 import json
 import os
@@ -25,13 +25,13 @@ _ROW_START = re.compile(rb'\{"type": ?"row", ?"step": ?(\d+)[,}]')
 
 
 class TornLineError(ValueError):
-    """A line that is no whole record: its writer was killed half-way, or is still writing."""
+    """A line that is not a complete record: its writer was killed, or is still writing."""
 
 
 def row_step(line: bytes) -> int | None:
-    """The last step of a row, without parsing the row; None for every other line.
+    """The last step of a row without parsing it; None for other lines.
 
-    Parsing is twenty times slower than reading, and a long log is nearly all rows.
+    Parsing a line takes twenty times as long as reading it, and nearly all lines of a long log are rows.
 
     >>> row_step(b'{"type": "row", "step": 40, "values": {')
     40
@@ -41,7 +41,7 @@ def row_step(line: bytes) -> int | None:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """The line's JSON object, with the numbers JSON cannot write put back."""
+    """The line's JSON object, with nan and inf, which are logged as text, converted to numbers."""
     try:
         content = json.loads(line)
     except ValueError as error:
@@ -63,7 +63,7 @@ def _numbers(value: Any) -> Any:
 
 
 def to_record(content: Mapping[str, Any]) -> Record | None:
-    """The record an object is; None for a kind of record this version does not know.
+    """The record of a parsed line; None for a type of record that this version does not know.
 
     Raises:
         TornLineError: Fields are missing.
@@ -76,7 +76,7 @@ def to_record(content: Mapping[str, Any]) -> Record | None:
         return None
     if kind is RunStart:
         _refuse_newer(content)
-    # A field that a later version adds within the same format is not ours to refuse.
+    # Ignore fields that a later version added within the same format.
     known = {field.name for field in fields(kind)}
     given = {name: value for name, value in content.items() if name in known}
     try:
@@ -99,10 +99,10 @@ def _refuse_newer(content: Mapping[str, Any]) -> None:
 
 
 def lines_from_end(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """The lines of a file, the last one first, without their ends; empty ones are left out."""
+    """The lines of a file without their line breaks, the last one first; empty lines are skipped."""
     with path.open("rb") as file:
         position = file.seek(0, os.SEEK_END)
-        begun = b""  # the line whose beginning lies in a block not read yet
+        begun = b""  # the end of a line that begins in a block not read yet
         while position > 0:
             size = min(block_bytes, position)
             position -= size

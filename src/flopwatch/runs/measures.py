@@ -1,32 +1,30 @@
-"""What is compared, and how it is computed from steps.
+"""The measures that `flopwatch compare` compares, and how they are computed from the steps of a run.
 
-Rates and shares are sums over sums, as in the log: a mean of per-step rates over-weights the fast steps.
+Rates and shares are sums divided by sums, as in the log: a mean of per-step rates would weight fast steps too much.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import ceil
 from typing import Any, Literal, NamedTuple
 
 from flopwatch.records.run import Provenance, Row
 from flopwatch.runs import RunLog, provenance_at
-
-# The steps of a run that can be compared: timed, and not warm-up.
+from flopwatch.spread import median, percentile
 
 
 class SteadyStep(NamedTuple):
-    """One step. Unknown is None.
+    """A step that can be compared: timed, and not warm-up. Unknown is None.
 
     Attributes:
         seconds: Step time, input wait included.
-        input_wait_seconds: The part of it before the batch was there.
+        input_wait_seconds: The part of it spent waiting for the batch.
         samples: Rows of its batches.
         tokens: Positions of its batches, padding included.
         real_tokens: Positions that are not padding.
         model_flops: The numerator of MFU.
         hardware_flops: The numerator of HFU.
-        peak_flops_per_s: Of all its devices.
+        peak_flops_per_s: Sum over its devices.
     """
 
     seconds: float
@@ -43,12 +41,12 @@ _COLUMNS = SteadyStep._fields[:-1]
 
 
 def steady_steps(log: RunLog) -> list[SteadyStep]:
-    """In the order they ran."""
+    """The comparable steps of a log, in order."""
     return [step for row in log.rows for step in _of_row(row, provenance_at(log, row.step))]
 
 
 def step_count(log: RunLog) -> int:
-    """All steps in the log's columns, the ones that cannot be compared too."""
+    """All steps in the log's columns, also those that cannot be compared."""
     return sum(len(row.steps.get("step", ())) for row in log.rows)
 
 
@@ -78,12 +76,12 @@ class Measure:
     Attributes:
         key: Its name in JSON.
         label: Its name on the screen.
-        unit: Of the value.
-        words: What B is called when its value is higher, and when it is lower; None where that says nothing.
-        of_block: What a draw needs to know of a block.
-        pool: The same of all blocks of a draw.
-        value: The value of a pool; None where it is not known.
-        sorts: Whether blocks are sorted in every draw, which long ones are too slow for.
+        unit: Unit of the value.
+        words: What B is called if its value is higher, and if it is lower; None if neither is better.
+        of_block: Reduces a block to what a draw needs.
+        pool: Combines the reduced blocks of a draw.
+        value: The value of a pool; None where it is unknown.
+        sorts: Whether every draw sorts its blocks, which must be thinned if they are long.
     """
 
     key: str
@@ -94,15 +92,6 @@ class Measure:
     pool: Callable[[Sequence[Any]], Any]
     value: Callable[[Any], float | None]
     sorts: bool = False
-
-
-def nearest_rank(ordered: Sequence[float], percent: float) -> float:
-    """The percentile that occurred, as in `perf/step_time_p90`.
-
-    >>> nearest_rank([1.0, 2.0, 3.0, 4.0], 50)
-    2.0
-    """
-    return ordered[max(0, ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def _sorted_seconds(steps: Sequence[SteadyStep]) -> list[float]:
@@ -116,7 +105,7 @@ def _merged(blocks: Sequence[list[float]]) -> list[float]:
 def _of_times(
     key: str, label: str, unit: Unit, words: tuple[str, str], value: Callable[[Sequence[float]], float]
 ) -> Measure:
-    """Something about the sorted step times."""
+    """A measure of the sorted step times."""
 
     def known(ordered: Sequence[float]) -> float | None:
         return value(ordered) if ordered else None
@@ -158,14 +147,14 @@ _RATE = ("faster", "slower")
 _SHARE = ("higher", "lower")
 
 MEASURES = (
-    _of_times("step_time_median", "step time, median", "s", _TIME, lambda ordered: nearest_rank(ordered, 50)),
-    _of_times("step_time_p90", "step time, p90", "s", _TIME, lambda ordered: nearest_rank(ordered, 90)),
+    _of_times("step_time_median", "step time, median", "s", _TIME, median),
+    _of_times("step_time_p90", "step time, p90", "s", _TIME, lambda ordered: percentile(ordered, 0.9)),
     _of_times(
         "step_time_p90_over_median",
         "p90 over median",
         "x",
         ("less steady", "steadier"),
-        lambda ordered: nearest_rank(ordered, 90) / nearest_rank(ordered, 50),
+        lambda ordered: percentile(ordered, 0.9) / median(ordered),
     ),
     _quotient("steps_per_second", "steps/s", "steps/s", _RATE, lambda step: (1, step.seconds)),
     _quotient("tokens_per_second", "tokens/s", "tokens/s", _RATE, lambda step: (step.tokens, step.seconds)),
@@ -183,4 +172,5 @@ MEASURES = (
 """In the order of the table."""
 
 SPEED = ("real_tokens_per_second", "tokens_per_second", "samples_per_second", "steps_per_second")
-"""What "slower" is judged by: the first that both runs know. Padding is no work, and steps may differ in size."""
+"""The measures that decide which run is faster: the first that both runs know. Padding is no work, and steps may differ
+in size."""

@@ -1,4 +1,4 @@
-"""Which process writes a log, and whether it is still there. Linux tells; elsewhere nobody knows."""
+"""Identify the process that writes a log, and check whether it still runs. Works on Linux; elsewhere it is unknown."""
 
 import os
 from collections.abc import Mapping
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 _STATE_FIELD, _START_FIELD = 0, 19
-"""Of /proc/PID/stat after the command's name (man 5 proc_pid_stat, fields 3 and 22)."""
+"""Indices in /proc/PID/stat after the command's name (man 5 proc_pid_stat, fields 3 and 22)."""
 _DEAD_STATES = ("Z", "X")
 
 
 def identify_process() -> dict[str, Any]:
-    """What tells this process apart from every other, also after its number was given away; empty where unknown.
+    """What identifies this process among all others; empty where that is unknown.
 
-    The number alone would not do: numbers are used again, other machines and containers have the same ones.
+    A process ID alone is not enough: IDs are reused, and other machines and containers have the same ones.
     """
     try:
         return {
@@ -27,7 +27,7 @@ def identify_process() -> dict[str, Any]:
 
 
 def is_gone(process: Mapping[str, Any]) -> bool:
-    """True only where it is certain: seen from the same machine and the same container.
+    """True only if the process has certainly ended, which only the same machine and container can see.
 
     >>> is_gone(identify_process())
     False

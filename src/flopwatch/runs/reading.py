@@ -1,7 +1,7 @@
-"""The current run of a log: what its last fresh start and the resumes after it left standing.
+"""Read the current run of a log: all of it, a few windows, from its end, or while it grows.
 
-A log is read from its end, because the end decides: a session that resumes after step N takes back every step above N
-of the sessions before it, and what stands before a fresh start is another run.
+A log is read from its end, because later sessions decide what counts: a session that resumes after step N replaces
+every later step of the sessions before it, and everything before a fresh start belongs to another run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,11 +24,11 @@ class RunLog:
         path: The file.
         starts: Its sessions.
         provenances: Where the numbers come from, whenever that changed.
-        rows: Its logging windows. A window of which only the end was run again is cut to the steps that count, and has
-            no values: those were of the whole window.
-        notices: What had to be said, in every session.
+        rows: Its logging windows. A window whose last steps were replaced keeps only the others and has no values,
+            because those belonged to the whole window.
+        notices: The notices of every session.
         summary: The end of the last session; None while it runs, or when it was killed.
-        torn_lines: Lines that are no whole record.
+        torn_lines: Lines that are not complete records.
     """
 
     path: Path
@@ -41,17 +41,17 @@ class RunLog:
 
 
 class _RowLine(NamedTuple):
-    """A row not parsed yet, for not every reader wants it."""
+    """A row that is not parsed yet, because not every reader needs it."""
 
     line: bytes
     step: int
     cut_after: float = inf
-    """Its later steps were run again."""
+    """Later steps were replaced by another session."""
     is_partial: bool = False
-    """Written with a checkpoint; the next row of the session has its steps again."""
+    """Written with a checkpoint; the next row of the session repeats its steps."""
 
     def parse(self) -> dict[str, Any] | None:
-        """The row; None when none of its steps counts."""
+        """The row; None if all of its steps were replaced."""
         row = {**parse_object(self.line), "type": "row"}
         return row if self.is_whole else _cut(row, self.cut_after)
 
@@ -61,34 +61,33 @@ class _RowLine(NamedTuple):
 
 
 class _Torn(NamedTuple):
-    """A line that is no record."""
+    """A line that is not a record."""
 
 
 _Found: TypeAlias = Record | _RowLine | _Torn
 
 
 def read_log(path: str | Path) -> RunLog:
-    """All records of the current run, in memory: for a log of gigabytes take `read_around` or `rows_from_end`.
+    """All records of the current run in memory. For a log of gigabytes use `read_around` or `rows_from_end`.
 
     Raises:
-        InputError: The file is no log of a run, or one in a newer format.
+        InputError: The file is not the log of a run, or its format is newer.
     """
     return _as_log(Path(path), _current_run(Path(path)))
 
 
 def read_around(path: str | Path, step: int | None = None) -> RunLog:
-    """The log with a few of its rows: the first, the last, the one with this step and the one before.
+    """The log with a few of its rows: the first, the last, the one with this step and the one before it.
 
-    Only those are parsed and kept, so a log may have any length.
+    Only those are parsed and kept, so the log may have any length.
     """
     return _as_log(Path(path), _few_rows(_current_run(Path(path)), step))
 
 
 def rows_from_end(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The rows of the current run, newest first, in their JSON form; nothing for a file that is not there.
+    """The rows of the current run as JSON objects, newest first; none if the file does not exist.
 
-    Reads no further than you ask, so the newest rows of a log of any length are there at once. A row of which any step
-    was run again is left out.
+    Reads lazily, so the newest rows of a log of any length come at once. Rows with a replaced step are left out.
     """
     if not Path(path).exists():
         return
@@ -99,9 +98,9 @@ def rows_from_end(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _current_run(path: Path) -> Iterator[_Found]:
-    """What stands of the last run in the file, newest first."""
+    """The records of the last run in the file that still count, newest first."""
     last_valid_step = inf
-    superseded: _RowLine | None = None  # the oldest one so far; its first steps may still count
+    superseded: _RowLine | None = None  # the oldest replaced row so far, whose first steps may still count
     is_last_of_session = True
     has_later_row = False  # of the same session
     for line in lines_from_end(path):
@@ -135,7 +134,7 @@ def _with_steps_left(row: _RowLine) -> Iterator[_RowLine]:
 
 
 def _read_line(line: bytes, *, may_be_torn: bool) -> _Found | None:
-    """A row is parsed only where a kill can have cut it off; this is what makes long logs quick to read."""
+    """Parse a line, but a row only if a kill may have cut it off: that makes long logs quick to read."""
     step = row_step(line)
     if step is not None and not may_be_torn:
         return _RowLine(line, step)
@@ -197,7 +196,7 @@ def _as_log(path: Path, found: Iterable[_Found]) -> RunLog:
 
 
 def _records_of(item: _Found) -> Iterator[Record]:
-    """One record, or none where no step of a row counts."""
+    """The record of an item; none if all steps of a row were replaced."""
     if isinstance(item, _Torn):
         raise TornLineError
     if not isinstance(item, _RowLine):
@@ -218,18 +217,15 @@ def _end_of_last_session(records: list[Record]) -> Summary | None:
     return None
 
 
-# One step out of the columns of its window.
-
-
 @dataclass(frozen=True, slots=True)
 class StepCells:
-    """What the log says of one step.
+    """What the log says about one step.
 
     Attributes:
         step: Its number.
-        cells: Column to value, such as `seconds` and `model_flops`; what is not known has no key.
+        cells: Its values by column, such as `seconds` and `model_flops`, without unknown ones.
         row: Its window.
-        provenance: Where its numbers come from; None when the log does not say.
+        provenance: How its numbers were found; None when the log does not say.
     """
 
     step: int
@@ -252,7 +248,7 @@ def step_cells(log: RunLog, step: int) -> StepCells:
 
 
 def provenance_at(log: RunLog, step: int) -> Provenance | None:
-    """What holds for a step: the last provenance that begins at it or before."""
+    """The provenance of a step: the last one that begins at it or before it."""
     holding = [provenance for provenance in log.provenances if provenance.step <= step]
     return holding[-1] if holding else None
 
@@ -274,3 +270,78 @@ def _which_are(log: RunLog, step: int) -> str:
         nearest = " and ".join(f"{span[0]} to {span[1]}" for span in (before, after) if span)
         text += f", but not this one; the windows next to it are {nearest}"
     return text
+
+
+MOST_ROWS = 2000
+"""Rows to read of a backlog; more than a screen has columns."""
+WHOLE_BYTES = 8 << 20
+"""The end of a backlog in which every row is read."""
+
+
+class LogFollower:
+    """Reads what was appended to a log since the last poll. The file need not exist yet.
+
+    The file is opened for each poll, because over NFS a handle goes stale when the file is replaced.
+
+    Attributes:
+        torn_lines: Complete lines that were not records.
+        times_replaced: How often the file was replaced or truncated. What was read before is then void, and the next
+            poll begins at the start of the new file.
+
+    Example:
+        >>> follower = LogFollower("outputs/training_log.jsonl")
+        >>> for record in follower.poll():
+        ...     print(record.type)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.torn_lines = 0
+        self.times_replaced = 0
+        self._offset = 0
+        self._inode: int | None = None
+
+    def poll(self) -> Iterator[Record]:
+        """The new records, oldest first. A line that is still being written is left for the next poll.
+
+        Rows of a large backlog are thinned evenly, except for the newest ones. All other records are returned.
+        """
+        try:
+            file_now = self.path.stat()
+        except OSError:
+            return iter(())
+        if self._inode is not None and (file_now.st_ino != self._inode or file_now.st_size < self._offset):
+            self.times_replaced += 1
+            self._offset = 0
+        self._inode = file_now.st_ino
+        return self._records(file_now.st_size) if file_now.st_size > self._offset else iter(())
+
+    def _records(self, size_bytes: int) -> Iterator[Record]:
+        for line in self._new_lines(size_bytes):
+            try:
+                record = to_record(parse_object(line))
+            except TornLineError:
+                self.torn_lines += 1
+                continue
+            if record is not None:
+                yield record
+
+    def _new_lines(self, size_bytes: int) -> Iterator[bytes]:
+        thinned_until = size_bytes - WHOLE_BYTES
+        spacing_bytes = (thinned_until - self._offset) // MOST_ROWS
+        next_row_from = self._offset
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    start, self._offset = self._offset, self._offset + len(line)
+                    if start < min(thinned_until, next_row_from) and row_step(line) is not None:
+                        continue
+                    next_row_from = start + spacing_bytes
+                    if line.strip():
+                        yield line
+        except OSError:
+            # Deleted or replaced between the two calls: the next poll notices.
+            return

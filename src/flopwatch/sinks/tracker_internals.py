@@ -5,9 +5,9 @@ off, and the training and the other sinks go on.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
+from flopwatch.errors import FlopwatchError, MissingDependencyError
 from flopwatch.optional import require
 
 
@@ -25,14 +25,22 @@ class EventFormat:
         self.RecordWriter = require("tensorboard.summary.writer.record_writer", "tensorboard").RecordWriter
 
 
-def hide_wandb_run(wandb: Any, run: Any) -> None:
-    """Take a run off W&B's list of active runs; checked with wandb 0.31.
+def wandb_run_hider(wandb: Any) -> Callable[[Any], None]:
+    """A function that takes a run off W&B's list of active runs; checked with wandb 0.31.
 
-    A run on that list is handed to a later `wandb.init` of the training, whatever project that names. Without
-    `remove_active_run` the run stays on the list: trainings that call `wandb.init` before the first row are unaffected.
+    A later `wandb.init` of the training would return a run on that list, even for another project. So without
+    `remove_active_run` the sink must not start a run.
+
+    Raises:
+        FlopwatchError: This release has no `remove_active_run`.
     """
-    with suppress(AttributeError):
-        wandb.setup().remove_active_run(run)
+    hide: Callable[[Any], None] | None = getattr(wandb.setup(), "remove_active_run", None)
+    if hide is None:
+        raise FlopwatchError(
+            f"wandb {wandb.__version__} cannot keep our run apart from the training's; install wandb 0.31, or log "
+            "monitor.latest to your own run with wandb.log({..., **monitor.latest})"
+        )
+    return hide
 
 
 def is_lost_wandb_service(error: Exception) -> bool:
@@ -48,7 +56,7 @@ def latest_mlflow_run(mlflow: Any) -> Any:
     """The newest active run of any thread; checked with mlflow 3.17.
 
     `mlflow.active_run` knows only the runs of the calling thread, and sinks have their own thread. Without
-    `_get_latest_active_run` the training's run is not found, and the sink starts a run of its own.
+    `_get_latest_active_run` the training's run is not found, and the sink starts a new run.
     """
     fluent = require("mlflow.tracking.fluent", "mlflow")
     return getattr(fluent, "_get_latest_active_run", mlflow.active_run)()
@@ -64,7 +72,7 @@ def mlflow_request_sender(uri: str, timeout_seconds: float) -> Callable[..., Any
     try:
         http_request = require("mlflow.utils.rest_utils", "mlflow").http_request
         credentials = require("mlflow.utils.credentials", "mlflow").get_default_host_creds(uri)
-    except AttributeError:
+    except (AttributeError, MissingDependencyError):
         return None
 
     def send(method: str, path: str, **content: Any) -> Any:

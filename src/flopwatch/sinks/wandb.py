@@ -11,7 +11,7 @@ from flopwatch.optional import require
 from flopwatch.records.metrics import STEP_KEY
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.sinks.protocol import TrialRun
-from flopwatch.sinks.tracker_internals import hide_wandb_run, is_lost_wandb_service
+from flopwatch.sinks.tracker_internals import is_lost_wandb_service, wandb_run_hider
 
 _SUFFIX = "-flopwatch"
 
@@ -108,8 +108,9 @@ class WandbSink:
             options["settings"] = {**self._settings(), **(settings or {})}
         _refuse_shared_id(wandb)
         refuse_to_prompt(wandb, options.get("mode"))
+        hide = wandb_run_hider(wandb)
         run = wandb.init(**options)
-        hide_wandb_run(wandb, run)
+        hide(run)
         return run
 
     def _settings(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from flopwatch.sweep.engines.protocol import Engine
 from flopwatch.sweep.engines.slots import visible_gpus
 from flopwatch.sweep.fit_search import MOST_BATCH, Found, Probe, search
 from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
-from flopwatch.sweep.host.memory_limit import available_bytes, safe_limit_bytes
+from flopwatch.sweep.host.environment import available_bytes, safe_limit_bytes
 from flopwatch.sweep.runner.observing import Observer, Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted
 from flopwatch.sweep.runner.run import Refusal, run_plan

@@ -20,7 +20,7 @@ from flopwatch.records.trainer_names import COMMAND
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import PREFLIGHT, append_line, log_file, write_json
 from flopwatch.sweep.host.processes import descendants, dies_with
-from flopwatch.sweep.spec.processes import needs_one_process
+from flopwatch.sweep.spec.parsing import needs_one_process
 
 REQUEST = "preflight_request.json"
 PROGRESS = "preflight.jsonl"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from flopwatch.report.sentences import choice_sentence
+from flopwatch.report.contents import choice_sentence
 from support.few_results import GIB, ended, group_of, ran
 
 

@@ -3,8 +3,15 @@
 import pytest
 
 from flopwatch.records.trial import Measured, MemoryUse
-from flopwatch.report.matrices import METRICS, best_trials, cell_text, known_metrics, matrix_rows, narrowed
-from flopwatch.report.sentences import frontier_words
+from flopwatch.report.contents import (
+    METRICS,
+    best_trials,
+    cell_text,
+    frontier_words,
+    known_metrics,
+    matrix_rows,
+    narrowed,
+)
 from support.few_results import GIB, ended, group_of, ran, summary_of
 
 
@@ -132,6 +139,6 @@ def test_hundreds_of_seeds_are_not_laid_side_by_side():
     (group,) = summary.groups
     assert len(group.trainers) == 300
     assert group.crossovers == ()
-    assert "300 trainers, options or seeds: 16 are shown" in summary.warnings[0]
+    assert "300 columns of trainers, options or seeds: the first 16 are shown" in summary.warnings[0]
     assert len(narrowed(group).trainers) == 16
     assert len(narrowed(group).cells) == 32

@@ -3,7 +3,7 @@
 import pytest
 
 from flopwatch.records.trial import Limits
-from flopwatch.report.analysis.failures import normalised
+from flopwatch.report.analysis.problems import normalised
 from support.few_results import ended, ran, summary_of
 
 pytestmark = pytest.mark.requirement("R26")
@@ -118,7 +118,7 @@ def test_checkpointing_is_not_advised_to_a_private_trainer_which_cannot_have_it(
         ("timeout", {"phase": "build", "limits": Limits(wall_seconds=99)}, "phase build after 99 s: raise --timeout"),
         ("oom_host", {"limits": Limits(memory_bytes=2**30)}, "raise --memory"),
         ("lost", {}, "--only failed"),
-        ("cancelled", {}, "goes on where it stopped"),
+        ("cancelled", {}, "resumes where it stopped"),
         ("unsupported", {"checkpointing": True}, "without gradient checkpointing"),
         ("error", {"evidence": {"exception": {"type": "ModuleNotFoundError", "message": "x"}}}, "Install"),
     ],

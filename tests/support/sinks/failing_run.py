@@ -89,7 +89,9 @@ def mlflow_down_from_the_start(folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    return Scenario([MlflowSink(folder, nobody)])
+
+    # Loading mlflow alone can outlast the wait for closing. MLflow's own client would need 247 s, longer than we wait.
+    return Scenario([MlflowSink(folder, nobody)], at_the_end=lambda threads: wait_for(lambda: threads[0].failed))
 
 
 def mlflow_dies_halfway(folder):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flopwatch.sweep.host.memory_limit import available_bytes, least_available, safe_limit_bytes
+from flopwatch.sweep.host.environment import available_bytes, least_available, safe_limit_bytes
 
 GIB = 1 << 30
 

@@ -13,10 +13,16 @@ from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.records.trial_files import trial_folder
 from flopwatch.sweep.fit import probe_of
 from flopwatch.sweep.folder import Trial, held_folder, prepare
-from flopwatch.sweep.host import tree_memory
-from flopwatch.sweep.host.memory_limit import limit_memory
+from flopwatch.sweep.host import memory as tree_memory
+from flopwatch.sweep.host.memory import (
+    Resident,
+    TreeMemory,
+    descendants_from_lists,
+    distinct,
+    limit_memory,
+    mapped_data_bytes,
+)
 from flopwatch.sweep.host.processes import descendants
-from flopwatch.sweep.host.tree_memory import Resident, TreeMemory, descendants_from_lists, distinct, mapped_data_bytes
 from flopwatch.sweep.supervisor.supervise import supervise
 
 MIB = 2**20
@@ -83,7 +89,7 @@ def supervised(sweep, name):
 @pytest.fixture(params=["cgroup", "rlimit"])
 def kind(request, monkeypatch):
     if request.param == "rlimit":
-        monkeypatch.setattr("flopwatch.sweep.host.memory_limit._places", list)
+        monkeypatch.setattr("flopwatch.sweep.host.memory._places", list)
     else:
         probe = limit_memory(2**28, "probe")
         probe.close()

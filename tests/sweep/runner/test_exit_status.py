@@ -4,9 +4,8 @@ import pytest
 
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.folder import held_folder, write_trial_list
-from flopwatch.sweep.runner.decisions import exit_status
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import make_plan
+from flopwatch.sweep.runner.plan import exit_status, make_plan
 from flopwatch.sweep.runner.run import run_plan
 from flopwatch.testing import InProcessEngine
 from support.sweeping import Listener

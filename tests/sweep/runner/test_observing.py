@@ -40,7 +40,7 @@ def test_an_observer_that_fails_is_told_of_once_and_the_sweep_goes_on(tmp_path, 
     assert [result.outcome for result in results.values()] == ["ok"] * 3
     assert listener.calls == 1
     told = capsys.readouterr().err
-    assert told.count("the sweep goes on unseen") == 1
+    assert told.count("the sweep goes on without it") == 1
     assert type(error).__name__ in told
 
 
@@ -48,7 +48,7 @@ def test_a_display_that_fails_does_not_hide_the_runner_from_others(tmp_path):
     """`sweep attach` and `sweep stop` read runner.json, whatever the runner's own terminal does."""
     (tmp_path / "s").mkdir()
     noted = RunnerFile(tmp_path / "s", clock=iter(range(0, 1000, 5)).__next__)
-    noted.before(Failing("ticked", MarkupError("x")), Stop())
+    noted.passing_to(Failing("ticked", MarkupError("x")), Stop())
     noted.ticked({}, 7, "first")
     noted.ticked({}, 6, "second")
     assert read_runner(tmp_path / "s").waiting == 6

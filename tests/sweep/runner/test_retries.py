@@ -15,9 +15,8 @@ from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.runner import run as runner_module
 from flopwatch.sweep.runner import waiting as passing_errors
-from flopwatch.sweep.runner.decisions import RetryPolicy, hosts_to_avoid, retry_policy
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import make_plan
+from flopwatch.sweep.runner.plan import RetryPolicy, hosts_to_avoid, make_plan, retry_policy
 from flopwatch.sweep.runner.run import run_plan
 from flopwatch.sweep.spec.parsing import parse_seconds
 from flopwatch.testing import FakeClock, InProcessEngine
@@ -105,7 +104,7 @@ def test_spans_of_time(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "h", "8 hours", "-1h", "0", "1h30", "8x", True, "h8", "nan", "1e3"])
 def test_what_is_no_span_of_time(text):
-    with pytest.raises(InputError, match="is not a span of time; write it as 8h, 90m"):
+    with pytest.raises(InputError, match="is not a duration; write it as 8h, 90m"):
         parse_seconds(text)
 
 

@@ -8,9 +8,8 @@ from flopwatch.errors import InputError
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import held_folder
-from flopwatch.sweep.runner.decisions import is_larger
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import make_plan
+from flopwatch.sweep.runner.plan import is_larger, make_plan
 from flopwatch.sweep.runner.run import run_plan
 from flopwatch.testing import InProcessEngine
 from support.sweeping import Listener, run_sweep

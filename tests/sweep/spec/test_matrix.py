@@ -147,7 +147,7 @@ def test_overrides_as_hydra_writes_them():
 
 @pytest.mark.parametrize("word", ["batch_size", "=4", "batch_size="])
 def test_half_an_override_is_refused(word):
-    with pytest.raises(InputError, match="is no setting"):
+    with pytest.raises(InputError, match="is not a setting"):
         parse_overrides([word])
 
 

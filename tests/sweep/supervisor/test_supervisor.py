@@ -14,7 +14,7 @@ from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.records.trial_files import log_file, trial_folder
 from flopwatch.sweep.folder import Trial, held_folder, prepare
-from flopwatch.sweep.host.memory_limit import limit_memory
+from flopwatch.sweep.host.memory import limit_memory
 from flopwatch.sweep.supervisor.supervise import AlreadyStartedError, supervise
 from support.sweeping import left_behind
 
@@ -149,7 +149,7 @@ def test_a_memory_limit_is_a_host_out_of_memory(sweep, monkeypatch, kind):
         if probe.kind != "cgroup":
             pytest.skip("no cgroup may be made here")
     else:
-        monkeypatch.setattr("flopwatch.sweep.host.memory_limit._places", list)
+        monkeypatch.setattr("flopwatch.sweep.host.memory._places", list)
     name = ready(sweep, f"exec {sys.executable} -c 'held = bytearray(1 << 29)'", limits=Limits(60.0, None, 2**28))
     result = supervise_in_a_fork(sweep, name)
     assert result.outcome == "oom_host"

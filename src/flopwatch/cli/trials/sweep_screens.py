@@ -1,4 +1,4 @@
-"""What a person sees while a sweep runs: a live table on a terminal, a line per ended trial elsewhere."""
+"""The screens of `flopwatch sweep`: a live table or a line per trial, the dry run, the preflight."""
 
 import contextlib
 import re
@@ -18,10 +18,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.cli.outcome_style import outcome_text
-from flopwatch.cli.output import PatientLines
-from flopwatch.cli.quantities import bytes_text, count_text, duration, flop_rate, percent, plural, step_seconds
+from flopwatch.cli import PatientLines
+from flopwatch.cli.trials.trial_screens import outcome_text
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.number_format import byte_size, count, duration, flops, percent, plural, step_time
 from flopwatch.records.reading import one_line
 from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.sweep.claims import read_progress
@@ -37,7 +37,7 @@ _LONGEST_LINE = 1000
 
 @contextlib.contextmanager
 def watched(plan: Plan, output: Path, console: Console | None = None) -> Iterator[tuple[Observer, Stop]]:
-    """An observer that draws, and a `Stop` that Ctrl-C sets."""
+    """An observer that shows the sweep, and the `Stop` that Ctrl-C sets."""
     console = console or Console()
     stop = Stop()
     if not console.is_terminal:
@@ -59,14 +59,14 @@ def print_line(console: Console) -> Any:
 
 @contextlib.contextmanager
 def _interrupts(stop: Stop, say: Any) -> Iterator[None]:
-    """Ctrl-C once finishes what runs; twice, or SIGTERM, ends it. A terminal that goes away ends nothing."""
+    """The first Ctrl-C finishes running trials; the second, or SIGTERM, ends them. A closed terminal ends nothing."""
 
     def note(number: int, frame: object) -> None:
         stop.finish, stop.kill = True, stop.finish or number == signal.SIGTERM
         if not sys.stdout.isatty():
-            say("ending what runs" if stop.kill else "finishing what runs; Ctrl-C again ends it")
+            say("ending running trials" if stop.kill else "finishing running trials; Ctrl-C again ends them")
 
-    # A terminal that is closed sends SIGHUP; a function and not SIG_IGN, which the trials' processes would inherit.
+    # A closed terminal sends SIGHUP. It is handled by a function because the trials' processes would inherit SIG_IGN.
     handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: lambda number, frame: None}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -77,14 +77,14 @@ def _interrupts(stop: Stop, say: Any) -> Iterator[None]:
 
 
 class PlainLines:
-    """A line for each trial that ended."""
+    """Prints a line for each trial that ends."""
 
     def __init__(self, plan: Plan, say: Any) -> None:
         self._say = say
         self._total, self._done = len(plan.trials), len(plan.kept)
         self._waiting_for = ""
         if plan.kept:
-            say(f"{len(plan.kept)} of {len(plan.trials)} trials are done already, {len(plan.todo)} to run")
+            say(f"{len(plan.kept)} of {len(plan.trials)} trials already have results, {len(plan.todo)} to run")
 
     def started(self, trial: Trial) -> None:
         pass
@@ -95,20 +95,20 @@ class PlainLines:
         self._say(f"[{self._done:>{len(str(self._total))}}/{self._total}] {name} {_one_line(result)}")
 
     def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
-        self._say(f"{one_line(lost.name, _LONGEST_LINE)} {_one_line(lost)}; trying again ({retry} of {most})")
+        self._say(f"{one_line(lost.name, _LONGEST_LINE)} {_one_line(lost)}; retrying ({retry} of {most})")
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        """Silence while another sweep holds the slots, or while Slurm takes no jobs, would look like a hang."""
+        """Say why nothing runs: silence while another sweep holds the slots would look like a hang."""
         is_stuck = "held back" in engine_state or "not answered" in engine_state
-        worth_telling = engine_state if is_stuck or (not running and engine_state.startswith("waiting")) else ""
-        without_numbers = re.sub(r"[0-9]+", "", worth_telling)
-        if worth_telling and without_numbers != self._waiting_for:
-            self._say(one_line(worth_telling, _LONGEST_LINE))
+        waiting_for = engine_state if is_stuck or (not running and engine_state.startswith("waiting")) else ""
+        without_numbers = re.sub(r"[0-9]+", "", waiting_for)
+        if waiting_for and without_numbers != self._waiting_for:
+            self._say(one_line(waiting_for, _LONGEST_LINE))
         self._waiting_for = without_numbers or self._waiting_for
 
 
 class LiveTable:
-    """Running trials with phase and step, the last that ended, counts by outcome, and the time left."""
+    """Running trials with phase and step, the last that ended, counts by outcome, and the estimated time left."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class LiveTable:
         output: Path,
         stop: Stop,
         clock: Clock = monotonic_seconds,
-        leave: str = "Ctrl-C again ends it",
+        leave: str = "Ctrl-C again ends them",
     ) -> None:
         self._plan, self._output, self._stop, self._clock = plan, output, stop, clock
         self._leave, self._tried_again = leave, 0
@@ -147,7 +147,7 @@ class LiveTable:
         self._tried_again += 1
 
     def drawn(self) -> Group | Text:
-        """As `render`, and a sentence where that fails: it is called by a thread of rich, whose end would be ours."""
+        """As `render`, but an error becomes a sentence: an exception in rich's refresh thread would end the display."""
         try:
             return self.render()
         except Exception as error:
@@ -159,12 +159,12 @@ class LiveTable:
     def _header(self) -> Text:
         done, total = sum(self._counts.values()), len(self._plan.trials)
         text = Text.assemble(("sweep ", "bold"), one_line(str(self._output), _LONGEST_LINE), f"   {done} of {total}   ")
-        for outcome, count in self._counts.items():
-            text.append_text(outcome_text(outcome)).append(f" {count}   ")
+        for outcome, amount in self._counts.items():
+            text.append_text(outcome_text(outcome)).append(f" {amount}   ")
         return text
 
     def _bar(self) -> Padding:
-        # A bare bar ends no line, and would swallow the next.
+        # The bar itself has no line break; without padding the next line would be drawn over it.
         return Padding(ProgressBar(total=len(self._plan.trials), completed=sum(self._counts.values())), (0, 0, 1, 0))
 
     def _tables(self) -> list[Table]:
@@ -174,7 +174,10 @@ class LiveTable:
         for name, trial in list(self._running.items())[:_MOST_RUNNING]:
             phase, step = _progress(trial)
             running.add_row(
-                _cell(name), _cell(phase), step, duration(self._clock() - self._since.get(name, self._began))
+                _cell(name),
+                _cell(phase),
+                step,
+                duration(self._clock() - self._since.get(name, self._began), rough=True),
             )
         hidden = len(self._running) - _MOST_RUNNING
         if hidden > 0:
@@ -190,21 +193,21 @@ class LiveTable:
 
     def _footer(self) -> Text:
         if self._stop.kill:
-            return Text("ending what runs", style="bold")
+            return Text("ending running trials", style="bold")
         if self._stop.finish:
-            return Text(f"finishing what runs; {self._leave}", style="bold")
+            return Text(f"finishing running trials; {self._leave}", style="bold")
         if self._stop.is_over_budget:
-            return Text("the budget is used up: finishing what runs", style="bold")
+            return Text("the budget is used up: finishing running trials", style="bold")
         left = self._seconds_left()
         parts = [
             one_line(self._engine_state, _LONGEST_LINE),
-            f"{self._tried_again} tried again" if self._tried_again else "",
-            f"about {duration(left)} left" if left is not None else "",
+            f"{self._tried_again} retried" if self._tried_again else "",
+            f"about {duration(left, rough=True)} left" if left is not None else "",
         ]
         return Text("   ".join(part for part in parts if part), style="dim")
 
     def _seconds_left(self) -> float | None:
-        """By the pace of the trials that ran; None before the first."""
+        """Estimated from the trials that ran so far; None before the first."""
         left = len(self._plan.trials) - sum(self._counts.values())
         return (self._clock() - self._began) / self._ran * left if self._ran and left else None
 
@@ -226,9 +229,9 @@ def _figures(result: TrialResult) -> tuple[str, str, str]:
     measured = result.measured
     mfu = measured.cost.mfu if measured.cost else None
     return (
-        step_seconds(measured.steps.median) if measured.steps else "",
-        bytes_text(measured.memory.peak_bytes) if measured.memory.peak_bytes else "",
-        f"{100 * mfu:.3g} %" if mfu is not None else "",
+        step_time(measured.steps.median) if measured.steps else "",
+        byte_size(measured.memory.peak_bytes) if measured.memory.peak_bytes else "",
+        percent(mfu) if mfu is not None else "",
     )
 
 
@@ -239,9 +242,6 @@ def _one_line(result: TrialResult) -> str:
     parts = [f"{seconds} a step" if seconds else "", memory, f"MFU {mfu}" if mfu else ""]
     parts.append(f"not measured: {', '.join(result.measured.not_measured)}" if result.measured.not_measured else "")
     return f"ok  {', '.join(part for part in parts if part)}"
-
-
-# `flopwatch sweep --dry-run`: the matrix, what of it is done, and how long the rest may take.
 
 
 _MOST_ROWS = 60
@@ -265,28 +265,29 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
     console.print(
         Text(f"{plural(len(plan.trials), 'trial')}, {len(plan.todo)} to run in {folder}. {_prediction(plan)}")
     )
-    _tell_troubles(plan, console)
+    _print_troubles(plan, console)
 
 
-def _tell_troubles(plan: Plan, console: Console) -> None:
+def _print_troubles(plan: Plan, console: Console) -> None:
     for trouble in plan.troubles:
         console.print(Text(one_line(f"warning: {trouble}", 1000)), soft_wrap=True)
 
 
 def _prediction(plan: Plan) -> str:
-    """From trials like these that ran here before; without one nobody can say."""
+    """The predicted time, from similar trials with a result in this folder."""
     seconds = [_like(plan, trial.spec) for trial in plan.todo]
     known = [value for value in seconds if value is not None]
     if not plan.todo:
         return "Nothing to do."
     if not known:
-        return "How long it takes is known after the first trials."
+        return "The time can be estimated after the first trials."
     total = sum(known) / len(known) * len(seconds)
-    return f"About {duration(total)}, one after the other (from {len(plan.kept)} trials that ran here)."
+    source = f"estimated from {plural(len(plan.kept), 'trial')} in this folder"
+    return f"About {duration(total, rough=True)}, one after the other ({source})."
 
 
 def _like(plan: Plan, spec: TrialSpec) -> float | None:
-    """Median time of the trials with the same trainer and model."""
+    """Median duration of the trials with the same trainer and model."""
     times = [
         result.seconds
         for result in plan.kept.values()
@@ -295,26 +296,18 @@ def _like(plan: Plan, spec: TrialSpec) -> float | None:
     return median(times) if times else None
 
 
-# What the preflight found, in a few lines.
-
-
-_LONGEST = 1000
-
-
 def print_preflight(found: Mapping[Any, PreflightResult]) -> None:
-    """One line for each pair: can it run, and which way do its layers go."""
+    """One line for each pair of trainer and model: whether it is supported, and how its layers are clipped."""
     for result in found.values():
         mark = "ok  " if result.supported and result.tried else "?   " if result.supported else "no  "
-        typer.echo(f"preflight {mark}{one_line(f'{result.trainer} on {result.model}{_detail(result)}', _LONGEST)}")
+        typer.echo(f"preflight {mark}{one_line(f'{result.trainer} on {result.model}{_detail(result)}', _LONGEST_LINE)}")
 
 
 def _detail(result: PreflightResult) -> str:
     if result.reason:
         return f": {result.reason}"
-    parts = [f"{count_text(result.parameters)} parameters"] if result.parameters else []
+    parts = [f"{count(result.parameters)} parameters"] if result.parameters else []
     if result.model_flops is not None:
-        parts.append(
-            f"{flop_rate(result.model_flops).removesuffix('/s')} a step of {result.batch_size} x {result.seq_len}"
-        )
-    parts += [f"{percent(100 * share)} {way}" for way, share in result.shares.items()]
+        parts.append(f"{flops(result.model_flops)} a step of {result.batch_size} x {result.seq_len}")
+    parts += [f"{percent(share)} {way}" for way, share in result.shares.items()]
     return f" ({', '.join(parts)})" if parts else ""

@@ -1,4 +1,10 @@
-"""`flopwatch sweep --wandb PROJECT --mlflow EXPERIMENT`: a follower beside the runner logs trials as they end."""
+"""Trials logged to W&B and MLflow, by `flopwatch report` after a sweep or by a follower while it runs.
+
+`flopwatch sweep --wandb PROJECT --mlflow EXPERIMENT` starts the follower as a second process, so that neither service
+can delay or end the sweep: `python -m flopwatch.cli.trials.tracking FOLDER OFFSET WANDB MLFLOW`. It reads what the
+runner appends to results.jsonl, and ends when its standard input does: when the sweep is over or the runner was
+killed. Its last line of output says what it logged.
+"""
 
 import contextlib
 import os
@@ -25,15 +31,17 @@ if TYPE_CHECKING:
 
 FOLLOWER = "flopwatch.cli.trials.tracking"
 _PATIENCE_SECONDS = 300.0
+"""How long the end of a sweep waits for the last trials to be logged."""
 _SILENT_SECONDS = 2.0
+"""How long it waits without saying so."""
 _LONGEST_LINE = 2000
 
 
 def refuse_unusable(wandb: str | None, mlflow: str | None) -> None:
-    """Before the first trial, not after a week."""
+    """Refuse names and packages that cannot work before the first trial runs."""
     for package, wanted in (("wandb", wandb), ("mlflow", mlflow)):
         if wanted is not None and not wanted.strip():
-            raise InputError(f"--{package} needs a name: of the {'project' if package == 'wandb' else 'experiment'}")
+            raise InputError(f"--{package} needs the name of {'a project' if package == 'wandb' else 'an experiment'}")
         if wanted is not None and find_spec(package) is None:
             raise MissingDependencyError(
                 f"--{package} needs the package {package!r}, which is not installed; "
@@ -43,7 +51,7 @@ def refuse_unusable(wandb: str | None, mlflow: str | None) -> None:
 
 @contextlib.contextmanager
 def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[None]:
-    """Log what ends inside the block. Nothing that goes wrong with it reaches the sweep; it is told at the end."""
+    """Log the trials that end inside the block. Failures to log do not reach the sweep and are printed at the end."""
     if wandb is None and mlflow is None:
         yield
         return
@@ -52,8 +60,8 @@ def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[Non
         try:
             yield
         finally:
-            with contextlib.suppress(Exception):  # telling may fail too, as into a closed pipe
-                _tell(*_finish(follower, said), folder, wandb, mlflow)
+            with contextlib.suppress(Exception):  # printing may fail too, as into a closed pipe
+                _print_end(*_finish(follower, said), folder, wandb, mlflow)
 
 
 def _start(folder: Path, wandb: str | None, mlflow: str | None, said: IO[bytes]) -> "subprocess.Popen[bytes] | None":
@@ -67,18 +75,18 @@ def _start(folder: Path, wandb: str | None, mlflow: str | None, said: IO[bytes])
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the sweep
+            start_new_session=True,  # so that Ctrl-C reaches only the runner
         )
     except OSError:
         return None
 
 
 def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tuple[int, str]:
-    """Exit status, and what to tell of it."""
+    """The follower's exit status, and what to print about it."""
     if follower is None:
         return 1, "the process that logs trials could not be started"
     if follower.stdin is not None:
-        with contextlib.suppress(OSError):  # it may be gone
+        with contextlib.suppress(OSError):  # it may have exited
             follower.stdin.close()
     try:
         status = _waited(follower)
@@ -93,19 +101,19 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
     return status, _last_line(said)
 
 
-def _tell(status: int, told: str, folder: Path, wandb: str | None, mlflow: str | None) -> None:
-    typer.echo(told, err=status != 0)
+def _print_end(status: int, message: str, folder: Path, wandb: str | None, mlflow: str | None) -> None:
+    typer.echo(message, err=status != 0)
     if status != 0:
         words = [*(("--wandb", wandb) if wandb else ()), *(("--mlflow", mlflow) if mlflow else ())]
         again = shlex.join(["flopwatch", "report", str(folder), *words])
-        typer.echo(f"The sweep itself is not touched by that; log its trials with: {again}", err=True)
+        typer.echo(f"The sweep itself is not affected; log its trials with: {again}", err=True)
 
 
 def _waited(follower: "subprocess.Popen[bytes]") -> int:
     try:
         return follower.wait(_SILENT_SECONDS)
     except subprocess.TimeoutExpired:
-        typer.echo("Logging the last trials; Ctrl-C leaves them out.", err=True)
+        typer.echo("Logging the last trials; Ctrl-C skips them.", err=True)
     return follower.wait(_PATIENCE_SECONDS)
 
 
@@ -114,14 +122,11 @@ def _last_line(said: IO[bytes]) -> str:
 
     said.seek(0)
     lines = said.read()[-_LONGEST_LINE:].decode("utf-8", "replace").strip().splitlines()
-    return one_line(lines[-1]) if lines else "the process that logs trials said nothing"
-
-
-# Trials to W&B and MLflow, for `flopwatch report` after a sweep and for the follower beside one.
+    return one_line(lines[-1]) if lines else "the process that logs trials printed nothing"
 
 
 def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[TrialLog]":
-    """Those asked for. Raises what a person must mend first: a missing package, an account, a server that is away."""
+    """The requested services. Raises errors that a person must fix first: a missing package, login or server."""
     logs: list[TrialLog] = []
     if wandb is not None:
         from flopwatch.sinks.wandb import WandbTrials
@@ -130,7 +135,7 @@ def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[Tria
     if mlflow is not None:
         from flopwatch.sinks.mlflow import MlflowTrials
 
-        # This process does nothing else, so its environment is ours: by default MLflow tries for four minutes.
+        # MLflow retries for four minutes by default. Nothing but our code runs here, so the environment is ours.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         logs.append(MlflowTrials(mlflow, folder))
@@ -138,7 +143,7 @@ def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[Tria
 
 
 def log_capture(capture: "Capture", wandb: str | None, mlflow: str | None) -> None:
-    """Log every trial that ended; a second time brings the same runs up to date. Exits with 1 when some were not."""
+    """Log every trial with a result; a second call updates the same runs. Exits with 1 if some were not logged."""
     from flopwatch.report.exports import trial_runs
     from flopwatch.sinks.protocol import log_trials
 
@@ -152,26 +157,19 @@ def log_capture(capture: "Capture", wandb: str | None, mlflow: str | None) -> No
 
 
 def logged_text(service: str, logged: "Logged") -> str:
-    """One line for a person.
+    """What was logged, in one line.
 
     >>> from flopwatch.sinks.protocol import Logged
     >>> logged_text("W&B", Logged(3, ("a: no answer",), gave_up=False))
     'W&B: logged 3 trials, 1 failed (a: no answer)'
     """
-    from flopwatch.cli.quantities import plural
+    from flopwatch.number_format import plural
     from flopwatch.records.reading import one_line
 
     text = f"{service}: logged {plural(logged.count, 'trial')}"
     if logged.failures:
         text += f", {len(logged.failures)} failed ({one_line(logged.failures[0])[:500]})"
     return text + ("; gave up on the rest" if logged.gave_up else "")
-
-
-# Logs the trials of a running sweep: `python -m flopwatch.cli.trials.tracking FOLDER OFFSET WANDB MLFLOW`.
-#
-# A process of its own beside the runner, so that nothing of W&B or MLflow can hold up, slow down or end a sweep. It
-# reads what the runner appends to results.jsonl and ends when its standard input does: when the sweep is over, or the
-# runner was killed. Its last line says what became of it.
 
 
 def main() -> int:
@@ -183,10 +181,10 @@ def main() -> int:
     try:
         logs = open_logs(folder, wandb, mlflow)
     except Exception as error:
-        _say(f"nothing was logged: {error}")
+        _print_line(f"nothing was logged: {error}")
         return 1
     found = _log_to_all(logs, _runs(folder, offset, over))
-    _say("; ".join(logged_text(log.name, logged) for log, logged in zip(logs, found, strict=True)))
+    _print_line("; ".join(logged_text(log.name, logged) for log, logged in zip(logs, found, strict=True)))
     return 1 if any(logged.failures for logged in found) else 0
 
 
@@ -196,7 +194,7 @@ def _wait_for_end(over: threading.Event) -> None:
 
 
 def _wait_for_plan(folder: Path, over: threading.Event) -> None:
-    """Until the runner holds the folder: a file of ours in it before would make it somebody else's."""
+    """Wait until the runner holds the folder: it refuses a folder with foreign files, such as those of W&B."""
     from flopwatch.records.trial_files import SWEEP
 
     while not (folder / SWEEP).exists() and not over.wait(0.1):
@@ -214,7 +212,7 @@ def _runs(folder: Path, offset: int, over: threading.Event) -> Iterator[TrialRun
 
 
 def _log_to_all(logs: list[TrialLog], runs: Iterator[TrialRun]) -> list[Logged]:
-    """Each service in a thread: one that is slow or away does not keep trials from the other."""
+    """Log to each service in a thread of its own, so that a slow one does not delay the other."""
     queues: list[Queue[TrialRun | None]] = [Queue() for _ in logs]
     found: list[Logged] = [Logged(0, (), gave_up=True)] * len(logs)
 
@@ -234,7 +232,7 @@ def _log_to_all(logs: list[TrialLog], runs: Iterator[TrialRun]) -> list[Logged]:
     return found
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.buffer.write(line.replace("\n", " ").encode("utf-8", "backslashreplace") + b"\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""One trial on the screen: where it is, and what came of it."""
+"""The screens of `flopwatch trial` and `flopwatch fit`: progress, results, and outcomes in colour."""
 
 import contextlib
 import math
@@ -15,20 +15,24 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.cli.outcome_style import outcome_text
-from flopwatch.cli.quantities import bytes_text, count_text, duration, short_number, step_seconds
+from flopwatch.number_format import byte_size, count, duration, number, percent, step_time
 from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import PrivacySpent, TrialResult
-from flopwatch.report.sentences import epsilon_text
+from flopwatch.report.contents import epsilon_text, outcome_style
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.fit_search import Found, Probe
 from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.runner.observing import Stop
 
 
+def outcome_text(outcome: str) -> Text:
+    """An outcome in its colour."""
+    return Text(one_line(outcome, 40), style=outcome_style(outcome))
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], str | None]]:
-    """Ctrl-C, or whoever else asks this process to end, becomes a reason to stop: nothing may be left behind."""
+    """Turn SIGINT, SIGTERM and SIGHUP into a reason to stop, so that the trial's processes are ended first."""
     asked: list[str] = []
     words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
@@ -45,7 +49,7 @@ def interruptible() -> Iterator[Callable[[], str | None]]:
 
 @contextlib.contextmanager
 def phases_shown(folder: Path, trial: Trial, *, quiet: bool) -> Iterator[Callable[[], None]]:
-    """A spinner with the phase, on a terminal."""
+    """Show a spinner with the phase of the trial, if stderr is a terminal."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda: None
@@ -55,7 +59,7 @@ def phases_shown(folder: Path, trial: Trial, *, quiet: bool) -> Iterator[Callabl
 
 
 def print_result(result: TrialResult, console: Console | None = None) -> None:
-    """What was measured, and why it ended if not by itself."""
+    """Print the measurements of a trial and, if it failed, its reason, stacks and log."""
     console = console or Console()
     console.print(Text(one_line(result.name)), style="bold", end="  ")
     reason = f"({one_line(result.reason, 1000)})" if result.outcome != "ok" else ""
@@ -68,33 +72,33 @@ def print_result(result: TrialResult, console: Console | None = None) -> None:
         for text in (result.stacks, result.log_tail):
             if text:
                 typer.echo(plain(text).rstrip())
-        typer.echo(f"again: {one_line(result.command)}")
+        typer.echo(f"run again: {one_line(result.command)}")
 
 
 def _rows(result: TrialResult) -> list[tuple[str, str]]:
     measured, cost = result.measured, result.measured.cost
-    rows = [
-        ("model", f"{result.spec.model}, {count_text(measured.parameters)} parameters" if measured.parameters else "")
-    ]
+    rows = [("model", f"{result.spec.model}, {count(measured.parameters)} parameters" if measured.parameters else "")]
     if times := measured.steps:
         unstable = ", unstable" if times.unstable else ""
-        interval = f"{step_seconds(times.low)} to {step_seconds(times.high)}"
-        rows.append(("step time", f"{step_seconds(times.median)} (median of {times.count}; {interval}{unstable})"))
+        interval = f"{step_time(times.low, digits=4)} to {step_time(times.high, digits=4)}"
+        rows.append(
+            ("step time", f"{step_time(times.median, digits=4)} (median of {times.count}; {interval}{unstable})")
+        )
     if measured.tokens_per_s:
-        rows.append(("tokens/s", short_number(measured.tokens_per_s)))
+        rows.append(("tokens/s", number(measured.tokens_per_s, digits=4)))
     if measured.memory.peak_bytes:
-        rows.append(("memory", bytes_text(measured.memory.peak_bytes)))
+        rows.append(("memory", byte_size(measured.memory.peak_bytes)))
     if measured.memory.by_phase:
-        parts = [f"{phase} {bytes_text(size)}" for phase, size in measured.memory.by_phase.items()]
+        parts = [f"{phase} {byte_size(size)}" for phase, size in measured.memory.by_phase.items()]
         rows.append(("by phase", ", ".join(parts)))
     if cost is not None and cost.model_flops is not None:
         rows.append(("model FLOPs", f"{cost.model_flops:,}"))
         if cost.hardware_flops is not None:
             rows.append(("hardware FLOPs", f"{cost.hardware_flops:,}"))
     if cost is not None and cost.mfu is not None:
-        hfu = f", HFU {100 * cost.hfu:.3g} %" if cost.hfu is not None else ""
+        hfu = f", HFU {percent(cost.hfu)}" if cost.hfu is not None else ""
         peak = f" of the {cost.peak['kind']} peak" if cost.peak else ""
-        rows.append(("MFU", f"{100 * cost.mfu:.3g} %{hfu}{peak}"))
+        rows.append(("MFU", f"{percent(cost.mfu)}{hfu}{peak}"))
     if measured.privacy is not None:
         rows.append(("epsilon", _privacy_text(measured.privacy)))
     rows += [("not measured", f"{phase}: {why}") for phase, why in measured.not_measured.items()]
@@ -104,21 +108,18 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
 
 
 def _privacy_text(spent: PrivacySpent) -> str:
-    """Epsilon with what it is for, and what a reader must know."""
+    """Epsilon with the training it belongs to, and a note if it needs one."""
     training = f"{spent.steps:,} steps at sampling rate {spent.sample_rate:.4g}, noise {spent.noise_multiplier:.4g}"
     known = f"{epsilon_text(spent.epsilon)} at delta {spent.delta:.3g} for {training}, by {spent.accountant}"
     return "; ".join(filter(None, [known, spent.note]))
 
 
-# A fit on the screen: a line for each batch tried, then a table and what follows from it.
-
-
 _EDGE = 0.03
-"""How much the memory of the same trial differed from run to run (benchmarks/sweeps/memory.py)."""
+"""How much the memory of the same trial differs between runs (measured by benchmarks/sweeps/memory.py)."""
 
 
 class ProbeStatus:
-    """Shows the phase of the running trial on a terminal, and ends it when the user asks to."""
+    """Shows the phase of the running trial on a terminal, and ends the trial on Ctrl-C."""
 
     def __init__(self, stop: Stop, asked_to_stop: Callable[[], str | None], *, quiet: bool) -> None:
         self._stop, self._asked_to_stop = stop, asked_to_stop
@@ -152,18 +153,18 @@ class ProbeStatus:
 
 
 def probe_line(probe: Probe) -> str:
-    """What came of one batch.
+    """The result of one batch.
 
     >>> probe_line(Probe(8, True, "ok", "", 512 << 20, samples_per_s=102.34))
-    'batch 8: ok, 512 MiB, 102.3 samples/s'
+    'batch 8: ok, 512 MiB, 102 samples/s'
     """
     if probe.fits is None:
         return one_line(f"batch {probe.batch_size}: {probe.outcome}: {probe.reason}", 1000)
     parts = [f"batch {probe.batch_size}: {_outcome(probe)}"]
     if probe.fits and probe.peak_bytes is not None:
-        parts.append(bytes_text(probe.peak_bytes))
+        parts.append(byte_size(probe.peak_bytes))
     if probe.samples_per_s is not None and probe.fits:
-        parts.append(f"{short_number(probe.samples_per_s)} samples/s")
+        parts.append(f"{number(probe.samples_per_s)} samples/s")
     return ", ".join(parts)
 
 
@@ -186,20 +187,24 @@ def print_found(found: Found, max_batch: int, console: Console | None = None) ->
 
 
 def _figures(probe: Probe) -> tuple[str, str, str, str]:
-    """A trial that was ended for its memory has a peak, but that is only where it was stopped."""
+    """The row of a batch. A trial that ran out of memory has no figures: its peak is only where it was stopped."""
     return (
         str(probe.batch_size),
-        bytes_text(probe.peak_bytes) if probe.peak_bytes is not None and probe.fits else "",
-        step_seconds(probe.step_seconds) if probe.step_seconds is not None and probe.fits else "",
-        short_number(probe.samples_per_s) if probe.samples_per_s is not None and probe.fits else "",
+        byte_size(probe.peak_bytes) if probe.peak_bytes is not None and probe.fits else "",
+        step_time(probe.step_seconds) if probe.step_seconds is not None and probe.fits else "",
+        number(probe.samples_per_s) if probe.samples_per_s is not None and probe.fits else "",
     )
 
 
 def sentences(found: Found, max_batch: int) -> list[str]:
-    """What was found, in words."""
+    """The findings in words."""
     said = [f"Stopped at {found.stopped}."] if found.stopped else []
     if found.largest is None:
-        return [*said, f"No batch fits: even 1 is out of memory{_limit(found)}."] if found.too_large == 1 else said
+        return (
+            [*said, f"No batch fits: even a batch of 1 runs out of memory{_limit(found)}."]
+            if found.too_large == 1
+            else said
+        )
     said.append(_largest(found, max_batch))
     said += _edge(found)
     if (fastest := _fastest(found)) is not None:
@@ -218,12 +223,12 @@ def _largest(found: Found, max_batch: int) -> str:
 
 
 def _edge(found: Found) -> list[str]:
-    """The same trial twice differs a little in what it holds, so an edge is no line."""
+    """A warning if the limit is not sharp, because the memory of the same trial differs a little between runs."""
     lucky = [
         probe.batch_size for probe in found.probes if probe.fits and probe.batch_size > (found.too_large or math.inf)
     ]
     if lucky:
-        return [f"The edge is not sharp: {max(lucky)} ran as well, though {found.too_large} did not."]
+        return [f"The limit is not sharp: a batch of {max(lucky)} ran, although {found.too_large} did not."]
     largest = next((probe for probe in found.probes if probe.batch_size == found.largest), None)
     is_on_host = any(probe.outcome == "oom_host" for probe in found.probes)
     if not is_on_host or largest is None or largest.peak_bytes is None or not largest.capacity_bytes:
@@ -231,14 +236,14 @@ def _edge(found: Found) -> list[str]:
     used = largest.peak_bytes / largest.capacity_bytes
     if used < 1 - _EDGE:
         return []
-    return [f"At {100 * used:.1f} % of the limit it may fail another time: the same trial differs by up to 3 %."]
+    return [f"It uses {percent(used)} of the limit and may fail another time: the same trial varies by up to 3 %."]
 
 
 def _limit(found: Found, before: str = ": ") -> str:
-    """On an accelerator a trial that died did not tell its capacity; one that lived did."""
+    """The memory limit. On an accelerator only a trial that survived reports it."""
     known = [probe.capacity_bytes for probe in found.probes if probe.capacity_bytes is not None]
     on_device = any(probe.outcome == "oom_device" for probe in found.probes)
-    return f"{before}{known[0] / 2**30:.2f} GiB {'of the device' if on_device else 'limit'}" if known else ""
+    return f"{before}{byte_size(known[0])} {'of the device' if on_device else 'limit'}" if known else ""
 
 
 def _fastest(found: Found) -> str | None:
@@ -246,9 +251,9 @@ def _fastest(found: Found) -> str | None:
     if rate is None:
         return None
     same = f" ({found.as_fast} is not measurably faster)" if found.as_fast is not None else ""
-    return f"Fastest: {found.fastest}, {short_number(rate)} samples/s{same}."
+    return f"Fastest: {found.fastest}, {number(rate)} samples/s{same}."
 
 
 def as_content(found: Found, output: Path) -> dict[str, Any]:
-    """For `--json`."""
+    """The findings for `--json`."""
     return {**asdict(found), "folder": str(output)}

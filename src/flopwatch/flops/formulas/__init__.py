@@ -1,4 +1,4 @@
-"""What one op costs: torch's formulas where they are right, ours where torch has none or a wrong one.
+"""What one op costs: torch's formulas where they are right, ours where torch has none or is wrong.
 
 A multiply-add is 2 FLOPs. Importing this package registers every built-in formula.
 """

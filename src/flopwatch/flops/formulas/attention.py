@@ -1,9 +1,9 @@
-"""Fused attention: every kernel torch and the common packages have, under both conventions.
+"""Attention: all fused kernels of torch and the common packages, and flex_attention, under both conventions.
 
-Forward is two products over the pairs of positions, Q·Kᵀ and P·V. The mathematics of the backward pass is four: dV,
-dP, dQ, dK (Dao et al., FlashAttention, arXiv 2205.14135, algorithm 4). A fused kernel computes Q·Kᵀ once more, because
-it did not keep the scores: that fifth product is executed, not needed. Neither is the gradient of an input that needs
-none, which a fused kernel computes all the same.
+Forward is two products over the pairs of positions, Q·Kᵀ and P·V. The mathematics of the backward pass has four: dV,
+dP, dQ, dK (Dao et al., FlashAttention, arXiv 2205.14135, algorithm 4). A fused kernel computes Q·Kᵀ again, because it
+did not keep the scores: that fifth product is executed, but not needed. The gradient of an input that does not require
+one is not needed either, but a fused kernel computes it.
 """
 
 import sys
@@ -55,7 +55,7 @@ _POSITIONS_FIRST = [
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """What the products run over: (pairs of positions) x heads, summed over the batch, and the two widths."""
+    """The sizes of the products: (pairs of positions) x heads, summed over the batch, and the two widths."""
 
     pairs: int
     query_width: int
@@ -125,8 +125,8 @@ class AttentionCall:
     def is_fused(self) -> bool:
         """Whether torch has one kernel for it.
 
-        Asked with real tensors of the same shape that take no memory: for fake ones torch answers as for the meta
-        device, which is not what the call itself would do.
+        The query uses real tensors of the same shape that take no memory: for fake ones torch would answer for the meta
+        device, which may choose another kernel.
         """
         with disable_current_modes():
             choice = fused_sdp_choice(
@@ -142,7 +142,7 @@ class AttentionCall:
 
 
 def _stand_in(tensor: Any) -> torch.Tensor:
-    """One row of storage, repeated."""
+    """A real tensor of the same shape, expanded from one row of storage."""
     row = torch.empty(tensor.shape[-1], dtype=tensor.dtype)
     return row.expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
@@ -152,7 +152,7 @@ def unfused_forward(call: AttentionCall, attention: AttentionConvention) -> OpFl
 
 
 def unfused_backward(call: AttentionCall, attention: AttentionConvention, needs_grad: tuple[bool, ...]) -> OpFlops:
-    """Products run one by one: the scores are still there, and what nobody needs is not computed."""
+    """The products run one by one: the scores were kept, and gradients that are not required are not computed."""
     sizes = _unfused_sizes(call, attention)
     return OpFlops(backward_flops(sizes, needs_grad).needed, note=sizes.note)
 
@@ -164,7 +164,7 @@ def _unfused_sizes(call: AttentionCall, attention: AttentionConvention) -> Atten
 
 
 def full_sizes(query: Any, key: Any, value: Any) -> AttentionSizes:
-    """All pairs, of tensors laid out (batch, heads, positions, width)."""
+    """The sizes over all pairs, for tensors of shape (batch, heads, positions, width)."""
     batch, heads, queries, width = query.shape
     return AttentionSizes(batch * heads * queries * key.shape[-2], width, value.shape[-1])
 
@@ -197,7 +197,7 @@ def _positions_first_sizes(call: OpCall) -> AttentionSizes:
     causal = call.attention == "causal" and bool(
         call.arguments.get("is_causal") or call.arguments.get("causal") or call.arguments.get("custom_mask_type")
     )
-    # The flash kernels align a causal mask with the last position, unlike torch's own attention.
+    # Flash kernels align a causal mask with the last position, torch's own attention with the first.
     pairs = sum(
         causal_pairs(queries, keys, last_aligned=True) if causal else queries * keys
         for queries, keys in zip(query_lengths, key_lengths, strict=True)
@@ -206,14 +206,14 @@ def _positions_first_sizes(call: OpCall) -> AttentionSizes:
 
 
 def causal_pairs(queries: int, keys: int, *, last_aligned: bool) -> int:
-    """How many (query, key) pairs a causal mask leaves.
+    """The number of (query, key) pairs that a causal mask leaves.
 
     >>> causal_pairs(4, 4, last_aligned=False)
     10
     """
     square = min(queries, keys)
     triangle = square * (square + 1) // 2
-    if last_aligned:  # surplus keys lie before the diagonal and are seen by every query
+    if last_aligned:  # surplus keys are before the diagonal, so every query sees them
         return triangle + max(0, keys - queries) * queries
     return triangle + max(0, queries - keys) * keys
 
@@ -229,7 +229,7 @@ def _given(call: OpCall, name: str) -> bool:
 
 
 def _lengths(call: OpCall, operand: Any, names: Sequence[str]) -> list[int]:
-    """Lengths of the sequences in a packed batch; of every row where it is not packed."""
+    """The lengths of the sequences in a packed batch, or of all rows of an unpacked one."""
     for name in names:
         if _given(call, name) and operand.dim() == 3:
             return [int(length) for length in call.arguments[name].diff().tolist()]
@@ -239,15 +239,12 @@ def _lengths(call: OpCall, operand: Any, names: Sequence[str]) -> list[int]:
 
 
 def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
-    """Pairs the mask lets through, or None when its values cannot be read (it is fake)."""
+    """Pairs that the mask allows, or None if it is fake, so that its values cannot be read."""
     if isinstance(mask, FakeTensor) or mask.device.type == "meta":
         return None
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    # A mask of one head or one row is broadcast over the others.
+    # A mask with fewer heads or rows is broadcast.
     return int(torch.count_nonzero(allowed)) * (full_pairs // allowed.numel())
-
-
-# `flex_attention`: attention whose mask is a function of the indices.
 
 
 SCORES_MAY_MASK = "a score_mod of flex_attention may mask pairs too: only its block mask is taken into account"
@@ -283,7 +280,7 @@ def _flex_sizes(
     mask_mod = block_mask[-1]
     if mask_mod is noop_mask:
         return AttentionSizes(full.pairs, full.query_width, full.value_width, note)
-    # The mask may be one for all samples or heads; its blocks say for how many there is one of its own.
+    # A mask may be shared by all samples or heads; the shape of its blocks says how many distinct ones there are.
     batch, heads = next(item for item in block_mask if isinstance(item, torch.Tensor)).shape[:2]
     pairs = _pairs_of_mask_function(mask_mod, batch, heads, query.shape[-2], key.shape[-2])
     if pairs is None:
@@ -293,7 +290,7 @@ def _flex_sizes(
 
 
 def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int, keys: int) -> int | None:
-    """Pairs that the mask lets through, asked for some rows at a time; None when it depends on fake values."""
+    """Pairs that the mask allows, evaluated for some rows at a time; None if it depends on fake values."""
     allowed = mask_over_indices(mask_mod)
     rows_at_once = max(1, _MOST_PAIRS_AT_ONCE // (batch * heads * keys))
     indices = torch.arange(batch), torch.arange(heads), torch.arange(queries), torch.arange(keys)
@@ -306,23 +303,18 @@ def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int,
     return pairs
 
 
-# Keeps attention whole where torch would take it apart.
-#
-# `scaled_dot_product_attention` has no fused kernel for every case (dropout on the CPU, values of another width than
-# queries): it then runs as plain matrix products, which do not show that they are attention, nor its mask. For the
-# causal convention that must be known, so a trace puts one op in their place, with the same shapes and gradients.
-#
-# It must be known too for a model on an accelerator, whose kernels keep the type: the CPU's products run in fp32.
-#
-# `flex_attention` has no backward pass on the CPU, where the stand-ins are: there it is replaced in the same way.
-
-
 Add = Callable[[str, OpFlops, str], None]
 _WHOLE_ATTENTION = "scaled_dot_product_attention"
 
 
 class WholeAttention(TorchFunctionMode):
-    """Replaces attention that would be taken apart; `add` gets its FLOPs."""
+    """Replaces attention that torch would decompose by one op with the same shapes and gradients; `add` gets its FLOPs.
+
+    `scaled_dot_product_attention` has no fused kernel for some cases (dropout on the CPU, values of another width than
+    queries) and then runs as plain matrix products. These hide the mask, which the causal convention needs, and the
+    type of an accelerator's kernel, because the CPU's products run in fp32. `flex_attention` is replaced because it has
+    no backward pass on the CPU, where a trace runs.
+    """
 
     def __init__(self, add: Add, attention: AttentionConvention) -> None:
         self._add = add
@@ -351,7 +343,7 @@ class WholeAttention(TorchFunctionMode):
 
 
 def _under_autocast(tensor: Any) -> Any:
-    """As autocast hands it to attention."""
+    """The tensor in the type that autocast would pass to attention."""
     changes = torch.is_autocast_enabled("cpu") and tensor.is_floating_point() and tensor.dtype is not torch.float64
     return tensor.to(torch.get_autocast_dtype("cpu")) if changes else tensor
 

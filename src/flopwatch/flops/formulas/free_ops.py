@@ -1,9 +1,9 @@
-"""Which ops cost no matmul-like FLOPs. The world of ops is closed: one that is not known and has no formula is named.
+"""Ops that cost no matmul-like FLOPs. An op that is neither here nor has a formula is reported as uncounted.
 
-A false alarm costs a user a look; a miss is a wrong number that nobody notices. So nothing is guessed from an op's
-inputs: it costs nothing when torch's own tags or its schema say so, or when it stands on the list below. The list was
-made from all ops that torch 2.13 has in its `aten` namespace, gone through by name. Not on it, on purpose: products of
-sparse and nested tensors and linear algebra (`linalg_*`, `cholesky`, `geqrf`, ...), whose cost shapes do not tell.
+A false alarm costs a user one look; a miss is a wrong number without a warning. So nothing is guessed from an op's
+inputs: it costs nothing if torch's tags or its schema say so, or if it is on the list below. The list was made by hand
+from all ops in the `aten` namespace of torch 2.13. Left out on purpose: products of sparse and nested tensors and
+linear algebra (`linalg_*`, `cholesky`, `geqrf`, ...), whose cost does not follow from shapes.
 """
 
 import functools
@@ -12,8 +12,8 @@ import torch
 
 from flopwatch.torch_internals import OpOverload, op_name, op_schema
 
-# Vectors, elements, neighbours and places: every output element needs a number of operations that does not grow with a
-# dimension that two inputs share, or is a plain sum over one input.
+# The work per output element of these ops does not grow with a dimension that two inputs share, or is a plain sum over
+# one input.
 _ELEMENTS = """
 __irshift__ __lshift__ __rshift__ abs add bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
 copysign div eq floor_divide gcd ge gt heaviside isinf isnan lcm le lt mul ne remainder rsub sub xlogy
@@ -131,7 +131,7 @@ _ASSERTIONS = """
 _functional_assert_async _functional_assert_scalar _functional_sym_constrain_range
 _functional_sym_constrain_range_for_size
 """
-# n log n work, no products of matrices: FLOPs in the field's sense are those of matmuls and convolutions.
+# n log n work without matrix products: by convention FLOPs are those of matmuls and convolutions.
 _FOURIER = "_fft_c2c _fft_c2r _fft_r2c"
 
 _ATEN = frozenset(
@@ -153,13 +153,13 @@ _ATEN = frozenset(
         )
     ).split()
 )
-# Control, profiling, random numbers and element-wise parts that torch itself makes ops of.
+# Control flow, profiling, random numbers and element-wise parts that torch implements as ops.
 _FREE_NAMESPACES = frozenset(
     ("prim", "prims", "profiler", "debugprims", "rngprims", "inductor_prims", "debug_mode_ops")
 )
-_COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"))
-# Their products have formulas or are named; these parts of names belong to ops that only change how numbers are stored
-# (torchao 0.18, bitsandbytes 0.50, torch.ao) or where they lie (torchvision 0.29).
+COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"))
+# Prefixes of ops that only change how numbers are stored (torchao 0.18, bitsandbytes 0.50, torch.ao) or where they are
+# (torchvision 0.29). The products of these packages have formulas or are reported as uncounted.
 _FREE_BEGINNINGS = {
     "bitsandbytes": (
         "dequantize",
@@ -201,9 +201,9 @@ _FREE_TAGS = (torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy)
 
 @functools.cache
 def costs_nothing(func: OpOverload) -> bool:
-    """True when it is known that this op runs no products of matrices."""
+    """Whether this op is known to run no matrix products."""
     namespace, _, name = op_name(func).partition("::")
-    if namespace in _COLLECTIVES:
+    if namespace in COLLECTIVE_NAMESPACES:  # symm_mem has products that are fused with a collective
         return "matmul" not in name and "_mm" not in name
     if namespace == "prims":
         return name != "svd"
@@ -218,21 +218,18 @@ def costs_nothing(func: OpOverload) -> bool:
 
 
 def _has_no_data(func: OpOverload) -> bool:
-    """Makes a tensor of nothing, or answers a question with a number."""
+    """Whether it takes no tensor, or returns only plain values."""
     schema = op_schema(func)
     takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
     gives = any("Tensor" in str(result.type) for result in schema.returns)
     return not takes or (not gives and not schema.is_mutable)
 
 
-# Ops that torch computes in another way while any dispatch mode is on, so that their last bits may differ.
-#
-# A kernel that calls other ops does so under the user's autocast; called from a dispatch mode, autocast is off for it.
-# A few backward formulas and decompositions take another branch when a mode is on (`isTensorSubclassLike` in torch's
-# C++ code). Found by running torch's own database of ops with and without a mode, 14,212 calls, bit by bit (torch
-# 2.13). A training that has one of them in its model is never counted as it runs.
-
-
+# Ops whose last bits may differ while a dispatch mode is on, because torch then computes them differently. A kernel
+# that calls other ops loses the user's autocast when a mode calls it, and a few backward formulas and decompositions
+# take another branch under a mode (`isTensorSubclassLike` in torch's C++ code). Found by comparing 14,212 calls of
+# torch's op database with and without a mode, bit by bit (torch 2.13). A step whose model has such an op is never
+# counted live.
 RISKY = frozenset(
     f"aten::{name}"
     for name in (

@@ -1,4 +1,4 @@
-"""Convolutions, with groups and transposed ones, forward and backward."""
+"""Layers that run as one op: convolutions, recurrent layers, encoder fast paths, distances and affine grids."""
 
 from collections.abc import Sequence
 from math import prod
@@ -18,9 +18,9 @@ def _convolution(call: OpCall) -> int:
 
 @formula("aten::convolution_backward", "aten::convolution_backward_overrideable")
 def _convolution_backward(call: OpCall) -> int:
-    """Each of the two gradients takes every product of the forward pass once: as many FLOPs as the forward pass.
+    """Each of the two gradients uses every product of the forward pass once, so it costs as much as the forward pass.
 
-    torch's own formula forgets the groups here (11 times too high on a depthwise layer).
+    torch's own formula ignores the groups here (11 times too high on a depthwise layer).
     """
     arguments = call.arguments
     grad_input, grad_weight, _ = arguments["output_mask"]
@@ -35,7 +35,7 @@ def _convolution_backward(call: OpCall) -> int:
 
 @formula("aten::conv_tbc")
 def _conv_tbc(call: OpCall) -> int:
-    """Time first: one product per tap of the kernel, over the steps where it does not meet padding alone."""
+    """Time comes first: one product per kernel tap, over the time steps where the tap is not on padding."""
     length, batch, _ = call.arguments["self"].shape
     taps, channels_in, channels_out = call.arguments["weight"].shape
     pad, out_length = call.arguments["pad"], call.out.shape[0]
@@ -45,7 +45,7 @@ def _conv_tbc(call: OpCall) -> int:
 
 @formula("torchvision::deform_conv2d")
 def _deformable(call: OpCall) -> int:
-    """Sampling at shifted places makes the columns; then it is an ordinary convolution (arXiv 1703.06211)."""
+    """Sampling at shifted positions gives the columns; the rest is an ordinary convolution (arXiv 1703.06211)."""
     return convolution_flops(
         call.arguments["input"].shape, call.arguments["weight"].shape, call.out.shape, transposed=False
     )
@@ -53,7 +53,7 @@ def _deformable(call: OpCall) -> int:
 
 @formula("torchvision::_deform_conv2d_backward")
 def _deformable_backward(call: OpCall) -> OpFlops:
-    """Two products: the columns' gradient, which input, offsets and mask share, and the weight's. Both always run."""
+    """Two products that always run: the columns' gradient, which input, offsets and mask share, and the weight's."""
     arguments = call.arguments
     once = convolution_flops(
         arguments["input"].shape, arguments["weight"].shape, arguments["grad"].shape, transposed=False
@@ -68,14 +68,11 @@ def convolution_flops(
 ) -> int:
     """2 x every weight x every position it is applied at.
 
-    The weight's second dimension is already divided by the groups; a transposed convolution places its kernel at the
+    The weight's second dimension is already divided by the groups. A transposed convolution applies its kernel at the
     positions of the input, an ordinary one at those of the output.
     """
     positions = prod((input_shape if transposed else output_shape)[2:])
     return 2 * input_shape[0] * positions * prod(weight_shape)
-
-
-# Recurrent layers that run as one op.
 
 
 @formula("aten::mkldnn_rnn_layer")
@@ -85,9 +82,9 @@ def _mkldnn_rnn(call: OpCall) -> int:
 
 @formula("aten::mkldnn_rnn_layer_backward")
 def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
-    """The kernel computes every gradient; needed are those asked for, and the state's, through which all others go.
+    """The kernel computes every gradient. Needed are the requested ones and the state's, on which all others depend.
 
-    The state's first gradient leads to the state a sequence began with: one product less where nobody needs that.
+    The last product of the state's gradient belongs to the initial state, so it is not needed if that has no gradient.
     """
     data, into_gates, from_state = (call.arguments[name] for name in ("input", "weight1", "weight2"))
     tokens, samples = prod(data.shape[:-1]), call.arguments["hx_"].shape[-2]
@@ -112,17 +109,13 @@ def _fused_rnn_backward(call: OpCall) -> int:
 
 
 def _rnn_flops(input_shape: Sequence[int], weights: Sequence[Any]) -> int:
-    """Every matrix of every layer and direction meets every token once; biases are vectors and do not count."""
+    """Every matrix of every layer and direction is multiplied with every token once; biases do not count."""
     tokens = prod(input_shape[:-1])
     return sum(2 * tokens * prod(weight.shape) for weight in weights if len(weight.shape) == 2)
 
 
-# torch's inference fast paths that fold a whole attention block or encoder layer into one op.
-#
-# With a padding mask torch makes the batch a nested tensor, in which each sample has its own length, and no padding
-# runs.
-
-
+# torch's inference fast path runs an attention block or an encoder layer as one op. With a padding mask it makes the
+# batch a nested tensor, in which each sample has its own length, so no padding is computed.
 KNOW_NESTED = ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd")
 
 
@@ -133,7 +126,7 @@ def _native_attention(call: OpCall) -> int:
 
 @formula("aten::_transformer_encoder_layer_fwd")
 def _encoder_layer(call: OpCall) -> int:
-    """Torch's inference fast path of `nn.TransformerEncoderLayer`."""
+    """`nn.TransformerEncoderLayer` in inference: attention, and a feed-forward block of two products."""
     lengths, width = _sample_lengths(call.arguments["src"]), call.arguments["embed_dim"]
     hidden = call.arguments["ffn_weight_1"].shape[0]
     return _self_attention_block(lengths, width) + 2 * matmul_flops(sum(lengths), width, hidden)
@@ -151,17 +144,15 @@ def _sample_lengths(tokens: Any) -> list[int]:
     return [int(length)] * batch
 
 
-# Distances between all pairs of points, and the grids of spatial transformers.
-#
 # The squared distance of two points is a sum of products over their coordinates, like an element of a matrix product:
-# |a - b|² = |a|² - 2a·b + |b|². torch takes a matrix product for more than 25 points and a loop over the coordinates
-# for fewer (ATen/native/Distance.cpp); the mathematics is the same, so both count as that product. Other norms have no
-# products: they count as element-wise work.
+# |a - b|² = |a|² - 2a·b + |b|². torch runs a matrix product for more than 25 points and a loop over the coordinates
+# for fewer (ATen/native/Distance.cpp). The mathematics is the same, so both count as that product. Distances in other
+# norms have no products and count as element-wise work.
 
 
 @formula("aten::_euclidean_dist")
 def _euclidean(call: OpCall) -> OpFlops:
-    """The matrix product has two columns more, which carry the norms."""
+    """The kernel's matrix product has two extra columns, which hold the norms."""
     pairs, width = prod(call.out.shape), call.arguments["x1"].shape[-1]
     return OpFlops(2 * pairs * width, 2 * pairs * 2)
 
@@ -173,7 +164,7 @@ def _cdist(call: OpCall) -> int:
 
 @formula("aten::_cdist_backward")
 def _cdist_backward(call: OpCall) -> int:
-    """The gradient of the first points: each pair's gradient times the other point's coordinates."""
+    """The gradient of the first points is each pair's gradient times the other point's coordinates."""
     return _distance_products(call, prod(call.arguments["grad"].shape), "x1")
 
 
@@ -184,7 +175,7 @@ def _pdist(call: OpCall) -> int:
 
 @formula("aten::_pdist_backward")
 def _pdist_backward(call: OpCall) -> int:
-    """Each pair gives a gradient to both of its points."""
+    """Each pair sends a gradient to both of its points."""
     return 2 * _distance_products(call, prod(call.arguments["grad"].shape), "self")
 
 
@@ -194,6 +185,6 @@ def _distance_products(call: OpCall, pairs: int, points: str) -> int:
 
 @formula("aten::affine_grid_generator", "aten::cudnn_affine_grid_generator")
 def _affine_grid(call: OpCall) -> int:
-    """Every position, with a 1 behind its coordinates, meets the transform's matrix."""
+    """Every position, with a 1 appended to its coordinates, is multiplied with the transform's matrix."""
     *positions, dims = call.out.shape
     return matmul_flops(prod(positions), dims + 1, dims)

@@ -1,4 +1,4 @@
-"""Matrix products: plain, batched, grouped, scaled, with a vector, trilinear."""
+"""Products and factorisations of matrices: dense, grouped, trilinear, quantised, sparse; LU, Cholesky, exponential."""
 
 from collections.abc import Sequence
 from math import ceil, isfinite, log2, prod
@@ -87,10 +87,10 @@ def _grouped_mm_fallback(call: OpCall) -> int:
 
 
 def grouped_mm_flops(a_shape: Sequence[int], b_shape: Sequence[int]) -> int:
-    """FLOPs of a grouped matmul: every row meets one group's matrix, so the groups do not multiply.
+    """FLOPs of a grouped matmul: every row is multiplied with one group's matrix, so the groups are no factor.
 
-    3-D by 3-D is a plain batched product. In the other cases the groups cut the rows, the columns or (2-D by 2-D,
-    the weight gradient) the contracted dimension of one matrix, and together they are that whole matrix once.
+    3-D by 3-D is a plain batched product. Otherwise the groups split the rows, the columns or (2-D by 2-D, the weight
+    gradient) the contracted dimension of one matrix, and together they are that matrix once.
     """
     if len(a_shape) == len(b_shape) == 3:
         return a_shape[0] * matmul_flops(a_shape[1], a_shape[2], b_shape[2])
@@ -105,7 +105,7 @@ def _trilinear(call: OpCall) -> int:
     summed = set(arguments["sumdim"])
     whole = [max(sizes) for sizes in zip(first, second, third, strict=True)]
     pair = [max(a, b) for a, b in zip(first, second, strict=True)]
-    # Dimensions only the first two share are summed away before the third operand joins.
+    # Dimensions that only the first two share are summed before the third operand is multiplied.
     left = [1 if axis in summed and third[axis] == 1 else size for axis, size in enumerate(whole)]
     return 2 * prod(pair) + 2 * prod(left)
 
@@ -117,17 +117,12 @@ def _expanded(shape: Sequence[int], expand: Sequence[int]) -> list[int]:
     return sizes
 
 
-# Products of quantised matrices: torch's packed weights, torch.ao, oneDNN, torchao, bitsandbytes.
-#
-# All of them are one linear layer: every number of the activation (rows x contracted) meets every output feature.
-# Weights are packed in ways that hide their shape, so the number of features is read from the output or from an
-# argument.
-#
-# Sources: the schemas of torch 2.13, torchao 0.18 and bitsandbytes 0.50. Which type the product runs in: weight-only
-# kernels convert the weight to the activation's type; dynamic ones quantise the activation and multiply in int8.
+# Quantised products (torch's packed weights, torch.ao, oneDNN, torchao, bitsandbytes) are linear layers: every element
+# of the activation is multiplied for every output feature. Packed weights hide their shape, so the number of features
+# is read from the output or from an argument. Weight-only kernels convert the weight to the activation's type; dynamic
+# ones quantise it and multiply in int8. Sources: the schemas of torch 2.13, torchao 0.18 and bitsandbytes 0.50.
 
-
-# By the name that the activation has in the schema.
+# Ops by the name of the activation in their schema.
 _ACTIVATION = {
     "self": [
         "aten::_weight_int8pack_mm",
@@ -188,7 +183,7 @@ def _bitsandbytes_int8(call: OpCall) -> int:
 
 @formula("bitsandbytes::int8_mixed_scaled_mm")
 def _bitsandbytes_mixed(call: OpCall) -> OpFlops:
-    """LLM.int8(): columns with outliers are multiplied once more in the activation's own type (arXiv 2208.07339)."""
+    """LLM.int8() multiplies columns with outliers once more in the activation's own type (arXiv 2208.07339)."""
     activation, features = call.arguments["CA"], call.arguments["CB"].shape[0]
     outliers = call.arguments.get("outlier_cols")
     columns = 0 if outliers is None else outliers.numel()
@@ -199,11 +194,8 @@ def _bitsandbytes_mixed(call: OpCall) -> OpFlops:
 
 @formula("bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit")
 def _bitsandbytes_4bit(call: OpCall) -> int:
-    """The packed weight's own shape, (features, contracted), is an argument."""
+    """The packed weight's original shape, (features, contracted), is an argument."""
     return int(2 * prod(call.arguments["A"].shape) * call.arguments["shapeB"][0])
-
-
-# Products of one sparse and one dense matrix: every stored number meets one row of the dense factor.
 
 
 STORED_NUMBERS = "products of sparse matrices count the numbers that are stored in them: another batch may store others"
@@ -217,7 +209,10 @@ _PRODUCTS = {
 
 
 def sparse_product_flops(call: OpCall) -> OpFlops | None:
-    """The FLOPs of a product with exactly one sparse factor, None for anything else."""
+    """FLOPs of a product with exactly one sparse factor; None for anything else.
+
+    Every stored element is multiplied with one row of the dense factor.
+    """
     names = _PRODUCTS.get(op_name(call.func).removesuffix("_"))
     if names is None:
         return None
@@ -239,11 +234,8 @@ def _stored(matrix: Any) -> int | None:
     return None
 
 
-# Linear algebra: what can be counted without running it, and one op that can be counted once its matrix is known.
-#
-# Eliminations (LU, Cholesky, triangular solves) take the same steps whatever the values are. Decompositions that
-# iterate do not (singular values, eigenvalues): they are named as ops without a formula.
-
+# Eliminations (LU, Cholesky, triangular solves) take the same steps for all values, so they have formulas. Iterative
+# decompositions (singular values, eigenvalues) do not, so they are reported as uncounted.
 
 # The largest 1-norms for which torch takes Taylor polynomials of degree 1, 2, 4, 8, 12 and 18, of 0 to 5 products
 # (Bader, Blanes, Casas: Computing the matrix exponential with an optimized Taylor polynomial approximation, Mathematics
@@ -268,7 +260,7 @@ def _solve_triangular(call: OpCall) -> int:
 
 
 def triangular_solve_flops(solution_shape: tuple[int, ...], order: int, *, unitriangular: bool) -> int:
-    """Row i of a triangle of order n takes i multiply-adds and one division for each right-hand side.
+    """Row i of a triangle of order n takes i multiply-adds and one division per right-hand side.
 
     Together 2 x n(n-1)/2 + n = n², and n² - n where the diagonal is ones (BLAS xTRSM, LAPACK Working Note 41).
     """
@@ -276,9 +268,9 @@ def triangular_solve_flops(solution_shape: tuple[int, ...], order: int, *, unitr
 
 
 def lu_flops(shape: tuple[int, ...]) -> int:
-    """Gaussian elimination: step k divides m - k numbers and updates the (m - k) x (n - k) block behind them.
+    """Gaussian elimination: step k divides m - k numbers and updates the (m - k) x (n - k) block to their right.
 
-    Of a square matrix 2n³/3 - n²/2 - n/6 (Golub and Van Loan, Matrix Computations, 3.2; LAPACK Working Note 41).
+    For a square matrix 2n³/3 - n²/2 - n/6 (Golub and Van Loan, Matrix Computations, 3.2; LAPACK Working Note 41).
 
     >>> lu_flops((3, 3))
     13
@@ -289,7 +281,7 @@ def lu_flops(shape: tuple[int, ...]) -> int:
 
 
 def lu_solve_flops(solution_shape: tuple[int, ...], order: int) -> int:
-    """One triangle with ones on its diagonal, one without."""
+    """Two triangular solves; the lower triangle has ones on its diagonal."""
     return sum(triangular_solve_flops(solution_shape, order, unitriangular=ones) for ones in (True, False))
 
 
@@ -311,7 +303,7 @@ def _lu_solve(call: OpCall) -> int:
 
 @formula("aten::linalg_inv_ex")
 def _inverse(call: OpCall) -> int:
-    """Torch solves for the columns of the identity, and makes no use of their zeros."""
+    """Torch solves for the columns of the identity without using their zeros."""
     matrix = call.arguments["A"].shape
     return lu_flops(matrix) + lu_solve_flops(matrix, matrix[-1])
 
@@ -331,13 +323,13 @@ def _cholesky_solve(call: OpCall) -> int:
 
 @formula("aten::linalg_matrix_exp")
 def _matrix_exponential(call: OpCall) -> int | None:
-    """How many products it takes depends on the norm of each matrix, so its values must be there."""
+    """The number of products depends on the norm of each matrix, so fake tensors cannot be counted."""
     matrix = call.arguments["self"]
     if isinstance(matrix, FakeTensor) or matrix.device.type == "meta":
-        raise UntraceableError("linalg_matrix_exp runs more or fewer products by the norm of its matrix")
+        raise UntraceableError("the number of products in linalg_matrix_exp depends on the norm of its matrix")
     largest = _LARGEST_NORMS.get(matrix.dtype)
     if largest is None or matrix.device.type != "cpu":
-        return None  # other devices may choose in another way
+        return None  # other devices may use other thresholds
     order = int(matrix.shape[-1])
     if order == 1:
         return 0
@@ -349,9 +341,9 @@ def _matrix_exponential(call: OpCall) -> int | None:
 
 
 def _products(norm: float, largest: tuple[float, ...], *, is_alone: bool) -> int:
-    """Those of the polynomial, which is the longest one for the matrices of a batch, and the squarings.
+    """Products of the Taylor polynomial, which is always the longest one in a batch, and squarings.
 
-    A matrix beyond the last threshold is halved as often as needed, and the result squared as often.
+    A matrix beyond the last threshold is halved until it is below it, and the result is squared as often.
     """
     if is_alone:
         for products, threshold in enumerate(largest):

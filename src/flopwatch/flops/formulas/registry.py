@@ -1,7 +1,7 @@
-"""Where an op's formula is kept and found.
+"""The registry of formulas, and the compute type of a product.
 
-Formulas are kept by the op's qualified name (`aten::mm`), so an op of a package that is not installed can have one.
-Ours come first; torch's own registry is asked for what we do not have, so formulas that users gave to torch count too.
+Formulas are registered by the op's qualified name (`aten::mm`), so an op of a package that is not installed can have
+one. Ours take precedence over torch's registry, which also contains the formulas that users have given to torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,7 @@ from flopwatch.torch_internals import OpOverload, OpOverloadPacket, op_name, op_
 class OpCall:
     """One call of one op, its arguments by the names of the op's schema, defaults filled in.
 
-    `needs_grad` tells in a backward op which inputs of the forward op need a gradient, in order; it is empty where
-    that is not known.
+    In a backward op, `needs_grad` says which inputs of the forward op need a gradient, in order; empty if unknown.
     """
 
     func: OpOverload
@@ -33,9 +32,9 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True)
 class OpFlops:
-    """FLOPs of one call: what the mathematics needs, and what the kernel computes beyond that.
+    """FLOPs of one call: `needed` by the mathematics, and `extra` ones that the kernel computes beyond that.
 
-    `dtype` is the type of the products where the op's first factor does not tell: a kernel that quantises its input.
+    `dtype` is the type of the products if it is not that of the op's first factor (a kernel that quantises its input).
     """
 
     needed: int
@@ -45,7 +44,7 @@ class OpFlops:
 
 
 Formula = Callable[[OpCall], OpFlops | int | None]
-"""None where this very call has no count, though others of its op have."""
+"""Returns None if this call cannot be counted, although other calls of its op can."""
 
 _formulas: dict[str, Formula] = {}
 
@@ -63,14 +62,14 @@ def formula(*names: str) -> Callable[[Formula], Formula]:
 def register_formula(
     op: str | OpOverloadPacket[Any, Any] | OpOverload[Any, Any], *, replace: bool = False
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Teach flopwatch what an op costs.
+    """Register what an op costs.
 
-    The function gets the op's own arguments as they were passed, and `out`, its result. Tensors may be fake: read
-    shapes, not values.
+    The function gets the op's arguments as they were passed, and its result as `out`. Tensors may be fake: read shapes,
+    not values.
 
     Args:
         op: `torch.ops.mylib.foo` or its name, `"mylib::foo"`.
-        replace: Set to replace a formula that is already there.
+        replace: True replaces a formula that is already registered.
 
     Example:
         >>> @register_formula("mylib::scale_and_multiply")
@@ -112,7 +111,7 @@ def find_formula(func: OpOverload[Any, Any]) -> Formula | None:
 
 
 def bind(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's arguments by the names in the op's schema, and in its order."""
+    """The call's arguments by the names in the op's schema, in the schema's order."""
     schema = op_schema(func).arguments
     bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     bound.update(zip((argument.name for argument in schema), args, strict=False))
@@ -121,7 +120,7 @@ def bind(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def unbind(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments as a call takes them: positional ones in order, keyword-only ones by name."""
+    """The arguments in the form of a call: positional ones in order, keyword-only ones by name."""
     schema = op_schema(call.func).arguments
     given = call.arguments
     args = [given[item.name] for item in schema if not item.kwarg_only and item.name in given]
@@ -135,10 +134,7 @@ def _qualified_name(op: OpOverloadPacket[Any, Any] | OpOverload[Any, Any]) -> st
     return str(packet_name(op))
 
 
-# The type a matrix product runs in, by the names that the table of peaks has.
-
-
-# The same names as `hardware.dtypes.canonical_dtype` gives; a test holds the two together.
+# The names in the table of peaks; a test compares them with those of `canonical_dtype`.
 _NAMES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -153,17 +149,17 @@ _NAMES = {
     torch.uint8: "int8",
     torch.qint8: "int8",
     torch.quint8: "int8",
-    # One complex multiply-add is four real ones of the parts' type.
+    # A complex multiply-add is four real ones of the parts' type.
     torch.complex128: "fp64",
     torch.complex64: "fp32",
     torch.complex32: "fp16",
 }
-# Of an op that also adds something, these are the factors; the addend comes first and may have another type.
+# Names of factors: ops with an addend have it as their first argument, and it may have another type.
 _FACTORS = ("mat1", "batch1", "mat", "vec1", "self", "input", "query", "q")
 
 
 def compute_type(dtype: torch.dtype) -> str:
-    """The compute type's name; torch's own name for a type that no table of peaks has.
+    """The compute type's name; for a type without a peak, torch's own name.
 
     >>> compute_type(torch.bfloat16), compute_type(torch.int64)
     ('bf16', 'int64')
@@ -172,10 +168,10 @@ def compute_type(dtype: torch.dtype) -> str:
 
 
 def type_of_product(arguments: Mapping[str, Any]) -> str | None:
-    """The type of an op's first factor, which is the activation; None where no argument is a tensor.
+    """The type of an op's first factor, which is the activation; None if no argument is a tensor.
 
-    Where activation and weight differ (weights stored as int8 or int4), the weight is converted to the activation's
-    type before it is multiplied. An op that converts the activation instead says so in its formula.
+    Weights of another type (int8 or int4 storage) are converted to the activation's type before the product. A formula
+    of an op that converts the activation instead sets `OpFlops.dtype`.
     """
     first = next((arguments[name] for name in _FACTORS if isinstance(arguments.get(name), torch.Tensor)), None)
     if first is None:

@@ -1,4 +1,8 @@
-"""The dispatch mode that sees every op of a step and tells forward, backward and recomputation apart."""
+"""The dispatch mode that counts every op of a step, by phase (forward, backward, recomputation) and by module.
+
+Two things need care besides formulas: kernels that run without the dispatcher (`Unwritten`), and collectives, which one
+rank must not run while the other ranks do not count.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.formulas import Formula, OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.attention import flex_backward, flex_forward
-from flopwatch.flops.formulas.free_ops import RISKY, costs_nothing
+from flopwatch.flops.formulas.free_ops import COLLECTIVE_NAMESPACES, RISKY, costs_nothing
 from flopwatch.flops.formulas.layers import KNOW_NESTED
 from flopwatch.flops.formulas.matrices import sparse_product_flops
 from flopwatch.flops.formulas.registry import compute_type, type_of_product
@@ -39,17 +43,17 @@ from flopwatch.torch_internals import (
     tree_leaves,
 )
 
-# Finds kernels that do not go through torch's dispatcher: they fill tensors that no op has written.
-#
-# A Triton kernel or a CUDA extension that is called directly gets its output from `torch.empty` and fills it unseen.
-# What the dispatcher sees is a tensor that is made, never written, and read.
+Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-
+THREADS = "threads"
+THREADS_NOTE = "the model started threads while it was counted: what torch runs in them is not counted"
+TRITON_KERNEL = "Triton kernel"
 UNSEEN_KERNEL = "kernel past the dispatcher"
 UNSEEN_KERNEL_NOTE = (
     "an uninitialised tensor is read: a kernel that does not go through torch's dispatcher (Triton, a CUDA extension) "
     "may have filled it; its FLOPs are not counted"
 )
+ONE_RANKS_SHARE = "the model's own code calls collectives: what is counted is the share of this rank"
 
 _aten = torch.ops.aten
 _MAKE_EMPTY = {
@@ -60,7 +64,7 @@ _MAKE_EMPTY = {
     _aten.new_empty,
     _aten.new_empty_strided,
 }
-# They look at shape and type only.
+# They read the shape and type of their input, not its values.
 _READ_NO_VALUES = {
     _aten.bernoulli,
     _aten.full_like,
@@ -76,24 +80,45 @@ _READ_NO_VALUES = {
     _aten.zeros_like,
 }
 _COPY_WHOLE = {_aten.clone, TO_COPY, PIN_MEMORY, _aten.lift_fresh_copy}
+_DEVICE = torch.ops.prim.device.default
+METADATA_OPS = {
+    "dim",
+    "is_contiguous",
+    "is_non_overlapping_and_dense",
+    "is_strides_like_format",
+    "numel",
+    "size",
+    "storage_offset",
+    "stride",
+    "sym_is_contiguous",
+    "sym_numel",
+    "sym_size",
+    "sym_storage_offset",
+    "sym_stride",
+}
+"""They do no work. A mode must not handle them: an exception would cross C++ code that may not throw, and abort."""
 
 
 class Unwritten:
-    """Keeps the storages that were made empty and not written since."""
+    """Finds kernels that do not go through the dispatcher, by the storages that were made empty and never written.
+
+    A Triton kernel or a CUDA extension that is called directly gets its output from `torch.empty` and fills it unseen:
+    the dispatcher sees a tensor that is made, not written by any op, and then read.
+    """
 
     def __init__(self) -> None:
-        # The weak reference keeps the address from being given to another storage.
+        # The weak reference keeps torch from giving the address to another storage.
         self._storages: dict[int, StorageWeakRef] = {}
 
     def is_read_by(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
-        """Take note of one op that ran; true when it read something that nobody had written."""
+        """Record one op that ran; true when it read a tensor that no op had written."""
         packet = op_packet(func)
         if packet in _MAKE_EMPTY:
             self._made(out)
             return False
         if not self._storages:
             return False
-        if packet in _COPY_WHOLE:  # a copy of nothing is nothing yet
+        if packet in _COPY_WHOLE:  # a copy of an unwritten tensor is unwritten too
             if self._known(args[0]):
                 self._made(out)
             return False
@@ -102,7 +127,7 @@ class Unwritten:
         for tensor in written:
             self._storages.pop(storage_address(tensor), None)
         for tensor in read:
-            self._storages.pop(storage_address(tensor), None)  # told once
+            self._storages.pop(storage_address(tensor), None)  # one report per storage
         return bool(read)
 
     def _values_read(
@@ -125,23 +150,11 @@ class Unwritten:
 
 
 def _written_into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors an op writes into; of ops outside of torch all it is given: nobody holds their schemas to it."""
+    """The tensors an op writes into. For ops outside torch these are all its arguments: their schemas may be wrong."""
     if func.namespace != "aten":
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         return
     yield from written(func, args, kwargs)
-
-
-# Keeps one rank that counts from talking to the others, which do not count with it.
-#
-# A collective that one rank runs alone hangs, or pairs up with the training's next one and spoils it. What only spreads
-# a model over ranks is taken off before counting (see `replica`), so what is met here is written in the model's own
-# code.
-
-
-ONE_RANKS_SHARE = "the model's own code calls collectives: what is counted is the share of this rank"
-
-_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 
 
 class NeedsOtherRanksError(MeasurementError):
@@ -149,16 +162,17 @@ class NeedsOtherRanksError(MeasurementError):
 
 
 def is_collective(func: Any) -> bool:
-    """Whether this op talks to other ranks."""
-    return func.namespace in _NAMESPACES and has_other_ranks()
-
-
-def has_other_ranks() -> bool:
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    """Whether this op communicates with other ranks."""
+    is_distributed = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return func.namespace in COLLECTIVE_NAMESPACES and is_distributed
 
 
 def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:
-    """Raise unless the op has fake tensors only, of which torch just works out the shapes."""
+    """Raise unless all tensors are fake, for which torch only works out the shapes.
+
+    A collective that one rank runs alone hangs, or pairs up with the training's next one and corrupts it. Wrappers that
+    only spread a model over ranks are removed before counting (see `replica`), so this one is the model's own.
+    """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if tensors and all(isinstance(tensor, FakeTensor) for tensor in tensors):
         return
@@ -169,36 +183,6 @@ def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     )
 
 
-# Ops that people write in Python with `torch.library.custom_op`: their body says what they run.
-
-
-Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-THREADS = "threads"
-THREADS_NOTE = "the model started threads while it was counted: what torch runs in them is not counted"
-TRITON_KERNEL = "Triton kernel"
-
-# Questions about a tensor, not work. An exception here would cross C++ code that may not throw, and end the process.
-QUESTIONS = {
-    "dim",
-    "is_contiguous",
-    "is_non_overlapping_and_dense",
-    "is_strides_like_format",
-    "numel",
-    "size",
-    "storage_offset",
-    "stride",
-    "sym_is_contiguous",
-    "sym_numel",
-    "sym_size",
-    "sym_storage_offset",
-    "sym_stride",
-}
-
-
-_DEVICE = torch.ops.prim.device.default
-
-
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
@@ -207,10 +191,10 @@ class CountingMode(TorchDispatchMode):
     """Counts what runs inside it into `tally`.
 
     Args:
-        stack: Says which module runs.
+        stack: Knows which module is running.
         attention: The convention for fused attention.
-        execute: Runs an op; the trace gives its own, which helps out where fake tensors have no answer.
-        tally: Where the FLOPs go, a new one unless given.
+        execute: Runs an op. A trace passes its own, which also handles ops that torch's fake tensors cannot run.
+        tally: Receives the FLOPs; a new one by default.
     """
 
     supports_higher_order_operators = True
@@ -226,7 +210,7 @@ class CountingMode(TorchDispatchMode):
         self.tally = tally or Tally()
         self.in_backward = False
         self.risky_ops: set[str] = set()
-        """Those met that torch computes in another way under a mode."""
+        """Ops of this step that torch computes differently while a dispatch mode is on."""
         self._stack = stack
         self._attention: AttentionConvention = attention
         self._execute = execute
@@ -239,20 +223,20 @@ class CountingMode(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # what the tensor itself would say; autograd asks twice per op
+            return args[0].fake_device  # the tensor's own answer, without its detour; autograd asks twice per op
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if short_op_name(func) in QUESTIONS:
+        if short_op_name(func) in METADATA_OPS:
             return NotImplemented
         if is_collective(func):
             self._meet_collective(func, args, kwargs)
         if op_name(func) in RISKY:
             self.risky_ops.add(op_name(func))
         formula = find_formula(func)
-        if formula is None and self._takes_apart(func, args):
+        if formula is None and self._must_decompose(func, args):
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -274,16 +258,16 @@ class CountingMode(TorchDispatchMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, formula: Formula | None
     ) -> None:
         """Whether an op that ran is a product that a custom autograd function computes again."""
-        told = self._functions.doubt
+        doubt_before = self._functions.doubt
         self._runs_again = self._functions.runs_again(func, args, kwargs, out, is_product=formula is not None)
-        if self._functions.doubt != told:
+        if self._functions.doubt != doubt_before:
             self.tally.note(self._functions.doubt)
 
-    def _takes_apart(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
-        """Whether an op is run as the ops it is made of.
+    def _must_decompose(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
+        """Whether an op is run as the ops it is composed of.
 
-        Under inference mode composite ops arrive whole; their parts are what we know. Nested tensors have kernels of
-        their own for some of them, and fail in the parts.
+        Under inference mode composite ops arrive whole, and formulas exist for their parts. Nested tensors have kernels
+        for some composite ops, and their parts would fail.
         """
         return can_decompose(func) and not _has_nested(args)
 
@@ -292,7 +276,7 @@ class CountingMode(TorchDispatchMode):
         self.tally.note(ONE_RANKS_SHARE)
 
     def _run_body(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Count an op that is written in Python by what it calls. Where that fails, as if it had not been tried."""
+        """Count a `torch.library.custom_op` by the ops that its Python body calls; a failed attempt counts nothing."""
         body = python_body(func)
         if body is None:
             return False, None
@@ -305,7 +289,7 @@ class CountingMode(TorchDispatchMode):
             self.tally = whole
             return False, None
         self.tally = whole
-        parts.tell(whole)
+        parts.add_to(whole)
         return True, out
 
     def _count(self, call: OpCall, formula: Formula | None) -> None:
@@ -335,7 +319,7 @@ class CountingMode(TorchDispatchMode):
         return out
 
     def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
-        """Put one op's FLOPs down to the phase and the module that run now."""
+        """Attribute one op's FLOPs to the current phase and module."""
         phase = self._phase()
         module = self._module(phase)
         if phase == "recompute" or self._runs_again:
@@ -347,7 +331,7 @@ class CountingMode(TorchDispatchMode):
         self.tally.note(UNSEEN_KERNEL_NOTE)
 
     def add_threads(self) -> None:
-        """The model has started a thread that nobody here can see into, or not to its end."""
+        """The model has started a thread whose ops were not counted, or not all of them."""
         self.tally.add_uncounted(THREADS, "", ())
         self.tally.note(THREADS_NOTE)
 
@@ -359,12 +343,12 @@ class CountingMode(TorchDispatchMode):
         self.tally.add_uncounted(_short(name), self._module(self._phase()), float_tensors(args))
 
     def _phase(self) -> Phase:
-        """Forward outside of autograd's engine; inside it, running the forward once more is recomputation.
+        """Forward outside autograd's engine; inside it, backward, or recomputation where the forward pass runs again.
 
-        Both kinds of checkpointing switch grad mode on for that, and call modules, which a backward op never does. The
-        second sign is needed too: inside a custom autograd function or a nested checkpoint grad mode is off again. A
-        gradient taken inside the forward pass (a gradient penalty, forces) has grad mode on and runs inside a module;
-        there, modules entered since it began and the checkpoint's own hook on saved tensors are the signs.
+        Both kinds of checkpointing enable grad mode and call modules, which a backward op never does. Grad mode alone
+        is not enough: inside a custom autograd function or a nested checkpoint it is off again. A gradient that is
+        taken inside the forward pass (a gradient penalty, forces) has grad mode on and runs inside a module anyway;
+        there, recomputation shows in a module entered since the engine began, or in checkpointing's saved-tensor hook.
         """
         task = current_graph_task_id()
         if task == -1:
@@ -376,11 +360,11 @@ class CountingMode(TorchDispatchMode):
         return "recompute" if runs_again else "backward"
 
     def _module(self, phase: Phase) -> str:
-        """The module an op belongs to; in the backward pass, the one whose forward op made the autograd node."""
+        """The module an op belongs to; in the backward pass, the module whose forward op made the autograd node."""
         if phase == "backward":
             node = current_autograd_node()
             return "" if node is None else self._module_of_node.get(sequence_nr(node), "")
-        # Below autograd an op's node exists already: it took the number before the next one.
+        # The dispatch mode runs below autograd, so the op's node exists: it took the number before the next one.
         self._module_of_node.setdefault(next_sequence_nr() - 1, self._stack.current)
         return self._stack.current
 
@@ -398,13 +382,13 @@ def _as_flops(answer: OpFlops | int | None) -> OpFlops | None:
 
 def _with_complex(flops: OpFlops, values: list[Any]) -> OpFlops:
     if any(isinstance(value, torch.Tensor) and value.is_complex() for value in values):
-        # One complex multiply-add is four real ones.
+        # A complex multiply-add takes four real ones.
         return replace(flops, needed=4 * flops.needed, extra=4 * flops.extra)
     return flops
 
 
 def _is_dense(values: list[Any]) -> bool:
-    """Shapes tell nothing of the work in sparse and nested tensors."""
+    """False for sparse and nested tensors, whose shapes do not determine the work."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
 

@@ -1,8 +1,14 @@
-"""Finds products that a custom autograd function computes again: memory-saving losses, checkpoints written by hand.
+"""Finds products that a custom autograd function recomputes: memory-saving losses, checkpointing written by hand.
 
-Such a function keeps its inputs and multiplies them once more in its backward pass. Autograd knows nothing of it, so
-the product itself gives it away: the same op on the same values (`values.py`) as in the function's forward pass. A
-gradient is another product: it has another factor, or contracts another dimension.
+Such a function saves its inputs and multiplies them again in its backward pass. Autograd does not know this, so it is
+recognised by the product itself: the same op on the same values as in the function's forward pass. A gradient is a
+different product: it has another factor, or contracts another dimension.
+
+Whether two tensors hold the same values is known without reading them (`Values`), by the ops that made them. Every
+storage has a content, which is a number. An unknown storage gets a new number. The result of an op has the content
+"this op on these contents with these arguments", so the same op on the same values gives the same number again, and a
+write gives a storage a new one. Compilers call this value numbering (Cocke and Schwartz, Programming Languages and
+Their Compilers, 1970).
 """
 
 import sys
@@ -34,20 +40,12 @@ from flopwatch.torch_internals import (
     tree_leaves,
 )
 
-# Tells whether two tensors hold the same values without reading any: by the ops that made them.
-#
-# Every storage has a content, which is a number. A storage that was never met has a content of its own. What an op
-# gives has the content "this op on these contents with these arguments", so that the same op on the same values gives
-# the same content again, in whatever storage; a write gives a storage another content. Compilers call this value
-# numbering (Cocke and Schwartz, Programming Languages and Their Compilers, 1970).
-
-
 _aten = torch.ops.aten
 _COPIES = {_aten.clone, TO_COPY}
 
 
 class Value(NamedTuple):
-    """What a tensor holds: a part of a content. Equal values are equal numbers, element by element."""
+    """The part of a content that a tensor holds. Equal `Value`s mean equal elements."""
 
     content: int
     offset: int
@@ -59,14 +57,14 @@ class Value(NamedTuple):
 class _Content(NamedTuple):
     number: int
     shift: int
-    """From offsets in this storage to offsets in the content, where a copy left out what was before."""
+    """From offsets in this storage to offsets in the content: a copy of a slice begins at 0 again."""
     is_from_forward: bool
     reference: StorageWeakRef | None
-    """Keeps the storage's address from being given to another one; not its memory."""
+    """Reserves the storage's address, but not its memory."""
 
 
 class Values:
-    """The contents of the storages that were met."""
+    """The contents of the storages seen so far."""
 
     def __init__(self) -> None:
         self._contents: dict[int, _Content] = {}
@@ -75,31 +73,31 @@ class Values:
         self._draws: Counter[Hashable] = Counter()
 
     def restart_draws(self) -> None:
-        """A forward pass that runs again draws the same random numbers in the same order, or it would be wrong."""
+        """Number random draws from the start again: a recomputed forward pass must repeat its draws in order."""
         self._draws.clear()
 
     def of(self, tensor: torch.Tensor, *, in_backward: bool) -> Value:
-        """The value of a tensor; `in_backward` tells when it is met, which matters the first time."""
+        """The value of a tensor; `in_backward` matters when its storage is seen for the first time."""
         content = self._content(tensor, in_backward)
-        # The stride of a dimension with one element means nothing.
+        # The stride of a dimension of size 1 is arbitrary.
         strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         offset = int(tensor.storage_offset()) + content.shift
         return Value(content.number, offset, tuple(tensor.shape), strides, tensor.dtype)
 
     def is_rebuilt(self, tensor: torch.Tensor) -> bool:
-        """Whether it was first computed in the backward pass, out of nothing but what the forward pass had."""
+        """Whether it was first computed in the backward pass, from values of the forward pass alone."""
         content = self._contents.get(storage_address(tensor))
         return content is not None and content.is_from_forward and content.number in self._made_in_backward
 
     def is_unknown(self, tensor: torch.Tensor) -> bool:
-        """Whether it came from elsewhere into the backward pass: a gradient, or something unpacked."""
+        """Whether it entered the backward pass from outside: a gradient, or an unpacked saved tensor."""
         content = self._contents.get(storage_address(tensor))
         return content is None or not content.is_from_forward
 
     def follow(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, in_backward: bool
     ) -> None:
-        """Note what an op has given and written."""
+        """Record the results and writes of an op inside a custom function."""
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._follow_copy(func, args, out, in_backward):
@@ -117,8 +115,8 @@ class Values:
         for index, tensor in enumerate(results):
             self._set(tensor, self._number((key, index), in_backward), 0, is_from_forward)
 
-    def look_on(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Note what an op that is not followed has changed of what is known."""
+    def note_outside(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Record what an op outside of custom functions copies from or writes to known storages."""
         if not self._contents:
             return
         if op_packet(func) in _COPIES and storage_address(args[0]) in self._contents:
@@ -129,7 +127,7 @@ class Values:
                     self._set(tensor, self._number(object(), in_backward=False), 0, is_from_forward=False)
 
     def _follow_copy(self, func: OpOverload, args: tuple[Any, ...], out: Any, in_backward: bool) -> bool:
-        """A copy in the same layout and type has its source's content, on whatever device."""
+        """Give a copy in the same layout and type its source's content, on any device."""
         if op_packet(func) not in _COPIES:
             return False
         source = args[0]
@@ -166,7 +164,7 @@ class Values:
 
 
 def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an op writes into, by its schema."""
+    """The tensors that an op writes to, according to its schema."""
     if not op_schema(func).is_mutable:
         return
     for index, argument in enumerate(op_schema(func).arguments):
@@ -176,7 +174,7 @@ def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Where the storage's own record lies, which views share; 0 for tensors that have no storage of their own."""
+    """Identifies the storage, which views share; 0 for sparse and nested tensors, which have none."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return 0
     return storage_identity(tensor)
@@ -202,12 +200,12 @@ _FACTORS = {
     "aten::mm": ("self", "mat2"),
     "aten::mv": ("self", "vec"),
 }
-"""Matrix products by their two factors; what is added to the product does not matter."""
+"""The arguments that are the two factors of a matrix product; an addend does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The call of custom functions that runs now."""
+    """The running call of a custom function."""
 
     is_backward: bool
     identity: Hashable
@@ -224,13 +222,13 @@ class _Factor:
 
 
 class CustomFunctions:
-    """Sees every op of a step and says of products whether they run again.
+    """Sees every op of a step, and decides which products are recomputed.
 
     Args:
-        is_recomputing: Whether the forward pass is known to run again here and now, as in torch's own checkpointing.
+        is_recomputing: Whether torch's own checkpointing is running the forward pass again at this moment.
 
     Attributes:
-        doubt: What could not be decided.
+        doubt: A note about what could not be decided, or None.
     """
 
     def __init__(self, is_recomputing: Callable[[], bool]) -> None:
@@ -239,7 +237,7 @@ class CustomFunctions:
         self._values = Values()
         self._forward: dict[Hashable, None] = {}
         self._partners: dict[Hashable, bool] = {}
-        """Of a factor in a forward pass, with the size of the other: whether saved tensors were packed there."""
+        """Factors of forward products with the other factor's size; the value says if saved tensors were packed."""
         self._packed_sizes: set[Hashable] = set()
         self._running: Hashable = None
         self._done_in_call: set[Hashable] = set()
@@ -249,12 +247,12 @@ class CustomFunctions:
     def runs_again(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, is_product: bool
     ) -> bool:
-        """Take note of one op that ran; true for a product of the same values as one that ran before."""
+        """Record one op that ran; true for a product of the same values as an earlier one."""
         if self.doubt == NOT_FOLLOWED:
             return False
         try:
             return self._look_at(func, args, kwargs, out, is_product)
-        except Exception:  # a kind of tensor that has no storage, or a layout of its own
+        except Exception:  # a tensor subclass without storage, or with an unknown layout
             self.doubt = NOT_FOLLOWED
             return False
 
@@ -263,7 +261,7 @@ class CustomFunctions:
     ) -> bool:
         call = self._call()
         if call is None:
-            self._values.look_on(func, args, kwargs, out)
+            self._values.note_outside(func, args, kwargs, out)
             return False
         if call.identity != self._running:
             self._running = call.identity
@@ -278,7 +276,7 @@ class CustomFunctions:
         if call.is_backward and key in self._forward:
             return True
         if not call.is_backward and not call.calls_modules and key in self._done_in_call:
-            return True  # a loop over tiles that goes round a second time
+            return True  # a second pass over the same tiles
         if call.is_backward and self._may_be_known(factors) and not self._is_recomputing():
             self.doubt = MAY_RUN_AGAIN
             return True
@@ -298,13 +296,13 @@ class CustomFunctions:
             self._partners[key] = packs or self._partners.get(key, False)
 
     def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
-        """A product like one of the forward pass, of which no factor is known again."""
+        """Whether it has the sizes of a forward product with packed tensors, and neither factor is recognised."""
         return _sizes(factors) in self._packed_sizes and all(
             self._values.is_unknown(factor.tensor) for factor in factors
         )
 
     def _may_be_known(self, factors: list[_Factor]) -> bool:
-        """One factor and its role are the forward pass's, and the other was rebuilt or has come back unpacked."""
+        """Whether one factor is that of a forward product, and the other was rebuilt or unpacked."""
         for key, other in zip(_partner_keys(factors), reversed(factors), strict=False):
             packed = self._partners.get(key)
             if packed is not None and (
@@ -314,14 +312,14 @@ class CustomFunctions:
         return False
 
     def _call(self) -> _Call | None:
-        """The forward or backward pass of a custom function that this op belongs to, by the nearest engine."""
+        """The forward or backward call of a custom function that this op belongs to, up to the nearest engine."""
         task = current_graph_task_id()
         if task != -1 and self._forward:
             node = current_autograd_node()
             if isinstance(node, BackwardCFunction):
                 is_inside_forward = not torch.is_grad_enabled() and _outermost_apply()[0] is not None
                 return _Call(True, (task, sequence_nr(node)), is_inside_forward)
-        # Torch switches grad mode off for a custom function's forward pass.
+        # Torch switches grad mode off in a custom function's forward pass, so with it on there is none.
         if torch.is_grad_enabled():
             return None
         address, depth, calls_modules = _outermost_apply()
@@ -330,9 +328,10 @@ class CustomFunctions:
         return _Call(False, self._forward_call(address, depth), True, calls_modules)
 
     def _forward_call(self, address: int, depth: int) -> Hashable:
-        """A call of `apply` is known by its frame, and by the autograd node it made, which took the next number.
+        """Identify a call of `apply` by its frame and by the sequence number of its autograd node.
 
-        A frame's address alone may be the next call's. Nodes made by functions inside of it say nothing.
+        The frame's address alone is not enough, because the next call may reuse it. Inside nested functions the number
+        moves on, so there the address decides.
         """
         node = next_sequence_nr()
         is_same = depth > 1 or self._last_depth > 1 or node == self._last_node
@@ -344,7 +343,7 @@ class CustomFunctions:
 
 
 def _outermost_apply() -> tuple[int | None, int, bool]:
-    """Of the frames up to autograd's engine: the outermost call of a custom function, how many, through modules?"""
+    """The outermost `apply` frame up to autograd's engine, how many there are, and whether modules run inside."""
     frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
     while frame is not None and frame.f_code is not ENGINE_CODE:
         code = frame.f_code
@@ -357,7 +356,7 @@ def _outermost_apply() -> tuple[int | None, int, bool]:
 
 
 def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, call: _Call) -> list[_Factor]:
-    """The factors of a product, so that equal products have equal ones, whichever way round they are computed."""
+    """The factors of a product, in a form that is the same for A x B and for its transpose B' x A'."""
     name = op_name(func).removesuffix("_")
     names = _FACTORS.get(name)
     if names is not None:
@@ -366,7 +365,7 @@ def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, cal
     is_attention = "attention" in name and "backward" not in name
     kind = "attention" if is_attention else name
     tensors = {key: each for key, each in arguments.items() if isinstance(each, torch.Tensor) and key != "out"}
-    if is_attention:  # with and without a gradient, kernels differ
+    if is_attention:  # kernels with and without gradients have different arguments
         tensors = {key: tensors[key] for key in ("query", "key", "value") if key in tensors} or tensors
     settings = [] if is_attention else [repr(each) for each in arguments.values() if not isinstance(each, torch.Tensor)]
     return [
@@ -376,9 +375,9 @@ def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, cal
 
 
 def _matrix(tensor: torch.Tensor, contracted: int, values: Values, call: _Call) -> _Factor:
-    """A factor of a matrix product, by the dimension that is contracted and the one that is not.
+    """A factor of a matrix product, with its contracted dimension last.
 
-    So A x B and its transposed product B' x A' have the same factors, and A x B and B x A have not.
+    So A x B and its transpose B' x A' have the same factors, while A x B and B x A do not.
     """
     value = values.of(tensor, in_backward=call.is_backward)
     dims = tensor.dim()
@@ -387,7 +386,7 @@ def _matrix(tensor: torch.Tensor, contracted: int, values: Values, call: _Call) 
     order = [*range(dims - 2), *kept, summed]
     sizes = [value.sizes[dim] for dim in order]
     strides = [value.strides[dim] for dim in order]
-    if not kept:  # a vector is a matrix with one row
+    if not kept:  # treat a vector as a matrix with one row
         sizes.insert(-1, 1)
         strides.insert(-1, 0)
     layout = tuple((size, stride) for size, stride in zip(sizes[:-2], strides[:-2], strict=True) if size != 1)
@@ -400,7 +399,7 @@ def _sizes(factors: list[_Factor]) -> Hashable:
 
 
 def _partner_keys(factors: list[_Factor]) -> list[Hashable]:
-    """For each of two factors: it, and the size and role of the other."""
+    """For each of two factors, its identity together with the size and role of the other."""
     if len(factors) != 2:
         return []
     first, second = factors

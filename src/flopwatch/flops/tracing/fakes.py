@@ -1,8 +1,12 @@
-"""Fake tensors for counting: shapes without storage, on the CPU, and answers where torch has none.
+"""Fake tensors for counting: shapes without storage, on the CPU, including ops that torch's fake tensors cannot run.
 
-Parameters, floating buffers and floating inputs become fake; everything else stays real (token ids, grids, masks,
-coins), so the values that steer a model's control flow exist. The fake mode itself is not entered: an op that meets a
-fake tensor is faked by the tensor, any other op runs for real.
+Parameters, floating buffers and floating inputs become fake. Everything else stays real (token ids, grids, masks,
+random draws), so the values that steer a model's control flow exist. The fake mode itself is not entered: an op with a
+fake argument is faked by that tensor, any other op really runs.
+
+The commonest ops bypass torch's fake mode, which describes, hashes and caches every call and so takes several times as
+long as the meta kernel that it calls in the end. Ops with a C++ meta kernel call it directly. Elementwise ops have slow
+meta kernels but a simple rule. Unusual cases (other types, strides, broadcasts, a known value) go to the fake mode.
 """
 
 import logging
@@ -34,14 +38,6 @@ from flopwatch.torch_internals import (
     tree_map_only,
 )
 
-# What the commonest ops give for fake tensors, without the long way through torch's fake mode.
-#
-# The fake mode describes and hashes every call and keeps what it gave, which takes several times as long as torch's own
-# shape function (kernel of the meta device) where that is written in C++. Those ops go to it at once, with the tensors
-# the fake mode would have given it. Elementwise ops have slow shape functions, but a plain rule. Whatever is not plain
-# (other types, strides, broadcasts, a known value) is left to the fake mode.
-
-
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 
@@ -62,7 +58,7 @@ SHAPED_BY_TORCH = {
     _aten.unsqueeze.default,
     _aten.view.default,
 }
-"""One tensor out, shaped and strided by C++ code."""
+"""Ops with one output, whose shape and strides a C++ meta kernel computes."""
 ELEMENTWISE = {
     _aten.add.Scalar,
     _aten.add.Tensor,
@@ -86,15 +82,15 @@ ELEMENTWISE = {
     _aten.tanh_backward.default,
     _aten.threshold_backward.default,
 }
-"""For floating tensors of one type they give that type."""
+"""For contiguous floating inputs of one type, the output is contiguous and of that type."""
 _KEEP_THE_TYPE = {"alpha", "approximate"}
 _COPY_OPTIONS = {"dtype", "device", "memory_format", "non_blocking"}
 
 
 def quick_answer(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an op whose tensors are all fakes of this mode; None where the mode itself has to be asked."""
+    """The result of an op whose tensors are all fakes of this mode; None if the mode has to run it."""
     if func in SHAPED_BY_TORCH and kwargs.keys() <= _COPY_OPTIONS:
-        # There is one device only, and to name it would make a real tensor.
+        # All fakes are on one device. Passing it on would make the meta kernel allocate a real tensor.
         kept = {name: value for name, value in kwargs.items() if name in ("dtype", "memory_format")}
         return _shaped_by_torch(mode, func, args, kept)
     if func in ELEMENTWISE and kwargs.keys() <= _KEEP_THE_TYPE:
@@ -162,7 +158,7 @@ def _layer_norm_backward(
 
 
 def _may_be_normed(tensor: Any, shape: list[int], weight: Any, bias: Any) -> bool:
-    """With fp32 throughout: kernels for other types choose the type of the statistics."""
+    """Whether everything is fp32 and contiguous: for other types the kernels choose the type of the statistics."""
     if weight is None or bias is None or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
         return False
     fits = tuple(tensor.shape[-len(shape) :]) == tuple(weight.shape) == tuple(bias.shape) == tuple(shape)
@@ -177,7 +173,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 def quick_loss(mode: FakeTensorMode, func: Any, args: tuple[Any, ...]) -> Any:
-    """The same for the loss of class scores, whose targets are real; torch's own way takes it apart."""
+    """The result of cross entropy on real targets, which torch's fake mode would decompose; None for other ops."""
     if func is _aten.nll_loss_forward.default:
         scores, target, weight, reduction, _ = args
         if weight is None and _are_rows_of_scores(scores, target):
@@ -209,7 +205,7 @@ def _are_of_one_type(*tensors: Any) -> bool:
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
-    """Dense, and without a value that the fake mode would calculate with."""
+    """Whether it is dense and carries no constant value, with which the fake mode would calculate."""
     return tensor.layout is torch.strided and tensor.constant is None and tensor.real_tensor is None
 
 
@@ -231,13 +227,13 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 
 class Faker:
-    """Makes fake tensors of one mode and runs ops on them."""
+    """Makes fake tensors of one mode, and runs ops on them."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake of a floating tensor; a CPU copy of any other, so that in-place ops do not reach the original."""
+        """A fake of a floating tensor, or a CPU copy of any other, so that in-place ops do not reach the original."""
         if tensor.layout is not torch.strided:
             raise UntraceableError(f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}, which has no fake")
         if tensor.is_floating_point() or tensor.is_complex():
@@ -251,12 +247,12 @@ class Faker:
             return FakeTensor(self._mode, torch.empty(shape, dtype=dtype, device="meta"), _CPU)
 
     def like(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A fake tensor laid out like this."""
+        """A fake tensor with this layout."""
         with no_dispatch():
             return FakeTensor(self._mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one op. Every device becomes the CPU: nothing may reach an accelerator."""
+        """Run one op. Every device argument becomes the CPU, because nothing may reach an accelerator."""
         if (
             _are_fake(args)
             and not any(isinstance(value, torch.Tensor) for value in kwargs.values())
@@ -267,7 +263,7 @@ class Faker:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
         if tree_any(lambda value: isinstance(value, FakeTensor), (args, kwargs)):
-            # torch would make them fake too, and warn where one has a gradient that is not its own.
+            # torch would also fake the real tensors, but warn about a non-leaf one.
             args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             answer = self._answer(func, args, kwargs)
             if answer is not None:
@@ -275,7 +271,7 @@ class Faker:
         return func(*args, **kwargs)
 
     def _run_on_fakes(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The short way for most ops: to the fake mode at once, where the tensors would send the op after a detour."""
+        """Call the fake mode directly, which saves the detour through the tensors' own dispatch."""
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
         answer: Any = quick_answer(self._mode, func, args, kwargs)
@@ -299,7 +295,7 @@ class Faker:
         return self.tensor(tensor) if is_real else tensor
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Shapes of ops that fake tensors cannot do, None for all others."""
+        """Results of ops that torch's fake tensors cannot run; None for all other ops."""
         packet = op_packet(func) if isinstance(func, OpOverload) else None
         if packet in _INDEXED_BY_MASK:
             return func(args[0], _mask_to_positions(args[1]), *args[2:], **kwargs)
@@ -315,14 +311,14 @@ class Faker:
         return None if kwargs else quick_loss(self._mode, func, args)
 
     def _grouped_mm(self, arguments: dict[str, Any]) -> torch.Tensor:
-        """Torch's own shape function accepts bf16 only."""
+        """Torch's meta kernel accepts bf16 only."""
         a, b, offsets = arguments["self"], arguments["mat2"], arguments["offs"]
         groups = [] if a.dim() != b.dim() else [a.shape[0] if a.dim() == 3 else offsets.shape[0]]
         shape = torch.Size([*groups, a.shape[-2], b.shape[-1]])
         return self._empty(shape, arguments["out_dtype"] or a.dtype)
 
     def _bincount(self, arguments: dict[str, Any]) -> torch.Tensor | None:
-        """Expert loads: ids below `minlength`, so that is the size. Without it nobody knows."""
+        """Expert loads count ids below `minlength`, so that is the size. Without it the size depends on values."""
         size = arguments["minlength"]
         return self._empty(torch.Size([size]), torch.int64) if size else None
 
@@ -335,7 +331,7 @@ class Faker:
 
 
 def _are_fake(values: Iterable[Any]) -> bool:
-    """Whether there is a fake tensor among an op's arguments, and no real one."""
+    """Whether an op's arguments contain a fake tensor and no real one."""
     found = False
     for value in values:
         kind = type(value)
@@ -352,7 +348,7 @@ def _are_fake(values: Iterable[Any]) -> bool:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Keep torch from logging a page about an op whose shapes do not fit, before it raises what we report anyway."""
+    """Silence torch's log of an op whose shapes do not fit: it also raises the error, which we report."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     was_disabled, logger.disabled = logger.disabled, True
     try:
@@ -362,7 +358,7 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def _values_here(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a DTensor that every rank has whole; to gather them from others would be a collective."""
+    """The values of a replicated DTensor; those of a sharded one would need a collective, so it raises."""
     placements = getattr(tensor, "placements", ())
     if not all(placement.is_replicate() for placement in placements):
         raise UntraceableError(f"the values of a tensor of shape {tuple(tensor.shape)} are spread over ranks")
@@ -370,7 +366,7 @@ def _values_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mask_to_positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Write boolean masks out as the positions they select: a mask we know the values of has a known size."""
+    """Replace real boolean masks by the positions they select, whose number is known."""
     positions: list[torch.Tensor | None] = []
     for index in indices:
         if index is None or isinstance(index, FakeTensor) or index.dtype not in (torch.bool, torch.uint8):

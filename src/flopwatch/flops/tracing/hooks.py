@@ -1,9 +1,8 @@
-"""Hooks of the live model on its stand-in: they are part of what runs, but must not reach the user's own objects.
+"""Copies the live model's hooks to its stand-in: they are part of what runs, but must not touch the user's objects.
 
-A hook is run on the stand-in where all that it can reach can be copied: the function is made anew with its closure,
-defaults and globals mapped to modules, tensors and containers of the stand-in. A hook that holds anything else (a
-logger, a file, an object of the user's) is left behind, and the count says so. Hooks of wrappers that only move data or
-watch are left behind without a word.
+A hook is copied if everything it can reach can be copied: the function is rebuilt with its closure, defaults and
+globals mapped to modules, tensors and containers of the stand-in. A hook that holds anything else (a logger, a file, an
+object of the user's) is left out, and a note says so. Hooks that only move data or observe are left out silently.
 """
 
 import builtins
@@ -26,10 +25,10 @@ Extra = Callable[[str], AbstractContextManager[None]]
 
 _FORWARD_TABLES = (FORWARD_PRE_HOOKS, FORWARD_HOOKS)
 
-# Hooks these libraries install are part of the model and touch nothing else (old-style weight norm, captured hidden
-# states): they run as they are.
+# Hooks of these libraries belong to the model and touch nothing else (old-style weight norm, captured hidden states),
+# so they run uncopied.
 _COMPUTE = ("torch.nn.utils.", "transformers.")
-# These spread a model over ranks, move it between devices, time it or count it: nothing of the mathematics.
+# Hooks of these libraries shard a model, move it between devices, time it or count it. They compute nothing of it.
 _WATCH_OR_MOVE = (
     "accelerate.",
     "composer.",
@@ -50,23 +49,23 @@ _WATCH_OR_MOVE = (
 )
 _PER_SAMPLE_GRADIENTS = "opacus."
 _GRAD_SAMPLE_MODULE = "opacus.grad_sample.grad_sample_module.GradSampleModule"
-# Modules whose functions leave nothing behind.
+# Modules whose functions have no side effects that outlive the call.
 _PURE_MODULES = ("torch", "math", "numpy", "functools", "itertools", "operator", "collections", "einops", "typing")
 _LEAVE_TRACES = {"print", "open", "input", "exec", "eval", "globals", "setattr", "delattr", "breakpoint", "__import__"}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 
 
-class HookLeavesTracesError(Exception):
-    """The hook reaches something that has no copy."""
+class HookNotCopyableError(Exception):
+    """The hook reaches something that cannot be copied."""
 
 
 class HookCopies:
     """Copies the hooks of one model.
 
     Args:
-        value: Maps what a hook reaches to the stand-in's.
-        left_behind: Gets the name of each hook that is not run.
-        extra: What runs inside of it is executed, but not needed by the mathematics.
+        value: Maps an object of the live model to that of the stand-in.
+        left_behind: Receives the name of each hook that is not run.
+        extra: A context for work that is executed but not needed by the model's mathematics.
     """
 
     def __init__(self, value: Value, left_behind: list[str], extra: Extra) -> None:
@@ -90,14 +89,14 @@ class HookCopies:
             kept[table] = OrderedDict()
             for key, hook in getattr(module, table).items():
                 copy = self._per_sample(hook)
-                if copy is not None:  # on the output's gradient: torch's own way warns where no input needs one
+                if copy is not None:  # a real backward hook warns where no input needs a gradient
                     kept[FORWARD_HOOKS][key] = functools.partial(_when_gradient_comes, copy)
                 elif not _is_quiet(hook):
                     self._left_behind.append(_name(hook))
         return kept
 
     def _per_sample(self, hook: Any) -> Any:
-        """Opacus's hooks that make the gradient of every sample; those of its other ways need passes of their own."""
+        """A copy of Opacus's hook that computes per-sample gradients; its other modes need separate passes."""
         bound: Any = hook.func if isinstance(hook, functools.partial) else hook
         owner = getattr(bound, "__self__", None)
         if f"{type(owner).__module__}.{type(owner).__qualname__}" != _GRAD_SAMPLE_MODULE:
@@ -117,13 +116,13 @@ class HookCopies:
             self._left_behind += [] if copy else [_name(hook)]
             return copy
         try:
-            return functools.partial(_run_or_tell, self._mapped(hook), _name(hook), self._left_behind)
-        except HookLeavesTracesError:
+            return functools.partial(_run_or_leave_out, self._mapped(hook), _name(hook), self._left_behind)
+        except HookNotCopyableError:
             self._left_behind.append(_name(hook))
             return None
 
     def _mapped(self, value: Any) -> Any:
-        """The stand-in's version of something a hook reaches."""
+        """The stand-in's version of an object that a hook reaches."""
         if isinstance(value, FunctionType):
             return value if _is_library(value.__module__) else self._function(value)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
@@ -142,7 +141,7 @@ class HookCopies:
             return value
         if isinstance(value, (type, BuiltinFunctionType, *_PLAIN)):
             return value
-        raise HookLeavesTracesError(type(value).__name__)
+        raise HookNotCopyableError(type(value).__name__)
 
     def _function(self, function: FunctionType) -> FunctionType:
         if id(function) in self._functions:
@@ -151,7 +150,7 @@ class HookCopies:
         names = {"__builtins__": builtins, "__name__": function.__module__}
         cells = [CellType() for _ in function.__closure__ or ()]
         twin = FunctionType(function.__code__, names, function.__name__, None, tuple(cells))
-        self._functions[id(function)] = twin  # before its contents: a function may hold itself
+        self._functions[id(function)] = twin  # before its contents, because a function may refer to itself
         names.update({name: self._mapped(value) for name, value in used.items()})
         for cell, original in zip(cells, function.__closure__ or (), strict=True):
             cell.cell_contents = self._mapped(_content(original))
@@ -161,8 +160,8 @@ class HookCopies:
         return twin
 
 
-def hooks_told(left_behind: list[str]) -> str | None:
-    """What a reader must know of the hooks that were not run."""
+def left_hooks_note(left_behind: list[str]) -> str | None:
+    """A note that names the hooks which were not run."""
     if not left_behind:
         return None
     names = ", ".join(dict.fromkeys(left_behind))
@@ -172,8 +171,8 @@ def hooks_told(left_behind: list[str]) -> str | None:
     return text
 
 
-def _run_or_tell(hook: Any, name: str, left_behind: list[str], *args: Any, **kwargs: Any) -> Any:
-    """A hook that needs real values (to log a number) fails on fake ones; the model goes on without it."""
+def _run_or_leave_out(hook: Any, name: str, left_behind: list[str], *args: Any, **kwargs: Any) -> Any:
+    """Run a hook; one that needs real values (to log a number) fails on fake tensors and is noted as left out."""
     try:
         return hook(*args, **kwargs)
     except Exception:
@@ -182,15 +181,15 @@ def _run_or_tell(hook: Any, name: str, left_behind: list[str], *args: Any, **kwa
 
 
 def _run_per_sample(extra: Extra, hook: Any, name: str, left_behind: list[str], module: nn.Module, *args: Any) -> None:
-    """Opacus keeps two attributes on every parameter, which those of the stand-in do not have yet."""
+    """Run Opacus's hook. It expects two attributes on every parameter, which the stand-in's new parameters lack."""
     for parameter in module.parameters():
         prepare_for_opacus(parameter)
     with extra(name):
-        _run_or_tell(hook, name, left_behind, module, *args)
+        _run_or_leave_out(hook, name, left_behind, module, *args)
 
 
 def _when_gradient_comes(hook: Any, module: nn.Module, args: Any, out: Any) -> None:
-    """Run a backward hook once the gradient of the module's first output is known."""
+    """Run a backward hook when the gradient of the module's first output is known."""
     first = out[0] if isinstance(out, list | tuple) else out
     if isinstance(first, torch.Tensor) and first.requires_grad:
         first.register_hook(lambda gradient: hook(module, None, (gradient,)))
@@ -224,19 +223,19 @@ def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError as error:
-        raise HookLeavesTracesError("a name that is not bound yet") from error
+        raise HookNotCopyableError("a name that is not bound yet") from error
 
 
 def _globals_used(function: FunctionType) -> set[str]:
-    """The global names a function reads, those of functions inside it too."""
+    """The global names that a function and the functions inside it read."""
     names: set[str] = set()
     for instruction in _instructions(function.__code__):
         if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"):
-            raise HookLeavesTracesError(str(instruction.argval))
+            raise HookNotCopyableError(str(instruction.argval))
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             names.add(str(instruction.argval))
     if any(name in _LEAVE_TRACES for name in names):
-        raise HookLeavesTracesError("a function that writes elsewhere")
+        raise HookNotCopyableError("a function that has side effects")
     return {name for name in names if name in function.__globals__}
 
 

@@ -1,4 +1,4 @@
-"""What a call of a layer gets, gives and does besides, as far as another layer must be the same to stand for it."""
+"""What must be the same for one layer's call to be replayed for another: its inputs, outputs and side effects."""
 
 import random
 import sys
@@ -28,7 +28,7 @@ from flopwatch.torch_internals import (
 )
 
 Key = tuple[Any, ...]
-"""Equal for calls that, in equal layers, cost the same."""
+"""Equal for calls that cost the same in equal layers."""
 _Facts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
 
@@ -38,7 +38,7 @@ def in_backward() -> bool:
 
 
 def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
-    """None when the inputs hold something that a layer could write to, or whose meaning is not known."""
+    """A key of the inputs; None if they contain something that a layer could write to, or an unknown object."""
     if outputs_are_captured():
         return None
     places: dict[int, int] = {}
@@ -59,7 +59,7 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
 
 
 def _is_only_looked_up(value: Any) -> bool:
-    """A layer writes its own keys and values into a cache, which nobody reads in training, and reads a block mask."""
+    """Whether sharing the object between layers is harmless: a cache, which training never reads, or a block mask."""
     if is_cache(value):
         return True
     flex = sys.modules.get("torch.nn.attention.flex_attention")
@@ -81,18 +81,18 @@ def _settings() -> tuple[Any, ...]:
 
 @dataclass
 class Answer:
-    """The outputs of a layer: which are new tensors, which are its inputs, what the rest is; and how gradients flow."""
+    """The outputs of a layer (new tensors, inputs passed through, plain values), and how gradients flow back."""
 
     structure: TreeSpec
     tensors: dict[int, _Facts] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
     others: dict[int, Any] = field(default_factory=dict)
     reach: dict[int, frozenset[int]] = field(default_factory=dict)
-    """From a differentiable output to the inputs that its gradient reaches."""
+    """For each differentiable output, the inputs that its gradient reaches."""
 
     @classmethod
     def of(cls, output: Any, leaves: list[Any], first_node: int) -> "Answer | None":
-        """None when outputs hold something that cannot be made again."""
+        """None if the outputs contain something that replay cannot make."""
         results, structure = tree_flatten(output)
         answer = cls(structure)
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves))) if not isinstance(leaf, _PLAIN)}
@@ -109,7 +109,7 @@ class Answer:
             else:
                 return None
             if isinstance(result, torch.Tensor):
-                places.setdefault(id(result), -1)  # a second time would be neither new nor an input
+                places.setdefault(id(result), -1)  # the same new tensor twice cannot be replayed
         return None if -1 in answer.inputs.values() else answer
 
     def is_differentiable(self, number: int) -> bool:
@@ -117,7 +117,7 @@ class Answer:
 
     @property
     def reached(self) -> list[int]:
-        """The inputs that some gradient reaches."""
+        """The inputs that any gradient reaches."""
         return sorted(frozenset().union(*self.reach.values()))
 
     def filled(self, made: dict[int, torch.Tensor], leaves: list[Any]) -> list[Any]:
@@ -136,7 +136,7 @@ def _edges(leaves: list[Any]) -> dict[tuple[Any, int], int]:
 
 
 def _reached(grad_fn: Any, edges: dict[tuple[Any, int], int], first_node: int) -> frozenset[int]:
-    """Walk the autograd graph from an output back to where the layer began."""
+    """The inputs found by walking the autograd graph from an output back to where the layer began."""
     reached: set[int] = set()
     seen = {grad_fn}
     waiting = [grad_fn]
@@ -155,11 +155,11 @@ def _reached(grad_fn: Any, edges: dict[tuple[Any, int], int], first_node: int) -
 def side_effects_watched(
     modules: list[nn.Module], arguments: Any, leaves: list[Any], structure: TreeSpec, found: list[str]
 ) -> Iterator[None]:
-    """Add to `found` what happens inside besides computing an output."""
+    """Add to `found` what the block does besides computing an output."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for module in modules:
         tensors += [tensor for tensor in own_parameters(module).values() if tensor is not None]
-        if not isinstance(module, AnyBatchNorm):  # its statistics change no shape
+        if not isinstance(module, AnyBatchNorm):  # running statistics change no shape
             tensors += [tensor for tensor in own_buffers(module).values() if tensor is not None]
     versions = [tensor_version(tensor) for tensor in tensors]
     held = [*modules, *_objects_held(modules)]
@@ -178,7 +178,7 @@ def side_effects_watched(
 
 
 def _objects_held(modules: list[nn.Module]) -> list[Any]:
-    """Objects with attributes of their own, such as a config or a state that layers share."""
+    """Objects with attributes that the modules hold, such as a config or a state that layers share."""
     objects = {id(value): value for module in modules for value in module.__dict__.values()}
     return [
         value
@@ -188,7 +188,7 @@ def _objects_held(modules: list[nn.Module]) -> list[Any]:
 
 
 def _attributes(holder: Any) -> list[Any]:
-    """The identity of everything a module or an object holds, one level deep."""
+    """The ids of everything a module or an object holds, one level deep."""
     identities: list[Any] = []
     for name, value in vars(holder).items():
         identities.append((name, id(value)))

@@ -1,4 +1,7 @@
-"""One training step on a stand-in of the model: forward, loss, backward, and nothing left behind."""
+"""Runs one training step on a stand-in of the model: under the user's autocast, forward, loss, backward.
+
+Also notices work that a dispatch mode cannot see: threads that the model starts, and Triton kernels.
+"""
 
 import sys
 import threading
@@ -17,28 +20,25 @@ from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.torch_internals import engine_run_backward
 
-# Which of a model's outputs a training minimises.
-
-
 LossFn = Callable[[Any], torch.Tensor]
 
 
 def step_loss(output: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor, str | None]:
-    """The loss of a step as a scalar, and what a reader must know of how it was chosen."""
+    """The loss of a step as a scalar, and a note if it was chosen among several outputs."""
     parts = {"loss_fn": loss_fn(output)} if loss_fn else _losses_among(output)
     for loss in parts.values():
         if not isinstance(loss, torch.Tensor):
             given = type(loss).__name__
             raise InputError(f"the loss must be a tensor, got {given}; let loss_fn return a scalar tensor")
-    # Any differentiable loss sends a gradient of the output's shape; which one does not change the count.
+    # Any differentiable loss sends back a gradient of the output's shape, so a plain sum costs the same.
     scalars = [loss if loss.dim() == 0 else loss.sum() for loss in parts.values()]
     total = scalars[0]
     for loss in scalars[1:]:
         total = total + loss.to(total.dtype)
-    return total, _told(list(parts)) if len(parts) > 1 else None
+    return total, _sum_note(list(parts)) if len(parts) > 1 else None
 
 
-def _told(names: list[str]) -> str:
+def _sum_note(names: list[str]) -> str:
     return (
         f"the loss is taken to be the sum of what the model returns as {', '.join(names)}; "
         "pass loss_fn=lambda output: ... if your training minimises something else"
@@ -46,7 +46,7 @@ def _told(names: list[str]) -> str:
 
 
 def _losses_among(output: Any) -> dict[str, Any]:
-    """The scalars that can be trained on, without those that another of them is made of."""
+    """The scalars that can be trained on, without those that another one already contains."""
     if isinstance(output, torch.Tensor):
         return {"output": output}
     items = dict(_items(output))
@@ -61,7 +61,7 @@ def _losses_among(output: Any) -> dict[str, Any]:
         named = first
     trainable = {name: value for name, value in items.items() if _is_trainable(value)}
     if named is None and trainable:
-        return trainable  # the training makes a loss of them itself
+        return trainable  # the training computes its loss from them
     if named is None:
         raise InputError(
             f"the model returned {type(output).__name__} without a loss; put labels into the batch, "
@@ -71,7 +71,7 @@ def _losses_among(output: Any) -> dict[str, Any]:
 
 
 def _items(output: Any) -> Iterator[tuple[str, Any]]:
-    """What lies at the top of an output, by name."""
+    """The top-level parts of an output, by name."""
     if isinstance(output, Mapping):
         yield from ((str(name), value) for name, value in output.items())
     elif isinstance(output, tuple | list):
@@ -87,10 +87,10 @@ def _is_trainable(value: Any) -> bool:
 
 
 def _outermost(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Leave out parts of a sum: a loss that another one depends on runs backward with it anyway."""
+    """Leave out terms of a sum: a loss that another one depends on gets its backward pass through that one."""
     if len(losses) == 1:
         return losses
-    seen: set[Any] = {None}  # a parameter of one number has no graph
+    seen: set[Any] = {None}  # a scalar parameter has no grad_fn
     for loss in losses.values():
         seen |= _nodes_below(loss.grad_fn)
     kept: dict[str, torch.Tensor] = {}
@@ -102,7 +102,7 @@ def _outermost(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _nodes_below(node: Any) -> set[Any]:
-    """All nodes of the graph that a node leads to, without itself."""
+    """All nodes that a node of the graph leads to, without the node itself."""
     found: set[Any] = set()
     waiting = [node]
     while waiting:
@@ -114,29 +114,25 @@ def _nodes_below(node: Any) -> set[Any]:
     return found
 
 
-# The user's autocast, on the stand-in.
-#
-# What a matmul runs in is decided by the autocast state of its device. A trace runs on CPU stand-ins, for which only
-# the state of the CPU counts; so the state of the model's own device is carried over, as it was where the model was
-# called, and again whenever the model's own code changes it.
-
-
+# The autocast state of a tensor's device decides the type that a matmul runs in. A trace runs on CPU tensors, so it
+# sets the CPU's state to that of the model's device: first as it was where the model was called, and again whenever the
+# model's own code changes it.
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
 
 
 @dataclass(frozen=True, slots=True)
 class AutocastState:
-    """Where autocast is on, and in which type: pairs of a device type and a dtype."""
+    """For which device types autocast is on, and with which dtype."""
 
     enabled: tuple[tuple[str, torch.dtype], ...] = ()
 
     def dtype(self, device_type: str) -> torch.dtype | None:
-        """The type for one device type; None where autocast is off."""
+        """The dtype for one device type; None where autocast is off."""
         return dict(self.enabled).get(device_type)
 
 
 def current_autocast() -> AutocastState:
-    """Autocast as it is here and now.
+    """The autocast state of this thread.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     current_autocast().dtype("cpu")
@@ -150,7 +146,7 @@ def current_autocast() -> AutocastState:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Autocast off everywhere, and as it was afterwards. A backward pass runs outside of autocast, as torch asks."""
+    """Switch autocast off for all devices, and restore it afterwards. torch requires this for a backward pass."""
     with ExitStack() as stack:
         for device, dtype in current_autocast().enabled:
             stack.callback(_set, device, dtype)
@@ -160,12 +156,12 @@ def no_autocast() -> Iterator[None]:
 
 @contextmanager
 def under_autocast(state: AutocastState, device_type: str, *, stand_in: bool) -> Iterator[None]:
-    """Run the model under a state that was taken where the user calls it.
+    """Run the model under the autocast state of the user's own call.
 
     Args:
-        state: The user's.
-        device_type: Of the live model.
-        stand_in: Whether the model runs on CPU stand-ins of that device's tensors.
+        state: The state of the user's call.
+        device_type: The device of the live model.
+        stand_in: Whether CPU tensors stand in for that device's tensors.
     """
     with ExitStack() as stack:
         for device in dict.fromkeys((*(name for name, _ in state.enabled), device_type, "cpu")):
@@ -179,7 +175,7 @@ def under_autocast(state: AutocastState, device_type: str, *, stand_in: bool) ->
 
 
 def device_type_of(model: nn.Module, state: AutocastState) -> str:
-    """The device the model runs on; of a model on the meta device, the one that autocast is on for."""
+    """The device the model runs on; for a model on the meta device, the device that autocast is on for."""
     types = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
     accelerators = sorted(types - {"cpu"})
     if accelerators:
@@ -188,7 +184,7 @@ def device_type_of(model: nn.Module, state: AutocastState) -> str:
 
 
 class _CarriedOver(TorchFunctionMode):
-    """Before every function of torch, the CPU's autocast is made that of the model's device."""
+    """Before every torch function, copies the autocast state of the model's device to the CPU."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -214,23 +210,20 @@ def _set(device_type: str, dtype: torch.dtype | None, default: torch.dtype | Non
         torch.set_autocast_dtype(device_type, chosen)
 
 
-# Work of a step that a dispatch mode cannot see: threads that the model starts, Triton kernels launched directly.
-
-
-Tell = Callable[[], None]
+Report = Callable[[], None]
 
 
 @contextmanager
-def threads_noticed(tell: Tell) -> Iterator[None]:
-    """Call `tell` for each thread that is started meanwhile; a dispatch mode is in force in its own thread only.
+def threads_noticed(report: Report) -> Iterator[None]:
+    """Call `report` for each thread that is started inside: a dispatch mode only works in its own thread.
 
-    Threads started by `threading` ask for a profile function when they begin: ours puts itself out of the way at once.
+    A thread of `threading` installs the profile function when it begins. Ours removes itself at its first call.
     """
     before: Any = threading.getprofile()
 
     def on_start(frame: FrameType, event: str, argument: Any) -> None:
         sys.setprofile(before)
-        tell()
+        report()
 
     threading.setprofile(on_start)
     try:
@@ -240,11 +233,11 @@ def threads_noticed(tell: Tell) -> Iterator[None]:
 
 
 @contextmanager
-def threads_followed(modes: Callable[[], Sequence[Any]], tell: Tell) -> Iterator[None]:
-    """Put modes on in each thread that is started meanwhile; call `tell` for one that has not ended in the end.
+def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iterator[None]:
+    """Enter modes in each thread that is started inside; call `report` for each thread that outlives the block.
 
-    A mode leaves its thread before the thread ends, or at the first call of a function after the count: a thread that
-    is kept for later must not run the training's own work under it.
+    A mode is left when its thread ends, or at the thread's first function call after the count: a pooled thread must
+    not run the training's own work under our mode.
     """
     before: Any = threading.getprofile()
     under_way: set[_Followed] = set()
@@ -260,11 +253,11 @@ def threads_followed(modes: Callable[[], Sequence[Any]], tell: Tell) -> Iterator
         threading.setprofile(before)
         is_over.set()
         for _ in list(under_way):
-            tell()
+            report()
 
 
 class _Followed:
-    """The modes in one thread, from its first frame on."""
+    """The modes of one thread, entered at its first frame."""
 
     def __init__(
         self, modes: Sequence[Any], first: FrameType, under_way: "set[_Followed]", is_over: threading.Event, before: Any
@@ -288,7 +281,7 @@ class _Followed:
 
 
 def _is_inside_mode(frame: FrameType | None) -> bool:
-    """Whether an op is on its way through a mode, which is then not where it was put."""
+    """Whether an op is inside a mode's handler; torch has popped the mode meanwhile, so it cannot be left now."""
     while frame is not None:
         if frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__"):
             return True
@@ -297,16 +290,16 @@ def _is_inside_mode(frame: FrameType | None) -> bool:
 
 
 @contextmanager
-def triton_launches_noticed(tell: Tell) -> Iterator[None]:
-    """Call `tell` for each Triton kernel launched meanwhile, by the hook that Triton has for profilers."""
+def triton_launches_noticed(report: Report) -> Iterator[None]:
+    """Call `report` for each Triton kernel that is launched inside, through Triton's hook for profilers."""
     knobs = getattr(sys.modules.get("triton"), "knobs", None)
     chain: Any = getattr(getattr(knobs, "runtime", None), "launch_enter_hook", None)
-    if not hasattr(chain, "add") or not hasattr(chain, "remove"):  # no Triton, or one before its hooks were chains
+    if not hasattr(chain, "add") or not hasattr(chain, "remove"):  # no Triton, or a release without chained hooks
         yield
         return
 
     def on_launch(*_: Any, **__: Any) -> None:
-        tell()
+        report()
 
     chain.add(on_launch)
     try:
@@ -333,19 +326,19 @@ def run_step(
 ) -> None:
     """Run the step under the counting mode; `training=False` runs the forward pass only, in eval mode.
 
-    A training step runs in the mode that the modules' own flags say: some models are trained in eval mode. Forward pass
-    and loss run under the user's autocast, the backward pass outside of it.
+    A training step keeps each module's own `training` flag: some models are trained in eval mode. Forward pass and loss
+    run under the user's autocast, the backward pass outside of it.
     """
     with no_autocast():
         if not training:
             with torch.no_grad(), autocast, mode:
                 model.eval()(*args, **kwargs)
             return
-        _tell_of_eval_mode(model, mode)
+        _note_eval_mode(model, mode)
         with torch.enable_grad(), mode:
             with autocast:
-                loss, told = step_loss(model(*args, **kwargs), loss_fn)
-            mode.tally.note(told)
+                loss, note = step_loss(model(*args, **kwargs), loss_fn)
+            mode.tally.note(note)
             if not loss.requires_grad:
                 raise InputError(
                     "the loss does not depend on any parameter that requires a gradient; "
@@ -355,7 +348,7 @@ def run_step(
             _backward(loss)
 
 
-def _tell_of_eval_mode(model: nn.Module, mode: CountingMode) -> None:
+def _note_eval_mode(model: nn.Module, mode: CountingMode) -> None:
     modules = list(model.modules())
     in_training = any(module.training for module in modules)
     if not in_training and any(getattr(module, "gradient_checkpointing", False) is True for module in modules):
@@ -363,18 +356,18 @@ def _tell_of_eval_mode(model: nn.Module, mode: CountingMode) -> None:
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """Do what `loss.backward()` does, but keep function modes on: recomputation must see them."""
+    """Run `loss.backward()` without switching function modes off, because recomputation must see them."""
     gradient = torch.ones_like(loss)
     engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager
 def failures_named(stack: ModuleStack, needs_values: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn what the model's code raises into our errors, with the module it came from.
+    """Turn what the model's code raises into our errors, which name the module it came from.
 
     Args:
-        stack: Knows the module.
-        needs_values: The errors of fake tensors that were asked for a value.
+        stack: Knows which module failed.
+        needs_values: What torch raises when code needs the value of a fake tensor.
     """
     try:
         yield

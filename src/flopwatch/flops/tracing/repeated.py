@@ -1,7 +1,7 @@
-"""Finds the layers of a stand-in that are equal by structure: the same classes, tensors and settings.
+"""Finds the layers of a stand-in that have equal structure: the same classes, tensors and settings.
 
-What may differ between two equal layers is only their own number (`layer_idx` and the like). That number is replaced by
-one that notices when the layer's code calculates or decides with it, because then equal structure is not enough.
+Equal layers may differ only in their own index (`layer_idx` and the like). The index is replaced by an integer that
+notices when the layer's code calculates or decides with it, because then equal structure is not enough.
 """
 
 import functools
@@ -20,25 +20,26 @@ from flopwatch.model_library_internals import CACHES, OUTPUT_CAPTURING
 from flopwatch.torch_internals import HOOK_TABLES, MODULE_STATE, FakeTensor, own_buffers, own_modules, own_parameters
 
 FEWEST_EQUAL = 6
-"""Four of them are traced in any case."""
+"""Four layers of a kind are always traced, so replay does not pay for fewer."""
 _MOST_VALUES_COMPARED = 2**22
+"""Larger real tensors count as different: comparing them would take longer than tracing the layer."""
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PLAIN_TYPES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _PATH_IN_PEFT = "target_name"
-"""Where an adapter was put; it is not read again when the adapter runs."""
+"""The adapter's path in the model; PEFT does not read it when the adapter runs."""
 _NAMES_OF_CLASSES = {"id2label"}
-"""In a config of transformers: numbered, but not by layer."""
+"""Tables in a config of transformers whose integer keys are not layer indices."""
 
 _Position = tuple[str, ...]
 _Facts = dict[_Position, Any]
 
 
 class Kind:
-    """Layers that are equal by structure.
+    """Layers of equal structure.
 
     Attributes:
-        index_positions: Where the layers have their own numbers.
-        evidence: What the first and the last of them are made of.
+        index_positions: Where the layers keep their own index.
+        evidence: The description of the first and the last of them.
     """
 
     def __init__(
@@ -49,17 +50,17 @@ class Kind:
         self.index_positions = index_positions
         self.evidence = evidence
         self.obstacle = ""
-        """Why none of them can stand for another, found while they ran."""
+        """Why one cannot be replayed for another, found while they ran."""
 
 
 def equal_layers(replica: nn.Module) -> list[Kind]:
-    """The kinds of which a container holds enough, outermost containers first; their insides are not searched."""
+    """The kinds that a container has enough layers of. Containers inside such a container are not searched."""
     return [kind for path, container in _containers(replica, "", set()) for kind in _kinds(path, container)]
 
 
 @dataclass(frozen=True)
 class KnownKind:
-    """A kind without its modules, to be found again in another stand-in of the same model."""
+    """A kind without its modules, to find it again in another stand-in of the same model."""
 
     paths: tuple[str, ...]
     index_positions: set[_Position]
@@ -71,7 +72,7 @@ class KnownKind:
 
 
 def found_again(replica: nn.Module, known: Iterable[KnownKind]) -> list[Kind] | None:
-    """These kinds in another stand-in of a model that nobody has changed; None where it looks changed all the same."""
+    """The same kinds in another stand-in of an unchanged model; None if the model has changed after all."""
     kinds = []
     for each in known:
         modules = [replica.get_submodule(path) for path in each.paths]
@@ -100,7 +101,7 @@ def _containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[
 
 
 def _may_repeat(children: list[nn.Module]) -> bool:
-    """Enough of one class that are more than a single op, and none of them twice."""
+    """Whether there are enough children of one class that have children themselves, and none occurs twice."""
     classes = Counter(type(child) for child in children if own_modules(child))
     return len(set(map(id, children))) == len(children) and max(classes.values(), default=0) >= FEWEST_EQUAL
 
@@ -131,7 +132,7 @@ def _kinds(path: str, container: nn.Module) -> list[Kind]:
 
 
 class _Description:
-    """Everything that decides what a layer does, by where in the layer it stands."""
+    """Everything that decides what a layer does, by its position in the layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.facts: _Facts = {}
@@ -155,7 +156,7 @@ class _Description:
             self.facts[path, "hooks"] = "hook"
 
     def _value(self, value: Any) -> Any:
-        """Equal for equal settings; what cannot be compared is equal to itself only."""
+        """Equal for equal settings; an object that cannot be compared is only equal to itself."""
         if type(value) in _PLAIN_TYPES or isinstance(value, Enum | type):
             return type(value), value
         if isinstance(value, torch.Tensor):
@@ -178,7 +179,7 @@ class _Description:
     def _closure(self, function: FunctionType) -> Any:
         try:
             cells = tuple(self._value(cell.cell_contents) for cell in function.__closure__ or ())
-        except (ValueError, RecursionError):  # an empty cell, or a function that holds itself
+        except (ValueError, RecursionError):  # an empty cell, or a function that refers to itself
             return "object", id(function)
         return "function", function.__code__, cells, self._value(function.__defaults__)
 
@@ -193,18 +194,21 @@ def _tensor_facts(tensor: torch.Tensor) -> Any:
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether something besides the layer's own code runs when the layer does."""
+    """Whether calling one of these modules runs a hook besides its own code."""
     tables = (module.__dict__.get(name) for module in modules for name in HOOK_TABLES[:4])
     return any(not _is_idle(hook) for table in tables if table for hook in table.values())
 
 
 def _is_idle(hook: Any) -> bool:
-    """The hooks with which transformers keeps hidden states do nothing unless one is asked for; a replay looks."""
+    """Whether it is transformers' hook for hidden states, which does nothing unless they are requested.
+
+    `layer_calls.call_key` checks whether they are.
+    """
     return getattr(hook, "__module__", "") == OUTPUT_CAPTURING
 
 
 def _index_positions(facts: list[_Facts]) -> set[_Position]:
-    """Where every layer that has a number there has its own place in the container, give or take a constant."""
+    """Positions where every layer has an integer that is its place in the container plus a constant."""
     numbers: dict[_Position, list[int | None]] = {}
     for place, own in enumerate(facts):
         for position, value in own.items():
@@ -219,18 +223,18 @@ def _index_positions(facts: list[_Facts]) -> set[_Position]:
 
 
 class _EntriesPerLayer:
-    """Lists with an entry for each layer (`config.layer_types`): looking something up there cannot be noticed."""
+    """Lists with an entry per layer (`config.layer_types`), because indexing a list does not go through our index."""
 
     def __init__(self, layer_count: int) -> None:
         self._layer_count = layer_count
         self._known: dict[int, list[Any]] = {}
 
     def of(self, layer: nn.Module, indices: set[int]) -> tuple[str, ...]:
-        """What they say of the layer with these numbers."""
+        """The entries for a layer with these indices."""
         return tuple(repr([_entry(entries, index) for index in sorted(indices)]) for entries in self._near(layer))
 
     def all_near(self, layer: nn.Module) -> str:
-        """What they say of all layers."""
+        """The entries for all layers."""
         return repr(list(self._near(layer)))
 
     def _near(self, layer: nn.Module) -> Iterator[Any]:
@@ -265,20 +269,20 @@ def _entry(entries: Any, index: int) -> Any:
 
 def _watch_indices(kind: Kind) -> None:
     def used() -> None:
-        kind.obstacle = "its code calculates with the layer's number"
+        kind.obstacle = "its code calculates with the layer's index"
 
     for layer in kind.modules:
         for path, _, name in kind.index_positions:
             try:
                 settings = layer.get_submodule(path).__dict__
-            except AttributeError:  # a layer of another kind has a module there
+            except AttributeError:  # only layers of another kind have a module there
                 continue
             if name in settings:
                 settings[name] = _watched(settings[name], used)
 
 
 class WatchedIndex(int):
-    """A layer's number that calls `used` when something is calculated with it or decided by it."""
+    """A layer's index that calls `used` when code calculates or decides with it."""
 
     used: Callable[[], None]
 

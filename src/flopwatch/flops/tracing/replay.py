@@ -1,10 +1,10 @@
-"""Counts layers that are equal by structure without running each of them.
+"""Counts layers of equal structure without running each of them.
 
-The first two layers of a kind, one in the middle and the last run as ever. The others are not run: each gives fake
-outputs like those of its kind, through one autograd node, and what was counted in a layer that did run is counted for
-it too, under its own path. In the end the layers that ran must agree with each other to the FLOP. Whatever a layer
-does besides mapping its inputs to its outputs (writing to a buffer or an attribute, drawing random numbers, handing
-tensors out on other ways, calculating with its own number) shows in the layers that run, and then all of them run.
+The first two layers of a kind, one in the middle and the last run normally. Each other layer is replayed: it returns
+fake outputs like those of its kind through one autograd node, and the events counted in a layer that ran are counted
+for it too, under its own path. At the end the layers that ran must agree to the FLOP. Anything a layer does besides
+mapping inputs to outputs (write to a buffer or an attribute, draw random numbers, pass tensors on by another way,
+calculate with its own index) shows in the layers that run; then the model is traced again with every layer run.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,24 +35,24 @@ _MADE_IN = "_flopwatch_made_in"
 
 
 class ReplayRefusedError(MeasurementError):
-    """Layers that should have been equal were not: the model has to be traced in full."""
+    """Layers that should have been equal were not, so the model has to be traced in full."""
 
 
 class ReplayMemory:
-    """What earlier traces of one model have shown, so that later ones, at other shapes, run fewer layers."""
+    """What earlier traces of one model have proven, so that later traces at other shapes run fewer layers."""
 
     def __init__(self) -> None:
         self.proven: set[tuple[str, ...]] = set()
-        """The paths of the layers of each kind that has been seen to be equal."""
+        """The layer paths of each kind whose layers were proven to be equal."""
         self.is_refused = False
         self.proven_unchanged: set[tuple[str, ...]] = set()
-        """Of those, the ones proven since `unchanged` was entered."""
+        """The kinds that were proven since `unchanged` was entered."""
         self._is_unchanged = False
         self._known: list[KnownKind] | None = None
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Within, nobody changes the model between two traces, so its equal layers are looked for once."""
+        """The caller promises not to change the model inside the block, so equal layers are searched for once."""
         self._is_unchanged = True
         try:
             yield
@@ -80,17 +80,17 @@ class _Layer:
         self.must_run = must_run
         self.call: Any = module.__dict__[COMPILED_CALL]
         self.last: _Call | None = None
-        """Its latest call in the forward pass; recomputation belongs to that."""
+        """Its latest call in the forward pass, to which recomputation belongs."""
         self.modules = list(module.modules())
 
 
 class _Call:
-    """One call of one layer, run or replayed, with what it cost."""
+    """One call of one layer, run or replayed, with its events."""
 
     def __init__(self, layer: _Layer, key: Key | None, leaves: list[Any]) -> None:
         self.layer = layer
         self.key = key
-        # A key holds identities, which are only unique among living objects.
+        # The key contains ids, which are only unique while their objects live.
         self.kept_alive = [leaf for leaf in leaves if not isinstance(leaf, FakeTensor)]
         self.answer: Answer | None = None
         self.forward: list[Event] = []
@@ -98,16 +98,16 @@ class _Call:
         self.outputs_with_gradient: set[int] = set()
 
     def events(self, part: list[Event]) -> list[Event]:
-        """Without the layer's own path, so that calls of different layers can be compared."""
+        """The events without the layer's path, so that calls of different layers can be compared."""
         return [event.moved(self.layer.path, "<layer>") for event in part]
 
 
 class Replay:
-    """One trace in which equal layers are replayed; `log` takes the place of the tally.
+    """One trace in which equal layers are replayed; `log` replaces the tally.
 
     Args:
-        faker: Makes the outputs of layers that do not run.
-        memory: Lives as long as several traces of the same model.
+        faker: Makes the outputs of replayed layers.
+        memory: Shared by all traces of the same model.
     """
 
     def __init__(self, faker: Faker, memory: ReplayMemory) -> None:
@@ -124,7 +124,7 @@ class Replay:
         self._kinds: list[Kind] = []
 
     def attach(self, replica: nn.Module) -> None:
-        """Take over the calls of all repeated layers."""
+        """Redirect the calls of all repeated layers to this object."""
         self._kinds = self._memory.equal_layers(replica)
         for kind in self._kinds:
             must_run = self._samples(kind)
@@ -178,7 +178,7 @@ class Replay:
         return output
 
     def _run_again(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Recomputation: never replayed, and part of what the call in the forward pass cost."""
+        """Run a layer for recomputation, which is never replayed and counts to the layer's forward call."""
         return layer.call(*args, **kwargs) if layer.last is None else self._within(layer.last, args, kwargs)
 
     def _within(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,7 +193,7 @@ class Replay:
             self._calls_by_node.append(call)
 
     def _hand_out(self, call: _Call, output: Any) -> None:
-        """From here on the outputs belong to the model, and it shows which of them get a gradient."""
+        """Release the outputs to the model, and record which of them receive a gradient."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, torch.Tensor):
                 leaf.__dict__.pop(_MADE_IN, None)
@@ -203,7 +203,7 @@ class Replay:
     def _replay(self, call: _Call, answer: Answer, leaves: list[Any]) -> Any:
         call.answer = answer
         self.replayed.append(call)
-        self.log.tell_later(lambda: self._told(call, "forward"))
+        self.log.add_later(lambda: self._events_for(call, "forward"))
         return tree_unflatten(self._outputs(call, answer, leaves), answer.structure)
 
     def _outputs(self, call: _Call, answer: Answer, leaves: list[Any]) -> list[Any]:
@@ -218,11 +218,11 @@ class Replay:
         return answer.filled(made, leaves)
 
     def gradient_came(self, call: _Call, outputs: set[int]) -> set[int]:
-        """The backward pass reached a replayed call; the inputs that get a gradient for these outputs."""
+        """Record that the backward pass reached a replayed call; returns the inputs that these gradients reach."""
         if call.outputs_with_gradient or not outputs or torch.is_grad_enabled():
             raise ReplayRefusedError("a replayed layer was differentiated twice")
         call.outputs_with_gradient = outputs
-        self.log.tell_later(lambda: self._told(call, "backward"))
+        self.log.add_later(lambda: self._events_for(call, "backward"))
         answer = call.answer
         assert answer is not None
         return set().union(*(answer.reach[number] for number in outputs))
@@ -240,7 +240,7 @@ class Replay:
             call.backward.append(event)
 
     def _call_of_node(self) -> _Call | None:
-        """The call whose forward pass made the autograd node that runs now."""
+        """The call whose forward pass made the running autograd node."""
         node = current_autograd_node()
         if node is None:
             return None
@@ -251,7 +251,7 @@ class Replay:
         return None
 
     def watch(self, execute: Execute) -> Execute:
-        """Notice a tensor that left a layer on another way than as its output."""
+        """Wrap `execute` to notice tensors that leave a layer other than as its output."""
 
         def watched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             is_forward = self._kinds and not in_backward()
@@ -280,29 +280,29 @@ class Replay:
             for value in out:
                 self._mark(value)
 
-    def _told(self, call: _Call, part: str) -> list[Event]:
+    def _events_for(self, call: _Call, part: str) -> list[Event]:
         source = self._source(call)
         events: list[Event] = getattr(source, part)
         return [event.moved(source.layer.path, call.layer.path) for event in events]
 
     def _source(self, call: _Call) -> _Call:
-        """A call that ran, got the same inputs, and whose same outputs got a gradient."""
+        """A call that ran with the same inputs, and whose same outputs received a gradient."""
         assert call.key is not None
         ran = self._ran[id(call.layer.kind), call.key]
         return next(other for other in ran if other.outputs_with_gradient == call.outputs_with_gradient)
 
     def tally(self) -> Tally:
-        """Everything counted. Raise ReplayRefusedError where the layers that ran do not agree."""
+        """All that was counted. Raises ReplayRefusedError where the layers that ran do not agree."""
         for call in self.replayed:
             self._prove(call)
         self._memory.prove({call.layer.kind.paths for call in self.replayed})
         return self.log.tally()
 
     def failed_like_the_model(self, error: Exception, *, in_backward: bool) -> bool:
-        """Whether a trace in full would have raised this error too.
+        """Whether a full trace would have raised this error too.
 
-        It would where every layer ran. In the forward pass it would also where an earlier trace of the unchanged model
-        has proven the very layers that were replayed, and those that ran now agree.
+        It would if every layer ran. In the forward pass it also would if an earlier trace of the unchanged model has
+        proven the replayed layers equal, and those that ran this time agree.
         """
         if not self.is_attached or not self.replayed:
             return self.is_attached
@@ -332,7 +332,7 @@ class Replay:
 
 
 def _agree(one: _Call, other: _Call) -> bool:
-    """Whether two calls gave the same outputs for the same forward cost."""
+    """Whether two calls returned the same kind of outputs at the same forward cost."""
     return one.answer == other.answer and one.events(one.forward) == other.events(other.forward)
 
 
@@ -349,7 +349,7 @@ def _gradient_noted(call: _Call, number: int) -> Callable[[torch.Tensor], None]:
 
 
 class _Replayed(torch.autograd.Function):
-    """Stands for all of a layer in the autograd graph; `anchor` lets outputs need a gradient when no input does."""
+    """The autograd node of a replayed layer; `anchor` makes outputs require a gradient when no input does."""
 
     @staticmethod
     def forward(

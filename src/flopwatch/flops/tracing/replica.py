@@ -1,8 +1,9 @@
 """A stand-in for a live model: the same modules and code, other tensors, copies of its hooks.
 
-The live model is never touched. Each module is copied shallowly, its parameters and buffers replaced by what the caller
-maps them to (fake tensors, or aliases of the real ones), so a forward pass writes into the copies only. What changes
-how a model runs but not what it computes (`torch.compile`, DDP, FSDP2, tensor parallelism) is taken off on the way.
+The live model is never touched. Each module is copied shallowly, with its parameters and buffers replaced by what the
+caller maps them to (fake tensors, or aliases of the real ones), so a forward pass writes into the copies only. Wrappers
+that change how a model runs but not what it computes (`torch.compile`, DDP, FSDP2, tensor parallelism) are removed.
+`undisturbed` protects the state outside the model: random generators, autocast cache, dispatch modes, compiled code.
 """
 
 import copy
@@ -22,7 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from flopwatch.errors import InputError, UntraceableError
-from flopwatch.flops.tracing.hooks import HookCopies, hooks_told
+from flopwatch.flops.tracing.hooks import HookCopies, left_hooks_note
 from flopwatch.model_library_internals import SHARDED_FORWARDS
 from flopwatch.torch_internals import (
     BUFFERS,
@@ -49,7 +50,7 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Take off the wrappers that do not change the mathematics."""
+    """Remove the wrappers that do not change what a model computes."""
     while True:
         if isinstance(module, DistributedDataParallel | DataParallel):
             module = module.module
@@ -60,7 +61,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 class _Now(threading.local):
-    """The modules that run in this thread, and the run of autograd's engine that called each."""
+    """The modules that run in this thread, and the run of autograd's engine that called each of them."""
 
     def __init__(self) -> None:
         self.paths = [""]
@@ -68,7 +69,7 @@ class _Now(threading.local):
 
 
 class ModuleStack:
-    """The path of the module that runs now; `""` is the model itself."""
+    """Knows the path of the running module (`""` is the model itself), and how the stand-in differs from the model."""
 
     def __init__(self) -> None:
         self._now = _Now()
@@ -76,9 +77,9 @@ class ModuleStack:
         self.wrapped_weights: dict[str, None] = {}
         self.failed_in: str | None = None
 
-    def told(self) -> Iterator[str | None]:
-        """What a reader must know of how the stand-in differs from the model."""
-        yield hooks_told(self.left_hooks)
+    def notes(self) -> Iterator[str | None]:
+        """How the stand-in differs from the model, for the reader of a count."""
+        yield left_hooks_note(self.left_hooks)
         if self.wrapped_weights:
             kinds = ", ".join(self.wrapped_weights)
             yield f"weights of type {kinds} count as plain ones: in which type their products run is not known"
@@ -93,7 +94,7 @@ class ModuleStack:
 
     @property
     def entered_in(self) -> int:
-        """The run of autograd's engine that called the module which runs now; -1 for a call outside of any."""
+        """The run of autograd's engine that called the running module; -1 for a call outside of any."""
         return self._now.tasks[-1]
 
     @contextmanager
@@ -103,7 +104,7 @@ class ModuleStack:
         try:
             yield
         except Exception:
-            self.failed_in = self.failed_in or path  # the innermost one is left first
+            self.failed_in = self.failed_in or path  # the innermost module raises first
             raise
         finally:
             self._now.paths.pop()
@@ -123,7 +124,7 @@ class _Replicator:
         self._map_tensor = map_tensor
         self._stack = stack
         self._copies: dict[int, Any] = {}
-        # Ids are only unique among living objects, so the originals are kept until the copy is done.
+        # An id is only unique while its object lives, so the originals are kept until the copy is done.
         self._originals: list[Any] = []
         self._copied_modules: list[tuple[nn.Module, nn.Module]] = []
         self._hooks = HookCopies(self.value, stack.left_hooks, stack.inside)
@@ -147,16 +148,16 @@ class _Replicator:
             name: None if child is None else self.module(child, f"{path}.{name}".lstrip("."))
             for name, child in own_modules(original).items()
         }
-        # After the children, so that a module which is also kept in a plain attribute goes by its path in the tree.
+        # After the children, so that a module that is also a plain attribute gets its path in the tree.
         attributes = [(name, value) for name, value in original.__dict__.items() if not _is_left_out(name, value)]
         twin.__dict__.update({name: self.value(value) for name, value in attributes})
         self._copied_modules.append((original, twin))
-        # nn.Module.__call__ prefers this attribute: it is how the running module is known without a hook.
+        # nn.Module.__call__ prefers this attribute, so the running module is known without a hook.
         twin.__dict__[COMPILED_CALL] = functools.partial(_call_inside, twin, self._stack, path)
         return twin
 
     def copy_hooks(self) -> None:
-        """After the whole tree, because a hook may reach any module of it, or one outside of it."""
+        """Copy hooks after the whole tree, because a hook may reach any module of it, or one outside of it."""
         for original, twin in self._copied_modules:  # grows while it is walked
             twin.__dict__.update(self._hooks.tables(original))
 
@@ -186,13 +187,13 @@ class _Replicator:
         return own_generator(value)
 
     def _function(self, function: FunctionType) -> FunctionType:
-        """A wrapper around a method of the live model (TRL's fused head) must call the stand-in's."""
+        """Rebind a closure over the live model (TRL's fused head wraps a method) to the stand-in."""
         cells = function.__closure__ or ()
         try:
             contents = [cell.cell_contents for cell in cells]
         except ValueError:  # a cell that is still empty
             return function
-        self._remember(function, function)  # a function may hold itself
+        self._remember(function, function)  # a function may refer to itself
         mapped = [self.value(content) for content in contents]
         if all(new is old for new, old in zip(mapped, contents, strict=True)):
             return function
@@ -210,12 +211,12 @@ class _Replicator:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
             raise InputError("the model has lazy parameters without a shape yet; run one batch through it first")
-        # A DTensor only spreads a plain tensor over ranks; any other wrapper (torchao's) decides how it is multiplied.
+        # A DTensor only shards a plain tensor. Other wrapper tensors (torchao's) decide how they are multiplied.
         if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
             self._stack.wrapped_weights[type(tensor).__name__] = None
         mapped = self._map_tensor(tensor)
         if isinstance(tensor, nn.Parameter):
-            if type(mapped) is FakeTensor:  # a new one: what torch makes of it, without another op
+            if type(mapped) is FakeTensor:  # nn.Parameter() would run one more op per parameter
                 mark_as_parameter(mapped)
                 return mapped.requires_grad_(tensor.requires_grad)
             return nn.Parameter(mapped, requires_grad=tensor.requires_grad)
@@ -228,7 +229,7 @@ class _Replicator:
 
 
 def own_generator(value: Any) -> Any:
-    """A copy of a random generator, so that drawing from it leaves the original where it was; all else as it is."""
+    """A copy of a random generator, so that draws do not advance the original; other values are returned unchanged."""
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
@@ -246,7 +247,7 @@ def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, *
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class as the user wrote it: `fully_shard` swaps in a subclass that shards."""
+    """The user's class: `fully_shard` replaces it by a subclass, and SyncBatchNorm would need the other ranks."""
     cls = type(module)
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -263,7 +264,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Hooks registered for all modules would fire for the copies too."""
+    """Switch off hooks that are registered for all modules: they would fire for the copies too."""
     tables = global_hook_tables()
     saved = [OrderedDict(table) for table in tables]
     try:
@@ -275,16 +276,13 @@ def without_global_hooks() -> Iterator[None]:
             table.update(entries)
 
 
-# Run something without leaving a trace: random states, autocast cache, dispatch modes, compiled frames.
-
-
 @contextmanager
 def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """What runs inside changes no state that a training sees afterwards.
+    """Restore all state that a training could notice when the block ends.
 
     Args:
-        devices: The accelerators that something will be run on. Others are not even asked for their random state: that
-            would set up a context, and take memory, on each of them.
+        devices: The accelerators that the block uses. The random state of other accelerators is not saved, because
+            reading it would create a context, and take memory, on each of them.
     """
     with ExitStack() as stack:
         for device in dict.fromkeys(devices):
@@ -294,10 +292,10 @@ def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(_no_autocast_cache())
         stack.enter_context(without_global_hooks())
-        # The user's own modes (another counter, say) would see our ops.
+        # The user's own dispatch modes (another counter, say) would see our ops.
         stack.enter_context(disable_current_modes())
-        # A compiled function that first runs under a dispatch mode is never compiled again (pytorch issue 140909):
-        # forced to run eagerly it is passed by, and stays as it was.
+        # A compiled function that first runs under a dispatch mode is never compiled again (pytorch issue 140909).
+        # Forced to run eagerly, it keeps its state.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -318,7 +316,7 @@ def _same_random_states() -> Iterator[None]:
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    # Inside a user's autocast region the casts of our tensors would stay cached until the region ends.
+    # In an autocast region of the user, torch would keep the casts of our tensors in memory until the region ends.
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

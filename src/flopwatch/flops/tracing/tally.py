@@ -1,4 +1,7 @@
-"""Adds up what the ops of one step cost: by phase, by op, by module, by type, and what had no formula."""
+"""Adds up what the ops of one step cost, by phase, op, module and compute type, and lists ops without a formula.
+
+`EventLog` records the same calls in order instead, so that replay can repeat the events of one layer for another.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -27,7 +30,7 @@ class Tally:
         self._notes: dict[str, None] = {}
 
     def add(self, op: str, module: str, phase: Phase, flops: OpFlops, dtype: str | None = None) -> None:
-        """Add one call; `dtype` is the type its products ran in, unless the formula knows better."""
+        """Add one call; `dtype` is the type its products ran in, unless the formula gives another."""
         self._counted_calls += 1
         cell = self._flops[op, module, flops.dtype or dtype or UNKNOWN_TYPE]
         cell[phase] += flops.needed
@@ -35,7 +38,7 @@ class Tally:
         self.note(flops.note)
 
     def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor]) -> None:
-        # A nested tensor has no shape.
+        # Asking a nested tensor for its shape raises.
         self._uncounted[op, module, tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)] += 1
 
     def note(self, text: str | None) -> None:
@@ -48,7 +51,7 @@ class Tally:
             is_fused = any("attention" in op or "attn" in op for op in by_op)
             if not is_fused or any("bmm" in op for op in by_op):
                 self.note(UNMASKED_PRODUCTS)
-            # Where nothing was counted by the causal convention, the number must not carry its name.
+            # Without fused attention nothing was counted by the causal convention, so the count must not claim it.
             attention = "causal" if is_fused else "full"
         total = sum(by_op.values(), PhaseFlops())
         uncounted_calls = sum(self._uncounted.values())
@@ -77,7 +80,7 @@ class Tally:
 
 
 def float_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The floating tensors among an op's arguments, lists of tensors opened."""
+    """The floating tensors among an op's arguments, including those in lists."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -88,12 +91,9 @@ def float_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-# What a trace counted, event by event, so that the events of one layer can be told again for another.
-
-
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """All that a tally asks of a tensor."""
+    """What a tally reads of a tensor; keeping the tensor itself would keep its memory."""
 
     shape: torch.Size | tuple[int, ...]
     dtype: torch.dtype
@@ -106,7 +106,7 @@ def _facts(tensor: torch.Tensor) -> TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One call of a method of `Tally`; `module` is the path it is put down to, None where there is none."""
+    """One call of a method of `Tally`; `module` is the path it is attributed to, or None."""
 
     method: str
     module: str | None
@@ -127,20 +127,20 @@ class Event:
             getattr(tally, self.method)(self.op, self.module, *self.rest, **dict(self.options))
 
 
-Tell = Callable[[], Iterable[Event]]
+LateEvents = Callable[[], Iterable[Event]]
 
 
 class EventLog(Tally):
-    """Takes what a tally takes, and keeps it in order.
+    """Records calls of `Tally`'s methods in order.
 
     Args:
-        listen: Is told of each event when it happens.
+        listen: Called with each event as it happens.
     """
 
     def __init__(self, listen: Callable[[Event], None] = lambda event: None) -> None:
         super().__init__()
         self._listen = listen
-        self._entries: list[Event | Tell] = []
+        self._entries: list[Event | LateEvents] = []
 
     def add(self, op: str, module: str, *rest: Any, **options: Any) -> None:
         self._keep(Event("add", module, op, rest, tuple(options.items())))
@@ -157,18 +157,17 @@ class EventLog(Tally):
         self._entries.append(event)
         self._listen(event)
 
-    def tell_later(self, tell: Tell) -> None:
-        """Events that belong here and are known at the end only."""
-        self._entries.append(tell)
+    def add_later(self, events: LateEvents) -> None:
+        """Reserve a place for events that are only known when the step is over."""
+        self._entries.append(events)
 
     def tally(self) -> Tally:
-        """Everything added up."""
         tally = Tally()
-        self.tell(tally)
+        self.add_to(tally)
         return tally
 
-    def tell(self, tally: Tally) -> None:
-        """Everything told to another tally, in order."""
+    def add_to(self, tally: Tally) -> None:
+        """Repeat all recorded calls on another tally, in order."""
         for entry in self._entries:
             for event in [entry] if isinstance(entry, Event) else entry():
                 event.add_to(tally)

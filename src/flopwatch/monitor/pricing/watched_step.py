@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from flopwatch.flops.formulas import OpCall, OpFlops, bind, find_formula
 from flopwatch.flops.formulas.free_ops import RISKY, costs_nothing
-from flopwatch.flops.tracing.counter import QUESTIONS, CountingMode
+from flopwatch.flops.tracing.counter import METADATA_OPS, CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.tally import Phase
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
@@ -230,7 +230,7 @@ class _PassingMode(CountingMode):
             out = func(*args, **kwargs)
             self._guarded(self._count_higher_order, func, args)
             return out
-        if short_op_name(func) in QUESTIONS:
+        if short_op_name(func) in METADATA_OPS:
             return NotImplemented
         if torch.is_inference_mode_enabled() and can_decompose(func) and not _has_kernel(func, _device_types(args)):
             # Ops arrive that torch takes apart only below us. Most are the same taken apart here; these are not.

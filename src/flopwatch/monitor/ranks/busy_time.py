@@ -145,7 +145,7 @@ class StallSampler:
         """A thread that used the processor is not stalled; otherwise its stack decides."""
         is_stalled = False
         if busy_seconds < _BUSY_SHARE * _SAMPLE_SECONDS:
-            # CPython's only way to another thread's stack; documented, and also in PyPy. Checked with 3.10 to 3.14.
+            # The documented way to another thread's stack; its underscore only warns that it is for special purposes.
             frame = sys._current_frames().get(self._ident)
             is_stalled = frame is not None and not _waits_for_ranks(frame)
         self._samples.append(is_stalled)

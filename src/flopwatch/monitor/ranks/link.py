@@ -19,6 +19,7 @@ from flopwatch.monitor.ranks import group as ranks_group
 from flopwatch.monitor.ranks.group import RunKey, park
 from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, aligned, extend
 from flopwatch.monitor.ranks.sharing import DeviceCensus
+from flopwatch.records.reading import first_line
 
 _PLAN_TAG, _REPORT_TAG, _END_TAG = 1, 2, 3
 _LENGTH_BYTES = 8
@@ -163,7 +164,7 @@ class RankLink:
                 ranks_group.end_run(job_store, self._key)
         except Exception as error:  # a rank has died or never joined
             with self._changed:
-                self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                self.failure = f"{type(error).__name__}: {first_line(error)}"
                 self._changed.notify_all()
         self._group = None
         self.cpu_seconds = time.thread_time()

@@ -1,4 +1,4 @@
-"""A trial's result as a cell of a matrix. Pure."""
+"""Trials as cells: which trials may be compared, the column each belongs to, and the numbers it contributes. Pure."""
 
 import sys
 from collections import defaultdict
@@ -9,33 +9,31 @@ from flopwatch.records.trainer_names import LABELS, is_private
 from flopwatch.records.trial import MemoryUse, StepCost, TrialResult, TrialSpec
 from flopwatch.report.records import Cell, Privacy, TrialRow
 
-# Which trials may be compared, and how their trainers are called. Pure.
-
-
-_PRIVACY: Mapping[bool | None, Privacy] = {True: "private", False: "not private", None: "unknown"}
-_ORDER = tuple(LABELS)
 _MICRO_BATCH = "micro-batch"
 
 
+_PRIVACY_CLASSES: Mapping[bool | None, Privacy] = {True: "private", False: "not private", None: "unknown"}
+
+
 def privacy_of(spec: TrialSpec) -> Privacy:
-    return _PRIVACY[is_private(spec.trainer)]
+    """The class within which the trainer is compared; unknown for a user's own."""
+    return _PRIVACY_CLASSES[is_private(spec.trainer)]
 
 
 def trainer_name(spec: TrialSpec) -> str:
-    """As it stands in tables.
+    """The trainer's name in tables: the short one for built-in trainers, because columns are narrow.
 
     >>> trainer_name(TrialSpec("ghost", "tiny", 4, 512, label="DPGhostClippingTrainer"))
     'ghost'
     >>> trainer_name(TrialSpec("my.trainers:Lion", "tiny", 4, 512))
     'my.trainers:Lion'
     """
-    # A built-in trainer's class name says no more than its short name, which fits a narrow column.
-    is_long = spec.trainer in LABELS and spec.label in LABELS.values()
-    return spec.trainer if is_long or not spec.label else spec.label
+    is_builtin = spec.trainer in LABELS and spec.label in LABELS.values()
+    return spec.trainer if is_builtin or not spec.label else spec.label
 
 
 def group_settings(spec: TrialSpec) -> dict[str, Any]:
-    """What trials must have in common to be compared."""
+    """The settings that trials must share to be compared."""
     return {
         "model": spec.model,
         "dtype": spec.dtype,
@@ -55,12 +53,12 @@ def group_key(spec: TrialSpec) -> tuple[Any, ...]:
 
 
 def place_key(spec: TrialSpec) -> tuple[Any, ...]:
-    """Trials that differ in nothing but their batch size."""
+    """The same for trials that differ only in their batch size."""
     return (*group_key(spec), trainer_name(spec), spec.seq_len, *sorted(_variant_settings(spec).items()))
 
 
 def column_names(specs: Mapping[str, TrialSpec]) -> dict[str, str]:
-    """Trial to column: the trainer, and what else differs between its trials, such as an option or the seed."""
+    """The column of each trial: its trainer, and the options or seeds in which trials of this trainer differ."""
     variants: dict[tuple[Any, ...], dict[str, dict[str, str]]] = defaultdict(dict)
     for name, spec in specs.items():
         variants[(*group_key(spec), trainer_name(spec))][name] = _variant_settings(spec)
@@ -74,14 +72,14 @@ def column_names(specs: Mapping[str, TrialSpec]) -> dict[str, str]:
 
 
 def trainer_order(names: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """(column, trainer) in the order columns stand: `standard` first, users' own last."""
-    rank = {trainer: place for place, trainer in enumerate(_ORDER)}
+    """Columns in order, given (column, trainer) pairs: built-in trainers first, users' own last."""
+    rank = {trainer: place for place, trainer in enumerate(LABELS)}
     found = {column: (rank.get(trainer, len(rank)), column) for column, trainer in names}
     return tuple(sorted(found, key=lambda column: found[column]))
 
 
 def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
-    """In words; what is the same for all groups and says nothing is left out.
+    """The heading of a group. Resources are named only if they differ between groups.
 
     >>> group_title({"model": "small", "dtype": "bf16", "checkpointing": True, "device": "cuda"}, ["dtype"])
     'small, bf16, cuda, checkpointing'
@@ -112,25 +110,24 @@ def _variant_settings(spec: TrialSpec) -> dict[str, str]:
 def _varying(members: Iterable[Mapping[str, str]]) -> list[str]:
     members = list(members)
     names = dict.fromkeys(name for settings in members for name in settings)
-    # Micro-batches are told even where all trials have them: memory and time are not those of the batch at once.
+    # Micro-batches are always named: memory and time are not those of a whole batch at once.
     return [name for name in names if name == _MICRO_BATCH or len({settings.get(name) for settings in members}) > 1]
 
 
 FEWEST_STEPS = 6
-"""Below this many measured steps no interval is believed: of 5, least and most hold the median 94 % of the time."""
+"""With fewer measured steps a 95 % interval does not exist: even from the least to the most of 5 steps it is 94 %."""
 
 MOST_FINITE = sys.float_info.max
-"""JSON may hold integers beyond it, and those cannot be divided."""
+"""JSON may hold larger integers, which Python cannot divide into a float."""
 
 
 def make_cell(result: TrialResult, column: str) -> Cell:
-    """Numbers only where the trial ran to its end: half a trial has not met its peak yet."""
+    """The cell of a trial that has ended. Only `ok` trials have numbers: one cut short may not have met its peak."""
     spec, measured = result.spec, result.measured
     place = (result.name, column, privacy_of(spec), spec.batch_size, spec.seq_len, str(result.outcome))
     if result.outcome != "ok":
         return Cell(*place, device_bytes=measured.memory.device_bytes)
     steps, cost, memory = measured.steps, measured.cost or StepCost(), measured.memory
-    # The interval of one or two steps is a point or a pair: it would decide what it does not know.
     interval = steps if steps and steps.count >= FEWEST_STEPS else None
     return Cell(
         *place,
@@ -138,7 +135,7 @@ def make_cell(result: TrialResult, column: str) -> Cell:
         low_seconds=positive(interval and interval.low),
         high_seconds=positive(interval and interval.high),
         is_unstable=bool(steps and steps.unstable),
-        peak_bytes=positive(memory.peak_bytes) if _tells_peak(result) else None,
+        peak_bytes=positive(memory.peak_bytes) if _knows_peak(result) else None,
         above_start_bytes=_above_start(memory),
         device_bytes=positive(memory.device_bytes),
         alloc_retries=memory.alloc_retries,
@@ -167,7 +164,7 @@ def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None
         batch_size=spec.batch_size,
         seq_len=spec.seq_len,
         outcome=cell.outcome,
-        reason=result.reason if result else "in the plan, without a result yet",
+        reason=result.reason if result else "planned, but has no result yet",
         total_seconds=positive(result.seconds) if result else None,
         step_seconds=cell.seconds,
         is_unstable=cell.is_unstable,
@@ -183,13 +180,13 @@ def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None
 
 
 def positive(value: Any) -> Any:
-    """The number; None when it is no finite number above 0, which no measurement is."""
+    """The value if it is a finite number above 0, as every measurement is, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 < value <= MOST_FINITE else None
 
 
-def _tells_peak(result: TrialResult) -> bool:
-    """On an accelerator whose allocator does not tell, the host's memory is not what decides."""
+def _knows_peak(result: TrialResult) -> bool:
+    """Whether the peak is that of the device the trial ran on: host memory does not limit a trial on an accelerator."""
     on_cpu = str(result.environment.get("device", "cpu")).startswith("cpu")
     return on_cpu or result.measured.memory.reserved_bytes is not None
 

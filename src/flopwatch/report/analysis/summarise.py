@@ -1,4 +1,4 @@
-"""From what lies in the folder to one summary. Pure."""
+"""From a captured sweep to its summary: groups of comparable trials, and totals. Pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,16 +6,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, TrialResult, TrialSpec
-from flopwatch.report.analysis.caveats import (
-    denominators,
-    distinct_environments,
-    host_memory_warnings,
-    incomplete_warnings,
-    mixed_warnings,
-    peak_warnings,
-    retried_warnings,
-)
+from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, PrivacySpent, TrialResult, TrialSpec
 from flopwatch.report.analysis.cells import (
     column_names,
     group_key,
@@ -30,12 +21,22 @@ from flopwatch.report.analysis.cells import (
     trainer_name,
     trainer_order,
 )
-from flopwatch.report.analysis.failures import group_failures
+from flopwatch.report.analysis.problems import (
+    denominators,
+    distinct_environments,
+    group_failures,
+    host_memory_warnings,
+    incomplete_warnings,
+    mixed_warnings,
+    peak_warnings,
+    retried_warnings,
+)
 from flopwatch.report.analysis.verdicts import choose, cost_factors, find_crossovers, frontier, pareto_trials
 from flopwatch.report.capture import Capture
-from flopwatch.report.matrices import MOST_COLUMNS
-from flopwatch.report.records import Cell, Group, SweepSummary, Totals, TrainerTotals, TrialRow
-from flopwatch.report.sentences import privacy_rows
+from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals, TrialRow
+
+MOST_COLUMNS = 16
+"""Of a group; more columns side by side cannot be read, and the pairs to search for crossovers grow with the square."""
 
 
 class _Member(NamedTuple):
@@ -45,7 +46,7 @@ class _Member(NamedTuple):
 
 
 def summarise(capture: Capture) -> SweepSummary:
-    """Everything the report says."""
+    """Everything that the report shows."""
     results = list(capture.results.values())
     members = _grouped(capture)
     varying = _varying([group_settings(group[0].spec) for group in members])
@@ -73,7 +74,7 @@ def summarise(capture: Capture) -> SweepSummary:
 
 
 def _grouped(capture: Capture) -> list[list[_Member]]:
-    """Comparable trials together, the groups with the most that ran first."""
+    """Groups of comparable trials, those with the most `ok` trials first."""
     specs = {name: result.spec for name, result in capture.results.items()} | dict(capture.missing)
     columns = column_names(specs)
     groups: dict[tuple[Any, ...], list[_Member]] = defaultdict(list)
@@ -115,7 +116,7 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
 
 
 def _with_like_peaks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """Beside trials that tell of an accelerator's memory, the host memory of a command is none to compare."""
+    """Without the peaks of trials that report host memory, where others of the group report an accelerator's."""
     if not any(cell.device_bytes for cell in cells):
         return tuple(cells)
     return tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in cells)
@@ -124,7 +125,9 @@ def _with_like_peaks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
 def _too_many(columns: int) -> tuple[str, ...]:
     if columns <= MOST_COLUMNS:
         return ()
-    return (f"{columns:,} trainers, options or seeds: {MOST_COLUMNS} are shown, and crossovers were not looked for",)
+    return (
+        f"{columns:,} columns of trainers, options or seeds: the first {MOST_COLUMNS} are shown, without crossovers",
+    )
 
 
 def _rows(groups: Sequence[Sequence[_Member]]) -> tuple[TrialRow, ...]:
@@ -152,15 +155,22 @@ def _warnings(groups: Sequence[Group], by_outcome: Mapping[str, int]) -> tuple[s
     warnings = [f"{group.title}: {warning}" for group in groups for warning in group.warnings]
     if missing := by_outcome.get("missing", 0):
         verb = "trial has" if missing == 1 else "trials have"
-        warnings.append(f"{missing:,} {verb} no result yet; start the same sweep again and it goes on")
+        warnings.append(f"{missing:,} {verb} no result yet; run the same sweep command again to resume")
     return tuple(warnings)
 
 
-# How many ended how, per trainer and in all. Pure.
+def privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow, ...]:
+    """One row for each batch size and privacy spent, with all trainers that spend it; from (column, result) pairs."""
+    found: dict[tuple[int, PrivacySpent], list[str]] = {}
+    for column, result in trials:
+        if result.outcome == "ok" and result.measured.privacy is not None:
+            found.setdefault((result.spec.batch_size, result.measured.privacy), []).append(column)
+    rows = [PrivacyRow(batch, tuple(dict.fromkeys(columns)), spent) for (batch, spent), columns in found.items()]
+    return tuple(sorted(rows, key=lambda row: (row.batch_size, row.spent.noise_multiplier)))
 
 
 _LONGEST_SWEEP_SECONDS = 5 * 365 * 86400.0
-"""A machine whose clock has no battery begins in 1970: what is longer is no time anybody waited."""
+"""Longer spans come from a wrong clock, such as that of a machine without a battery, which starts in 1970."""
 
 
 def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
@@ -178,7 +188,7 @@ def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
 
 
 def _wall_seconds(lives: Sequence[tuple[float | None, float]]) -> float | None:
-    """From the first start to the last end, by the clocks of all hosts; None where one of them cannot be right."""
+    """From the first start to the last end, by the clocks of all hosts; None if one of them is clearly wrong."""
     ran = [(start, start + seconds) for start, seconds in lives if start is not None]
     if not ran:
         return None
@@ -187,7 +197,7 @@ def _wall_seconds(lives: Sequence[tuple[float | None, float]]) -> float | None:
 
 
 def was_tried(result: TrialResult) -> bool:
-    """Whether its end says something of its trainer; one refused before its start, or cancelled, does not."""
+    """Whether the outcome says something about the trainer, unlike one of a refused or cancelled trial."""
     if result.outcome == "invalid":
         return result.unix_time is not None
     return result.outcome not in (*NOT_RUN, "cancelled")
@@ -237,7 +247,7 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
 
 
 def _shared_configurations(by_trainer: Sequence[Sequence[TrialResult]]) -> set[str]:
-    """Those every trainer ran; a trainer that only ran small ones would look frugal otherwise."""
+    """Configurations that every trainer ran: a trainer that ran only small ones would otherwise seem to need little."""
     if len(by_trainer) < 2:
         return set()
     ran = [

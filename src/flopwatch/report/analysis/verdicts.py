@@ -1,7 +1,11 @@
-"""Where one trainer overtakes another along sequence length or batch size. Pure.
+"""What the measurements of one group decide: crossovers, what to run, costs against `standard`, memory limits. Pure.
 
-Between two measured neighbours the logarithm of the ratio is taken as linear in the logarithm of the axis: costs are
-sums of powers of both, so this is straight where one power dominates.
+A crossover is where one trainer overtakes another along sequence length or batch size. Between two measured
+neighbours the logarithm of their ratio is taken as linear in the logarithm of the axis: costs are sums of powers of
+both, so this is a straight line where one power dominates.
+
+What to run is decided per sequence length and privacy class. A private trainer is never compared with one that is
+not: the faster one would not give the same privacy.
 """
 
 from collections import defaultdict
@@ -14,9 +18,9 @@ from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, Privacy, Quantity
 
 PROCESS_NOISE = 0.02
-"""Two processes that run the same differ by so much, even where the steps within each agree."""
+"""Two processes that run the same trial differ by up to this share, even if the steps within each agree."""
 MEMORY_RESOLUTION = 0.01
-"""Peaks have no interval; closer than this they count as equal."""
+"""Peaks of memory have no interval; those closer than this count as equal."""
 
 
 class _Point(NamedTuple):
@@ -26,7 +30,7 @@ class _Point(NamedTuple):
 
 
 def find_crossovers(cells: Iterable[Cell], trainers: Sequence[str]) -> tuple[Crossover, ...]:
-    """All of a group, the claimed ones first."""
+    """Every crossover of a group, the decided ones first."""
     ran = [cell for cell in cells if cell.outcome == "ok"]
     found: list[Crossover] = []
     for axis in ("sequence", "batch"):
@@ -39,8 +43,8 @@ def find_crossovers(cells: Iterable[Cell], trainers: Sequence[str]) -> tuple[Cro
     return tuple(sorted(found, key=lambda crossover: not crossover.is_claimed))
 
 
-def is_told_apart(first: Cell, second: Cell, quantity: Quantity) -> bool:
-    """Whether the measurement decides: intervals 2 % wider on each side do not overlap, peaks differ by 1 %."""
+def differ_measurably(first: Cell, second: Cell, quantity: Quantity) -> bool:
+    """Whether the intervals, widened by 2 % on each side, do not overlap; for memory, whether peaks differ by 1 %."""
     if quantity == "memory":
         peaks = first.peak_bytes or 0, second.peak_bytes or 0
         return max(peaks) > (1 + MEMORY_RESOLUTION) * min(peaks)
@@ -54,13 +58,13 @@ def _ends_before(first: Cell, second: Cell) -> bool:
 
 
 def interpolated(low: _Point, high: _Point) -> float:
-    """Where the log ratio is 0 on the straight line through both."""
+    """The axis value at which the straight line through both points has the log ratio 0."""
     share = low.log_ratio / (low.log_ratio - high.log_ratio)
     return exp(log(low.value) + share * (log(high.value) - log(low.value)))
 
 
 def _lines(cells: Sequence[Cell], axis: Axis) -> dict[int, dict[str, dict[int, Cell]]]:
-    """Fixed value, then trainer, then value along the axis."""
+    """Cells by the value of the other axis, by trainer, and by their value along this axis."""
     lines: dict[int, dict[str, dict[int, Cell]]] = defaultdict(lambda: defaultdict(dict))
     for cell in cells:
         along, fixed = (cell.seq_len, cell.batch_size) if axis == "sequence" else (cell.batch_size, cell.seq_len)
@@ -74,7 +78,7 @@ def _points(first: dict[int, Cell], second: dict[int, Cell], quantity: Quantity)
         a, b = first[value], second[value]
         amounts = (a.seconds, b.seconds) if quantity == "time" else (a.peak_bytes, b.peak_bytes)
         if amounts[0] and amounts[1]:
-            points.append(_Point(value, log(amounts[0] / amounts[1]), is_told_apart(a, b, quantity)))
+            points.append(_Point(value, log(amounts[0] / amounts[1]), differ_measurably(a, b, quantity)))
     return points
 
 
@@ -113,24 +117,19 @@ def _crossover(
     return Crossover(*where, below, above, low.value, high.value, at, equal_at, is_claimed)
 
 
-# What to run: per sequence length and privacy class, decided only where the measurement decides. Pure.
-#
-# A private trainer is never weighed against one that is not: the second gives no privacy, however fast.
-
-
 NEAR = 0.9
-"""Within 10 % of the fastest."""
+"""A configuration with this share of the best throughput is a candidate for the least memory."""
 _CLASSES: tuple[Privacy, ...] = ("not private", "private", "unknown")
 
 
 def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
-    """One choice per sequence length and class that has anything that ran and was timed."""
+    """One choice for each sequence length and privacy class in which a trial has a throughput."""
     places = _by_place(cell for cell in cells if cell.samples_per_s is not None)
     return tuple(_choice(*place, members) for place, members in sorted(places.items(), key=_in_order))
 
 
 def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """Names of the trials that nothing of the same class and sequence length beats in both memory and throughput."""
+    """Trials that no other of the same class and sequence length beats in both memory and throughput."""
     places = _by_place(cell for cell in cells if cell.samples_per_s is not None and cell.peak_bytes is not None)
     best: list[str] = []
     for members in places.values():
@@ -143,10 +142,10 @@ def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
 
 
 def throughput_interval(cell: Cell) -> tuple[float, float] | None:
-    """Samples per second at the ends of the interval of the median; None when steps were not timed."""
+    """Samples per second at the ends of the median's interval; None without an interval."""
     if not (cell.samples_per_s and cell.seconds and cell.low_seconds and cell.high_seconds):
         return None
-    # A command may tell a rate of its own, such as that of four devices.
+    # Not the batch size: a command may report a rate of its own, such as that of four devices.
     samples = cell.samples_per_s * cell.seconds
     return samples / cell.high_seconds, samples / cell.low_seconds
 
@@ -171,7 +170,7 @@ def _choice(seq_len: int, privacy: Privacy, members: Sequence[Cell]) -> Choice:
 
 def _overlap(fastest: Cell, other: Cell) -> bool:
     best, interval = throughput_interval(fastest), throughput_interval(other)
-    if best is None or interval is None:  # without an interval nothing is decided
+    if best is None or interval is None:  # nothing is decided: call it a tie within 10 %
         return (other.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
     return interval[1] * (1 + PROCESS_NOISE) >= best[0] * (1 - PROCESS_NOISE)
 
@@ -188,16 +187,13 @@ def _in_order(place: tuple[tuple[int, Privacy], list[Cell]]) -> tuple[int, int]:
     return seq_len, _CLASSES.index(privacy)
 
 
-# What a trainer costs against `standard`, and how far each gets. Pure.
-
-
 BASELINE = "standard"
 
 
 def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
-    """Every other trainer against `standard` at the same batch size and sequence length, where both ran."""
+    """Each trainer against `standard` at the same batch size and sequence length, where both ran."""
     ran = [cell for cell in cells if cell.outcome == "ok"]
-    # With several columns of `standard` (seeds, options) none of them is the baseline.
+    # Several columns of `standard` (seeds, options): only one with the plain name can be the baseline.
     columns = {cell.trainer for cell in ran if cell.privacy == "not private"}
     baseline = next(iter(columns)) if len(columns) == 1 else BASELINE
     standard = {(cell.seq_len, cell.batch_size): cell for cell in ran if cell.trainer == baseline}
@@ -209,7 +205,7 @@ def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
 
 
 def frontier(cells: Iterable[Cell]) -> tuple[FrontierPoint, ...]:
-    """Per trainer and sequence length: the largest batch that ran, and the smallest out of memory."""
+    """For each trainer and sequence length, the largest batch that ran and the smallest that ran out of memory."""
     places: dict[tuple[str, int], list[Cell]] = defaultdict(list)
     for cell in cells:
         places[cell.trainer, cell.seq_len].append(cell)
@@ -217,7 +213,7 @@ def frontier(cells: Iterable[Cell]) -> tuple[FrontierPoint, ...]:
 
 
 def _factor(cell: Cell, standard: Cell) -> CostFactor:
-    is_bound = cell.is_lower_bound or standard.is_lower_bound  # the ratio of two bounds bounds nothing
+    is_bound = cell.is_lower_bound or standard.is_lower_bound  # the ratio of two lower bounds is no bound
     return CostFactor(
         cell.trainer,
         cell.batch_size,

@@ -1,4 +1,4 @@
-"""Two sweeps side by side, trial by trial. Pure arithmetic on what lies in two folders; never loads torch.
+"""Two sweeps compared trial by trial. Pure arithmetic on two folders; never loads torch.
 
 >>> from pathlib import Path
 >>> from flopwatch.report.capture import capture_sweep

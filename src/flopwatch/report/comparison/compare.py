@@ -1,4 +1,7 @@
-"""From what lies in two folders to one comparison. Pure."""
+"""From two captured sweeps to their comparison: pairs of trials, differing environments, ratios. Pure.
+
+Trials are paired by their configuration, never by the machine they ran on.
+"""
 
 import json
 from collections import Counter, defaultdict, deque
@@ -7,10 +10,11 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from flopwatch.records.reading import one_line
+from flopwatch.number_format import plural
+from flopwatch.records.reading import listed, one_line
 from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
-from flopwatch.report.analysis.caveats import denominators, shown_settings
 from flopwatch.report.analysis.cells import make_cell, trainer_name
+from flopwatch.report.analysis.problems import denominators, shown_settings
 from flopwatch.report.capture import Capture
 from flopwatch.report.comparison.ratios import (
     Difference,
@@ -24,11 +28,8 @@ from flopwatch.report.comparison.ratios import (
     ratios,
 )
 
-# Which trial of one sweep belongs to which of the other: by what was asked for, never by where it ran. Pure.
-
-
 SIZES = ("model", "batch_size", "seq_len")
-"""Trials that differ in these do different work, and are never paired."""
+"""Trials that differ in one of these do different work and are never paired."""
 _NO_SETTINGS = ("label", "trace", "limits", "options")
 
 _LONGEST_VALUE = 300
@@ -36,11 +37,13 @@ _LONGEST_VALUE = 300
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Attributes:
-    name: Of the trial.
-    spec: What was asked for.
-    result: How it ended; None while it has not.
-    settings: Every setting in JSON, options by `options.NAME`.
+    """A planned trial of one sweep.
+
+    Attributes:
+        name: Its name.
+        spec: Its configuration.
+        result: Its result; None while it has none.
+        settings: Every setting as JSON, options as `options.NAME`.
     """
 
     name: str
@@ -58,17 +61,17 @@ class Pairing:
 
 
 def entries(capture: Capture) -> list[Entry]:
-    """Every trial of the sweep, in the order asked for; then those that wait."""
+    """Every trial of the sweep in the order of the plan, those without a result last."""
     found = [Entry(name, result.spec, result, _settings(result.spec)) for name, result in capture.results.items()]
     return found + [Entry(name, spec, None, _settings(spec)) for name, spec in capture.missing.items()]
 
 
 def paired(a: Sequence[Entry], b: Sequence[Entry]) -> Pairing:
-    """By settings, then what is left by name.
+    """Pair trials by their settings, and the remaining ones by name and size.
 
-    A setting that has one value in all of A and another in all of B was changed on purpose, such as `dtype` or `steps`:
-    it is left out and told. A trial of the same name and size whose other settings differ, such as `mine` with another
-    class behind it, is the same to whoever named it.
+    A setting with one value in all of A and another in all of B, such as `dtype` or `steps`, was changed on purpose: it
+    is ignored for pairing and listed in `differences`. Trials of the same name and size whose other settings differ,
+    such as a trainer that was renamed, are taken for the same trial.
     """
     changed = _changed_throughout(a, b)
     names = [name for name in _all_names([*a, *b]) if name not in changed]
@@ -85,9 +88,9 @@ def paired(a: Sequence[Entry], b: Sequence[Entry]) -> Pairing:
     )
 
 
-def setting_differences(one: Entry, other: Entry, told: Iterable[str]) -> tuple[Difference, ...]:
-    """What differs between the two of a pair beyond what is told of both sweeps."""
-    known = set(told)
+def setting_differences(one: Entry, other: Entry, listed_already: Iterable[str]) -> tuple[Difference, ...]:
+    """Settings in which a pair differs, other than those in which the whole sweeps differ."""
+    known = set(listed_already)
     return tuple(
         Difference(name, _shown(one.settings.get(name)), _shown(other.settings.get(name)))
         for name in _all_names([one, other])
@@ -96,7 +99,7 @@ def setting_differences(one: Entry, other: Entry, told: Iterable[str]) -> tuple[
 
 
 def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
-    """Settings of which the sweeps share no value: why nothing pairs."""
+    """Settings of which the sweeps share no value: the reason why nothing pairs."""
     return [
         name
         for name in _all_names([*a, *b])
@@ -105,7 +108,7 @@ def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
 
 
 def _settings(spec: TrialSpec) -> dict[str, str]:
-    """What changes the measurement. Settings at a default that came later are as good as written down."""
+    """The settings that affect a measurement. One that an older sweep did not record has its default."""
     found = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name not in _NO_SETTINGS}
     found["memory_bytes"] = spec.limits.memory_bytes
     options = spec.options if isinstance(spec.options, Mapping) else {}
@@ -117,7 +120,7 @@ def _is_scalar(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-@lru_cache(maxsize=4096, typed=True)  # typed: True, 1 and 1.0 are equal, and are three settings
+@lru_cache(maxsize=4096, typed=True)  # typed, because True, 1 and 1.0 are equal but are different settings
 def _cached_json(value: str | float | None) -> str:
     return _json(value)
 
@@ -140,7 +143,7 @@ def _changed_throughout(a: Sequence[Entry], b: Sequence[Entry]) -> dict[str, tup
 
 
 def _shown(value: str | None) -> str | None:
-    """JSON as a person writes it: text without quotes, nothing for what is not set."""
+    """A JSON value for people: text without quotes, None for a setting that is not set."""
     if value is None or value == "null":
         return None
     content = json.loads(value)
@@ -150,7 +153,7 @@ def _shown(value: str | None) -> str | None:
 def _matched(
     a: Sequence[Entry], b: Sequence[Entry], key: Any, *, prefer_names: bool = False
 ) -> list[tuple[Entry, Entry]]:
-    """Equal keys, each entry once; among several of one key the namesakes first."""
+    """Pairs of entries with equal keys, each entry once; entries of the same name are preferred."""
     waiting: dict[Any, deque[Entry]] = defaultdict(deque)
     for entry in b:
         waiting[key(entry)].append(entry)
@@ -174,19 +177,15 @@ def _left(members: Sequence[Entry], taken: Iterable[Entry]) -> list[Entry]:
     return [entry for entry in members if id(entry) not in gone]
 
 
-# What differs in where two sweeps ran: versions, devices, hosts, the user's code, the peak of MFU. Pure.
-
-
 _MOST_VALUES = 3
-_LONGEST_FACT = 300
 
 
 def environment_differences(a: Sequence[TrialResult], b: Sequence[TrialResult]) -> tuple[Difference, ...]:
-    """Facts that have not the same values in both; several values with how many trials have each."""
+    """Versions, devices, hosts, user code and peaks that differ; several values are listed with their trials."""
     in_a, in_b = _facts(a), _facts(b)
     names = dict.fromkeys([*in_a, *in_b])
     return tuple(
-        Difference(name, _told(in_a.get(name)), _told(in_b.get(name)))
+        Difference(name, _values(in_a.get(name)), _values(in_b.get(name)))
         for name in names
         if set(in_a.get(name, ())) != set(in_b.get(name, ()))
     )
@@ -201,14 +200,14 @@ def _facts(results: Iterable[TrialResult]) -> dict[str, Counter[str]]:
         if isinstance(sources, Mapping):
             facts |= {f"code of {name}": str(digest)[:12] for name, digest in sources.items()}
         for name, value in facts.items():
-            found.setdefault(one_line(name), Counter())[one_line(value, _LONGEST_FACT)] += count
+            found.setdefault(one_line(name), Counter())[one_line(value, _LONGEST_VALUE)] += count
     if peaks := denominators(ran):
         found["peak of MFU"] = Counter(one_line(words) for words in peaks)
     return found
 
 
 def _distinct(results: Iterable[TrialResult]) -> list[tuple[Mapping[str, Any], int]]:
-    """Most of 10,000 trials ran in the same place, which is put in words once."""
+    """The distinct environments with their number of trials; 10,000 trials usually share one, formatted once."""
     counts: Counter[str] = Counter()
     examples: dict[str, Mapping[str, Any]] = {}
     for result in results:
@@ -218,21 +217,20 @@ def _distinct(results: Iterable[TrialResult]) -> list[tuple[Mapping[str, Any], i
     return [(examples[key], count) for key, count in counts.items()]
 
 
-def _told(counts: Counter[str] | None) -> str | None:
+def _values(counts: Counter[str] | None) -> str | None:
     if not counts:
         return None
     if len(counts) == 1:
         return next(iter(counts))
-    told = [f"{value} ({count:,})" for value, count in counts.most_common(_MOST_VALUES)]
-    return ", ".join(told) + (f" and {len(counts) - _MOST_VALUES:,} more" if len(counts) > _MOST_VALUES else "")
+    return listed([f"{value} ({amount:,})" for value, amount in counts.most_common()], _MOST_VALUES)
 
 
 def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
-    """B against A: pairs of the same configuration with ratios, and everything that is not the same."""
+    """Compare B with A: pairs of the same configuration with their ratios, and every difference between the sweeps."""
     in_a, in_b = entries(a), entries(b)
     pairing = paired(in_a, in_b)
-    told = [difference.what for difference in pairing.differences]
-    pairs = tuple(_pair(one, other, told) for one, other in pairing.pairs)
+    changed = [difference.what for difference in pairing.differences]
+    pairs = tuple(_pair(one, other, changed) for one, other in pairing.pairs)
     environment = environment_differences(list(a.results.values()), list(b.results.values()))
     return SweepComparison(
         a=_side(a, in_a),
@@ -252,7 +250,7 @@ def _side(capture: Capture, members: Sequence[Entry]) -> Side:
     return Side(str(capture.folder), len(members), Counter(map(_outcome, members)))
 
 
-def _pair(one: Entry, other: Entry, told: Sequence[str]) -> Pair:
+def _pair(one: Entry, other: Entry, changed: Sequence[str]) -> Pair:
     return Pair(
         one.name,
         other.name,
@@ -262,7 +260,7 @@ def _pair(one: Entry, other: Entry, told: Sequence[str]) -> Pair:
         one.result.reason if one.result else "",
         other.result.reason if other.result else "",
         _ratios(one, other),
-        setting_differences(one, other, told),
+        setting_differences(one, other, changed),
         is_unstable=any(_is_unstable(entry) for entry in (one, other)),
     )
 
@@ -287,7 +285,7 @@ def _is_memory_alike(one: Entry, other: Entry) -> bool:
 
 
 def memory_kind(memory: MemoryUse) -> str:
-    """What its peak is of: an accelerator's memory, or a host's with shared pages counted once or for each process.
+    """What the peak measures: an accelerator's memory, or host memory that counts shared pages once or per process.
 
     >>> memory_kind(MemoryUse(reserved_bytes=1)), memory_kind(MemoryUse(rss_bytes=1))
     ('reserved on the accelerator', 'resident')
@@ -318,7 +316,9 @@ def _memory_notes(pairing: Pairing) -> tuple[str, ...]:
     both = [pair for pair in pairing.pairs if _outcome(pair[0]) == _outcome(pair[1]) == "ok"]
     unlike = sum(not _is_memory_alike(*pair) for pair in both)
     return (
-        (f"memory of {unlike:,} pairs is not compared: A and B did not measure the same kind of it",) if unlike else ()
+        (f"memory of {plural(unlike, 'pair')} is not compared: A and B measured different kinds of memory",)
+        if unlike
+        else ()
     )
 
 
@@ -333,15 +333,15 @@ def _notes(
         apart = ", ".join(one_line(name) for name in disjoint_settings(a, b)) or "no single setting"
         notes.append(f"no configuration is in both sweeps; they share no value of: {apart}")
     elif pairs and not any(pair.ratios for pair in pairs):
-        notes.append("no configuration ran to its end in both, so there is nothing to divide")
+        notes.append("no configuration ran to its end in both sweeps, so there are no ratios")
     if unstable := sum(pair.is_unstable and "time" in pair.ratios for pair in pairs):
         notes.append(
-            f"the times of {unstable:,} pairs are unstable (~): the machine was busy with something else, and then "
-            "even what the intervals decide may be its doing; measure these again on a quiet machine"
+            f"the times of {plural(unstable, 'pair')} are unstable (~): the machine was busy with something else, "
+            "which may also explain measurable differences; measure these again on a quiet machine"
         )
     by_name = sum(bool(pair.differences) for pair in pairs)
     if by_name:
-        notes.append(f"{by_name:,} pairs have the same name and size, but other settings differ")
+        notes.append(f"{plural(by_name, 'pair')} of the same name and size differ in other settings")
     if any(difference.what == "peak of MFU" for difference in environment):
         notes.append("MFU is a share of different peaks in A and B")
     return tuple(notes)

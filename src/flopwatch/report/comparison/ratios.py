@@ -1,4 +1,4 @@
-"""B over A for one pair of trials, with what the intervals allow and whether they decide. Pure."""
+"""The records of a comparison, and the ratio B / A of one quantity with its bounds and verdict. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,9 +8,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from flopwatch.report.analysis.cells import MOST_FINITE
 from flopwatch.report.analysis.verdicts import MEMORY_RESOLUTION, PROCESS_NOISE, throughput_interval
 from flopwatch.report.records import Cell
-
-# What a comparison of two sweeps knows: frozen records that the terminal, Markdown and JSON draw from.
-
 
 Quantity: TypeAlias = Literal["time", "samples_per_s", "memory", "mfu"]
 Verdict: TypeAlias = Literal["better", "worse", "not told apart", "too few steps"]
@@ -24,10 +21,10 @@ class Ratio:
         a: Seconds of the median step, samples per second, peak bytes, or MFU as a fraction, in A.
         b: The same in B.
         ratio: b / a.
-        low: The least the two 95 % intervals allow; None where there is none (memory, fewer than 6 steps).
-        high: The most they allow.
-        verdict: `better` or `worse` only where the measurement decides: the intervals, each widened by the 2 % that two
-            processes differ by, do not overlap; peaks of memory differ by more than 1 %.
+        low: Lower bound of the ratio by the two 95 % intervals; None for memory and below 6 steps.
+        high: Upper bound.
+        verdict: `better` or `worse` only if the intervals, each widened by the 2 % that two processes differ by, do not
+            overlap, or if peaks of memory differ by more than 1 %.
     """
 
     a: float
@@ -40,10 +37,12 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Attributes:
-    what: A setting, or a fact of where trials ran.
-    a: In A; None when it is not known.
-    b: In B.
+    """A setting or a fact of the environment that differs.
+
+    Attributes:
+        what: Its name.
+        a: Its value in A; None when unknown.
+        b: Its value in B.
     """
 
     what: str
@@ -58,15 +57,15 @@ class Pair:
     Attributes:
         trial: Its name in A.
         trial_b: Its name in B.
-        trainer: As it stands in tables, of A.
-        outcome_a: How it ended in A, or `missing`.
-        outcome_b: How it ended in B.
-        reason_a: One line, of A.
-        reason_b: One line, of B.
+        trainer: Name of its trainer in tables.
+        outcome_a: Its outcome in A, or `missing`.
+        outcome_b: Its outcome in B.
+        reason_a: Why it ended in A, in one line.
+        reason_b: Why it ended in B.
         ratios: By quantity; empty unless both are `ok`.
-        differences: Settings in which just this pair differs: found by name and not by settings.
-        is_unstable: The interval of one of the two times is wider than 5 % of it: something disturbed the machine, and
-            may have disturbed the other trial in another way.
+        differences: Settings in which only this pair differs, if it was found by name and not by settings.
+        is_unstable: The interval of one of the times is wider than 5 % of the median: something disturbed the machine,
+            and may have disturbed the other trial differently.
     """
 
     trial: str
@@ -86,11 +85,11 @@ class Overall:
     """One quantity over many pairs.
 
     Attributes:
-        pairs: In how many it is known on both sides.
+        pairs: Pairs in which both values are known.
         mean_ratio: Geometric mean of b / a.
-        better: Pairs in which B is better by measurement.
-        worse: Pairs in which it is worse by measurement.
-        undecided: Pairs that measurement does not tell apart, or that have too few steps.
+        better: Pairs in which B is measurably better.
+        worse: Pairs in which B is measurably worse.
+        undecided: Pairs without a measurable difference, or with too few steps.
     """
 
     pairs: int
@@ -102,10 +101,12 @@ class Overall:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Attributes:
-    folder: Of the sweep.
-    trials: Asked for.
-    by_outcome: How many ended how.
+    """One of the two sweeps.
+
+    Attributes:
+        folder: Its folder.
+        trials: Planned trials.
+        by_outcome: Trials by outcome.
     """
 
     folder: str
@@ -115,17 +116,19 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class SweepComparison:
-    """Attributes:
-    a: The sweep before.
-    b: The sweep after.
-    settings: What all of A has in one way and all of B in another; trials are paired without it.
-    environment: What differs in where trials ran.
-    pairs: Configurations in both, in A's order.
-    overall: By quantity, over all pairs.
-    by_trainer: The same for each trainer.
-    only_a: Names of trials whose configuration B does not have.
-    only_b: Names of trials whose configuration A does not have.
-    notes: What a reader must know.
+    """Two sweeps compared.
+
+    Attributes:
+        a: The sweep before.
+        b: The sweep after.
+        settings: Settings that have one value in all of A and another in all of B; pairing ignores them.
+        environment: Differences between the environments.
+        pairs: Configurations in both, in the order of A.
+        overall: By quantity, over all pairs.
+        by_trainer: The same for each trainer.
+        only_a: Names of trials whose configuration is not in B.
+        only_b: Names of trials whose configuration is not in A.
+        notes: What readers must know before the numbers.
     """
 
     a: Side
@@ -141,7 +144,7 @@ class SweepComparison:
 
     @property
     def changed_outcomes(self) -> tuple[Pair, ...]:
-        """Pairs that ended in another way."""
+        """Pairs whose outcome changed."""
         return tuple(pair for pair in self.pairs if pair.outcome_a != pair.outcome_b)
 
 
@@ -156,14 +159,14 @@ class _Figure(NamedTuple):
 
 
 def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
-    """Of two `ok` trials; what either does not know is left out."""
+    """The ratios of two `ok` trials, for the quantities that both know."""
     found: dict[Quantity, Ratio] = {}
     for quantity in QUANTITIES:
         one, other = _figure(a, quantity), _figure(b, quantity)
         if one is None or other is None:
             continue
         if quantity == "mfu" and (a.is_lower_bound or b.is_lower_bound):
-            continue  # the ratio of two bounds bounds nothing
+            continue  # the ratio of two lower bounds is no bound
         ratio = _ratio(one, other, quantity)
         if ratio is not None:
             found[quantity] = ratio
@@ -195,7 +198,7 @@ def _figure(cell: Cell, quantity: Quantity) -> _Figure | None:
     if quantity == "mfu" and cell.mfu:
         if not (cell.seconds and cell.low_seconds and cell.high_seconds):
             return _Figure(cell.mfu)
-        # FLOPs and peak have no spread: MFU varies as the time does.
+        # FLOPs and peak are constants, so MFU varies as the step time does.
         return _Figure(
             cell.mfu, cell.mfu * cell.seconds / cell.high_seconds, cell.mfu * cell.seconds / cell.low_seconds
         )

@@ -1,16 +1,17 @@
-"""A comparison in words and figures that the terminal and Markdown share."""
+"""A comparison of two sweeps as text for the terminal, as Markdown for an issue or pull request, and as JSON.
 
-import json
+The terminal's text is not drawn with rich, so that nothing a trial printed is taken for markup.
+"""
+
 import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 import typer
 
-from flopwatch.records.reading import one_line
+from flopwatch.number_format import UNKNOWN, factor, plural
+from flopwatch.records.reading import listed, one_line
 from flopwatch.report.comparison.ratios import (
     QUANTITIES,
     Difference,
@@ -22,8 +23,7 @@ from flopwatch.report.comparison.ratios import (
     SweepComparison,
     Verdict,
 )
-from flopwatch.report.figures import UNKNOWN
-from flopwatch.report.markdown import escaped
+from flopwatch.report.exports import escaped, json_document, record_fields
 
 TITLES: dict[Quantity, str] = {"time": "time", "samples_per_s": "samples/s", "memory": "memory", "mfu": "MFU"}
 _WORDS: dict[Quantity, dict[Verdict, str]] = {
@@ -33,29 +33,28 @@ _WORDS: dict[Quantity, dict[Verdict, str]] = {
     "mfu": {"better": "higher", "worse": "lower"},
 }
 HOW_DECIDED = (
-    "Ratios are B / A. Faster and slower are said where the 95 % intervals of the medians, each 2 % wider because two "
-    "processes that run the same differ by so much, do not overlap; more and less memory from 1 % on; otherwise ≈, not "
-    "told apart, or ? where fewer than 6 steps were measured, which have no interval. Of many pairs a few are chance: "
-    "repeat the sweep before you believe a single one."
+    "Ratios are B / A. B is called faster or slower only if the 95 % intervals of the medians do not overlap after "
+    "each was widened by 2 %, the difference between two processes that run the same trial. It is said to need more "
+    "or less memory from a difference of 1 % on. ≈ means no measurable difference; ? means that fewer than 6 steps "
+    "were measured, too few for an interval. Among many pairs a few differ by chance: repeat the sweep before you "
+    "rely on a single one."
 )
 
 
 def shown_quantities(comparison: SweepComparison) -> list[Quantity]:
-    """Samples per second only where times are missing: else they say the same."""
+    """The quantities to show; samples per second only if some pair has no times, which say the same."""
     known = [quantity for quantity in QUANTITIES if quantity in comparison.overall]
     has_rate_alone = any("samples_per_s" in pair.ratios and "time" not in pair.ratios for pair in comparison.pairs)
     return [quantity for quantity in known if quantity != "samples_per_s" or has_rate_alone]
 
 
 def ratio_text(value: float | None) -> str:
-    """Three decimals near 1, where they matter.
+    """A ratio with four digits: near 1 the third decimal matters.
 
-    >>> ratio_text(0.93456), ratio_text(2.456), ratio_text(31.4159), ratio_text(1234567.0), ratio_text(None)
-    ('0.935×', '2.46×', '31.4×', '1.23e+06×', '–')
+    >>> ratio_text(0.93456), ratio_text(2.456), ratio_text(None)
+    ('0.935×', '2.456×', '–')
     """
-    if value is None:
-        return UNKNOWN
-    return f"{value:.3f}×" if 0.1 <= value < 2 else f"{value:#.3g}×" if 0.01 <= value < 1000 else f"{value:.3g}×"
+    return factor(value, digits=4)
 
 
 def interval_text(ratio: Ratio) -> str:
@@ -65,16 +64,16 @@ def interval_text(ratio: Ratio) -> str:
 
 
 def verdict_word(quantity: Quantity, verdict: Verdict) -> str:
-    """One or two words.
+    """The verdict in words.
 
     >>> verdict_word("memory", "better"), verdict_word("time", "not told apart")
-    ('less', 'not told apart')
+    ('less', 'no measurable difference')
     """
-    return _WORDS[quantity].get(verdict, verdict)
+    return _WORDS[quantity].get(verdict) or {"not told apart": "no measurable difference"}.get(verdict, verdict)
 
 
 def verdict_mark(quantity: Quantity, verdict: Verdict) -> str:
-    """For a narrow cell: ≈ is not told apart, ? has too few steps to tell.
+    """The verdict for a narrow cell: ≈ is no measurable difference, ? is too few steps.
 
     >>> verdict_mark("mfu", "worse"), verdict_mark("time", "not told apart")
     ('lower', '≈')
@@ -87,24 +86,23 @@ def unstable_mark(quantity: Quantity, pair: Pair) -> str:
 
 
 def side_text(side: Side) -> str:
-    """Counts by outcome.
+    """The number of trials by outcome.
 
     >>> side_text(Side("x", 3, {"ok": 2, "oom_device": 1}))
     '3 trials: 2 ok, 1 oom_device'
     """
     counts = sorted(side.by_outcome.items(), key=lambda one: (one[0] != "ok", -one[1], one[0]))
-    return f"{side.trials:,} trials" + (
-        f": {', '.join(f'{count:,} {word}' for word, count in counts)}" if counts else ""
-    )
+    by_outcome = ", ".join(f"{amount:,} {word}" for word, amount in counts)
+    return plural(side.trials, "trial") + (f": {by_outcome}" if counts else "")
 
 
 def overall_text(quantity: Quantity, found: Overall) -> str:
     better, worse = verdict_word(quantity, "better"), verdict_word(quantity, "worse")
-    return f"{found.better:,} {better}, {found.worse:,} {worse}, {found.undecided:,} not told apart"
+    return f"{found.better:,} {better}, {found.worse:,} {worse}, {found.undecided:,} without a measurable difference"
 
 
 def outcome_changes(comparison: SweepComparison) -> list[tuple[str, str, list[Pair]]]:
-    """From, to, and the pairs; what no longer runs first, then the most."""
+    """Each change of outcome with its pairs: trials that no longer run first, then the most frequent."""
     found: dict[tuple[str, str], list[Pair]] = {}
     for pair in comparison.changed_outcomes:
         found.setdefault((pair.outcome_a, pair.outcome_b), []).append(pair)
@@ -113,7 +111,7 @@ def outcome_changes(comparison: SweepComparison) -> list[tuple[str, str, list[Pa
 
 
 def most_telling(pairs: Sequence[Pair], at_most: int) -> list[Pair]:
-    """Those with ratios: the decided ones first, then the largest change of time, else of memory."""
+    """Pairs with ratios, at most so many: measurable differences first, then the largest change of time or memory."""
     known = [pair for pair in pairs if pair.ratios]
     if len(known) <= at_most:
         return known
@@ -126,15 +124,12 @@ def _telling(pair: Pair) -> tuple[bool, float]:
     return decided > 0, max(ratio.ratio, 1 / ratio.ratio)
 
 
-# A comparison as Markdown that can be pasted into a GitHub issue or pull request.
-
-
 MOST_PAIRS = 100
 MOST_NAMES = 10
 
 
 def comparison_markdown(comparison: SweepComparison) -> str:
-    """Headings and tables; nothing of it is taken for markup that came from a trial."""
+    """Headings and tables. Text from trials is escaped, so that none of it becomes markup."""
     return "\n".join(_lines(comparison)).rstrip() + "\n"
 
 
@@ -150,13 +145,13 @@ def _lines(comparison: SweepComparison) -> Iterator[str]:
     yield from _outcomes(comparison)
     for name, names in (("A", comparison.only_a), ("B", comparison.only_b)):
         if names:
-            yield f"**Only in {name}** ({len(names):,}): {_named(names)}\n"
+            yield f"**Only in {name}** ({len(names):,}): {listed(list(map(escaped, names)), MOST_NAMES)}\n"
 
 
 def _differences(differences: Sequence[Difference]) -> Iterator[str]:
     if not differences:
         return
-    yield "### Not the same in both\n"
+    yield "### Differences between the sweeps\n"
     rows = ((one.what, one.a or UNKNOWN, one.b or UNKNOWN) for one in differences)
     yield from _table(("", "A", "B"), (tuple(map(escaped, row)) for row in rows), 3)
 
@@ -213,15 +208,11 @@ def _emphasised(quantity: Quantity, verdict: Verdict) -> str:
 def _outcomes(comparison: SweepComparison) -> Iterator[str]:
     changes = outcome_changes(comparison)
     if changes:
-        yield "### Ended in another way\n"
+        yield "### Changed outcomes\n"
         for before, after, pairs in changes:
-            yield f"- {escaped(before)} → {escaped(after)}, {len(pairs):,}: {_named([pair.trial for pair in pairs])}"
+            trials = listed([escaped(pair.trial) for pair in pairs], MOST_NAMES)
+            yield f"- {escaped(before)} → {escaped(after)}, {len(pairs):,}: {trials}"
         yield ""
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(escaped(name) for name in names[:MOST_NAMES]) + more
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Iterator[str]:
@@ -229,9 +220,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Ite
     yield f"| {' | '.join(':--' if place < left else '--:' for place in range(len(head)))} |"
     yield from (f"| {' | '.join(row)} |" for row in rows)
     yield ""
-
-
-# A comparison of two sweeps as text. Not with rich: nothing of a trial may be taken for markup.
 
 
 _WIDEST = 110
@@ -245,7 +233,7 @@ _WIDTH_FOR_INTERVALS = 96
 
 
 def print_sweep_comparison(comparison: SweepComparison) -> None:
-    """Print what differs, the ratios, what ended in another way, and how far it can be trusted."""
+    """Print what differs, the ratios, changed outcomes, and how the verdicts were reached."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     typer.echo()
     for name, side in (("A", comparison.a), ("B", comparison.b)):
@@ -259,7 +247,8 @@ def print_sweep_comparison(comparison: SweepComparison) -> None:
     _print_outcomes(comparison, width)
     for side_name, names in (("A", comparison.only_a), ("B", comparison.only_b)):
         if names:
-            typer.echo(_wrapped(f"\nOnly in {side_name}, {len(names):,}: {_some(names)}", width))
+            shown = listed([_cut(one_line(name), 60) for name in names], _MOST_NAMES)
+            typer.echo(_wrapped(f"\nOnly in {side_name}, {len(names):,}: {shown}", width))
     if comparison.overall:
         typer.secho("\n" + _wrapped(HOW_DECIDED, width), dim=True)
     typer.echo()
@@ -270,7 +259,7 @@ def _print_differences(differences: Sequence[Difference]) -> None:
     if not differences:
         typer.echo("Nothing differs in settings, versions, devices or hosts.")
         return
-    typer.secho("Not the same in both, so compare with care:", fg="yellow")
+    typer.secho("The sweeps differ in these, so compare with care:", fg="yellow")
     rows = [
         tuple(_cut(one_line(text or UNKNOWN), _FACT_WIDTH) for text in (one.what, one.a, one.b)) for one in differences
     ]
@@ -345,7 +334,7 @@ def _print_outcomes(comparison: SweepComparison, width: int) -> None:
     changes = outcome_changes(comparison)
     if not changes:
         return
-    typer.secho("\nEnded in another way", bold=True)
+    typer.secho("\nChanged outcomes", bold=True)
     for before, after, pairs in changes:
         colour = "red" if before == "ok" else "green" if after == "ok" else None
         typer.secho(_cut(f"  {one_line(before)} → {one_line(after)}, {len(pairs):,}", width), fg=colour)
@@ -360,17 +349,12 @@ def _why(pair: Pair) -> str:
     return f": {one_line(reason)}" if reason else ""
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(_cut(one_line(name), 60) for name in names[:_MOST_NAMES]) + more
-
-
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(width - 3, 0)] + "..."
 
 
 def _ends(text: str, width: int) -> str:
-    """Of a trial's name both ends tell: the trainer, and the sizes."""
+    """Both ends of a trial's name, which hold the trainer and the sizes."""
     first = width // 3
     return text if len(text) <= width else text[:first] + "..." + text[len(text) - (width - first - 3) :]
 
@@ -380,28 +364,6 @@ def _wrapped(text: str, width: int) -> str:
     return lead + textwrap.fill(one_line(text), width)
 
 
-# A comparison as JSON: everything, unrounded, one pair to a line.
-
-
-FORMAT = 1
-
-
 def comparison_json(comparison: SweepComparison) -> str:
-    content = {"format": FORMAT, **_fields(comparison)}
-    return "{\n" + ",\n".join(f" {json.dumps(name)}: {_written(value)}" for name, value in content.items()) + "\n}"
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, tuple) and value:
-        return "[\n  " + ",\n  ".join(map(_strict, value)) + "\n ]"
-    return _strict(value)
-
-
-def _strict(value: Any) -> str:
-    return json.dumps(value, default=_fields, allow_nan=False)
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    if not is_dataclass(record):
-        raise TypeError(f"{type(record).__name__} has no JSON form")
-    return {field.name: getattr(record, field.name) for field in fields(record)}
+    """The whole comparison, not rounded, one pair per line."""
+    return json_document(record_fields(comparison))

@@ -1,11 +1,21 @@
-"""Bars: MFU and HFU, memory by phase. Maps: how far each trainer gets."""
+"""The charts of a group as SVG: bars of utilisation and memory, maps of what fits, curves, Pareto fronts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import log
 from typing import NamedTuple
 
-from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
-from flopwatch.report.figures import digits, memory, outcome_word, share, step_seconds
+from flopwatch.number_format import byte_size, number, percent, step_time
+from flopwatch.records.trial import OUT_OF_MEMORY
+from flopwatch.report.contents import (
+    METRICS,
+    Metric,
+    cell_text,
+    configuration,
+    evenly,
+    outcome_class,
+    outcome_word,
+    throughput,
+)
 from flopwatch.report.html_page.svg import (
     Scale,
     axes,
@@ -19,9 +29,7 @@ from flopwatch.report.html_page.svg import (
     text,
     tipped,
 )
-from flopwatch.report.matrices import METRICS, Metric, cell_text, evenly
 from flopwatch.report.records import Cell, Group
-from flopwatch.report.sentences import configuration, throughput
 
 MOST_PANELS = 8
 MOST_CELLS = 24
@@ -32,7 +40,7 @@ _SHADES = 7
 
 
 class Bar(NamedTuple):
-    """One bar; `behind` is a paler, longer one."""
+    """One bar; `behind` is the value of a paler bar behind it."""
 
     label: str
     kind: int
@@ -42,15 +50,8 @@ class Bar(NamedTuple):
     behind: float | None = None
 
 
-def outcome_class(outcome: str) -> str:
-    """Of colours: `ok`, `oom`, `failed` or `not-run`."""
-    if outcome in OUT_OF_MEMORY:
-        return "oom"
-    return "failed" if outcome in FAILED else "ok" if outcome == "ok" else "not-run"
-
-
 def utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
-    """MFU and HFU of all trainers at the largest batch they all ran, for each sequence length."""
+    """MFU and HFU at the largest batch that all trainers ran, one panel per sequence length."""
     known = [cell for cell in group.cells if cell.mfu is not None or cell.hfu is not None]
     chosen = _largest_shared(known, group.seq_lens)
     shown = [(seq, chosen[seq]) for seq in evenly(sorted(chosen), MOST_PANELS)]
@@ -62,7 +63,7 @@ def utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
 
 
 def phase_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
-    """Peak memory in each phase, at the largest configuration that all trainers ran."""
+    """Peak memory of each phase at the largest configuration that all trainers ran, one panel per trainer."""
     known = [cell for cell in group.cells if cell.bytes_by_phase]
     chosen = _largest_shared(known, group.seq_lens)
     if not chosen:
@@ -74,7 +75,7 @@ def phase_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
 
 
 def frontier_maps(group: Group) -> list[str]:
-    """A map for each trainer: sequence length x batch size, shaded by peak memory, with what did not run."""
+    """One map per trainer, sequence length x batch size: peak memory as a shade, or the outcome."""
     peaks = [cell.peak_bytes for cell in group.cells if cell.peak_bytes]
     span = (min(peaks), max(peaks)) if peaks else (1, 1)
     seqs, batches = evenly(group.seq_lens, MOST_CELLS), evenly(group.batch_sizes, MOST_CELLS)
@@ -86,8 +87,8 @@ def frontier_maps(group: Group) -> list[str]:
 
 def _utilisation(cell: Cell, colours: Mapping[str, int]) -> Bar:
     bound = "≥ " if cell.is_lower_bound else ""
-    words = f"{bound}{share(cell.mfu)} | {share(cell.hfu)}"
-    tip = f"{configuration(cell)}\nMFU {bound}{share(cell.mfu)}, HFU {bound}{share(cell.hfu)}"
+    words = f"{bound}{percent(cell.mfu)} | {percent(cell.hfu)}"
+    tip = f"{configuration(cell)}\nMFU {bound}{percent(cell.mfu)}, HFU {bound}{percent(cell.hfu)}"
     return Bar(cell.trainer, colours[cell.trainer], cell.mfu or 0, words, tip, cell.hfu)
 
 
@@ -96,7 +97,11 @@ def _phases(cell: Cell, colours: Mapping[str, int]) -> Iterator[Bar]:
         if phase in cell.bytes_by_phase:
             held = cell.bytes_by_phase[phase]
             yield Bar(
-                phase, colours[cell.trainer], held, memory(held), f"{configuration(cell)}, {phase}: {memory(held)}"
+                phase,
+                colours[cell.trainer],
+                held,
+                byte_size(held),
+                f"{configuration(cell)}, {phase}: {byte_size(held)}",
             )
 
 
@@ -149,8 +154,8 @@ def _map_cell(cell: Cell, x: float, y: float, across: float, high: float, span: 
     middle = x + across / 2
     if cell.outcome == "ok":
         shade = _shade(cell.peak_bytes, span)
-        words = digits((cell.peak_bytes or 0) / 2**30) if cell.peak_bytes else "ok"
-        tip += f"peak {memory(cell.peak_bytes)}"
+        words = number((cell.peak_bytes or 0) / 2**30) if cell.peak_bytes else "ok"
+        tip += f"peak {byte_size(cell.peak_bytes)}"
         label = text(middle, y + high / 2 + 3.5, words, anchor="middle", style="td" if shade > 3 else "tl")
         return _rect(x, y, across - 1.5, high - 1.5, f"s{shade}", tip) + (label if has_room else "")
     word = outcome_word(cell.outcome)
@@ -167,7 +172,7 @@ def _shade(peak_bytes: int | None, span: tuple[int, int]) -> int:
 
 
 def _largest_shared(cells: Iterable[Cell], seq_lens: Sequence[int]) -> dict[int, list[Cell]]:
-    """Per sequence length the cells of the largest batch that most trainers have."""
+    """For each sequence length, the cells of the largest batch that most trainers have."""
     by_place: dict[tuple[int, int], list[Cell]] = {}
     for cell in cells:
         by_place.setdefault((cell.seq_len, cell.batch_size), []).append(cell)
@@ -192,20 +197,17 @@ def _cut(words: str, at_most: int) -> str:
     return words if len(words) <= at_most else words[: at_most - 1] + "…"
 
 
-# Curves: memory and throughput against batch size, and the two against each other.
-
-
 MOST_LINE_PANELS = 8
 MOST_POINTS = 60
 _LEAST_FACTOR = 4.0
 _DENSE = 12
-"""Points of a curve from which on markers are small."""
+"""Curves with at least so many points have small markers."""
 _LINES_WIDTH, _HEIGHT = 300.0, 214.0
 _LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
 
 
 class Layout(NamedTuple):
-    """What runs along x, and what makes the panels: batch size over sequence lengths, or the other way round."""
+    """The axis along x and the one that separates panels: batch size and sequence length, or the reverse."""
 
     x_name: str
     x_of: Callable[[Cell], int]
@@ -216,7 +218,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(group: Group) -> Layout:
-    """Panels by sequence length, unless only the sequence length varies."""
+    """One panel per sequence length, unless only the sequence length varies."""
     seqs, batches = group.seq_lens, group.batch_sizes
     if len(batches) == 1 and len(seqs) > 1:
         return Layout("sequence", _seq_len, "batch", _batch_size, list(batches), 1)
@@ -224,12 +226,12 @@ def layout_of(group: Group) -> Layout:
 
 
 def curve_panels(group: Group, metric: Metric, colours: Mapping[str, int]) -> list[str]:
-    """One figure per panel, all with the same axes so that they can be compared; logarithmic both."""
+    """One figure per panel; all have the same logarithmic axes, so that they can be compared."""
     layout = layout_of(group)
     kept = set(evenly(sorted({layout.x_of(cell) for cell in group.cells}), MOST_POINTS))
     cells = [cell for cell in group.cells if layout.panel_of(cell) in layout.panels and layout.x_of(cell) in kept]
     measured = [cell for cell in cells if metric.value(cell) is not None]
-    if not measured or len(kept) < 2:  # one point is no curve; the matrix tells it
+    if not measured or len(kept) < 2:  # one point is no curve; the matrix shows it
         return []
     in_bytes = metric.key == "memory"
     capacity = _capacity(cells) if in_bytes else None
@@ -241,7 +243,7 @@ def curve_panels(group: Group, metric: Metric, colours: Mapping[str, int]) -> li
     grid = _grid(x, y, layout.x_name, in_bytes=in_bytes, xs=sorted({layout.x_of(cell) for cell in cells}))
     if capacity and y.low <= capacity <= y.high:
         grid += line(_LEFT, y(capacity), _RIGHT, y(capacity), "cap")
-        grid += text(_LEFT + 2, y(capacity) - 3, f"device {memory(capacity)}")
+        grid += text(_LEFT + 2, y(capacity) - 3, f"device {byte_size(capacity)}")
     return [
         _panel(value, grid, _by_trainer(group, cells, layout, value), metric, colours, x, y, layout)
         for value in layout.panels
@@ -250,7 +252,7 @@ def curve_panels(group: Group, metric: Metric, colours: Mapping[str, int]) -> li
 
 
 def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
-    """Memory against throughput, a panel for each sequence length, with the front of each privacy class."""
+    """Memory against throughput, one panel per sequence length, with the Pareto front of each privacy class."""
     rate = _rate(group)
     known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
     panels = []
@@ -323,8 +325,8 @@ def _pareto_parts(
     for cell in sorted(cells, key=lambda cell: cell.trial in best):  # the front on top
         px, py = x(cell.peak_bytes or 1), y(rate.value(cell) or 1)
         front_word = "\non the front of its class" if cell.trial in best else ""
-        tip = f"{configuration(cell)}, {cell.privacy}\n{throughput(cell)}, {memory(cell.peak_bytes)}"
-        tip += f"\nstep {step_seconds(cell.seconds)}{front_word}"
+        tip = f"{configuration(cell)}, {cell.privacy}\n{throughput(cell)}, {byte_size(cell.peak_bytes)}"
+        tip += f"\nstep {step_time(cell.seconds)}{front_word}"
         style = "m" if cell.trial in best else "hollow"
         yield marker(colours[cell.trainer], px, py, tip, style, is_small=len(cells) > 4 * _DENSE)
         if cell.trial in best and len(cells) <= 4 * _DENSE:
@@ -355,7 +357,7 @@ def _rate_tick(value: float) -> str:
     for unit, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= unit:
             return f"{value / unit:g}{prefix}"
-    return f"{digits(value) if value < 1 else f'{value:g}'}"
+    return f"{number(value) if value < 1 else f'{value:g}'}"
 
 
 def _cross(px: float, py: float, kind: int, tip: str) -> str:

@@ -1,51 +1,49 @@
-"""The section of one group: charts, matrices, cost against standard, frontier, crossovers."""
+"""The page's section on one group: charts, matrices, cost against standard, memory limits, crossovers."""
 
 from collections.abc import Iterator, Mapping
 
-from flopwatch.report.figures import UNKNOWN, count, factor
+from flopwatch.number_format import UNKNOWN, count, factor
+from flopwatch.report.contents import (
+    HEADINGS,
+    MATRIX_NOTES,
+    METRICS,
+    WHOLE_PROCESS,
+    MatrixRow,
+    Metric,
+    best_trials,
+    cell_text,
+    crossover_digest,
+    crossover_sentence,
+    denominator_sentence,
+    evenly,
+    frontier_words,
+    known_metrics,
+    matrix_rows,
+    outcome_class,
+    privacy_cells,
+    privacy_notes,
+)
 from flopwatch.report.html_page.charts import (
     curve_panels,
     frontier_maps,
     layout_of,
-    outcome_class,
     pareto_panels,
     phase_panels,
     utilisation_panels,
 )
 from flopwatch.report.html_page.svg import esc, legend_marker
-from flopwatch.report.matrices import (
-    METRICS,
-    MatrixRow,
-    Metric,
-    best_trials,
-    cell_text,
-    evenly,
-    known_metrics,
-    matrix_rows,
-)
 from flopwatch.report.records import CostFactor, Group
-from flopwatch.report.sentences import (
-    HEADINGS,
-    MATRIX_NOTES,
-    WHOLE_PROCESS,
-    crossover_digest,
-    crossover_sentence,
-    denominator_sentence,
-    frontier_words,
-    privacy_cells,
-    privacy_notes,
-)
 
 MOST_ROWS = 60
 MOST_CROSSOVERS = 200
-_CROSSES = "Crosses above a plot are out of memory."
-_INTERVALS = "Bars are 95 % intervals; hollow marks are unstable."
+_CROSSES = "Crosses above a plot ran out of memory."
+_INTERVALS = "Bars are 95 % intervals; hollow markers are unstable."
 _FRONT = (
-    "Filled: nothing of its class is faster with less memory; the number is the batch size. "
-    "Dashed: the front of what is not private."
+    "Filled markers: no trial of the class is faster with less memory. Numbers are batch sizes. "
+    "Dashed: the front of trainers that are not private."
 )
-_MAP = "Peak memory in GiB, darker is more; what did not run by its outcome."
-_UTILISATION = "Solid: MFU, useful FLOPs. Pale: HFU, all that was executed. At the largest batch all trainers ran."
+_MAP = "Peak memory in GiB, darker is more; a trial that did not run shows its outcome."
+_UTILISATION = "Solid: MFU, useful FLOPs. Pale: HFU, all executed FLOPs. At the largest batch that all trainers ran."
 
 
 def group_section(group: Group, colours: Mapping[str, int], *, is_open: bool, is_only: bool) -> Iterator[str]:
@@ -68,7 +66,7 @@ def _charts(group: Group, colours: Mapping[str, int]) -> Iterator[str]:
     legend = "".join(f"<span>{legend_marker(colours[name])}{esc(name)}</span>" for name in group.trainers)
     layout = layout_of(group)
     shown, in_all = len(layout.panels), layout.panels_in_all
-    some = f" {shown} of {in_all} shown, evenly chosen." if in_all > shown else ""
+    some = f" {shown} of {in_all} panels, evenly spaced." if in_all > shown else ""
     rate = METRICS["tokens" if any(cell.tokens_per_s for cell in group.cells) else "samples"]
     charts = (
         (f"Peak memory by {layout.x_name}", _CROSSES + some, curve_panels(group, METRICS["memory"], colours)),
@@ -100,7 +98,7 @@ def _matrices(group: Group) -> Iterator[str]:
     for metric in metrics:
         yield f'<div class="matrix" data-metric="{metric.key}"><h3>{esc(metric.title)}</h3>'
         yield _matrix(group, metric, shown) + "</div>"
-    some = f"{len(shown)} of {len(rows):,} rows, evenly chosen. " if len(shown) < len(rows) else ""
+    some = f"{len(shown)} of {len(rows):,} rows, evenly spaced. " if len(shown) < len(rows) else ""
     notes = " ".join([*MATRIX_NOTES, denominator_sentence(group)])
     yield f'<p class="soft small">{some}{esc(notes)}</p></div>'
 
@@ -140,7 +138,7 @@ def _factors(group: Group) -> Iterator[str]:
     yield "<h3>Cost against standard</h3>"
     has_start = any(one.memory_above_start is not None for one in group.cost_factors)
     start = f" {WHOLE_PROCESS}" if has_start else ""
-    words = f"2× is twice as much as the standard trainer at the same batch and sequence.{start}"
+    words = f"2× is twice as much as the standard trainer at the same batch size and sequence length.{start}"
     yield f'<p class="soft small">{words}</p>'
     yield _table(head, body)
 
@@ -170,7 +168,7 @@ def _frontier(group: Group) -> Iterator[str]:
     yield "<h3>Largest batch that ran <small>(smallest out of memory)</small></h3>"
     yield _table(f'<tr><th class="n">sequence</th>{heads}</tr>', "".join(body))
     if not all(point.is_monotone for point in group.frontier):
-        yield '<p class="soft small">! A larger batch ran than one that did not: the limit is not sharp.</p>'
+        yield '<p class="soft small">! A larger batch ran than one that ran out of memory: the limit is not sharp.</p>'
 
 
 def _privacy(group: Group) -> Iterator[str]:
@@ -191,15 +189,15 @@ def _crossovers(group: Group) -> Iterator[str]:
         return
     claimed = [crossover for crossover in group.crossovers if crossover.is_claimed]
     undecided = [crossover_sentence(c) for c in group.crossovers if not c.is_claimed]
-    yield "<h3>Where one overtakes the other</h3>"
-    yield '<p class="soft small">Interpolated between measured neighbours, straight in logarithms; two digits.</p>'
+    yield "<h3>Crossovers</h3>"
+    yield '<p class="soft small">Interpolated between measured neighbours, linear in logarithms.</p>'
     digest = crossover_digest(claimed)
     yield _list(digest)
     if len(digest) < len(claimed):
         every = _list([crossover_sentence(crossover) for crossover in claimed])
         yield f"<details><summary>All {len(claimed):,}, one by one</summary>{every}</details>"
     if undecided:
-        words = f"{len(undecided):,} not decided: medians cross, intervals overlap"
+        words = f"{len(undecided):,} not decided: medians cross, but intervals overlap"
         yield f"<details><summary>{words}</summary>{_list(undecided)}</details>"
 
 

@@ -30,12 +30,13 @@
   const table = document.getElementById("trials");
   if (!table) return;
   const dash = "\u2013";
-  const digits = (v) => v >= 100 ? Math.round(v).toLocaleString("en") : v >= 10 ? v.toFixed(1) : v >= 1 ? v.toFixed(2) : String(Number(v.toPrecision(2)));
+  // The same rules as flopwatch/number_format.py, which writes all other numbers of this page.
+  const digits = (v) => v >= 100 ? Math.round(v).toLocaleString("en") : v >= 10 ? v.toFixed(1) : v >= 0.1 ? v.toFixed(2) : String(Number(v.toPrecision(2)));
   const written = {
     text: (v) => v, count: (v) => v.toLocaleString("en"), rate: digits,
     seconds: (v) => v >= 1 ? digits(v) + " s" : digits(1e3 * v) + " ms",
     bytes: (v) => v >= 2 ** 30 ? digits(v / 2 ** 30) + " GiB" : digits(v / 2 ** 20) + " MiB",
-    share: (v) => (100 * v).toFixed(1) + " %",
+    share: (v) => (v === 1 ? "100" : v >= 0.01 ? (100 * v).toFixed(1) : String(Number((100 * v).toPrecision(2)))) + " %",
   };
   const value = (row, column) => {
     const found = row[column];

@@ -1,4 +1,4 @@
-"""The report as one self-contained page: nothing is loaded, everything shown is escaped."""
+"""The report as one self-contained HTML page. It loads nothing, and all text in it is escaped."""
 
 import hashlib
 import json
@@ -8,14 +8,25 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from flopwatch.number_format import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.records.reading import plain
-from flopwatch.report.figures import UNKNOWN, count, duration, memory, share
-from flopwatch.report.html_page.charts import outcome_class
+from flopwatch.records.trainer_names import LABELS
+from flopwatch.report.contents import (
+    CLASSES_APART,
+    NOTHING_TO_CHOOSE,
+    choice_notes,
+    choice_sentence,
+    layer_words,
+    narrowed,
+    outcome_class,
+    some_choices,
+    tally,
+    throughput,
+    totals_sentence,
+)
 from flopwatch.report.html_page.group import group_section
 from flopwatch.report.html_page.svg import COLOURS, esc
-from flopwatch.report.matrices import narrowed, some_choices
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary, TrialRow
-from flopwatch.report.sentences import choice_notes, choice_sentence, layer_words, tally, throughput, totals_sentence
 from flopwatch.version import __version__
 
 DETAILED_GROUPS = 12
@@ -23,7 +34,7 @@ MOST_WARNINGS = 20
 
 
 def report_page(summary: SweepSummary) -> str:
-    """The whole page as text."""
+    """The whole page."""
     folder = Path(__file__).parent
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = (folder / "page.js").read_text(encoding="utf-8")
@@ -47,16 +58,16 @@ def report_page(summary: SweepSummary) -> str:
 
 
 def trainer_colours(summary: SweepSummary) -> dict[str, int]:
-    """The same colour and marker for a trainer everywhere; the four known ones always theirs."""
-    fixed = {"standard": 0, "dpsgd": 1, "ghost": 2, "fast": 3}
+    """The colour and marker of each trainer on the whole page; built-in trainers have the same in every report."""
+    fixed = {trainer: place for place, trainer in enumerate(LABELS)}
     names = dict.fromkeys(name for group in summary.groups for name in group.trainers)
     others = [name for name in names if name not in fixed]
     is_free = not any(name in fixed for name in names)
-    return fixed | {name: place if is_free else place + 4 for place, name in enumerate(others)}
+    return fixed | {name: place if is_free else place + len(fixed) for place, name in enumerate(others)}
 
 
 def _policy(script: str) -> str:
-    """Nothing may be loaded, and no script but ours may run."""
+    """A Content-Security-Policy under which nothing is loaded and only our own script runs."""
     own = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'; base-uri 'none'; form-action 'none'"
@@ -97,21 +108,18 @@ def _tiles(summary: SweepSummary) -> str:
     not_run = counted.unsupported + counted.skipped + counted.cancelled + counted.missing
     tried = sum(one.tried for one in summary.trainers)
     tiles = [
-        (f"{summary.totals.trials:,}", "trials asked for"),
-        (share(counted.ok / tried) if tried else "–", f"success: {counted.ok:,} of {tried:,} run"),
+        (f"{summary.totals.trials:,}", "planned trials"),
+        (percent(counted.ok / tried) if tried else UNKNOWN, f"success: {counted.ok:,} of {tried:,} run"),
         (f"{counted.out_of_memory:,}", f"out of memory, {counted.inferred:,} inferred"),
         (f"{counted.failed:,}", "failed"),
         (f"{not_run:,}", f"not run, {counted.missing:,} missing"),
-        (duration(summary.totals.trial_seconds), f"of trials, {duration(summary.totals.wall_seconds)} on the clock"),
+        (duration(summary.totals.trial_seconds), f"of trials, {duration(summary.totals.wall_seconds)} wall time"),
     ]
     return '<div class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</div>"
 
 
 def _tile(number: str, words: str) -> str:
     return f'<div class="tile"><b>{esc(number)}</b><span>{esc(words)}</span></div>'
-
-
-# Sections of the page about the whole sweep.
 
 
 MOST_CHOICES = 16
@@ -122,7 +130,7 @@ _ORDER = {"ok": 0, "oom": 1, "failed": 2, "not-run": 3}
 
 
 def outcome_strip(by_outcome: Mapping[str, int], *, with_legend: bool = False) -> str:
-    """Shares of outcomes as one bar."""
+    """The shares of outcomes as one bar."""
     total = sum(by_outcome.values())
     if not total:
         return ""
@@ -136,15 +144,15 @@ def outcome_strip(by_outcome: Mapping[str, int], *, with_legend: bool = False) -
 
 
 def run_section(summary: SweepSummary, colours: Mapping[str, int]) -> Iterator[str]:
-    """The answer first."""
+    """What to run, which is the answer most readers look for."""
     yield '<section id="run"><h2>What to run</h2>'
     groups = [group for group in summary.groups if group.choices]
     if not groups:
-        yield "<p>Nothing ran to its end with a measured time: there is nothing to choose from.</p></section>"
+        yield f"<p>{NOTHING_TO_CHOOSE}</p></section>"
         return
     yield (
-        '<p class="soft">The fastest that ran at each sequence length, and the one with the least memory within 10 % '
-        "of it. Private and not private trainers are never weighed against each other.</p>"
+        '<p class="soft">The fastest trial at each sequence length, and the trial with the least memory within 10 % of '
+        f"its throughput. {CLASSES_APART}</p>"
     )
     for place, group in enumerate(groups[:MOST_GROUPS]):
         table = _choices(group, colours)
@@ -165,12 +173,12 @@ def trainer_section(summary: SweepSummary, colours: Mapping[str, int]) -> Iterat
     for one in summary.trainers[:MOST_ROWS]:
         numbers = (
             f"{one.ok:,} / {one.tried:,}",
-            share(one.success_rate),
+            percent(one.success_rate),
             f"{one.out_of_memory:,}",
             f"{one.failed:,}",
             f"{one.not_run:,}",
-            memory(one.mean_peak_bytes),
-            memory(one.shared_mean_peak_bytes),
+            byte_size(one.mean_peak_bytes),
+            byte_size(one.shared_mean_peak_bytes),
         )
         yield f'<tr><td class="name">{_dot(one.trainer, colours)}{esc(one.trainer)}</td><td>{_chip(one.privacy)}</td>'
         yield (
@@ -179,8 +187,9 @@ def trainer_section(summary: SweepSummary, colours: Mapping[str, int]) -> Iterat
     shared = max((one.shared_peaks for one in summary.trainers), default=0)
     yield "</tbody></table></div>"
     yield (
-        '<p class="soft small">Success is of those that were run. A trainer that ran only small configurations has a '
-        f"small mean peak; the last column is over what every trainer ran ({shared:,}).</p></section>"
+        '<p class="soft small">Success is the share of trials that ran which are ok. A trainer that ran only small '
+        "configurations has a small mean peak, so the last column is the mean over the configurations that every "
+        f"trainer ran ({shared:,}).</p></section>"
     )
 
 
@@ -188,7 +197,7 @@ def failure_section(summary: SweepSummary) -> Iterator[str]:
     if not summary.failures:
         return
     yield '<section id="failures"><h2>What did not run, and why</h2>'
-    yield '<p class="soft">Grouped by cause; numbers and paths are taken out of messages, so like ones meet.</p>'
+    yield '<p class="soft">Grouped by cause; numbers and paths in messages are replaced so that causes match.</p>'
     for place, failure in enumerate(summary.failures[:MOST_FAILURES]):
         yield _failure(failure, is_open=place < 2)
     if len(summary.failures) > MOST_FAILURES:
@@ -199,7 +208,7 @@ def failure_section(summary: SweepSummary) -> Iterator[str]:
 def environment_section(summary: SweepSummary) -> Iterator[str]:
     yield '<section id="environment"><h2>Environment</h2>'
     if not summary.environments:
-        yield "<p>No trial told where it ran.</p>"
+        yield "<p>No trial recorded its environment.</p>"
     else:
         names = list(dict.fromkeys(name for one in summary.environments for name in one.settings))
         heads = "".join(f"<th>{esc(name)}</th>" for name in names)
@@ -251,8 +260,8 @@ def _choice_row(choice: Choice, most: float, colours: Mapping[str, int]) -> str:
         f"<td>{_chip(choice.privacy)}</td>"
         f'<td>{_named(fastest, colours, "≈ " if choice.tied else "")}</td><td class="n">{throughput(fastest)}</td>'
         f'<td><span class="bar k{kind}" style="width:{round(70 * rate / most) if most else 0}px"></span></td>'
-        f'<td class="n">{memory(fastest.peak_bytes)}</td><td>{lighter}</td>'
-        f'<td class="n">{"" if is_same or lightest is None else memory(lightest.peak_bytes)}</td>'
+        f'<td class="n">{byte_size(fastest.peak_bytes)}</td><td>{lighter}</td>'
+        f'<td class="n">{"" if is_same or lightest is None else byte_size(lightest.peak_bytes)}</td>'
         f'<td class="small verdict">{verdict}</td></tr>'
     )
 
@@ -288,10 +297,8 @@ def _chip(words: str) -> str:
     return f'<span class="chip">{esc(words)}</span>'
 
 
-# The table of all trials: its data as JSON, drawn by the page's script some hundred rows at a time.
-
-
-# Name, heading, kind (how the script writes it), shown as a column; the rest is told when a row is clicked.
+# The table of all trials is JSON that the page's script draws, 200 rows at a time: field, heading, kind (which decides
+# the script's format), and whether it is a column; the other fields are shown when a row is clicked.
 _COLUMNS = (
     ("name", "trial", "text", True),
     ("trainer", "trainer", "words", True),
@@ -327,18 +334,18 @@ def trial_section(summary: SweepSummary) -> Iterator[str]:
     yield '<span class="soft small" id="trial-count"></span></div>'
     yield f'<div class="scroll"><table id="trials"><thead><tr>{heads}</tr></thead><tbody></tbody></table></div>'
     yield '<p><button id="more-trials" hidden>Show 200 more</button></p>'
-    yield '<p class="soft small">Click a heading to sort, a row for its reason and command.</p>'
+    yield '<p class="soft small">Click a heading to sort, or a row to see its reason and command.</p>'
     yield f'<script type="application/json" id="trial-data">{embedded(_data(summary.rows))}</script></section>'
 
 
 def embedded(content: Any) -> str:
-    """JSON that may stand in a script element: no character of it can end the element or open a comment."""
+    """JSON for a script element: without characters that could end the element or begin a comment."""
     written = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _data(rows: tuple[TrialRow, ...]) -> dict[str, Any]:
-    """Words that many rows share are stored once."""
+    """The rows, with texts that many rows share stored once."""
     words: list[dict[str, int]] = [{} for _ in _COLUMNS]
     with_commands = len(rows) <= MOST_WITH_COMMANDS
     table = [[_value(row, place, words, with_commands) for place in range(len(_COLUMNS))] for row in rows]

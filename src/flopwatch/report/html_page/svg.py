@@ -19,7 +19,7 @@ COLOURS = 8
 
 
 def esc(text: object) -> str:
-    """The only way text of others enters the page.
+    """Escaped text; all text that is not our own enters the page through this function.
 
     >>> esc("<script>'")
     '&lt;script&gt;&#x27;'
@@ -53,7 +53,7 @@ def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
 
 
 class Scale(NamedTuple):
-    """A logarithmic axis: costs grow as powers, so both batch size and memory are read in factors."""
+    """A logarithmic axis: costs grow as powers of batch size and length, so factors are what one compares."""
 
     low: float
     high: float
@@ -68,14 +68,14 @@ class Scale(NamedTuple):
 
 
 def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12, least: float = 1.0) -> Scale:
-    """Of these values with some room; `least` is the least factor between its ends, so that ticks find a place."""
+    """A scale for these values with some room; its ends differ at least by the factor `least`, so that ticks fit."""
     low, high = min(values) / room, max(values) * room
     more = max((least * low / high) ** 0.5, 1.0)
     return Scale(low / more, high * more, start, end)
 
 
 def binary_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
-    """Powers of two within.
+    """The powers of two between two values.
 
     >>> binary_ticks(3, 70)
     [4.0, 8.0, 16.0, 32.0, 64.0]
@@ -86,7 +86,7 @@ def binary_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
 
 
 def decimal_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
-    """1, 2 and 5 times powers of ten within, or only the powers where those are too many.
+    """1, 2 and 5 times the powers of ten between two values, or only the powers if those are too many.
 
     >>> decimal_ticks(90, 1200)
     [100.0, 200.0, 500.0, 1000.0]
@@ -101,7 +101,7 @@ def decimal_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
 
 
 def axes(x: Scale, y: Scale, x_ticks: Sequence[float], y_ticks: Sequence[float], y_text: Callable[[float], str]) -> str:
-    """Grid lines and the words at them."""
+    """Grid lines with their labels."""
     parts = [line(x.start, y(tick), x.end, y(tick), "axis") for tick in y_ticks]
     parts += [text(x.start - 6, y(tick) + 3.5, y_text(tick), anchor="end") for tick in y_ticks]
     parts += [text(x(tick), y.start + 15, f"{tick:g}", anchor="middle") for tick in x_ticks]

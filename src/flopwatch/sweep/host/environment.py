@@ -1,4 +1,6 @@
-"""What a trial runs on, found without loading torch. It is part of a trial's identity: an upgrade measures again.
+"""What a trial runs on, found without loading torch: versions, devices, sources, and the memory this host has left.
+
+Versions, devices and sources are part of a trial's identity, so that an upgrade measures again.
 
 Supervisors import it to record where a trial ran, so slow modules are imported in the functions that need them:
 hashlib, platform and importlib.metadata together take 30 ms.
@@ -9,6 +11,7 @@ import os
 import shlex
 import stat
 import subprocess
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,17 @@ from typing import Any
 from flopwatch.clock import monotonic_seconds
 from flopwatch.records.reading import UnreadableError, opened_regular
 from flopwatch.records.trial import TrialSpec
+from flopwatch.sweep.host.memory import own_groups
 from flopwatch.version import __version__
+
+_MEMINFO = Path("/proc/meminfo")
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+_MARGIN = 0.10
+_LEAST_MARGIN_BYTES = 512 << 20
 
 OF_THIS_HOST = ("cpu", "gpus", "driver")
 """Keys of the facts that differ between the host that submits a trial and the one that runs it."""
@@ -146,3 +159,41 @@ def _sources(module: str) -> list[Path]:
         if (place / "__init__.py").is_file():
             return sorted(place.rglob("*.py"))
     return []
+
+
+def available_bytes() -> int | None:
+    """Memory that new processes can get, on the machine and in our cgroups (a container, a Slurm step)."""
+    return least_available(_MEMINFO, own_groups())
+
+
+def least_available(meminfo: Path, groups: Sequence[Path]) -> int | None:
+    """The smallest of what the machine and each cgroup, with its parents, have left; None when unknown."""
+    folders = {folder for group in groups for folder in (group, *group.parents)}
+    found = [_of_machine(meminfo), *(_of_group(folder, *files) for folder in folders for files in _GROUP_FILES)]
+    return min((size for size in found if size is not None), default=None)
+
+
+def safe_limit_bytes(available: int) -> int:
+    """The available memory minus a margin for other processes.
+
+    >>> safe_limit_bytes(20 << 30) / 2**30
+    18.0
+    """
+    return max(1, available - max(round(_MARGIN * available), _LEAST_MARGIN_BYTES))
+
+
+def _of_machine(meminfo: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _of_group(folder: Path, limit: str, used: str, droppable: str) -> int | None:
+    """None without a limit ("max"). Inactive page cache counts as free: the kernel drops it on demand."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        taken = int((folder / used).read_text()) - int(statistics[droppable])
+        return max(0, int((folder / limit).read_text()) - taken)
+    return None

@@ -15,10 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STACKS, log_file, trial_folder
-from flopwatch.sweep.host.memory_limit import MemoryLimit
+
+if TYPE_CHECKING:
+    from flopwatch.sweep.host.memory import MemoryLimit
 
 TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
 """Environment variable that every process of a trial inherits; identifies its orphans."""
@@ -184,7 +187,7 @@ def start_worker(
     sweep: Path,
     name: str,
     spec: TrialSpec,
-    limit: MemoryLimit,
+    limit: "MemoryLimit",
     cwd: str | None,
     command: Sequence[str] | None = None,
     variables: Mapping[str, str] | None = None,

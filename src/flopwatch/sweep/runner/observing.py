@@ -1,4 +1,8 @@
-"""Who looks at a sweep can never end it: an observer that fails is told of once and not called again."""
+"""Watching a sweep: observers in the runner's process, and `runner.json` for other processes.
+
+Neither can end a sweep: an observer that raises is reported once and not called again, and nothing depends on
+`runner.json`.
+"""
 
 import contextlib
 import json
@@ -7,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.records.reading import (
@@ -26,7 +30,10 @@ from flopwatch.sweep.runner.plan import Plan
 
 
 class Observer(Protocol):
-    """Is told what happens; the command line draws its table from it. One that raises is not called again."""
+    """Called by the runner for what happens; the command line draws its table from it.
+
+    It may also have a method `tries_again(lost: TrialResult, retry: int, most: int)`, called for each lost attempt.
+    """
 
     def started(self, trial: Trial) -> None: ...
 
@@ -35,21 +42,14 @@ class Observer(Protocol):
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None: ...
 
 
-@runtime_checkable
-class RetryObserver(Protocol):
-    """An observer that also wants to know of attempts that were lost."""
-
-    def tries_again(self, lost: TrialResult, retry: int, most: int) -> None: ...
-
-
 @dataclass
 class Stop:
-    """Set from outside. `finish` starts nothing new and withdraws what is queued, `kill` also ends what runs.
+    """Tells a runner to stop.
 
     Attributes:
-        finish: Asked for by a person.
-        kill: Likewise.
-        is_over_budget: Set by the runner once the sweep's time is used up; does what `finish` does.
+        finish: Start nothing new and withdraw what is queued; set by the user's first Ctrl-C.
+        kill: Also end what runs; set by the second one.
+        is_over_budget: Set by the runner once the sweep's time is used up; has the effect of `finish`.
     """
 
     finish: bool = False
@@ -62,42 +62,39 @@ class Stop:
 
 
 class SafeObserver:
-    """Passes on to an observer what happens, as long as that one does not raise.
+    """Calls an observer until it raises for the first time.
 
     Args:
-        observer: With the methods of `Observer`.
+        observer: Has the methods of `Observer`.
     """
 
     def __init__(self, observer: object) -> None:
         self._observer: object | None = observer
 
     def started(self, trial: Trial) -> None:
-        self._tell("started", trial)
+        self._call("started", trial)
 
     def ended(self, result: TrialResult) -> None:
-        self._tell("ended", result)
+        self._call("ended", result)
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        self._tell("ticked", running, waiting, engine_state)
+        self._call("ticked", running, waiting, engine_state)
 
     def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
         if hasattr(self._observer, "tries_again"):
-            self._tell("tries_again", lost, retry, most)
+            self._call("tries_again", lost, retry, most)
 
-    def _tell(self, what: str, *facts: object) -> None:
+    def _call(self, method: str, *facts: object) -> None:
         if self._observer is None:
             return
         try:
-            call: Callable[..., None] = getattr(self._observer, what)
+            call: Callable[..., None] = getattr(self._observer, method)
             call(*facts)
-        except (Exception, SystemExit) as error:  # rich answers a closed pipe with SystemExit
+        except (Exception, SystemExit) as error:  # rich raises SystemExit when a pipe is closed
             self._observer = None
             with contextlib.suppress(Exception):
-                said = one_line(f"{type(error).__name__}: {error}", 300)
-                sys.stderr.write(f"flopwatch: what shows the sweep failed ({said}); the sweep goes on unseen\n")
-
-
-# `DIR/runner.json`: which process runs the sweep, and how it stands. Others look at it; nothing depends on it.
+                text = one_line(f"{type(error).__name__}: {error}", 300)
+                sys.stderr.write(f"flopwatch: the display failed ({text}); the sweep goes on without it\n")
 
 
 _EVERY_SECONDS = 1.0
@@ -106,15 +103,17 @@ _MOST_NAMES = 100
 
 @dataclass(frozen=True, slots=True)
 class RunnerState:
-    """Attributes:
-    pid: Of the runner.
-    host: Where it is.
-    process_start: When that process began, by its host's kernel: a number may be given again to another process.
-    engine_state: The engine's word.
-    running: Seconds since the start, by name; the first hundred.
-    running_count: How many run.
-    waiting: How many have not been placed.
-    stopping: `` while it goes on, `finish`, `kill`, `budget`, or `over` when the runner has left.
+    """What `runner.json` holds.
+
+    Attributes:
+        pid: The runner's.
+        host: Where it runs.
+        process_start: When that process started, by its host's kernel: a pid may be reused.
+        engine_state: The engine's own text, such as `3 queued`.
+        running: Seconds since the start of each running trial, by name; the first hundred.
+        running_count: How many run.
+        waiting: How many are not placed yet.
+        stopping: Empty while it starts trials; `finish`, `kill`, `budget`; `over` when the runner has exited.
     """
 
     pid: int = 0
@@ -128,12 +127,12 @@ class RunnerState:
 
 
 def read_runner(sweep: Path) -> RunnerState | None:
-    """What the last runner told; None where none ever did."""
+    """What the last runner wrote; None when there is nothing readable."""
     try:
         state = read_record(RunnerState, read_json(sweep / RUNNER))
     except BrokenRecordError:
         return None
-    # Without its mark the process of that number may be anybody's, and a signal would reach the wrong one.
+    # Without its start time, the pid may belong to another process by now, and a signal would hit that one.
     is_marked = bool(state.process_start) or not process_start(os.getpid())
     return state if state.pid > 0 and is_marked else None
 
@@ -143,14 +142,14 @@ def is_here(state: RunnerState) -> bool:
 
 
 def is_alive(state: RunnerState) -> bool | None:
-    """Whether that process still runs; None from another host, which cannot know."""
+    """Whether that process still runs; None when it belongs to another host."""
     if state.stopping == "over":
         return False
     return process_start(state.pid) == state.process_start if is_here(state) else None
 
 
 def process_start(pid: int) -> str:
-    """The kernel's mark of when a process began; empty when there is none, or no /proc."""
+    """When the kernel started a process, in ticks since boot; empty when it is gone, or without /proc."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -159,16 +158,16 @@ def process_start(pid: int) -> str:
 
 
 class RunnerFile:
-    """An observer that writes the file about once a second and tells the observer behind it everything.
+    """An observer that writes `runner.json` about once a second, and passes every call on to another observer.
 
     Args:
         sweep: The sweep's folder.
-        clock: Decides how often.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, sweep: Path, clock: Clock = monotonic_seconds) -> None:
         self._file, self._clock = sweep / RUNNER, clock
-        self._behind: Observer | None = None
+        self._next: Observer | None = None
         self._stop = Stop()
         self._since: dict[str, float] = {}
         self._next_write = 0.0
@@ -178,24 +177,24 @@ class RunnerFile:
             "process_start": process_start(os.getpid()),
         }
 
-    def before(self, observer: Observer, stop: Stop) -> "RunnerFile":
-        self._behind, self._stop = SafeObserver(observer), stop
+    def passing_to(self, observer: Observer, stop: Stop) -> "RunnerFile":
+        self._next, self._stop = SafeObserver(observer), stop
         return self
 
     def started(self, trial: Trial) -> None:
         self._since[trial.name] = self._clock()
-        if self._behind is not None:
-            self._behind.started(trial)
+        if self._next is not None:
+            self._next.started(trial)
 
     def ended(self, result: TrialResult) -> None:
         self._since.pop(result.name, None)
-        if self._behind is not None:
-            self._behind.ended(result)
+        if self._next is not None:
+            self._next.ended(result)
 
     def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
         self._since.pop(lost.name, None)
-        if self._behind is not None and hasattr(self._behind, "tries_again"):
-            self._behind.tries_again(lost, retry, most)
+        if self._next is not None and hasattr(self._next, "tries_again"):
+            self._next.tries_again(lost, retry, most)
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         if self._clock() >= self._next_write:
@@ -203,8 +202,8 @@ class RunnerFile:
             names = [name for name, _ in zip(running, range(_MOST_NAMES), strict=False)]
             since = {name: round(now - self._since.setdefault(name, now), 1) for name in names}
             self.write(engine_state, since, len(running), waiting)
-        if self._behind is not None:
-            self._behind.ticked(running, waiting, engine_state)
+        if self._next is not None:
+            self._next.ticked(running, waiting, engine_state)
 
     def write(
         self,
@@ -214,7 +213,7 @@ class RunnerFile:
         waiting: int = 0,
         stopping: str | None = None,
     ) -> None:
-        """A full disk or a deleted folder ends nothing."""
+        """Write the file; a full disk or a deleted folder is ignored."""
         self._next_write = self._clock() + _EVERY_SECONDS
         state = RunnerState(
             **self._about,
@@ -234,28 +233,25 @@ def _stopping(stop: Stop) -> str:
 
 @contextlib.contextmanager
 def runner_file(sweep: Path) -> Iterator[RunnerFile]:
-    """Writes who runs the sweep from here on, and at the end that nobody does."""
-    noted = RunnerFile(sweep)
-    noted.write("getting ready")
+    """Keep `runner.json` up to date; at the end it says that the runner has exited."""
+    file = RunnerFile(sweep)
+    file.write("getting ready")
     try:
-        yield noted
+        yield file
     finally:
-        noted.write("", stopping="over")
-
-
-# Follows a sweep that another process runs, by its folder alone.
+        file.write("", stopping="over")
 
 
 _SILENCE_SECONDS = 90.0
-"""A runner on another host writes every second; file systems show that up to a minute late."""
+"""A runner on another host writes every second; a file system may show that a minute late."""
 
 
 class Follower:
-    """What happens in a sweep's folder.
+    """Follows a sweep that another process runs, by its folder alone.
 
     Args:
         sweep: The folder.
-        clock: Measures the runner's silence.
+        clock: Measures for how long the runner has not written.
     """
 
     def __init__(self, sweep: Path, clock: Clock = monotonic_seconds) -> None:
@@ -272,7 +268,7 @@ class Follower:
         self._heard = clock()
 
     def new_results(self) -> Iterator[TrialResult]:
-        """Ends since the last call; a line that is only half there waits for the next."""
+        """Results since the last call; an incomplete last line is left for the next call."""
         try:
             with opened_regular(self._file) as stream:
                 stream.seek(self._offset)
@@ -285,14 +281,14 @@ class Follower:
             try:
                 yield result_from(json.loads(line))
             except (ValueError, RecursionError, BrokenRecordError, NewerFormatError):
-                continue  # the next run of the sweep tells of it
+                continue  # the next run of the sweep reports damaged lines
 
     def running(self, state: RunnerState | None) -> dict[str, Trial]:
         names = (state.running or {}) if state is not None else {}
         return {name: self._trials[name] for name in names if name in self._trials}
 
     def runner(self) -> RunnerState | None:
-        """What the runner told last; None when there is none, or none any more."""
+        """The last state the runner wrote; None when there is no runner, or none any more."""
         state = read_runner(self._sweep)
         if state != self._last:
             self._last, self._heard = state, self._clock()

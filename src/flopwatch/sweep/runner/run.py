@@ -1,4 +1,4 @@
-"""Runs what is left of a sweep on an engine. Light: it holds no result longer than it takes to write it down."""
+"""Runs the trials of a plan on an engine. Results are written at once and not kept: 10,000 trials need no memory."""
 
 import contextlib
 import sys
@@ -15,39 +15,27 @@ from flopwatch.records.trial_files import STARTED, SWEEP, log_file
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
 from flopwatch.sweep.folder import Trial, folder_of, has_begun, own_result, prepare, record, restore_lists
-from flopwatch.sweep.host import processes as process_tree
-from flopwatch.sweep.runner.decisions import (
+from flopwatch.sweep.host.processes import kill_marked
+from flopwatch.sweep.runner.observing import Observer, SafeObserver, Stop
+from flopwatch.sweep.runner.plan import (
     DEFAULT_POLICY,
+    Plan,
     RetryPolicy,
     hosts_to_avoid,
     inferred_result,
     proves_too_large,
 )
-from flopwatch.sweep.runner.observing import Observer as Observer
-from flopwatch.sweep.runner.observing import RetryObserver, SafeObserver
-from flopwatch.sweep.runner.observing import Stop as Stop
-from flopwatch.sweep.runner.plan import Plan
 from flopwatch.sweep.runner.waiting import LateResults, Pause, ResultWriter, SilentSupervisors, is_transient
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
 
 _TICK_SECONDS = 0.25
-_OF_ONE_FOLDER = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
+_IDLE_TICK_SECONDS = 0.05
+_ONE_FOLDERS_ERRORS = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
+"""Errors that concern the folder of one trial, so that the other trials can still run."""
+
+_LATEST_UNIX_TIME = 1e11
 
 Refusal = Callable[[Trial], str | None]
-
-
-@dataclass
-class _Round:
-    """The state of one run. `elsewhere` are trials of an earlier runner that may still run, unknown to the engine."""
-
-    waiting: deque[Trial]
-    stop: Stop
-    retries: RetryPolicy
-    running: dict[str, Trial] = field(default_factory=dict)
-    elsewhere: dict[str, Trial] = field(default_factory=dict)
-    out_of_memory: list[TrialResult] = field(default_factory=list)
-    pause: Pause = field(default_factory=Pause)
-    is_cancelled: bool = False
 
 
 def run_plan(
@@ -61,146 +49,194 @@ def run_plan(
     budget_seconds: float | None = None,
     clock: Clock = monotonic_seconds,
 ) -> dict[str, int]:
-    """Run what is to do; every end is written to `results.jsonl` at once. Returns how many ended how.
+    """Run the plan's trials; every result is appended to `results.jsonl` at once. Returns the number of each outcome.
 
     Args:
         plan: From `make_plan`.
         engine: Where trials are placed.
-        observer: Is told; whatever it raises does not end the sweep.
-        stop: Looked at several times a second.
-        refuse: Says why a trial cannot run at all (its preflight failed), before a slot is used.
-        retries: Which ends are followed by another attempt, and how often.
-        budget_seconds: After so long nothing new is started; None is no end.
-        clock: Of the budget.
+        observer: Called for what happens; an exception it raises does not end the sweep.
+        stop: Read several times a second.
+        refuse: Returns why a trial cannot run at all (its preflight failed), before it takes a slot.
+        retries: Which outcomes are followed by another attempt, and how often.
+        budget_seconds: After this time no trial is started; None is no limit.
+        clock: Measures the budget.
     """
+    run = _Run(plan, engine, SafeObserver(observer), stop, refuse, retries)
     began = clock()
-    counts: dict[str, int] = {}
-    observer = SafeObserver(observer)
-
-    def write(result: TrialResult) -> None:
-        if not (_sweep(plan) / SWEEP).exists():
-            restore_lists(_sweep(plan), plan.trials, plan.kept.values(), engine.name)
-        record(_sweep(plan), result)
-
-    ledger = ResultWriter(write)
-
-    def note(result: TrialResult) -> None:
-        ledger.add(result)
-        counts[result.outcome] = counts.get(result.outcome, 0) + 1
-        observer.ended(result)
-
-    known = [result for result in plan.kept.values() if proves_too_large(result)]
-    state = _Round(deque(plan.todo), stop, retries, out_of_memory=known)
-    late, stuck = LateResults(), SilentSupervisors()
-    _adopt(engine, plan, state)
-    _look_elsewhere(state, plan, late, note)
+    run.adopt_earlier_trials()
     try:
-        while state.running or ((state.waiting or state.elsewhere) and not stop.is_finishing):
+        while run.is_active():
             stop.is_over_budget = budget_seconds is not None and clock() - began >= budget_seconds
-            if stop.is_finishing:
-                _wind_down(engine, state)
-            else:
-                _fill(engine, state, observer, note, refuse)
-            _look_elsewhere(state, plan, late, note)
-            stuck.end_them(engine, state.running)
-            ended = engine.wait(_TICK_SECONDS if state.running else 0.05)
-            for end in late.sift(ended, state.running, is_patient=not state.is_cancelled):
-                _settle(stuck.explain(end), state, note, observer)
-            ledger.catch_up()
-            trouble = state.pause.why or ledger.pause.why
-            observer.ticked(state.running, len(state.waiting), trouble or engine.state())
+            run.tick()
     finally:
-        if state.running:
-            engine.cancel()
-        engine.close()
-        if unwritten := ledger.close():
-            sys.stderr.write(f"flopwatch: {unwritten} results could not be listed; {ledger.pause.why}\n")
-    return counts
+        run.close()
+    return run.counts
 
 
-def _sweep(plan: Plan) -> Path:
-    return plan.trials[0].sweep
+@dataclass
+class _Run:
+    """The state of one run of a plan.
 
+    Attributes:
+        waiting: Trials that are not placed yet, in order.
+        running: Trials that the engine runs, by name.
+        elsewhere: Trials that an earlier runner started, unknown to the engine, whose supervisors may be alive.
+        out_of_memory: Results that prove larger trials too large.
+        counts: Results so far, by outcome.
+    """
 
-def _adopt(engine: Engine, plan: Plan, state: _Round) -> None:
-    """Wait for what an earlier runner started and an engine still runs, instead of starting it again."""
-    begun = [_with_attempts(trial, plan) for trial in plan.todo if folder_of(trial).exists()]
-    adopted = set(engine.open(_sweep(plan), begun))
-    state.running = {trial.name: trial for trial in begun if trial.name in adopted}
-    state.elsewhere = {trial.name: trial for trial in begun if trial.name not in adopted}
-    state.waiting = deque(trial for trial in plan.todo if trial.name not in adopted | set(state.elsewhere))
+    plan: Plan
+    engine: Engine
+    observer: SafeObserver
+    stop: Stop
+    refuse: Refusal
+    retries: RetryPolicy
+    waiting: deque[Trial] = field(default_factory=deque)
+    running: dict[str, Trial] = field(default_factory=dict)
+    elsewhere: dict[str, Trial] = field(default_factory=dict)
+    out_of_memory: list[TrialResult] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    is_cancelled: bool = False
+    pause: Pause = field(default_factory=Pause)
+    late: LateResults = field(default_factory=LateResults)
+    silent: SilentSupervisors = field(default_factory=SilentSupervisors)
 
+    def __post_init__(self) -> None:
+        self.writer = ResultWriter(self._write)
+        self.out_of_memory += [result for result in self.plan.kept.values() if proves_too_large(result)]
 
-def _look_elsewhere(state: _Round, plan: Plan, late: LateResults, note: Callable[[TrialResult], None]) -> None:
-    """Trials that nobody runs any more are ours: a result that came since the plan was made is final, others wait."""
-    freed = [trial for trial in state.elsewhere.values() if late.is_over(trial)]
-    for trial in freed:
-        del state.elsewhere[trial.name]
-        result = own_result(trial.sweep, trial.name) if trial.name not in plan.again else None
-        if result is not None and result.key == trial.key and result.outcome not in UNSETTLED:
-            note(result)
+    @property
+    def sweep(self) -> Path:
+        return self.plan.trials[0].sweep
+
+    def is_active(self) -> bool:
+        may_start_more = bool(self.waiting or self.elsewhere) and not self.stop.is_finishing
+        return bool(self.running) or may_start_more
+
+    def adopt_earlier_trials(self) -> None:
+        """Wait for trials that an earlier runner started and the engine still runs, instead of starting them again."""
+        begun = [self._with_attempts(trial) for trial in self.plan.todo if folder_of(trial).exists()]
+        adopted = set(self.engine.open(self.sweep, begun))
+        self.running = {trial.name: trial for trial in begun if trial.name in adopted}
+        self.elsewhere = {trial.name: trial for trial in begun if trial.name not in adopted}
+        begun_names = adopted | set(self.elsewhere)
+        self.waiting = deque(trial for trial in self.plan.todo if trial.name not in begun_names)
+        self._reclaim_ended()
+
+    def _with_attempts(self, trial: Trial) -> Trial:
+        """With the attempts of a killed runner, unless the user asked for a finished trial again: that starts anew."""
+        if trial.name in self.plan.again:
+            return trial
+        attempts = listed_attempts(trial.sweep, trial.name, trial.key)
+        return replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts)) if attempts else trial
+
+    def tick(self) -> None:
+        if self.stop.is_finishing:
+            self._wind_down()
         else:
-            state.waiting.append(trial)
-    if freed:
-        order = {trial.name: place for place, trial in enumerate(plan.todo)}
-        state.waiting = deque(sorted(state.waiting, key=lambda trial: order[trial.name]))
+            self._submit_waiting()
+        self._reclaim_ended()
+        self.silent.end_silent(self.engine, self.running)
+        ended = self.engine.wait(_TICK_SECONDS if self.running else _IDLE_TICK_SECONDS)
+        for end in self.late.ready(ended, self.running, is_patient=not self.is_cancelled):
+            self._finish(self.silent.explain(end))
+        self.writer.catch_up()
+        problem = self.pause.why or self.writer.pause.why
+        self.observer.ticked(self.running, len(self.waiting), problem or self.engine.state())
 
+    def close(self) -> None:
+        if self.running:
+            self.engine.cancel()
+        self.engine.close()
+        if unwritten := self.writer.close():
+            sys.stderr.write(f"flopwatch: {unwritten} results could not be listed; {self.writer.pause.why}\n")
 
-def _with_attempts(trial: Trial, plan: Plan) -> Trial:
-    """What a killed runner had tried already counts; a trial that has a result, and is asked for again, starts anew."""
-    if trial.name in plan.again:
-        return trial
-    attempts = listed_attempts(trial.sweep, trial.name, trial.key)
-    return replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts)) if attempts else trial
+    def _write(self, result: TrialResult) -> None:
+        if not (self.sweep / SWEEP).exists():  # a trial may delete the sweep's folder
+            restore_lists(self.sweep, self.plan.trials, self.plan.kept.values(), self.engine.name)
+        record(self.sweep, result)
 
+    def _settle(self, result: TrialResult) -> None:
+        self.writer.add(result)
+        self.counts[result.outcome] = self.counts.get(result.outcome, 0) + 1
+        self.observer.ended(result)
 
-def _wind_down(engine: Engine, state: _Round) -> None:
-    """Nothing new starts: what an engine has queued comes back and stays unrun; if asked for, what runs is ended."""
-    withdraw = getattr(engine, "withdraw", None)  # engines written before there was such a method have none
-    for name in withdraw() if withdraw is not None else ():
-        if (trial := state.running.pop(name, None)) is not None:
-            state.waiting.append(trial)
-    if state.stop.kill and not state.is_cancelled:
-        state.is_cancelled = True
-        engine.cancel()
+    def _reclaim_ended(self) -> None:
+        """Settle or queue the trials of an earlier runner whose supervisors are gone."""
+        ended = [trial for trial in self.elsewhere.values() if self.late.is_over(trial)]
+        for trial in ended:
+            del self.elsewhere[trial.name]
+            result = own_result(trial.sweep, trial.name) if trial.name not in self.plan.again else None
+            if result is not None and result.key == trial.key and result.outcome not in UNSETTLED:
+                self._settle(result)
+            else:
+                self.waiting.append(trial)
+        if ended:
+            order = {trial.name: place for place, trial in enumerate(self.plan.todo)}
+            self.waiting = deque(sorted(self.waiting, key=lambda trial: order[trial.name]))
 
+    def _wind_down(self) -> None:
+        """Start nothing: take back what the engine has queued and, on `stop.kill`, end what runs."""
+        withdraw = getattr(self.engine, "withdraw", None)  # optional in the engine protocol
+        for name in withdraw() if withdraw is not None else ():
+            if (trial := self.running.pop(name, None)) is not None:
+                self.waiting.append(trial)
+        if self.stop.kill and not self.is_cancelled:
+            self.is_cancelled = True
+            self.engine.cancel()
 
-def _fill(
-    engine: Engine, state: _Round, observer: Observer, note: Callable[[TrialResult], None], refuse: Refusal
-) -> None:
-    """Give the engine as many trials as it takes; those that need not run are settled on the way."""
-    while state.waiting and state.pause.is_over() and (room := engine.room(state.waiting[0].spec)) > 0:
+    def _submit_waiting(self) -> None:
+        """Give the engine as many trials as it has room for; trials that need not run are settled on the way."""
+        while self.waiting and self.pause.is_over() and (room := self.engine.room(self.waiting[0].spec)) > 0:
+            batch = self._next_batch(room)
+            if not batch:
+                return
+            self.engine.submit(batch)
+            for trial in batch:
+                self.running[trial.name] = trial
+                self.observer.started(trial)
+
+    def _next_batch(self, room: int) -> list[Trial]:
         batch: list[Trial] = []
-        while state.waiting and len(batch) < room:
-            trial = state.waiting.popleft()
-            settled = _refused(trial, refuse) or inferred_result(trial, state.out_of_memory)
+        while self.waiting and len(batch) < room:
+            trial = self.waiting.popleft()
+            settled = _refused(trial, self.refuse) or inferred_result(trial, self.out_of_memory)
             if settled is not None:
-                note(settled)
+                self._settle(settled)
                 continue
-            trial = replace(trial, retries=state.retries.most)
+            trial = replace(trial, retries=self.retries.most)
             try:
                 prepare(trial)
             except OSError as error:
-                if is_transient(error):  # first in line again, until the disk has room
-                    state.waiting.appendleft(trial)
-                    state.pause.begin(error)
+                if is_transient(error):  # such as a full disk: this trial is the first to be tried again
+                    self.waiting.appendleft(trial)
+                    self.pause.begin(error)
                     break
-                if not isinstance(error, _OF_ONE_FOLDER):
+                if not isinstance(error, _ONE_FOLDERS_ERRORS):
                     raise
-                note(_without_a_place(trial, error))
+                self._settle(_result_without_folder(trial, error))
                 continue
-            state.pause.end()
+            self.pause.end()
             batch.append(trial)
-        if not batch:
+        return batch
+
+    def _finish(self, ended: Ended) -> None:
+        """Settle a trial whose supervisor is gone, or queue its next attempt."""
+        trial = self.running.pop(ended.name, None)
+        if trial is None:
             return
-        engine.submit(batch)
-        for trial in batch:
-            state.running[trial.name] = trial
-            observer.started(trial)
+        result = _result_of(trial, ended, is_cancelled=self.is_cancelled)
+        earlier = len(result.earlier_attempts)
+        if self.retries.tries_again(result, earlier, is_stopping=self.stop.is_finishing):
+            self.waiting.append(_next_attempt(trial, result))
+            self.observer.tries_again(result, earlier + 1, self.retries.most)
+            return
+        if proves_too_large(result):
+            self.out_of_memory.append(result)
+        self._settle(result)
 
 
-def _without_a_place(trial: Trial, error: OSError) -> TrialResult:
-    """One folder that cannot be used is no reason for the others not to run."""
+def _result_without_folder(trial: Trial, error: OSError) -> TrialResult:
     reason = f"could not be started: {error.strerror}: {error.filename}; make it readable and writable, or remove it"
     return TrialResult(trial.name, trial.key, trial.spec, "lost", reason, {"from": "the sweep's folder"})
 
@@ -212,24 +248,9 @@ def _refused(trial: Trial, refuse: Refusal) -> TrialResult | None:
     return TrialResult(trial.name, trial.key, trial.spec, "unsupported", reason, {"from": "preflight"})
 
 
-def _settle(ended: Ended, state: _Round, note: Callable[[TrialResult], None], observer: Observer) -> None:
-    trial = state.running.pop(ended.name, None)
-    if trial is None:
-        return
-    result = _result_of(trial, ended, is_cancelled=state.is_cancelled)
-    earlier = len(result.earlier_attempts)
-    if state.retries.tries_again(result, earlier, is_stopping=state.stop.is_finishing):
-        state.waiting.append(_again(trial, result))
-        if isinstance(observer, RetryObserver):
-            observer.tries_again(result, earlier + 1, state.retries.most)
-        return
-    if proves_too_large(result):
-        state.out_of_memory.append(result)
-    note(result)
-
-
 def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult:
-    result = own_result(trial.sweep, trial.name) or _without_result(trial, ended.evidence)
+    """The supervisor's result, with what only the engine knows, such as that Slurm preempted the job."""
+    result = own_result(trial.sweep, trial.name) or _result_without_supervisor(trial, ended.evidence)
     if result.outcome == "cancelled" and not is_cancelled and (better := outcome_known_to_engine(ended.evidence)):
         evidence = {**result.evidence, **ended.evidence}
         result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
@@ -237,21 +258,20 @@ def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult
     return replace(result, earlier_attempts=result.earlier_attempts or trial.earlier_attempts)
 
 
-def _again(trial: Trial, result: TrialResult) -> Trial:
-    """The next attempt, at the end of the line: by then a failed node may be known as such to the engine."""
+def _next_attempt(trial: Trial, result: TrialResult) -> Trial:
+    """The trial again. It is queued last: by the time it runs, the engine may know that a node has failed."""
     folder = put_aside(trial.sweep, trial.name) if has_begun(trial.sweep, trial.name) else None
     attempts = (*result.earlier_attempts, attempt_from(result, folder))
     trial = replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts))
-    with contextlib.suppress(OSError):  # it is written again before it runs
-        prepare(trial)  # at once: should this runner be killed now, the next one knows of the attempt
+    with contextlib.suppress(OSError):  # `_next_batch` prepares it again
+        prepare(trial)  # at once, so that the attempt is on disk if this runner is killed now
     return trial
 
 
-def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
-    """The supervisor is gone and left no word. Its trial must be gone too, wherever its processes went."""
-    process_tree.kill_marked(folder_of(trial).resolve())
+def _result_without_supervisor(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
+    """The supervisor is gone and wrote no result. Kills processes of the trial that may have outlived it."""
+    kill_marked(folder_of(trial).resolve())
     outcome, reason = ending_from_evidence(evidence)
-    log = tail(log_file(trial.sweep, trial.name))
     began = read_object(folder_of(trial) / STARTED).get("unix_time")
     return TrialResult(
         trial.name,
@@ -260,7 +280,7 @@ def _without_result(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
         outcome,
         reason,
         dict(evidence),
-        unix_time=began if isinstance(began, int | float) and 0 < began < 1e11 else None,
-        log_tail=log,
+        unix_time=began if isinstance(began, int | float) and 0 < began < _LATEST_UNIX_TIME else None,
+        log_tail=tail(log_file(trial.sweep, trial.name)),
         earlier_attempts=listed_attempts(trial.sweep, trial.name, trial.key),
     )

@@ -1,7 +1,8 @@
-"""Between an engine's word that a supervisor is gone and the trial's end: a result may come into sight late.
+"""What a runner waits for before it decides: results of other hosts, silent supervisors, a full disk.
 
-On the host of the supervisor, files are seen at once. What another host has written is waited for, longer than a file
-system hides it, before a trial is called lost; and as long as the supervisor gives signs of life, nothing is decided.
+When an engine reports that a supervisor is gone, the trial's result may become visible later, because a file system
+may show the files of another host only after a minute. A trial is called lost only after that time, and not while its
+supervisor still shows signs of life.
 """
 
 import errno
@@ -21,10 +22,10 @@ from flopwatch.sweep.supervisor.supervise import allowed_silence
 
 
 class LateResults:
-    """Holds ends back until they can be told.
+    """Holds ended trials back until their results are visible, or can no longer appear.
 
     Args:
-        clock: Of this process.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,22 +33,22 @@ class LateResults:
         self._ended: dict[str, Ended] = {}
         self._deadlines: dict[str, float] = {}
 
-    def sift(self, ended: Iterable[Ended], running: Mapping[str, Trial], *, is_patient: bool = True) -> list[Ended]:
-        """Of these ends, and of those held back, the ones that can be told now.
+    def ready(self, ended: Iterable[Ended], running: Mapping[str, Trial], *, is_patient: bool = True) -> list[Ended]:
+        """The ended trials, of these and of those held back, that can be settled now.
 
         Args:
             ended: New from the engine.
-            running: The trials, by name; an end of any other is dropped.
-            is_patient: False tells them all, for a sweep that is being cancelled.
+            running: The trials, by name; others are dropped.
+            is_patient: False returns all of them, for a sweep that is being cancelled.
         """
         for end in ended:
             if end.name in running:
                 self._ended.setdefault(end.name, end)
-        told = [name for name in self._ended if not is_patient or self.is_over(running[name])]
-        return [_with_guards_word(self._ended.pop(name), running[name]) for name in told]
+        ready = [name for name in self._ended if not is_patient or self.is_over(running[name])]
+        return [_with_guards_reason(self._ended.pop(name), running[name]) for name in ready]
 
     def is_over(self, trial: Trial) -> bool:
-        """True when the trial's result is in sight, or when certainly nobody runs it and no result will come."""
+        """True when the trial's result is visible, or when no supervisor runs it and no result can appear any more."""
         is_over = self._is_over(trial)
         if is_over:
             self._deadlines.pop(trial.name, None)
@@ -59,49 +60,46 @@ class LateResults:
             return True
         if is_supervised(trial.sweep, trial.name):
             return False
-        return self._clock() > deadline or not _may_be_hidden(trial_folder(trial.sweep, trial.name))
+        return self._clock() > deadline or not _may_have_begun_elsewhere(trial_folder(trial.sweep, trial.name))
 
 
-def _may_be_hidden(folder: Path) -> bool:
-    """True when a supervisor on another host has, or may have, begun this trial."""
+def _may_have_begun_elsewhere(folder: Path) -> bool:
+    """True when a supervisor on another host has begun this trial, or may have."""
     claimed = read_json(folder / STARTED)
     if not isinstance(claimed, dict):
-        return not withdraw(folder)  # from now on none can begin it, and if one has, this fails
+        return not withdraw(folder)  # after this no supervisor can begin it; it fails if one has
     return not is_withdrawn(claimed) and is_alive_here(claimed) is None
 
 
-def _with_guards_word(ended: Ended, trial: Trial) -> Ended:
-    """A guard that killed its supervisor for its silence has written that down."""
-    word = read_json(trial_folder(trial.sweep, trial.name) / GUARD)
-    if isinstance(word, dict) and word.get("attempt") == attempt_of(trial.sweep, trial.name):
-        return replace(ended, evidence={"stuck": word.get("reason"), **ended.evidence})
+def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
+    """Add the note of a guard that killed its supervisor because it did not respond."""
+    note = read_json(trial_folder(trial.sweep, trial.name) / GUARD)
+    if isinstance(note, dict) and note.get("attempt") == attempt_of(trial.sweep, trial.name):
+        return replace(ended, evidence={"stuck": note.get("reason"), **ended.evidence})
     return ended
 
 
-# Supervisors that live and do nothing: stopped, or waiting for a file system that hangs. Found by their silence.
-#
-# The guard on the supervisor's own host kills it first (`trial_guard.py`); what is found here has lost its guard, or
-# its host does not answer.
-
-
 class SilentSupervisors:
-    """Ends them, once each.
+    """Ends supervisors that are alive but stuck: stopped, or blocked by a file system that hangs.
+
+    The guard on the supervisor's own host kills it first (`trial_guard.py`). What is found here has lost its guard, or
+    its host does not respond.
 
     Args:
-        clock: Of this process.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._reasons: dict[str, str] = {}
 
-    def end_them(self, engine: Engine, running: Mapping[str, Trial]) -> None:
-        """Ask the engine to kill those that have been silent for longer than their trial may be, and our patience."""
+    def end_silent(self, engine: Engine, running: Mapping[str, Trial]) -> None:
+        """Have the engine kill each one that was silent for longer than its trial's limits and visibility allow."""
         end = getattr(engine, "end", None)
-        if end is None or self._clock() < self._next_look:
+        if end is None or self._clock() < self._next_check:
             return
-        self._next_look = self._clock() + BEAT_SECONDS
+        self._next_check = self._clock() + BEAT_SECONDS
         found = {name: reason for name, trial in running.items() if (reason := self._reason(trial))}
         if found:
             self._reasons |= found
@@ -116,19 +114,16 @@ class SilentSupervisors:
         silent = silent_seconds(trial.sweep, trial.name)
         if silent <= allowed_silence(trial.spec.limits) + visible_seconds():
             return None
-        who = f"pid {claimed.get('pid')} on {claimed.get('host')}"
-        return f"its supervisor ({who}) had given no sign of life for {silent:.0f} s and was ended"
+        process = f"pid {claimed.get('pid')} on {claimed.get('host')}"
+        return f"its supervisor ({process}) showed no sign of life for {silent:.0f} s and was ended"
 
     def explain(self, ended: Ended) -> Ended:
-        """With why it was ended, if it was by us."""
+        """Add why the supervisor was ended, if we ended it."""
         reason = self._reasons.pop(ended.name, None)
         return ended if reason is None else replace(ended, evidence={"stuck": reason, **ended.evidence})
 
 
-# Errors of a file system that may pass, as a disk that is full for a while: a sweep of a week waits them out.
-
-
-_PASSING = frozenset(
+_TRANSIENT = frozenset(
     (
         errno.ENOSPC,
         errno.EDQUOT,
@@ -146,18 +141,19 @@ _PAUSE_SECONDS = 5.0
 
 
 def is_transient(error: OSError) -> bool:
-    return error.errno in _PASSING
+    """Whether the error may go away, such as a full disk; a sweep of a week waits for that."""
+    return error.errno in _TRANSIENT
 
 
 class Pause:
-    """Says when to try again, and why not now.
+    """A pause between two tries of something that failed for now.
 
     Args:
         seconds: Between two tries.
-        clock: Of this process.
+        clock: Monotonic seconds.
 
     Attributes:
-        why: Empty while all is well.
+        why: The reason, for a user; empty when there is no pause.
     """
 
     def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -177,10 +173,10 @@ class Pause:
 
 
 class ResultWriter:
-    """Writes results into the sweep's list, later if it must: the trials' own folders have them anyway.
+    """Appends results to the sweep's list, and retries what failed. The trials' own folders have them already.
 
     Args:
-        write: Writes one.
+        write: Writes one result.
     """
 
     def __init__(self, write: Callable[[TrialResult], None]) -> None:
@@ -193,7 +189,7 @@ class ResultWriter:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Write what waits, in order."""
+        """Write the queued results, in order."""
         while self._waiting and self.pause.is_over():
             try:
                 self._write(self._waiting[0])
@@ -206,7 +202,7 @@ class ResultWriter:
             self.pause.end()
 
     def close(self, patience_seconds: float = 60.0) -> int:
-        """Write what still waits; how many could not be."""
+        """Write what is still queued; returns how many results could not be written."""
         deadline = time.monotonic() + patience_seconds
         while self._waiting and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -1,0 +1,1 @@
+"""What a user asks for: the matrix of a sweep, its settings and its names."""

@@ -1,7 +1,8 @@
-"""The matrix: what a user asks for, read from YAML or flags, checked, and multiplied out into trials."""
+"""The matrix of a sweep: read from YAML and flags, checked, and expanded into trials."""
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,13 +18,15 @@ from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
     Condition,
+    ProcessPoint,
     check_conditions,
+    check_processes,
     did_you_mean,
     parse_bytes,
     parse_condition,
     parse_seconds,
+    process_points,
 )
-from flopwatch.sweep.spec.processes import ProcessPoint, check_processes, process_points
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
 
 MOST_TRIALS = 100_000
@@ -48,7 +51,7 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
 
 class TrainerEntry(BaseModel):
-    """A trainer as the matrix names it: by name, as a class of the user's, or as a shell command."""
+    """A trainer of the matrix: by name, as a class of the user, or as a shell command."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,7 +67,7 @@ class TrainerEntry(BaseModel):
 
 
 class LimitSettings(BaseModel):
-    """When a trial is ended."""
+    """Limits at which a trial is ended."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -74,7 +77,7 @@ class LimitSettings(BaseModel):
 
 
 class Matrix(BaseModel):
-    """A sweep as asked for. Every list is an axis; a list among the options is one too."""
+    """The settings of a sweep. Every list is an axis, also among the options."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -130,18 +133,18 @@ _ALIASES = {
     for name in field.validation_alias.choices
     if isinstance(name, str)
 }
-"""How else a setting may be called."""
+"""Other spellings of a setting, by spelling."""
 
 _INNER: dict[str, type[BaseModel]] = {
     "trainers": TrainerEntry,
     "limits": LimitSettings,
     "privacy": PrivacySettings,
 }
-"""Settings that have settings of their own."""
+"""Settings that contain further settings."""
 
 
 def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
-    """The file's matrix with the settings over it.
+    """The file's matrix, overridden by the settings.
 
     Raises:
         InputError: It cannot be used; the message names the key.
@@ -151,11 +154,11 @@ def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
         return Matrix.model_validate(content)
     except ValidationError as error:
         where = f"{file}: " if file else ""
-        lines = [_told(item["type"], item["loc"], item["msg"], item["input"]) for item in error.errors()]
+        lines = [_mistake_text(item["type"], item["loc"], item["msg"], item["input"]) for item in error.errors()]
         raise InputError(f"{where}the matrix cannot be used: " + "; ".join(lines[:_MOST_MISTAKES])) from None
 
 
-def _told(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
+def _mistake_text(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> str:
     key = ".".join(map(str, place)) or "matrix"
     if kind == "extra_forbidden":
         known = [*Matrix.model_fields, *_ALIASES] if len(place) == 1 else _INNER[str(place[0])].model_fields
@@ -164,22 +167,22 @@ def _told(kind: str, place: tuple[int | str, ...], message: str, value: Any) -> 
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Later settings over earlier ones; of limits and options, only those they name.
+    """Earlier settings overridden by later ones; mappings such as limits and options are merged.
 
     >>> layered({"limits": {"memory": "4GiB"}, "steps": 5}, {"limits": {"wall_seconds": 60}, "steps": 9})
     {'limits': {'memory': '4GiB', 'wall_seconds': 60}, 'steps': 9}
     """
     found: dict[str, Any] = {}
     for layer in layers:
-        for key, value in _by_one_name(layer).items():
+        for key, value in _with_canonical_keys(layer).items():
             below = found.get(key)
             both = isinstance(value, Mapping) and isinstance(below, Mapping)
             found[key] = {**below, **value} if both else value  # type: ignore[dict-item]
     return found
 
 
-def _by_one_name(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """`batch_size` and `batch_sizes` are one setting, so that either goes over the other."""
+def _with_canonical_keys(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace other spellings, so that `batch_size` overrides `batch_sizes`."""
     found: dict[str, Any] = {}
     for key, value in layer.items():
         name = _ALIASES.get(key, key)
@@ -194,10 +197,10 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        with file.open("rb") as stream:  # also a pipe, as `<(...)` of a shell
+        with file.open("rb") as stream:  # may be a pipe, such as `<(...)` of a shell
             text = stream.read(_LARGEST_FILE + 1)
         if len(text) > _LARGEST_FILE:
-            raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB and is no matrix; name a YAML file")
+            raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB and is not a matrix; name a YAML file")
         content = yaml.safe_load(text.decode("utf-8"))
     except OSError as error:
         raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
@@ -214,38 +217,25 @@ def _read_file(file: Path | None) -> dict[str, Any]:
 
 
 def expand(matrix: Matrix) -> list[TrialSpec]:
-    """Every combination that no `exclude` leaves out, in the order of the axes.
+    """Every combination that `exclude` does not remove, in the order of the axes.
 
     Raises:
-        InputError: None is left, or far too many.
+        InputError: No trial is left, there are too many, or settings contradict each other.
     """
     if matrix.gpus is not None and matrix.gpus_per_node not in (None, matrix.gpus):
         raise InputError(
-            f"gpus: {matrix.gpus:g} and gpus_per_node: {matrix.gpus_per_node} both say how many GPUs a trial has on "
-            "each node; leave one out"
+            f"gpus: {matrix.gpus:g} and gpus_per_node: {matrix.gpus_per_node} both set the GPUs of a trial on each "
+            "node; leave one out"
         )
-    entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
-    check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
-    axes = (
-        entries,
-        matrix.models,
-        matrix.dtypes,
-        matrix.checkpointing,
-        matrix.seeds,
-        process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node),
-        matrix.seq_lens,
-        matrix.batch_sizes,
-        matrix.micro_batch_sizes,
-    )
-    for place in (matrix.options, *(entry.options for entry in matrix.trainers)):
-        _check_options(place)
-    options = _option_points(matrix.options)
-    count = len(options) * _product(len(axis) for axis in axes)
+    for options in (matrix.options, *(entry.options for entry in matrix.trainers)):
+        _check_options(options)
+    axes = _axes(matrix)
+    count = math.prod(len(axis) for axis in axes)
     if count > MOST_TRIALS:
         raise InputError(
             f"the matrix has {count:,} trials; {MOST_TRIALS:,} is the most. Use fewer values, or `exclude`"
         )
-    specs = [_spec(matrix, *point) for point in itertools.product(*axes, options)]
+    specs = [_spec(matrix, *point) for point in itertools.product(*axes)]
     check_conditions(matrix.exclude, specs)
     kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
     if not kept:
@@ -255,8 +245,26 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
     return kept
 
 
+def _axes(matrix: Matrix) -> tuple[Sequence[Any], ...]:
+    """In the order of `_spec`'s arguments."""
+    entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
+    check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
+    return (
+        entries,
+        matrix.models,
+        matrix.dtypes,
+        matrix.checkpointing,
+        matrix.seeds,
+        process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node),
+        matrix.seq_lens,
+        matrix.batch_sizes,
+        matrix.micro_batch_sizes,
+        _option_points(matrix.options),
+    )
+
+
 def _resolved(entry: TrainerEntry) -> tuple[str, str]:
-    """Canonical trainer and label."""
+    """The trainer's canonical name, and its label."""
     if entry.command is not None:
         if entry.trainer != "command":
             raise InputError(f"a trainer is either a name or a command; {entry.trainer!r} has both, leave one out")
@@ -268,7 +276,7 @@ def _resolved(entry: TrainerEntry) -> tuple[str, str]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Options are written to files as JSON; YAML also knows dates, sets and loops."""
+    """Raise InputError for options without a JSON form: YAML also has dates, sets and cycles."""
     for name, value in options.items():
         try:
             json.dumps(value)
@@ -305,7 +313,9 @@ def _spec(
         trainer=trainer,
         model=model,
         batch_size=batch_size,
-        seq_len=seq_len if images is None else images.image_size,  # so that several lengths are one trial
+        seq_len=seq_len
+        if images is None
+        else images.image_size,  # an image model has one size, so several lengths make one trial
         label=label,
         command=settings.command,
         dtype=dtype,
@@ -322,7 +332,7 @@ def _spec(
         limits=_limits(matrix.limits, is_command=trainer == "command"),
         nodes=place.nodes,
         processes=place.processes,
-        layout=None if trainer == "command" else place.layout,  # a command's processes are its own affair
+        layout=None if trainer == "command" else place.layout,  # a command starts its own processes
         batch=matrix.batch,
         micro_batch_size=micro_batch_size,
         privacy=matrix.privacy.as_spec(trainer, batch_size, chosen) if matrix.privacy else {},
@@ -330,19 +340,12 @@ def _spec(
 
 
 def _limits(settings: LimitSettings, *, is_command: bool) -> Limits:
-    """A command of the user's may well be silent for long, so only what they ask for counts as too long."""
+    """A command may legitimately print nothing for long, so it has a no-progress limit only if the user sets one."""
     is_set = "no_progress_seconds" in settings.model_fields_set
     silence = settings.no_progress_seconds if is_set or is_command else Limits().no_progress_seconds
     return Limits(settings.wall_seconds, silence, settings.memory)
 
 
 def _distinct(specs: Sequence[TrialSpec]) -> list[TrialSpec]:
-    """A value named twice is one trial."""
+    """Without duplicates: a value given twice makes one trial."""
     return list({repr(spec): spec for spec in specs}.values())
-
-
-def _product(counts: Any) -> int:
-    total = 1
-    for count in counts:
-        total *= count
-    return total

@@ -1,4 +1,8 @@
-"""Names of trials, which are also names of files: `StandardTrainer_bs4_seq512`, and what else varies behind it."""
+"""Names: of trials, which are also names of files, and those a user writes, checked before anything runs.
+
+A trial is called `StandardTrainer_bs4_seq512`, followed by the other settings that vary. Names of trainers, models,
+dtypes and devices are checked without importing the user's code, which would run it and load torch.
+"""
 
 import ast
 import difflib
@@ -24,7 +28,7 @@ _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 
 
 def check_label(label: str) -> str:
-    """A label the user chose, as it stands; it becomes part of file names.
+    """The label of a user, if it can be part of a file name.
 
     >>> check_label("mine-v2")
     'mine-v2'
@@ -38,7 +42,7 @@ def check_label(label: str) -> str:
 
 
 def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
-    """One name for each, all different: trainer, batch, length, and every other setting that varies among them."""
+    """A distinct name for each: trainer, batch size, length, and every other setting that varies among them."""
     varying = _varying_settings(specs)
     names = [_name(spec, varying) for spec in specs]
     counts = Counter(names)
@@ -48,7 +52,7 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
 
 
 def _digits(doubled: Sequence[tuple[str, str]]) -> int:
-    """Of their keys, so that trials of the same name differ: of 20,000, some agree in their first 6."""
+    """How many digits of their keys tell trials of the same name apart: of 20,000, some share the first 6."""
     digits = 6
     while digits < _WHOLE_KEY and len({(name, key[:digits]) for name, key in doubled}) < len(doubled):
         digits += 2
@@ -92,7 +96,7 @@ def _part(key: str, settings: Mapping[str, Any]) -> str:
     value = settings[key]
     if key == "ckpt":
         return "ckpt" if value else ""
-    if key in ("layout", "micro") and value is None:  # of a single process; of the whole batch
+    if key in ("layout", "micro") and value is None:  # a single process; the whole batch at once
         return ""
     if key == "model":
         return slug(_model_word(str(value)))
@@ -100,7 +104,7 @@ def _part(key: str, settings: Mapping[str, Any]) -> str:
 
 
 def _model_word(model: str) -> str:
-    """A path's last telling part: the folder of a `config.json`, else the file's own name."""
+    """The part of a path that identifies the model: the folder of a `config.json`, else the file's name."""
     path = Path(model)
     if path.suffix == ".json":
         return path.parent.name if path.stem == "config" and path.parent.name else path.stem
@@ -108,7 +112,7 @@ def _model_word(model: str) -> str:
 
 
 def slug(text: str) -> str:
-    """What of a text may stand in a file name.
+    """The text with everything replaced that cannot be part of a file name.
 
     >>> slug("../my models:build")
     'my-models-build'
@@ -116,18 +120,15 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-.")[:60] or "x"
 
 
-# Whether `package.module:name` can be there, without importing it: that would run the user's code, and load torch.
-
-
 _LARGEST_SOURCE = 1_000_000
 
 
 def check_attribute(what: str, name: str) -> None:
-    """Raise InputError when it is certain that there is no such thing.
+    """Raise InputError when `package.module:name` certainly does not exist.
 
     Args:
-        what: `trainer`, `model`, for the message.
-        name: `package.module:name`; looked for in the working directory first, as the trial does.
+        what: `trainer` or `model`, for the message.
+        name: `package.module:name`; searched in the working directory first, as the trial does.
     """
     module, _, attribute = name.partition(":")
     sys.path.insert(0, os.getcwd())
@@ -140,15 +141,15 @@ def check_attribute(what: str, name: str) -> None:
 
 
 def _find(what: str, name: str, module: str) -> ModuleSpec | None:
-    """None when only importing would tell."""
+    """None when only importing can answer."""
     place: Any = None
     found: ModuleSpec | None = None
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         part = ".".join(parts[:count])
         try:
-            found = _asked(part, place)
-        except Exception:  # a finder of somebody else
+            found = _find_spec(part, place)
+        except Exception:  # an import hook of another package
             return None
         if found is None:
             where = f"in {one_line(os.getcwd())} or on Python's path" if count == 1 else f"in {parts[count - 2]}"
@@ -158,14 +159,14 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
             )
         place = found.submodule_search_locations
         if place is None and count < len(parts):
-            return None  # `os.path` is a module of a module
+            return None  # such as `os.path`, an attribute of a module
     return found
 
 
-def _asked(module: str, place: Any) -> ModuleSpec | None:
+def _find_spec(module: str, place: Any) -> ModuleSpec | None:
     for finder in sys.meta_path:
-        ask = getattr(finder, "find_spec", None)
-        found: ModuleSpec | None = ask(module, place) if ask else None
+        find = getattr(finder, "find_spec", None)
+        found: ModuleSpec | None = find(module, place) if find else None
         if found is not None:
             return found
     return None
@@ -181,12 +182,12 @@ def _check_source(what: str, name: str, file: Path, attribute: str) -> None:
         return
     names = set(_defined(tree.body))
     if text and attribute not in names and not names & {"*", "__getattr__"} and "globals()" not in text:
-        told = did_you_mean(attribute, sorted(known for known in names if not known.startswith("_"))[:20])
-        raise InputError(f"{what} {name!r} cannot be loaded: {file} defines no {attribute!r}{told}")
+        hint = did_you_mean(attribute, sorted(known for known in names if not known.startswith("_"))[:20])
+        raise InputError(f"{what} {name!r} cannot be loaded: {file} defines no {attribute!r}{hint}")
 
 
 def _defined(body: Iterable[ast.AST]) -> Iterator[str]:
-    """Names a module has after its import, those in `if`, `try` and `with` too."""
+    """Names a module has after its import, including those defined in `if`, `try` and `with`."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -200,9 +201,6 @@ def _defined(body: Iterable[ast.AST]) -> Iterator[str]:
 _STATEMENTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
-# Names a sweep cannot work with, told before anything runs. Nothing of the user's is imported, and no torch.
-
-
 DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
 _PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
@@ -211,12 +209,12 @@ _ALIKE = 0.75
 
 
 def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:
-    """Raise InputError for the first name that cannot be: a typo must not cost a night.
+    """Raise InputError for the first unknown name: a typo must not cost a night of computing.
 
     Args:
         specs: All trials.
-        with_modules: Whether trainers and models of the user's must be found here; False where they are on the nodes
-            of a cluster only.
+        with_modules: Whether the user's trainers and models must be found on this host; False when they exist only on
+            the nodes of a cluster.
     """
     ours = [spec for spec in specs if spec.trainer != COMMAND]
     for dtype in _distinct(spec.dtype for spec in ours):
@@ -245,12 +243,14 @@ def _check_modules(specs: Sequence[TrialSpec]) -> None:
 
 
 def _check_placeholders(spec: TrialSpec) -> None:
-    """Shell commands have braces of their own, so only what is nearly one of ours is taken for a typo."""
+    """Shell commands contain other braces, so only a word close to one of ours is taken for a typo."""
     known = (*_PLACEHOLDERS, *spec.options)
     for word in _PLACEHOLDER.findall(spec.command or ""):
         near = difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)
         if word not in known and near:
-            raise InputError(f"the command has {{{word}}}, which nothing fills in; did you mean {{{near[0]}}}?")
+            raise InputError(
+                f"the command has {{{word}}}, which flopwatch does not replace; did you mean {{{near[0]}}}?"
+            )
 
 
 def _distinct(names: Iterable[str]) -> list[str]:

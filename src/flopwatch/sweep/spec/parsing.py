@@ -1,7 +1,11 @@
-"""What a misspelt name may have meant."""
+"""Parts of a sweep's settings, read and checked: `KEY=VALUE` words, amounts, conditions, process layouts.
+
+Without pydantic and torch: the runner, the preflight and the worker use parts of it.
+"""
 
 import contextlib
 import difflib
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -14,26 +18,51 @@ import yaml
 from flopwatch.errors import InputError
 from flopwatch.models.presets import IMAGE_PRESETS, PRESETS
 from flopwatch.records.reading import one_line
-from flopwatch.records.trainer_names import LABELS, canonical_trainer
+from flopwatch.records.trainer_names import LABELS, PRIVATE, canonical_trainer
 from flopwatch.records.trial import TrialSpec
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence: the name that was likely meant, else all there are.
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Settings for the matrix from words as Hydra's users write them; a comma makes an axis.
 
-    >>> did_you_mean("batchsize", ["batch_sizes", "steps"])
-    "; did you mean 'batch_sizes'?"
-    >>> did_you_mean("speed", ["lr", "steps"])
-    '; there are lr, steps'
+    >>> parse_overrides(["batch_size=1,2", "options.lr=0.1", "trainer=ghost"])
+    {'batch_size': [1, 2], 'options': {'lr': 0.1}, 'trainer': 'ghost'}
     """
-    names = list(dict.fromkeys(known))
-    near = difflib.get_close_matches(one_line(name, 100).lower(), names, n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; there are {', '.join(names)}" if names else ""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key.strip() or not text.strip():
+            raise InputError(f"{word!r} is not a setting; write it as batch_size=1,2,4")
+        place = found
+        *outer, last = names = key.strip().split(".")
+        if not all(names):
+            raise InputError(f"{word!r} is not a setting: a name is missing beside a dot; write it as options.lr=0.1")
+        for name in outer:
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise InputError(
+                    f"{word!r} sets a part of {name!r}, but another setting sets {name!r} to {place!r}; leave one out"
+                )
+        if isinstance(place.get(last), dict):
+            raise InputError(f"{word!r} sets all of {key.strip()!r}, but other settings set parts of it; leave one out")
+        place[last] = _value(text)
+    return found
 
 
-# Amounts of memory as people write them.
+def _value(text: str) -> Any:
+    parts = [_scalar(part) for part in text.split(",")]
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _scalar(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date such as 2026-13-45
+        return text.strip()
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)  # YAML 1.1 reads 1e-3 as text
+    return value if isinstance(value, int | float | bool | str) else text.strip()
 
 
 _UNITS = {"": 1, "b": 1}
@@ -41,7 +70,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
 _MOST_BYTES = 2**60
-"""An exbibyte. The kernel's limits are signed 64-bit numbers, and we set ours up to half as high again."""
+"""An exbibyte. The kernel's limits are signed 64-bit numbers, and ours is set up to 1.5 times as high."""
 
 
 def parse_bytes(text: Any) -> int | None:
@@ -61,9 +90,6 @@ def parse_bytes(text: Any) -> int | None:
     return size
 
 
-# Spans of time as people write them.
-
-
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _DURATION = r"([0-9]+(?:\.[0-9]+)?)\s*(d|h|min|m|s|)\s*"
 
@@ -81,57 +107,23 @@ def parse_seconds(text: Any) -> float | None:
     is_whole = re.fullmatch(f"(?:{_DURATION})+", written) and (len(parts) == 1 or all(unit for _, unit in parts))
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts) if is_whole else 0.0
     if isinstance(text, bool) or seconds <= 0:
-        raise InputError(f"{text!r} is not a span of time; write it as 8h, 90m, 1h30m or a number of seconds")
+        raise InputError(f"{text!r} is not a duration; write it as 8h, 90m, 1h30m or a number of seconds")
     return seconds
 
 
-# Settings as Hydra's users write them: `batch_size=1,2,4 trainer=standard,ghost options.lr=0.1`.
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: the name that was probably meant, or else all known names.
 
-
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """A mapping for the matrix; a comma makes an axis.
-
-    >>> parse_overrides(["batch_size=1,2", "options.lr=0.1", "trainer=ghost"])
-    {'batch_size': [1, 2], 'options': {'lr': 0.1}, 'trainer': 'ghost'}
+    >>> did_you_mean("batchsize", ["batch_sizes", "steps"])
+    "; did you mean 'batch_sizes'?"
+    >>> did_you_mean("speed", ["lr", "steps"])
+    '; there are lr, steps'
     """
-    found: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or not key.strip() or not text.strip():
-            raise InputError(f"{word!r} is no setting; write it as batch_size=1,2,4")
-        place = found
-        *outer, last = names = key.strip().split(".")
-        if not all(names):
-            raise InputError(f"{word!r} is no setting: a name is missing beside a dot; write it as options.lr=0.1")
-        for name in outer:
-            place = place.setdefault(name, {})
-            if not isinstance(place, dict):
-                raise InputError(
-                    f"{word!r} sets a part of {name!r}, which another setting makes {place!r}; leave one out"
-                )
-        if isinstance(place.get(last), dict):
-            raise InputError(f"{word!r} sets the whole of {key.strip()!r}, other settings parts of it; leave one out")
-        place[last] = _value(text)
-    return found
-
-
-def _value(text: str) -> Any:
-    parts = [_scalar(part) for part in text.split(",")]
-    return parts if len(parts) > 1 else parts[0]
-
-
-def _scalar(text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date such as 2026-13-45
-        return text.strip()
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return float(value)  # YAML 1.1 takes 1e-3 for a word
-    return value if isinstance(value, int | float | bool | str) else text.strip()
-
-
-# Conditions on a trial, such as `trainer=ghost seq_len>=1024`: all of its parts must hold.
+    names = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(one_line(name, 100).lower(), names, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(names)}" if names else ""
 
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
@@ -148,7 +140,7 @@ _FIELDS = {field.name for field in fields(TrialSpec)}
 
 @dataclass(frozen=True)
 class Condition:
-    """Parts as (field, comparison, value)."""
+    """A condition on a trial, such as `trainer=ghost seq_len>=1024`. All parts (field, comparison, value) must hold."""
 
     parts: tuple[tuple[str, str, str], ...]
 
@@ -170,7 +162,7 @@ def parse_condition(text: Any) -> Any:
     for piece in re.sub(r"\s*(<=|>=|!=|==|<|>|=)\s*", r"\1", text).replace(",", " ").split():
         found = _PART.fullmatch(piece)
         if not found:
-            raise InputError(f"{piece!r} in {text!r} is no condition; write `batch_size>8` or `trainer=ghost`")
+            raise InputError(f"{piece!r} in {text!r} is not a condition; write `batch_size>8` or `trainer=ghost`")
         name = found[1]
         if name not in _FIELDS and not name.startswith("options."):
             raise InputError(f"a trial has no {name!r} to compare; it has {', '.join(sorted(_FIELDS))}, options.NAME")
@@ -196,7 +188,7 @@ def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
 
 
 def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]) -> None:
-    """Raise InputError for one that names what no trial has: it would leave out nothing without a word."""
+    """Raise InputError for a condition that names what no trial has: it would silently exclude nothing."""
     for name, _, value in (part for condition in conditions for part in condition.parts):
         if name.startswith("options."):
             known = {f"options.{option}" for spec in specs for option in spec.options}
@@ -207,8 +199,8 @@ def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]
             near = get_close_matches(value, known | set(_KNOWN[name]), n=1)
             is_known = value in known or value in _KNOWN[name] or (name == "trainer" and _canonical(value))
             if not is_known and (near or name == "trainer"):
-                told = did_you_mean(value, sorted(known | set(_KNOWN[name])))
-                raise InputError(f"`exclude` names the {name} {value!r}, which no trial has{told}")
+                hint = did_you_mean(value, sorted(known | set(_KNOWN[name])))
+                raise InputError(f"`exclude` names the {name} {value!r}, which no trial has{hint}")
 
 
 def _canonical(trainer: str) -> str | None:
@@ -225,3 +217,55 @@ _KNOWN = {
     "dtype": ("fp32", "bf16", "fp16"),
     "device": ("cpu", "cuda"),
 }
+
+
+LAYOUTS = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPoint:
+    """One point of the axes `nodes`, `processes` and `layout`."""
+
+    nodes: int = 1
+    processes: int = 1
+    layout: str | None = None
+
+
+def process_points(
+    nodes: Sequence[int], processes: Sequence[int], layouts: Sequence[str], gpus_per_node: int | None
+) -> list[ProcessPoint]:
+    """Every combination; a single process has no layout.
+
+    >>> process_points([1], [1, 2], ["ddp", "fsdp"], None)[:2]
+    [ProcessPoint(nodes=1, processes=1, layout=None), ProcessPoint(nodes=1, processes=2, layout='ddp')]
+    """
+    per_node = processes or [gpus_per_node or 1]
+    points = itertools.product(nodes, per_node, layouts or ["ddp"])
+    return list(dict.fromkeys(ProcessPoint(n, p, layout if n * p > 1 else None) for n, p, layout in points))
+
+
+def needs_one_process(spec: TrialSpec) -> str | None:
+    """Why the trainer cannot run in that many processes; None when it can."""
+    if spec.world_size == 1 or spec.trainer not in PRIVATE:
+        return None
+    return (
+        f"the trainer {spec.trainer} runs in one process, and the trial has {spec.world_size}; "
+        "leave nodes and processes out for it"
+    )
+
+
+def check_processes(spec: TrialSpec) -> None:
+    """Raise InputError when the trial's processes cannot share its batch, or a command has several nodes."""
+    ranks = spec.world_size
+    if spec.layout is not None and spec.layout not in LAYOUTS:
+        raise InputError(f"layout is {' or '.join(LAYOUTS)}, got {spec.layout!r}")
+    if spec.trainer == "command":
+        if spec.nodes > 1:
+            raise InputError(f"a command runs on one node, and the trial has {spec.nodes}; leave `nodes` out")
+        return
+    if spec.batch_size % ranks:
+        raise InputError(
+            f"a batch of {spec.batch_size} samples cannot be shared by {ranks} processes ({spec.nodes} x "
+            f"{spec.processes}): batch_size is that of the whole trial; take multiples of {ranks}, or leave it out "
+            f"with exclude: batch_size={spec.batch_size} nodes={spec.nodes} processes={spec.processes}"
+        )

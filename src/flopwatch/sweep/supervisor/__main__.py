@@ -11,7 +11,7 @@ from typing import TextIO
 
 from flopwatch.sweep.attempts import prepare_after_requeue
 from flopwatch.sweep.host.processes import CORES, PARENT, adopt_orphans, die_with_parent
-from flopwatch.sweep.supervisor.classify import signal_name
+from flopwatch.sweep.supervisor.build_result import signal_name
 from flopwatch.sweep.supervisor.supervise import AlreadyStartedError, UnusableSpecError, supervise
 
 _MOST_FILES = 4096

@@ -16,7 +16,7 @@ from pathlib import Path
 from flopwatch.records.reading import read_json
 from flopwatch.records.trial_files import GUARD, STARTED, trial_folder, write_json
 from flopwatch.sweep.claims import this_boot
-from flopwatch.sweep.host.memory_limit import group_places
+from flopwatch.sweep.host.memory import group_places
 from flopwatch.sweep.host.processes import kill_descendants, kill_marked
 
 _GROUP_PATIENCE_SECONDS = 5.0

@@ -12,7 +12,7 @@ from flopwatch.records.reading import BrokenRecordError, cut, read_json, read_li
 from flopwatch.records.trial import AFTER_THE_STEPS, Measured, MemoryUse, Outcome, StepCost, StepTimes, TrialSpec
 from flopwatch.records.trial_files import MEASURED, METRICS, STEPS
 from flopwatch.sweep.claims import Progress
-from flopwatch.sweep.host.tree_memory import HostPeak
+from flopwatch.sweep.host.memory import HostPeak
 
 _PHASES = ("forward", "backward", "optimizer")
 _LARGEST_NUMBER = 1e300

@@ -24,9 +24,8 @@ from flopwatch.records.trial import AFTER_THE_STEPS, TrialSpec
 from flopwatch.records.trial_files import HEARTBEAT, SPEC, STACKS, exception_file, of_rank
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.host import processes as process_tree
-from flopwatch.sweep.host.memory_limit import limit_memory
+from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory
 from flopwatch.sweep.host.processes import PARENT
-from flopwatch.sweep.host.tree_memory import HostPeak, TreeMemory
 from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive, read_lines_of
 
 # Host memory of the processes on a further node of a trial, followed as the supervisor follows those on its own.

@@ -22,7 +22,15 @@ from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResu
 from flopwatch.records.trial_files import RESULT, SPEC, STARTED, log_file, trial_folder, write_json
 from flopwatch.sweep.attempts import slurm_job
 from flopwatch.sweep.claims import Progress, SupervisorHeartbeat, claim, read_progress, visible_seconds
-from flopwatch.sweep.host.memory_limit import MemoryLimit, limit_memory, own_oom_kills
+from flopwatch.sweep.host.memory import (
+    HostPeak,
+    MemoryLimit,
+    TreeMemory,
+    largest_peak,
+    limit_memory,
+    own_oom_kills,
+    resident,
+)
 from flopwatch.sweep.host.processes import (
     ATTEMPT_MARK,
     adopt_orphans,
@@ -31,9 +39,7 @@ from flopwatch.sweep.host.processes import (
     start_worker,
     waiter,
 )
-from flopwatch.sweep.host.tree_memory import HostPeak, TreeMemory, largest_peak, resident
-from flopwatch.sweep.supervisor.build_result import WorkerExit, build_result
-from flopwatch.sweep.supervisor.classify import JobEnd, OwnKill
+from flopwatch.sweep.supervisor.build_result import JobEnd, OwnKill, WorkerExit, build_result
 from flopwatch.sweep.supervisor.leftovers import clear_earlier_attempts, group_name
 
 if TYPE_CHECKING:

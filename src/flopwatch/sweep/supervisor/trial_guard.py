@@ -4,8 +4,8 @@ The process that an engine starts becomes the guard, and the supervisor is its c
 signals, and adopts every process of the trial that loses its parent. When the supervisor is killed, or silent on the
 pipe for longer than allowed, the guard kills the trial's whole tree, in every session, and only then exits: so no
 engine sees the end of a trial while one of its processes still runs. When the guard itself is killed (Ray sends SIGKILL
-to the children of its workers, seen with ray 2.60), the kernel sends the supervisor SIGTERM, and it ends the trial in
-order. Standard library only, without flopwatch: it starts in 20 ms and holds 6 MB.
+to the children of its workers, seen with ray 2.60), the kernel sends the supervisor SIGTERM, and it ends the trial.
+Standard library only, without flopwatch: it starts in 20 ms and holds 6 MB.
 """
 
 import os

@@ -16,8 +16,8 @@ from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse
 from flopwatch.sweep.host.environment import git_state, machine
+from flopwatch.sweep.host.memory import resident
 from flopwatch.sweep.host.processes import GPUS
-from flopwatch.sweep.host.tree_memory import resident
 from flopwatch.sweep.trainers.protocol import StepPart
 
 PARTS = ("forward", "backward", "optimizer")

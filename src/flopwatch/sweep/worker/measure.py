@@ -21,7 +21,7 @@ from flopwatch.records.reading import read_lines
 from flopwatch.records.trial import Measured, MemoryUse, TrialSpec
 from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, write_json
 from flopwatch.sweep.claims import Heartbeat
-from flopwatch.sweep.host.tree_memory import mapped_data_bytes, resident
+from flopwatch.sweep.host.memory import mapped_data_bytes, resident
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
 from flopwatch.sweep.trainers.options import enable_checkpointing, read_options
 from flopwatch.sweep.trainers.protocol import StepPart, Trainer, TrainerSettings, load_trainer, run_step, step_parts

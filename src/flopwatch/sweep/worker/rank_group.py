@@ -20,7 +20,7 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.monitor.ranks.sharing import device_identity
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
-from flopwatch.sweep.spec.processes import check_processes, needs_one_process, world_size
+from flopwatch.sweep.spec.parsing import check_processes, needs_one_process
 from flopwatch.sweep.supervisor.measurements import median
 from flopwatch.sweep.trainers.batch import batch_rows, micro_batches
 
@@ -145,7 +145,7 @@ ALONE = RankGroup()
 
 
 def rank_group(spec: TrialSpec) -> RankGroup:
-    return ManyRanks(spec) if world_size(spec) > 1 else ALONE
+    return ManyRanks(spec) if spec.world_size > 1 else ALONE
 
 
 # How the processes of a trial share a model: each holds all of it (DDP) or a part of it (FSDP2).

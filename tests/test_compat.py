@@ -1,5 +1,10 @@
 """FLOPs over time over peak, and the functions the documents name."""
 
+import importlib
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -7,6 +12,7 @@ import torch
 from torch import nn
 
 import flopwatch
+from flopwatch.compat import MOVED_MODULES
 from flopwatch.models.load import load_model
 
 
@@ -42,8 +48,8 @@ def test_the_profiler_function_looks_the_peak_up(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unknown_peak_is_none_with_advice_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flopwatch.mfu.peak_flops", lambda *_: None)
-    monkeypatch.setattr("flopwatch.mfu.explain_unknown", lambda *_: "set FLOPWATCH_PEAK_TFLOPS")
+    monkeypatch.setattr("flopwatch.hardware.peak_flops", lambda *_: None)
+    monkeypatch.setattr("flopwatch.hardware.explain_unknown", lambda *_: "set FLOPWATCH_PEAK_TFLOPS")
 
     with pytest.warns(UserWarning, match="FLOPWATCH_PEAK_TFLOPS"):
         assert flopwatch.calculate_mfu_with_profiler(load_model("tiny", device="cpu"), 4, 16, 0.5) is None
@@ -85,3 +91,43 @@ def test_an_eval_model_comes_back_in_eval_mode() -> None:
 
     assert not any(module.training for module in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def in_a_fresh_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.strip()
+
+
+def test_an_old_module_name_works_and_warns_once_where_it_is_imported() -> None:
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from flopwatch.trial_records import TrialSpec
+    import flopwatch.trial_records as again
+from flopwatch.records.trial import TrialSpec as today
+print(TrialSpec is today is again.TrialSpec, [(str(w.message), w.category.__name__, w.filename) for w in caught])
+"""
+    said = "flopwatch.trial_records is now flopwatch.records.trial; import it from there"
+    assert in_a_fresh_python(code) == f"True [('{said}', 'DeprecationWarning', '<string>')]"
+
+
+def test_the_module_behind_an_old_name_keeps_its_own_name_and_spec() -> None:
+    code = """
+import warnings; warnings.simplefilter("ignore")
+import flopwatch.metrics
+from flopwatch.records import metrics
+print(metrics.__name__, metrics.__spec__.name)
+"""
+    assert in_a_fresh_python(code) == "flopwatch.records.metrics flopwatch.records.metrics"
+
+
+def test_every_old_module_name_leads_to_a_module_that_exists() -> None:
+    for old, new in MOVED_MODULES.items():
+        assert importlib.util.find_spec(new) is not None, old
+        assert importlib.machinery.PathFinder.find_spec(old) is None, f"{old} exists: it needs no entry"
+
+
+def test_a_module_that_never_existed_is_still_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"flopwatch\.metricks"):
+        importlib.import_module("flopwatch.metricks")

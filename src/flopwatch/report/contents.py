@@ -1,0 +1,418 @@
+"""What every renderer of a report shows in the same way: outcomes, sentences, the privacy table, matrices."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from decimal import ROUND_CEILING, Context
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+from flopwatch.number_format import UNKNOWN, byte_size, number, percent, plural, step_time
+from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
+from flopwatch.report.analysis.summarise import MOST_COLUMNS
+from flopwatch.report.analysis.verdicts import differ_measurably
+from flopwatch.report.records import Cell, Choice, Crossover, FrontierPoint, Group, PrivacyRow, Quantity, SweepSummary
+
+MATRIX_NOTES = (
+    "Bold marks the best of its privacy class, where the difference is measurable.",
+    "± is half the width of the median's 95 % interval. ~ marks an unstable step time: ignore small differences.",
+    "OOM: out of memory. OOM*: not run, because a smaller trial ran out of memory. n/a: the trainer does not support "
+    "the model.",
+    "> marks a lower bound: some ops have no FLOPs formula.",
+)
+NOTHING_TO_CHOOSE = "No trial ran to its end with a measured time, so there is nothing to choose from."
+CLASSES_APART = "Private trainers are never compared with trainers that are not private."
+WHOLE_PROCESS = "Memory includes Python and torch themselves, so its factor is smaller than that of the model alone."
+
+OutcomeClass: TypeAlias = Literal["ok", "oom", "failed", "not-run"]
+OUTCOME_STYLES: Mapping[OutcomeClass, str] = {"ok": "green", "oom": "yellow", "failed": "red", "not-run": "dim"}
+"""Styles of rich for every screen; the page's stylesheet has classes of the same names. The word is shown too."""
+_OUTCOME_WORDS = {
+    "oom_device": "OOM",
+    "oom_host": "OOM host",
+    "oom_inferred": "OOM*",
+    "unsupported": "n/a",
+}
+
+
+def outcome_word(outcome: str) -> str:
+    """The short form in matrices. `OOM*` was not run, because a smaller trial ran out of memory.
+
+    >>> outcome_word("oom_inferred"), outcome_word("hang")
+    ('OOM*', 'hang')
+    """
+    return _OUTCOME_WORDS.get(outcome, outcome)
+
+
+def outcome_class(outcome: str) -> OutcomeClass:
+    """What colours depend on.
+
+    >>> outcome_class("oom_host"), outcome_class("lost"), outcome_class("missing")
+    ('oom', 'failed', 'not-run')
+    """
+    if outcome in OUT_OF_MEMORY:
+        return "oom"
+    return "failed" if outcome in FAILED else "ok" if outcome == "ok" else "not-run"
+
+
+def outcome_style(outcome: str) -> str:
+    """The style of rich for an outcome."""
+    return OUTCOME_STYLES[outcome_class(outcome)]
+
+
+class Tally(NamedTuple):
+    """How many trials ended in each of the ways that the totals name."""
+
+    ok: int
+    out_of_memory: int
+    inferred: int
+    failed: int
+    unsupported: int
+    skipped: int
+    cancelled: int
+    missing: int
+
+
+def tally(summary: SweepSummary) -> Tally:
+    counts = summary.totals.by_outcome
+    return Tally(
+        counts.get("ok", 0),
+        sum(counts.get(outcome, 0) for outcome in OUT_OF_MEMORY),
+        counts.get("oom_inferred", 0),
+        sum(counts.get(outcome, 0) for outcome in FAILED),
+        counts.get("unsupported", 0),
+        counts.get("skipped", 0),
+        counts.get("cancelled", 0),
+        counts.get("missing", 0),
+    )
+
+
+def totals_sentence(summary: SweepSummary) -> str:
+    """Such as `48 trials: 36 ok, 8 out of memory (3 of them inferred), 2 failed`."""
+    counted = tally(summary)
+    inferred = f" ({counted.inferred:,} of them inferred)" if counted.inferred else ""
+    parts = [f"{counted.ok:,} ok"]
+    parts += [f"{counted.out_of_memory:,} out of memory{inferred}"] if counted.out_of_memory else []
+    others = ("failed", "unsupported", "skipped", "cancelled", "missing")
+    parts += [f"{amount:,} {word}" for word in others if (amount := getattr(counted, word))]
+    trials = summary.totals.trials
+    return f"{plural(trials, 'trial')}: {', '.join(parts)}" if trials else "No trials"
+
+
+def configuration(cell: Cell) -> str:
+    return f"{cell.trainer} batch {cell.batch_size}"
+
+
+def throughput(cell: Cell) -> str:
+    if cell.tokens_per_s is not None:
+        return f"{number(cell.tokens_per_s)} tokens/s"
+    return f"{number(cell.samples_per_s)} samples/s"
+
+
+def choice_sentence(choice: Choice) -> str:
+    """The verdict on the fastest configuration."""
+    if not choice.tied:
+        if choice.candidates == 1:
+            return "the only one that ran"
+        return f"the fastest of {choice.candidates}"
+    # A tie with another trainer is more interesting than one with another batch size of the same trainer.
+    tied = sorted(choice.tied, key=lambda cell: cell.trainer == choice.fastest.trainer)
+    rivals = [_beside(cell, choice.fastest) for cell in tied[:2]]
+    more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
+    return f"no measurable difference between {configuration(choice.fastest)} and {', '.join(rivals)}{more}"
+
+
+def _beside(cell: Cell, fastest: Cell) -> str:
+    return f"batch {cell.batch_size}" if cell.trainer == fastest.trainer else configuration(cell)
+
+
+def choice_notes(choice: Choice) -> str:
+    """Reasons to hesitate before running the fastest configuration."""
+    notes = []
+    if choice.fastest.alloc_retries:
+        notes.append("barely fits: the allocator had to free its cache to make room")
+    if choice.fastest.is_unstable:
+        notes.append("its step time is unstable")
+    return "; ".join(notes)
+
+
+def crossover_sentence(crossover: Crossover) -> str:
+    """Such as `ghost beats dpsgd below sequence 480 at batch 8 (between 256 and 512 measured; time)`."""
+    other = "batch" if crossover.axis == "sequence" else "sequence"
+    where = f"at {other} {crossover.fixed}"
+    measured = f"between {crossover.low} and {crossover.high} measured; {crossover.quantity}"
+    beats = f"{crossover.below} beats {crossover.above}"
+    if not crossover.is_claimed:
+        return f"{beats} below some {crossover.axis} {where}? Not measurable: intervals overlap ({measured})"
+    if crossover.at is None:
+        equal = ", ".join(str(value) for value in crossover.equal_at)
+        return (
+            f"{beats} up to {crossover.axis} {crossover.low} {where}, no measurable difference at {equal} ({measured})"
+        )
+    return f"{beats} {_limit(crossover)} {where} ({measured})"
+
+
+def _limit(crossover: Crossover) -> str:
+    """The rounded crossover, kept within the interval in which the measurements place it."""
+    at = rounded(crossover.at or 0)
+    is_between = crossover.low < at <= crossover.high
+    return f"below {crossover.axis} {at}" if is_between else f"up to {crossover.axis} {crossover.low}"
+
+
+def crossover_digest(crossovers: Iterable[Crossover]) -> list[str]:
+    """One sentence per pair of trainers, quantity and axis; crossovers at several batch sizes or lengths are joined."""
+    alike: dict[tuple[str, ...], list[Crossover]] = defaultdict(list)
+    for crossover in crossovers:
+        if crossover.is_claimed:
+            key = (crossover.quantity, crossover.axis, crossover.below, crossover.above)
+            alike[key].append(crossover)
+    return [crossover_sentence(same[0]) if len(same) == 1 else _many(same) for same in alike.values()]
+
+
+def frontier_words(point: FrontierPoint) -> str:
+    """Such as `32 (64 OOM)`."""
+    ran = "none ran" if point.largest_ok is None else str(point.largest_ok)
+    if point.smallest_oom is None:
+        return f"≥ {ran}" if point.largest_ok else ran
+    word = outcome_word("oom_inferred" if point.is_inferred else "oom_device")
+    return f"{ran} ({point.smallest_oom} {word})" + ("" if point.is_monotone else " !")
+
+
+def layer_words(row: Mapping[str, Any]) -> str:
+    """Which share of the parameters takes which path, from a row of the preflight; empty when it does not say.
+
+    >>> layer_words({"layers": {"ghost": {"Linear": 0.7, "Embedding": 0.2}, "hook": {"LayerNorm": 0.1}}})
+    'ghost 90.0 %, hook 10.0 %'
+    """
+    layers = row.get("layers")
+    if not isinstance(layers, Mapping):
+        return ""
+    paths = {str(path): found.values() for path, found in layers.items() if isinstance(found, Mapping)}
+    known = {path: sum(s for s in shares if isinstance(s, int | float)) for path, shares in paths.items()}
+    return ", ".join(f"{path} {percent(total)}" for path, total in known.items())
+
+
+def device_sentence(cells: Sequence[Cell]) -> str:
+    sizes = {cell.device_bytes for cell in cells if cell.device_bytes}
+    return f"The device has {byte_size(max(sizes))}." if len(sizes) == 1 else ""
+
+
+def denominator_sentence(group: Group) -> str:
+    return f"MFU and HFU are shares of {', '.join(group.denominators)}." if group.denominators else ""
+
+
+def rounded(value: float) -> int:
+    """Rounded to two digits: an interpolation is not more precise.
+
+    >>> rounded(376.7), rounded(7.61), rounded(12345.0)
+    (380, 8, 12000)
+    """
+    unit = int("1" + "0" * max(len(str(int(value))) - 2, 0))
+    return round(value / unit) * unit
+
+
+def _many(same: Sequence[Crossover]) -> str:
+    first = same[0]
+    other = "batch" if first.axis == "sequence" else "sequence"
+    low = min(max(rounded(c.at), c.low) if c.at is not None else c.low for c in same)
+    high = max(min(rounded(c.at), c.high) if c.at is not None else c.high for c in same)
+    fixed = sorted(c.fixed for c in same)
+    values = ", ".join(map(str, fixed)) if len(fixed) <= 4 else f"{fixed[0]} to {fixed[-1]}, {len(fixed)} of them"
+    span = str(low) if low == high else f"{low} to {high}"
+    return f"{first.below} beats {first.above} below {first.axis} {span} ({other} {values}; {first.quantity})"
+
+
+HEADINGS = ("batch", "noise", "sampling rate", "steps", "delta", "accountant", "epsilon", "trainers")
+
+ASSUMED = (
+    "Epsilon is that of a whole training with these settings, computed by Opacus's accountant and rounded up. It holds "
+    "for Poisson sampling with the logical batch. The trials themselves train on random data and spend nothing."
+)
+NOT_ASKED = "To see the epsilon that a training would spend, add `privacy: {dataset_size: N, epochs: M}` to the matrix."
+
+
+def privacy_cells(row: PrivacyRow) -> tuple[str, ...]:
+    spent = row.spent
+    return (
+        str(row.batch_size),
+        f"{spent.noise_multiplier:.4g}",
+        f"{spent.sample_rate:.4g}",
+        f"{spent.steps:,}",
+        f"{spent.delta:.3g}",
+        spent.accountant,
+        epsilon_text(spent.epsilon),
+        ", ".join(row.trainers),
+    )
+
+
+def epsilon_text(epsilon: float | None) -> str:
+    """Four digits, rounded up because epsilon is an upper bound.
+
+    >>> epsilon_text(1.83831), epsilon_text(None)
+    ('1.839', '–')
+    """
+    if epsilon is None:
+        return UNKNOWN
+    return f"{float(Context(prec=4, rounding=ROUND_CEILING).create_decimal_from_float(epsilon)):.4g}"
+
+
+def privacy_notes(group: Group) -> list[str]:
+    """The notes below the privacy table; without a table, how private trainers get one."""
+    if group.privacy_spent:
+        return [ASSUMED, *_own_notes(group.privacy_spent)]
+    has_private = any(cell.privacy == "private" and cell.outcome == "ok" for cell in group.cells)
+    return [NOT_ASKED] if has_private else []
+
+
+def _own_notes(rows: Sequence[PrivacyRow]) -> list[str]:
+    batches: dict[str, list[int]] = {}
+    for row in rows:
+        if row.spent.note:
+            batches.setdefault(row.spent.note, []).append(row.batch_size)
+    return [f"Batch {', '.join(map(str, dict.fromkeys(sizes)))}: {note}." for note, sizes in batches.items()]
+
+
+# Matrices, one per quantity: rows are sequence length x batch size, columns are trainers.
+
+
+class Metric(NamedTuple):
+    """A quantity of a matrix.
+
+    Attributes:
+        key: Its name for `--metric`.
+        title: Its heading.
+        value: Reads it from a cell; None when unknown.
+        text: The figure as it is shown.
+        better: `min` or `max`, to mark the best of a row; None for HFU, which recomputation alone raises.
+        quantity: Whose measurement decides whether two cells differ.
+    """
+
+    key: str
+    title: str
+    value: Callable[[Cell], float | None]
+    text: Callable[[Cell], str]
+    better: Callable[..., Any] | None
+    quantity: Quantity = "time"
+
+
+def _time_text(cell: Cell) -> str:
+    if cell.seconds is None:
+        return UNKNOWN
+    unstable = "~" if cell.is_unstable else ""
+    if cell.low_seconds is None or cell.high_seconds is None:
+        return f"{unstable}{step_time(cell.seconds)}"
+    half_width = (cell.high_seconds - cell.low_seconds) / 2 / cell.seconds
+    return f"{unstable}{step_time(cell.seconds)} ±{_narrow_percent(100 * half_width)}"
+
+
+def _narrow_percent(value: float) -> str:
+    """Without a space: the matrix has a column of 15 characters for each trainer."""
+    return f"{value:.0f}%" if value >= 2 else f"{value:.1f}%"
+
+
+def _flops_share(cell: Cell, value: float | None) -> str:
+    return (">" if cell.is_lower_bound and value is not None else "") + percent(value)
+
+
+METRICS: Mapping[str, Metric] = {
+    metric.key: metric
+    for metric in (
+        Metric("memory", "Peak memory", lambda c: c.peak_bytes, lambda c: byte_size(c.peak_bytes), min, "memory"),
+        Metric("time", "Median step time", lambda c: c.seconds, _time_text, min),
+        Metric("tokens", "Tokens per second", lambda c: c.tokens_per_s, lambda c: number(c.tokens_per_s), max),
+        Metric("samples", "Samples per second", lambda c: c.samples_per_s, lambda c: number(c.samples_per_s), max),
+        Metric("mfu", "MFU", lambda c: c.mfu, lambda c: _flops_share(c, c.mfu), max),
+        Metric("hfu", "HFU", lambda c: c.hfu, lambda c: _flops_share(c, c.hfu), None),
+    )
+}
+
+
+class MatrixRow(NamedTuple):
+    """One sequence length and batch size. Cells are in the order of the trainers, None where no trial was planned."""
+
+    seq_len: int
+    batch_size: int
+    cells: tuple[Cell | None, ...]
+
+
+def matrix_rows(group: Group) -> list[MatrixRow]:
+    by_place = {(cell.seq_len, cell.batch_size, cell.trainer): cell for cell in group.cells}
+    places = sorted({(cell.seq_len, cell.batch_size) for cell in group.cells})
+    return [MatrixRow(*place, tuple(by_place.get((*place, name)) for name in group.trainers)) for place in places]
+
+
+def known_metrics(group: Group) -> list[Metric]:
+    """Metrics that at least one cell has; samples per second only where tokens per second are unknown."""
+    known = [m for m in METRICS.values() if any(m.value(cell) is not None for cell in group.cells)]
+    has_tokens = any(metric.key == "tokens" for metric in known)
+    return [metric for metric in known if not (metric.key == "samples" and has_tokens)]
+
+
+def cell_text(cell: Cell | None, metric: Metric) -> str:
+    """The figure, or how the trial ended."""
+    if cell is None:
+        return ""
+    return metric.text(cell) if cell.outcome == "ok" else outcome_word(cell.outcome)
+
+
+def best_trials(cells: Sequence[Cell | None], metric: Metric) -> set[str]:
+    """The best of a row in each privacy class, where it differs measurably from all others of its class."""
+    best: set[str] = set()
+    known = [cell for cell in cells if cell is not None and metric.value(cell) is not None]
+    for privacy in {cell.privacy for cell in known}:
+        rivals = [cell for cell in known if cell.privacy == privacy]
+        if len(rivals) < 2 or metric.better is None:
+            continue
+        first: Cell = metric.better(rivals, key=metric.value)
+        if all(differ_measurably(first, other, metric.quantity) for other in rivals if other is not first):
+            best.add(first.trial)
+    return best
+
+
+Item = TypeVar("Item")
+
+
+def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
+    """At most so many items: the first, the last, and evenly spaced ones between.
+
+    >>> evenly([1, 2, 3, 4, 5, 6, 7], 3), evenly([1, 2], 3)
+    ([1, 4, 7], [1, 2])
+    """
+    if len(items) <= at_most:
+        return list(items)
+    if at_most == 1:
+        return [items[-1]]
+    return [items[round(place * (len(items) - 1) / (at_most - 1))] for place in range(at_most)]
+
+
+def some_choices(choices: Sequence[Choice], at_most: int) -> list[Choice]:
+    """The choices at evenly spaced sequence lengths, with every privacy class of each."""
+    per_length = max(len({choice.privacy for choice in choices}), 1)
+    lengths = sorted({choice.seq_len for choice in choices})
+    kept = set(evenly(lengths, max(at_most // per_length, 2)))
+    return [choice for choice in choices if choice.seq_len in kept]
+
+
+def narrowed(group: Group, at_most: int = MOST_COLUMNS) -> Group:
+    """The group with only its first columns."""
+    if len(group.trainers) <= at_most:
+        return group
+    return with_columns(group, group.trainers[:at_most])
+
+
+def with_columns(group: Group, trainers: Sequence[str]) -> Group:
+    kept = set(trainers)
+    return replace(
+        group,
+        trainers=tuple(trainers),
+        cells=tuple(cell for cell in group.cells if cell.trainer in kept),
+        cost_factors=tuple(one for one in group.cost_factors if one.trainer in kept),
+        frontier=tuple(point for point in group.frontier if point.trainer in kept),
+    )
+
+
+def column_chunks(group: Group, at_most: int) -> list[Group]:
+    """The group cut into pieces that are narrow enough for a terminal."""
+    if len(group.trainers) <= at_most:
+        return [group]
+    starts = range(0, len(group.trainers), at_most)
+    return [with_columns(group, group.trainers[start : start + at_most]) for start in starts]
