@@ -20,8 +20,8 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.monitor.ranks.sharing import device_identity
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
+from flopwatch.spread import median
 from flopwatch.sweep.spec.parsing import check_processes, needs_one_process
-from flopwatch.sweep.supervisor.measurements import median
 from flopwatch.sweep.trainers.batch import batch_rows, micro_batches
 
 _LEAST_TIMEOUT_SECONDS = 1800.0
