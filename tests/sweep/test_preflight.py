@@ -176,7 +176,7 @@ def test_a_crash_costs_no_other_pair_and_blocks_nothing(users_folder):
         ("ghost", "tiny"),
         ("standard", "mine:small"),
     }
-    assert "ended by SIGSEGV" in found["mine:Crashing", "tiny"].reason
+    assert "killed by SIGSEGV" in found["mine:Crashing", "tiny"].reason
     assert found["mine:Raising", "tiny"].reason == "not tried: RuntimeError: no CUDA here"
     assert found["standard", "mine:large"].reason == "not tried: no copy of the model is small enough to be run here"
     assert found["standard", "mine:large"].parameters == 41_604_096
