@@ -5,6 +5,7 @@ import importlib.machinery
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 from torch import nn
 
 import flopwatch
+from flopwatch.cli import main
 from flopwatch.compat import MOVED_MODULES
 from flopwatch.models.load import load_model
+from flopwatch.monitor.config import read_config
+from flopwatch.sweep.spec.matrix import read_matrix
 
 
 def test_mfu_is_flops_over_seconds_over_peak() -> None:
@@ -131,3 +135,48 @@ def test_every_old_module_name_leads_to_a_module_that_exists() -> None:
 def test_a_module_that_never_existed_is_still_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"flopwatch\.metricks"):
         importlib.import_module("flopwatch.metricks")
+
+
+@pytest.mark.parametrize(("old", "new"), [(("--seed", "3"), ("--order-seed", "3")), (("--gpus=0",), ("--gpu-ids=0",))])
+def test_an_old_flag_means_the_new_one_and_a_note_says_so_once(
+    old: tuple[str, ...], new: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("flopwatch.cli.app.app", lambda args: seen.append(args))
+
+    main(["sweep", *old, "--dry-run"])
+    main(["sweep", *new, "--dry-run"])
+
+    assert seen[0] == seen[1] == ["sweep", *new, "--dry-run"]
+    name_before, name_now = old[0].partition("=")[0], new[0].partition("=")[0]
+    assert capsys.readouterr().err == f"note: {name_before} is now {name_now}; the old name still works\n"
+
+
+def test_flags_of_other_commands_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("flopwatch.cli.app.app", lambda args: seen.append(args))
+
+    main(["watch", "run", "--refresh", "2"])
+
+    assert seen == [["watch", "run", "--refresh", "2"]]
+
+
+@pytest.mark.parametrize(
+    "config", [{"seq_len": 9, "warmup_steps": 2}, {"monitoring": {"seq_len": 9, "warmup_steps": 2}}]
+)
+def test_the_monitor_understands_the_words_of_the_sweep(section: str | None) -> None:
+    words = {"seq_len": 9, "warmup_steps": 2}
+    read, problems = read_config({section: words} if section else words)
+
+    assert (read.seq_length, read.warm_up_steps, problems) == (9, 2, [])
+
+
+def test_the_sweep_understands_the_words_of_the_monitor() -> None:
+    assert read_matrix(None, {"warm_up_steps": 7, "seq_length": 9}).warmup_steps == 7
+
+
+def test_log_step_takes_the_learning_rate_by_both_names(tmp_path: Path) -> None:
+    for name in ("lr", "learning_rate"):
+        with flopwatch.TrainingMonitor(tmp_path / name, config={"log_every": 1}) as monitor:
+            monitor.log_step(0, loss=1.0, **{name: 0.25})
+            assert monitor.log_now()["training/lr"] == 0.25

@@ -148,7 +148,7 @@ def flopwatch(*words):
     [
         (["--engine", "k8s"], "there is no engine 'k8s'"),
         (["--jobs", "4000"], "every trial needs at least one core"),
-        (["--gpus", "77"], "names the device with that number"),
+        (["--gpu-ids", "77"], "names the device with that number"),
         (["--trainers", "nosuch:Class"], "there is no module 'nosuch'"),
         (["retry_on=foo"], "--retry-on takes"),
     ],

@@ -12,7 +12,7 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.claims import Heartbeat, Progress, read_progress
 from flopwatch.sweep.host.memory import HostPeak
-from flopwatch.sweep.supervisor.measurements import collect_measurements
+from flopwatch.sweep.supervisor.build_result import collect_measurements
 from flopwatch.sweep.worker import device as worker_clock
 from flopwatch.sweep.worker.device import peak_bytes, reset_peak, timed_step
 from flopwatch.sweep.worker.exception_outcome import describe_exception, outcome_of

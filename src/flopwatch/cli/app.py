@@ -16,7 +16,7 @@ from flopwatch.version import __version__
 
 
 def selftest() -> None:
-    """Check counting, monitoring and its cost on this machine; takes a few seconds."""
+    """Check counting, monitoring and its cost on this machine, in a few seconds."""
     from flopwatch.cli.selftest import run_checks
 
     failed = 0

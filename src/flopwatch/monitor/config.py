@@ -19,7 +19,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "prototype": {"mode": "estimate", "flops_profile_freq": 0},
     "complex": {"mode": "hybrid", "hardware_counters_enabled": True, "fallback_to_profiler": True},
 }
-"""The four set-ups the documents recommend."""
+"""The four set-ups that docs/requirements.md recommends."""
 
 
 class MonitorConfig(BaseModel):
@@ -61,7 +61,7 @@ class MonitorConfig(BaseModel):
     data_parallel_size: int | None = Field(
         None,
         ge=1,
-        description="Ranks that work on different data; the others share theirs (tensor, context, pipeline).",
+        description="Ranks with different data; ranks beyond that share a batch (tensor, context, pipeline parallel).",
     )
     sinks: tuple[str, ...] = Field((), description="console, tensorboard, wandb, mlflow, prometheus, module:Class.")
 
@@ -138,7 +138,7 @@ def refuse_problems(problems: list[str]) -> None:
         raise InputError("the monitor's configuration has mistakes: " + "; ".join(problems))
 
 
-# The names a configuration may use: ours, and every spelling of the users' documents.
+# The names a configuration may use: ours, and every spelling in docs/requirements.md.
 
 
 _SECTIONS = ("flopwatch", "monitoring", "monitor")
@@ -159,6 +159,9 @@ _MONITORING = {
     "hybrid_mode.fallback_to_profiler": "fallback_to_profiler",
     "freq.flops_profile_freq": "flops_profile_freq",
     "measure_flops_frequency": "flops_profile_freq",
+    # The words of the sweep and of the command line for the same things.
+    "seq_len": "seq_length",
+    "warmup_steps": "warm_up_steps",
 }
 
 SPELLINGS: Mapping[str, str] = {
@@ -174,20 +177,20 @@ SPELLINGS: Mapping[str, str] = {
 
 
 def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Our settings out of a whole training configuration, and the keys of our sections that nobody knows.
+    """Our settings in a whole training configuration, and the unknown keys of our sections.
 
     Settings may stand at the top when nothing else does: a training's own `mode` or `dtype` is not ours.
     """
     fields = MonitorConfig.model_fields
-    ours_alone = all(key in fields or key in _SECTIONS for key in content)
+    ours_alone = all(key in fields or key in _SECTIONS or key in _MONITORING for key in content)
     found: dict[str, Any] = {}
     unknown: list[str] = []
     for path, value in _leaves(content, fields):
         section, _, name = path.partition(".")
         if path in SPELLINGS:
             found[SPELLINGS[path]] = value
-        elif not name and path in fields and ours_alone:
-            found[path] = value
+        elif not name and ours_alone and (path in fields or path in _MONITORING):
+            found[_MONITORING.get(path, path)] = value
         elif section in _SECTIONS and name in fields:
             found[name] = value
         elif section in _SECTIONS:
