@@ -109,7 +109,7 @@ def train(case, rank, model, monitor) -> dict:
                 loss = model(batch).square().mean()
                 if step == PLAN_STEP and rank == 1 and monitor is not None and case in TO_THE_TRAINING:
                     # On a busy machine the monitors might else find each other after the disturbance only.
-                    assert monitor._core.ranks.link.wait_for_plan(30.0)
+                    assert monitor._run.ranks.link.wait_for_plan(30.0)
                 if step == DISTURBED_STEP:
                     disturb(case, rank, monitor)
                 at["call"] = "backward"

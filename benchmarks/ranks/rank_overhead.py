@@ -50,7 +50,7 @@ class WatchedRank(Watched):
 
     def _spent(self) -> tuple[int, float, float, float]:
         calls, own, threads, call_cpu = super()._spent()
-        ranks = self.monitor._made.ranks if self.monitor._made is not None else None
+        ranks = self.monitor._started_run.ranks if self.monitor._started_run is not None else None
         # The thread that looks for hold-ups spends by the wall clock: half of it falls on the bare turns.
         looking = 0.0 if ranks is None or ranks._stalls is None else ranks._stalls.cpu_seconds / 2
         return calls, own, threads - looking, call_cpu

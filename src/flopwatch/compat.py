@@ -165,7 +165,7 @@ def _flops(model: "nn.Module", batch_size: int, seq_length: int, mode: str) -> i
 def _law(model: "nn.Module", batch: object) -> "FlopLaw":
     """The model's law, fitted again after the model has changed."""
     from flopwatch.flops.fit import fit_flops_law
-    from flopwatch.monitor.pricing.pricing import fingerprint
+    from flopwatch.monitor.pricing.call_costs import fingerprint
 
     known = _laws.get(model)
     now = fingerprint(model)

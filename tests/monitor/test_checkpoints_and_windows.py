@@ -71,13 +71,13 @@ def test_a_resume_from_a_checkpoint_inside_a_window_counts_every_step_once(tmp_p
     """Killed is: no close. The log is flushed by the checkpoint, later rows may or may not have made it."""
     first = TrainingMonitor(tmp_path, model=TinyText(), log_every=10)
     state = log_steps(first, 0, killed_at, checkpoints=(24,))[24]
-    first._core.outlets.flush_log()
+    first._run.outlets.flush_log()
     second = TrainingMonitor(tmp_path, model=TinyText(), log_every=10)
     if with_state:
         second.load_state_dict(state)
     log_steps(second, 25, 60)
     second.close()
-    first._core = None
+    first._run = None
     assert second.summary.values["total/steps"] == 60
     assert second.summary.values["total/tokens"] == TOKENS * 60
     assert logged_steps(tmp_path) == list(range(60))

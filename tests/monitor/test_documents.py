@@ -211,7 +211,7 @@ def test_001_frequency_by_training_phase(training_phase, measure_freq, model, tm
     monitor.close()
     anew = [record.step for record in sink.records if record.type == "notice" and record.code == "flops_counted_anew"]
     assert anew == [50]
-    assert monitor._made.pricing._mode.frequency == measure_freq
+    assert monitor._started_run.costs.check_every == measure_freq
 
 
 @pytest.mark.requirement("R16")

@@ -112,8 +112,8 @@ class World:
 
     def kill(self, after=0.0):
         """What is in the log's file stays there; the monitor never hears of it."""
-        self.monitor._core.outlets.flush_log()
-        self.monitor._core, self.monitor = None, None
+        self.monitor._run.outlets.flush_log()
+        self.monitor._run, self.monitor = None, None
         self.clock.advance(after)
 
     def wait(self, seconds):

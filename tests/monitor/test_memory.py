@@ -56,7 +56,7 @@ def test_a_run_with_thousands_of_shapes_keeps_a_bounded_number_of_them(tmp_path,
         else:
             monitor.log_step(number, batch=batch)
     monitor.log_now()
-    largest = max(map(len, containers_below(monitor._core)))
+    largest = max(map(len, containers_below(monitor._run)))
     monitor.close()
 
     assert largest <= MOST_ENTRIES

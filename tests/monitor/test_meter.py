@@ -2,8 +2,7 @@
 
 import pytest
 
-from flopwatch.monitor.ledger import Ledger
-from flopwatch.monitor.measured_step import MeasuredStep, find_warm_up, percentile, window_values
+from flopwatch.monitor.measured_step import Ledger, MeasuredStep, find_warm_up, percentile, window_values
 
 
 def step(number, seconds, **more):

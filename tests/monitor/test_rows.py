@@ -1,16 +1,26 @@
 """Rows and the summary, where not everything is known: what is told is right, and what is missing is said."""
 
+from pathlib import Path
+
 import pytest
 
+from flopwatch.clock import monotonic_seconds
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.intake.window import SettledStep
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.ranks.rank import CompleteWindow
 from flopwatch.monitor.ranks.reports import merge, report_of
 from flopwatch.monitor.rows import MeasuredSum, RowMaker
+from flopwatch.monitor.session import Session
+from flopwatch.monitor.window import PricedStep
 from flopwatch.records.flops import Peak
 
 PEAK = Peak(4e12, "a device", "fp32", "a datasheet", "datasheet", "high")
+
+
+def rows_of(world_size, config):
+    """Without a log to continue, and with nothing to say."""
+    session = Session(Path("no log"), monotonic_seconds, lambda *notice: None)
+    return RowMaker(config, world_size, session)
 
 
 def steps(first=0, count=5, **known):
@@ -21,7 +31,7 @@ def window(measured, *others, missing=0):
     """Of rank 0 with what other ranks tell; `missing` of them tell nothing."""
     ranks = [measured, *others]
     told = [report_of(rank, known, peak_flops_per_s=4e12, profile=None) for rank, known in enumerate(ranks)]
-    settled = [SettledStep(step, None, None, {}, False) for step in measured]
+    settled = [PricedStep(step, None, None, {}, False) for step in measured]
     return CompleteWindow(settled, merge(told[: len(told) - missing]))
 
 
@@ -40,7 +50,7 @@ def test_rates_of_a_session_leave_out_the_time_of_steps_that_are_not_known():
 
 def test_what_not_all_ranks_know_is_in_no_row_of_all_ranks():
     """This rank knows its FLOPs, the other does not: the one's MFU is not that of the training."""
-    rows = RowMaker(MonitorConfig(), world_size=2)
+    rows = rows_of(2, MonitorConfig())
     own = steps(tokens=100, model_flops=10**12)
     row = rows.row(window(own, [step._replace(model_flops=None) for step in own]), PEAK, {})
 
@@ -51,7 +61,7 @@ def test_what_not_all_ranks_know_is_in_no_row_of_all_ranks():
 
 
 def test_a_rank_that_is_missing_is_told_in_the_row_and_in_the_summary():
-    rows = RowMaker(MonitorConfig(detailed_log_every=1000), world_size=2)
+    rows = rows_of(2, MonitorConfig(detailed_log_every=1000))
     for first, missing in ((0, 0), (5, 1), (10, 0)):
         own = steps(first, tokens=100)
         row = rows.row(window(own, own, missing=missing), PEAK, {})
@@ -63,7 +73,7 @@ def test_a_rank_that_is_missing_is_told_in_the_row_and_in_the_summary():
 
 def test_the_run_s_time_waiting_for_input_is_that_of_all_ranks():
     """The logging rank hardly waits, another one for 0.4 of its 0.5 seconds: on the mean 0.1 of 0.5."""
-    rows = RowMaker(MonitorConfig(), world_size=4)
+    rows = rows_of(4, MonitorConfig())
     own = steps(tokens=100, input_wait_seconds=0.0)
     slow = [step._replace(input_wait_seconds=0.4) for step in own]
     row = rows.row(window(own, own, slow, own), PEAK, {})
@@ -74,7 +84,7 @@ def test_the_run_s_time_waiting_for_input_is_that_of_all_ranks():
 
 
 def test_the_time_of_a_window_that_not_all_ranks_told_of_is_the_logging_rank_s_own():
-    rows = RowMaker(MonitorConfig(), world_size=2)
+    rows = rows_of(2, MonitorConfig())
     own = steps(tokens=100, input_wait_seconds=0.1)
     slow = [step._replace(input_wait_seconds=0.4) for step in own]
     row = rows.row(window(own, slow, missing=1), PEAK, {})
@@ -82,7 +92,7 @@ def test_the_time_of_a_window_that_not_all_ranks_told_of_is_the_logging_rank_s_o
 
 
 def test_the_summary_keeps_the_last_loss_that_was_logged():
-    rows = RowMaker(MonitorConfig(), world_size=1)
-    rows.row(CompleteWindow([SettledStep(step, None, None, {}, False) for step in steps(loss=2.5)], None), PEAK, {})
-    rows.row(CompleteWindow([SettledStep(step, None, None, {}, False) for step in steps(5, 1)], None), PEAK, {})
+    rows = rows_of(1, MonitorConfig())
+    rows.row(CompleteWindow([PricedStep(step, None, None, {}, False) for step in steps(loss=2.5)], None), PEAK, {})
+    rows.row(CompleteWindow([PricedStep(step, None, None, {}, False) for step in steps(5, 1)], None), PEAK, {})
     assert rows.session_values()["training/loss"] == 2.5

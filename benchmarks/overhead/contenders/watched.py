@@ -86,7 +86,7 @@ class Watched:
 
     def _wait_for_sinks(self) -> None:
         """Until each has written its rows. Not by the public interface: only a benchmark has to know."""
-        threads = self.monitor._made.outlets._threads if self.monitor._made else []
+        threads = self.monitor._started_run.outlets._threads if self.monitor._started_run else []
         while not all(thread.opening_cpu_seconds and thread._queue.empty() for thread in threads):
             failed = [f"{thread.name}: {thread.failed}" for thread in threads if thread.failed]
             if failed:

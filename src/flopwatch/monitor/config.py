@@ -19,7 +19,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "prototype": {"mode": "estimate", "flops_profile_freq": 0},
     "complex": {"mode": "hybrid", "hardware_counters_enabled": True, "fallback_to_profiler": True},
 }
-"""The four set-ups the documents recommend."""
+"""The four set-ups that docs/requirements.md recommends."""
 
 
 class MonitorConfig(BaseModel):
@@ -61,7 +61,7 @@ class MonitorConfig(BaseModel):
     data_parallel_size: int | None = Field(
         None,
         ge=1,
-        description="Ranks that work on different data; the others share theirs (tensor, context, pipeline).",
+        description="Ranks with different data; ranks beyond that share a batch (tensor, context, pipeline parallel).",
     )
     sinks: tuple[str, ...] = Field((), description="console, tensorboard, wandb, mlflow, prometheus, module:Class.")
 
@@ -138,7 +138,7 @@ def refuse_problems(problems: list[str]) -> None:
         raise InputError("the monitor's configuration has mistakes: " + "; ".join(problems))
 
 
-# The names a configuration may use: ours, and every spelling of the users' documents.
+# The names a configuration may use: ours, and every spelling in docs/requirements.md.
 
 
 _SECTIONS = ("flopwatch", "monitoring", "monitor")
@@ -177,7 +177,7 @@ SPELLINGS: Mapping[str, str] = {
 
 
 def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Our settings out of a whole training configuration, and the keys of our sections that nobody knows.
+    """Our settings in a whole training configuration, and the unknown keys of our sections.
 
     Settings may stand at the top when nothing else does: a training's own `mode` or `dtype` is not ours.
     """

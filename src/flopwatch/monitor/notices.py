@@ -1,4 +1,4 @@
-"""What the monitor has to say to a person: level, code, and a sentence with the value and what to do next."""
+"""Every notice of the monitor: level, code, and a message with the value and what to do next."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,16 +11,16 @@ Tell = Callable[[Level, str, str], None]
 """Takes a level, a code and a message."""
 
 
-class Words(NamedTuple):
-    """A notice without its step. What stands behind a colon in the code only tells notices apart."""
+class NoticeText(NamedTuple):
+    """A notice without its step. A suffix after a colon in the code makes notices of one kind distinct."""
 
     level: Level
     code: str
     message: str
 
 
-def mfu_above_peak(mfu: float, peak: Peak) -> Words:
-    return Words(
+def mfu_above_peak(mfu: float, peak: Peak) -> NoticeText:
+    return NoticeText(
         "warning",
         "mfu_above_peak",
         f"MFU is {100 * mfu:.1f} %, more than the device can do: the peak of {peak.flops_per_s:.4g} FLOP/s "
@@ -29,29 +29,29 @@ def mfu_above_peak(mfu: float, peak: Peak) -> Words:
     )
 
 
-def nothing_to_count(*, has_model: bool, has_batch: bool) -> Words:
+def nothing_to_count(*, has_model: bool, has_batch: bool) -> NoticeText:
     """One notice, whatever of the two is missing."""
     of_model = "model= to TrainingMonitor (or call set_model)"
     of_batch = "batch= to step() or log_step(), or each one to micro_batch()"
     missing = [*([] if has_model else [of_model]), *([] if has_batch else [of_batch])]
     what = " and no ".join([*([] if has_model else ["model"]), *([] if has_batch else ["batch"])])
     tokens = "" if has_batch else "no tokens per second, "
-    return Words(
+    return NoticeText(
         "warning",
         "no_batch" if has_model else "no_model",
         f"no {what} was given, so there will be {tokens}no FLOPs and no MFU; pass {', and '.join(missing)}",
     )
 
 
-def not_readable(name: str) -> Words:
+def not_readable(name: str) -> NoticeText:
     if name == "batch":
-        return Words(
+        return NoticeText(
             "warning",
             "batch_reused",
             "the batch's tensors were written into after log_step, so steps of one window have no tokens and "
             "FLOPs; from here on batches are read at once",
         )
-    return Words(
+    return NoticeText(
         "warning",
         f"not_readable:{name}",
         f"{name} was written into after log_step, is not a single number, or is spread over ranks, so it is "
@@ -59,8 +59,8 @@ def not_readable(name: str) -> Words:
     )
 
 
-def input_wait_unknown() -> Words:
-    return Words(
+def input_wait_unknown() -> NoticeText:
+    return NoticeText(
         "info",
         "input_wait_unknown",
         "input wait is not known: micro-batches are fetched inside the step; write `for batch in "
@@ -68,8 +68,8 @@ def input_wait_unknown() -> Words:
     )
 
 
-def time_outside_steps(seconds: float) -> Words:
-    return Words(
+def time_outside_steps(seconds: float) -> NoticeText:
+    return NoticeText(
         "warning",
         "time_outside_steps",
         f"{seconds:.3g} s passed between two steps, far longer than usual: counted as time outside steps "
@@ -78,8 +78,8 @@ def time_outside_steps(seconds: float) -> Words:
     )
 
 
-def stalled(seconds: float) -> Words:
-    return Words(
+def stalled(seconds: float) -> NoticeText:
+    return NoticeText(
         "info",
         "stalled",
         f"some steps took {seconds:.3g} s longer than typical ones, which counts as stalled "
@@ -87,12 +87,12 @@ def stalled(seconds: float) -> Words:
     )
 
 
-def log_not_resumed(log: Path, error: BaseException) -> Words:
-    return Words("warning", "log_not_resumed", f"the totals start at 0: {log} is of no use: {error}")
+def log_not_resumed(log: Path, error: BaseException) -> NoticeText:
+    return NoticeText("warning", "log_not_resumed", f"the totals start at 0, because {log} cannot be used: {error}")
 
 
-def steps_lost(last_step: int, first_step: int) -> Words:
-    return Words(
+def steps_lost(last_step: int, first_step: int) -> NoticeText:
+    return NoticeText(
         "warning",
         "steps_lost",
         f"the log ends at step {last_step} and the run continues at {first_step}: the totals lack the steps "
@@ -100,8 +100,8 @@ def steps_lost(last_step: int, first_step: int) -> Words:
     )
 
 
-def totals_estimated(first_step: int) -> Words:
-    return Words(
+def totals_estimated(first_step: int) -> NoticeText:
+    return NoticeText(
         "info",
         "totals_estimated",
         f"the run continues at step {first_step}, inside a logged window of several ranks: tokens and FLOPs of its "
@@ -110,8 +110,8 @@ def totals_estimated(first_step: int) -> Words:
     )
 
 
-def state_is_behind() -> Words:
-    return Words(
+def state_is_behind() -> NoticeText:
+    return NoticeText(
         "warning",
         "state_is_behind",
         "state_dict() was not called on all ranks, or some are late: the totals in it end with the last window "
@@ -119,8 +119,8 @@ def state_is_behind() -> Words:
     )
 
 
-def ranks_unknown(rank: int, world_size: int) -> Words:
-    return Words(
+def ranks_unknown(rank: int, world_size: int) -> NoticeText:
+    return NoticeText(
         "warning",
         "ranks_unknown",
         f"{world_size} ranks, but torch.distributed is not initialised before the first step: all numbers are those "
@@ -128,29 +128,29 @@ def ranks_unknown(rank: int, world_size: int) -> Words:
     )
 
 
-def ranks_lost(rank: int, why: str) -> Words:
-    return Words("warning", "ranks_lost", f"from here on all numbers are those of rank {rank}: {why}")
+def ranks_lost(rank: int, why: str) -> NoticeText:
+    return NoticeText("warning", "ranks_lost", f"from here on all numbers are those of rank {rank}: {why}")
 
 
-def ranks_missing(missing: int, world_size: int) -> Words:
-    return Words(
+def ranks_missing(missing: int, world_size: int) -> NoticeText:
+    return NoticeText(
         "warning",
         "ranks_missing",
-        f"{missing} of {world_size} ranks did not tell of this window: its numbers are those of the logging rank, and "
-        "the totals lack the others' part (ranks/reporting says in which rows)",
+        f"{missing} of {world_size} ranks did not report this window: its numbers are those of the logging rank, and "
+        "the totals lack the missing ranks' part (ranks/reporting says in which rows)",
     )
 
 
-def device_late(steps: int, seconds: float) -> Words:
-    return Words(
+def device_late(steps: int, seconds: float) -> NoticeText:
+    return NoticeText(
         "warning",
         "device_late",
         f"the device had not finished the last {steps} steps {seconds:g} s after the end: they are in no number",
     )
 
 
-def ranks_absent(ranks: Sequence[int]) -> Words:
-    return Words(
+def ranks_absent(ranks: Sequence[int]) -> NoticeText:
+    return NoticeText(
         "warning",
         "ranks_absent",
         f"no monitor of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} has joined this run, so "
@@ -159,21 +159,21 @@ def ranks_absent(ranks: Sequence[int]) -> Words:
     )
 
 
-def ranks_late(seconds: float) -> Words:
-    return Words(
+def ranks_late(seconds: float) -> NoticeText:
+    return NoticeText(
         "warning",
         "ranks_late",
         f"other ranks had not closed their monitor {seconds:.0f} s after this one: the last window lacks them",
     )
 
 
-def not_exact(reasons: Sequence[str]) -> Words:
-    return Words("info", "not_exact", f"the FLOPs of these steps are not exact: {'; '.join(reasons)}")
+def not_exact(reasons: Sequence[str]) -> NoticeText:
+    return NoticeText("info", "not_exact", f"the FLOPs of these steps are not exact: {'; '.join(reasons)}")
 
 
-def rows_in_doubt(step: int, counted_at: int | None) -> Words:
+def rows_in_doubt(step: int, counted_at: int | None) -> NoticeText:
     since = "earlier rows" if counted_at is None else f"rows after step {counted_at}, when one was last counted,"
-    return Words(
+    return NoticeText(
         "warning",
         f"rows_in_doubt:{counted_at}",
         f"step {step} was counted as it ran and did not cost what steps like it had cost: {since} may be wrong "
@@ -181,17 +181,48 @@ def rows_in_doubt(step: int, counted_at: int | None) -> Words:
     )
 
 
-def optimizer_products(flops: int) -> Words:
-    return Words(
+def optimizer_products(flops: int) -> NoticeText:
+    return NoticeText(
         "info",
         "optimizer_products",
-        f"the optimizer computes matrix products of its own, {flops:,} FLOPs in a step that was counted; they are "
-        "neither in the model's FLOPs nor in those executed",
+        f"the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither the model's FLOPs "
+        "nor the executed FLOPs include them",
     )
 
 
-def counting() -> Words:
-    return Words(
+def flops_unknown(error: BaseException) -> NoticeText:
+    return NoticeText(
+        "warning",
+        "flops_unknown",
+        f"there will be no FLOPs and no MFU but of steps that were counted as they ran: {error}. Pass "
+        "batch= as the model takes it, loss_fn=..., or flops_fn=... with a number of your own",
+    )
+
+
+def peak_unknown(dtype: str, why: str) -> NoticeText:
+    return NoticeText("warning", "peak_unknown", f"there will be no MFU: the peak for {dtype} is not known. {why}")
+
+
+def shapes_not_counted() -> NoticeText:
+    return NoticeText(
+        "info",
+        "shapes_not_counted",
+        "batches keep coming in shapes that were never counted, and counting has had its share of the time: "
+        "their steps have no FLOPs (perf/counted_steps_percent); pass flops_fn=... to have them all",
+    )
+
+
+def coverage_below_1(coverage: float, notes: Sequence[str]) -> NoticeText:
+    return NoticeText(
+        "warning",
+        "coverage_below_1",
+        f"{100 * (1 - coverage):.3g} % of the matmul-like op calls have no formula, so MFU is a lower bound: "
+        f"{'; '.join(notes)}. Add one with flopwatch.register_formula",
+    )
+
+
+def counting() -> NoticeText:
+    return NoticeText(
         "info",
         "counting",
         "counting the FLOPs of this model once, with fake tensors on the CPU: some seconds, in no step's time",

@@ -1,4 +1,4 @@
-"""Sends a run's records to its sinks, says things once, and remembers what failed."""
+"""Sends a run's records to its sinks, gives each notice once, and remembers what failed."""
 
 import json
 import logging
@@ -14,7 +14,6 @@ import torch
 
 from flopwatch.errors import InputError
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.session import rank_and_world_size
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
@@ -69,12 +68,12 @@ class Outlets:
                 )
 
     def send_to_log(self, record: Record) -> None:
-        """For the local log alone, which is the first."""
+        """Queue a record for the local log only, which is the first sink."""
         if self._has_started and self._threads:
             self._threads[0].put(record)
 
     def tell(self, level: Level, code: str, message: str, *, step: int | None = None) -> None:
-        """Say something once per code, to the log of the process and to every sink."""
+        """Give a notice once per code, to the log of the process and to every sink."""
         self._notices[code] += 1
         if self._notices[code] > 1:
             return
@@ -83,12 +82,12 @@ class Outlets:
         self.send(Notice(step, level, code.partition(":")[0], message))
 
     def flush_log(self) -> None:
-        """Have all records so far in the local log, or give up after a while."""
+        """Wait until the local log holds all records so far, but at most `_FLUSH_SECONDS`."""
         if self._threads and not self._threads[0].flush(_FLUSH_SECONDS):
             self.tell("warning", "log_is_behind", f"the local log could not be written within {_FLUSH_SECONDS:.0f} s")
 
     def close(self, of_session: Summary) -> Summary:
-        """End all sinks. The local log comes first in the list and ends last: its summary tells about the others."""
+        """End all sinks. The local log is the first in the list and ends last, so that its summary has all failures."""
         if not self._threads:
             return self._with_failures(of_session)
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -120,7 +119,7 @@ class Outlets:
 
 
 def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted: Sequence[str | Sink]) -> Outlets:
-    """The local log and the sinks that are wanted; one that cannot be made is reported and left out."""
+    """The local log and the configured sinks; a sink that cannot be made is reported and left out."""
     sinks: list[Sink] = []
     failures: dict[str, str] = {}
     for want in wanted:
@@ -164,15 +163,16 @@ _MOST_STEPS = 10
 
 
 class TraceCapture:
-    """Off until asked; then profiles so many steps, writes them, and is off again.
+    """Profiles a few steps on request, writes one trace file, and is off again.
 
     Attributes:
-        is_on: Asked for on every step.
+        is_on: Whether a trace is wanted or under way; read on every step.
         last_path: The newest trace.
     """
 
-    def __init__(self, folder: Path, tell: Callable[..., None]) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, tell: Callable[..., None]) -> None:
         self._folder = folder
+        self._rank, self._world_size = rank, world_size
         self._tell = tell
         self._profiler: Any = None
         self._left = 0
@@ -184,7 +184,7 @@ class TraceCapture:
         self.is_on = True
 
     def step_ended(self, step: int) -> None:
-        """Start with the step that comes next; stop after the last that was asked for."""
+        """Start with the next step; stop after the last requested one."""
         if self._profiler is None:
             self._start()
             return
@@ -198,8 +198,7 @@ class TraceCapture:
         if profiler is None:
             return
         profiler.stop()
-        rank, _ = rank_and_world_size()
-        path = self._folder / f"step{step}_rank{rank}.pt.trace.json.gz"
+        path = self._folder / f"step{step}_rank{self._rank}.pt.trace.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         self.last_path = path
@@ -212,5 +211,5 @@ class TraceCapture:
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()
         if not torch.distributed.is_initialized():  # torch adds it itself in a process group
-            rank, world_size = rank_and_world_size()
-            self._profiler.add_metadata_json("distributedInfo", json.dumps({"rank": rank, "world_size": world_size}))
+            ranks = {"rank": self._rank, "world_size": self._world_size}
+            self._profiler.add_metadata_json("distributedInfo", json.dumps(ranks))

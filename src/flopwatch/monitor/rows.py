@@ -1,14 +1,12 @@
-"""Makes rows of settled windows: metrics, totals, percentiles, the columns for the log."""
+"""Books priced windows and makes rows of them: metrics, totals, percentiles, the columns for the log."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.intake.window import SettledStep, SettledWindow
-from flopwatch.monitor.ledger import Ledger
 from flopwatch.monitor.measured_step import (
     MeasuredStep,
     effective_peak,
@@ -27,16 +25,16 @@ from flopwatch.monitor.ranks.job_values import (
 )
 from flopwatch.monitor.ranks.rank import CompleteWindow
 from flopwatch.monitor.ranks.reports import AMOUNTS, RankReport, extend
+from flopwatch.monitor.session import Session, Totals
+from flopwatch.monitor.window import PricedStep, PricedWindow
 from flopwatch.records.flops import Peak
-from flopwatch.records.metrics import find_metric, typical_seconds
+from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number, PartialRow, Row
 
 _PERCENTILE_STEPS = 512
 _STEPS_TO_SEE_WARM_UP = 6
-_TYPICAL_STEPS = 64
-"""Whose median a stalled step is compared with."""
 _NANOSECONDS = 9
-"""Digits that are enough, and make the log shorter."""
+"""Decimal digits of seconds in the log: more would only make it longer."""
 _MOST_REASONS = 5
 _COLUMNS = (
     "step",
@@ -53,107 +51,98 @@ _COLUMNS = (
 )
 
 
-class RowMaker:
-    """Turns windows into rows, in order. The first ones of a session wait until warm-up can be told.
+@dataclass(frozen=True, slots=True)
+class JobLayout:
+    """How the ranks of a training divide its work.
 
     Attributes:
-        ledger: The run's totals.
-        last_step: Of the newest row; the ledger ends there.
-        latest: All values of the newest row; percentiles only where they were asked for.
-        unix_time: What time it is, for the run's wall time.
-        data_parallel_size: Ranks that work on different data.
-        straggler: The rank that held the others back in the newest row.
-        missing_ranks: How many ranks others did not hear of in the newest row.
-        stalled_seconds: What the steps of this session have lost to stalls.
+        world_size: All ranks.
+        data_parallel_size: Ranks with different data; further ranks share the batch of one of these.
     """
 
-    def __init__(self, config: MonitorConfig, world_size: int) -> None:
+    world_size: int
+    data_parallel_size: int
+
+    @property
+    def devices_per_batch(self) -> int:
+        """Ranks that share a batch: what one of them reports of it is the work of all of them."""
+        return max(1, self.world_size // self.data_parallel_size)
+
+
+class RowMaker:
+    """Turns windows into rows, in order. The first ones of a session wait until their warm-up steps are known.
+
+    Attributes:
+        last_step: Of the newest row; the totals end there.
+        latest: All values of the newest row; percentiles only where it was detailed or made on request.
+        straggler: The rank that the other ranks waited for in the newest row.
+        missing_ranks: How many ranks did not report in the newest row.
+        exact: Whether all FLOPs of the session's rows are exact; None before the first row that has any.
+        notes: Why not.
+    """
+
+    def __init__(self, config: MonitorConfig, world_size: int, session: Session) -> None:
         self._config = config
-        self._world_size = world_size
-        self.data_parallel_size = config.data_parallel_size or world_size
-        self._held: list[SettledWindow] = []
+        self._session = session
+        self._layout = JobLayout(world_size, config.data_parallel_size or world_size)
+        self._held: list[PricedWindow] = []
         self._all_ranks: RankReport | None = None
         self._stragglers = StragglerHistory()
         self.straggler: Straggler | None = None
         self.missing_ranks = 0
-        self.stalled_seconds = 0.0
         self._fewest_ranks = world_size
-        self._warm_up_is_told = False
+        self._is_warm_up_known = False
         self._steps_seen = 0
         self._next_detailed = 0
         self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
-        self._session = MeasuredSum()
+        self._sums = MeasuredSum()
         self.exact: bool | None = None
         self.notes: tuple[str, ...] = ()
-        self._unbooked_seconds = 0.0
-        self._typical_seconds: float | None = None
-        self._last_work: deque[float] = deque(maxlen=_TYPICAL_STEPS)
-        self.unix_time: Callable[[], float] = time.time
-        self.ledger = Ledger()
         self.latest: dict[str, Number] = {}
         self.last_step: int | None = None
         self._last_loss: Number | None = None
 
-    def add(self, window: SettledWindow) -> None:
+    def set_layout(self, layout: JobLayout) -> None:
+        """The model's layout is known, or has changed: it may be parallelised after the monitor was made."""
+        self._layout = layout
+
+    def add(self, window: PricedWindow) -> None:
         self._held.append(window)
 
-    def with_warm_up_told(self, *, now: bool) -> list[SettledWindow]:
-        """The windows whose warm-up steps are known; `now` does not wait for more steps."""
-        must_wait = not self._warm_up_is_told and self._config.warm_up_steps == "auto" and not now
+    def windows_past_warm_up(self, *, flush: bool) -> list[PricedWindow]:
+        """Windows ready to become rows. With `flush`, warm-up is decided from the steps seen so far."""
+        must_wait = not self._is_warm_up_known and self._config.warm_up_steps == "auto" and not flush
         if must_wait and sum(len(window.steps) for window in self._held) < _STEPS_TO_SEE_WARM_UP:
             return []
         windows, self._held = self._held, []
-        if windows and not self._warm_up_is_told:
+        if windows and not self._is_warm_up_known:
             windows = self._with_warm_up(windows)
-        self._note_seconds([step.measured for window in windows for step in window.steps])
+        self._session.expect([step.measured for window in windows for step in window.steps])
         return windows
-
-    def _note_seconds(self, steps: Sequence[MeasuredStep]) -> None:
-        self._unbooked_seconds += sum(step.seconds or 0.0 for step in steps)
-        self._last_work.extend(s.work_seconds for s in steps if s.work_seconds is not None and not s.is_warm_up)
-        self._typical_seconds = typical_seconds(self._last_work)
-
-    def _book(self, steps: Sequence[MeasuredStep], report: RankReport | None, noted_seconds: float) -> None:
-        """The wall time of a row does not include steps of rows that are made after it."""
-        self._unbooked_seconds -= sum(step.seconds or 0.0 for step in steps)
-        if report is not None:
-            unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
-            steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
-            self.ledger.add_amounts(job_totals(report, self.data_parallel_size))
-        stalled_before = self.ledger.seconds.get("stall", 0.0)
-        self.ledger.add_steps(steps, self._typical_seconds)
-        self.stalled_seconds += self.ledger.seconds.get("stall", 0.0) - stalled_before
-        self.ledger.tell_wall(self.unix_time() - self._unbooked_seconds - noted_seconds)
 
     def session_values(self) -> dict[str, Number]:
         """Totals of the run, rates of this session, and the last loss it logged."""
-        self.ledger.tell_wall(self.unix_time())
-        values = self._session.values(self.devices_per_batch)
+        values = self._sums.values(self._layout.devices_per_batch)
         if self._all_ranks is not None:
-            values = job_values(self._all_ranks, self.data_parallel_size)
-        if self._world_size > 1:
+            values = job_values(self._all_ranks, self._layout.data_parallel_size)
+        if self._layout.world_size > 1:
             values["ranks/reporting"] = self._fewest_ranks
         if self._last_loss is not None:
             values["training/loss"] = self._last_loss
         if self.exact is not None:
             values["perf/exact"] = int(self.exact)
-        return {**values, **self.ledger.values()}
+        return {**values, **self._session.totals().values}
 
-    @property
-    def devices_per_batch(self) -> int:
-        """Ranks that share a batch: what one of them tells of it is the work of all of them."""
-        return max(1, self._world_size // self.data_parallel_size)
-
-    def _with_warm_up(self, windows: list[SettledWindow]) -> list[SettledWindow]:
+    def _with_warm_up(self, windows: list[PricedWindow]) -> list[PricedWindow]:
         wanted = self._config.warm_up_steps
         steps = [step for window in windows for step in window.steps]
         rest = iter(self._marked(steps))
         self._steps_seen += len(steps)
-        self._warm_up_is_told = wanted == "auto" or self._steps_seen >= wanted
+        self._is_warm_up_known = wanted == "auto" or self._steps_seen >= wanted
         return [window._replace(steps=[next(rest) for _ in window.steps]) for window in windows]
 
-    def _marked(self, steps: Sequence[SettledStep]) -> list[SettledStep]:
-        """As far as can be told of these steps."""
+    def _marked(self, steps: Sequence[PricedStep]) -> list[PricedStep]:
+        """The steps with `is_warm_up` set, as far as these steps alone show it."""
         wanted = self._config.warm_up_steps
         count = (
             find_warm_up([step.measured.seconds for step in steps]) if wanted == "auto" else wanted - self._steps_seen
@@ -163,68 +152,52 @@ class RowMaker:
             for index, step in enumerate(steps)
         ]
 
-    def so_far(self, begun: Sequence[SettledStep]) -> PartialRow | None:
-        """The steps that are in no row yet, and the run's totals with them; what is kept here stays as it is."""
+    def so_far(self, begun: Sequence[PricedStep]) -> PartialRow | None:
+        """The steps that are in no row yet, and the run's totals with them; nothing here changes."""
         steps = [*(step for window in self._held for step in window.steps), *begun]
-        if not self._warm_up_is_told:
+        if not self._is_warm_up_known:
             steps = self._marked(steps)
         measured = [step.measured for step in steps]
-        ledger = deepcopy(self.ledger)
-        timed = [step.work_seconds for step in measured if step.work_seconds is not None and not step.is_warm_up]
-        ledger.add_steps(measured, typical_seconds([*self._last_work, *timed]))
-        ledger.tell_wall(self.unix_time())
         last_step = measured[-1].step if measured else self.last_step
         if last_step is None:
             return None
-        return PartialRow(last_step, time.time(), {}, steps=_columns(measured), ledger=ledger.to_json())
+        ledger = self._session.totals_with(measured).ledger
+        return PartialRow(last_step, time.time(), {}, steps=_columns(measured), ledger=ledger)
 
     def row(
         self,
-        window: CompleteWindow[SettledStep],
+        window: CompleteWindow[PricedStep],
         peak: Peak | None,
         more: dict[str, Number],
         *,
-        now: bool = False,
-        noted_seconds: float = 0.0,
+        with_percentiles: bool = False,
+        later_seconds: float = 0.0,
     ) -> Row:
-        """A window as the sinks get it.
+        """Book a window and make the row that the sinks get.
 
         Args:
-            window: This rank's steps, and what all ranks say of them.
+            window: This rank's steps, and the report of all ranks on them.
             peak: Of this rank's device.
             more: Values from elsewhere.
-            now: True has the percentiles too.
-            noted_seconds: Time of later steps that are in no window yet.
+            with_percentiles: True adds them to `latest` also where the row is not detailed.
+            later_seconds: Time of later steps that are in no window yet.
         """
-        steps = window.steps
-        report = window.report if window.report is not None and window.report.ranks == self._world_size else None
+        steps, world_size = window.steps, self._layout.world_size
+        report = window.report if window.report is not None and window.report.ranks == world_size else None
         measured = [step.measured for step in steps]
         last = steps[-1]
         is_detailed = self._is_detailed(last.measured.step)
-        self._book(measured, report, noted_seconds)
-        self._recent_seconds.extend(s.seconds for s in measured if s.seconds is not None and not s.is_warm_up)
-        flops_per_s = None if peak is None else peak.flops_per_s
-        values = window_values(
-            measured, peak_flops_per_s=flops_per_s, device_count=self.devices_per_batch, world_size=self._world_size
-        )
-        self._session.add(measured, flops_per_s)
-        if report is not None:  # what not all ranks know is not known, whatever this one knows
-            values = {key: value for key, value in values.items() if not key.startswith("perf/")}
-        values |= self._of_all_ranks(window.report, report)
-        values |= _means(steps) | self.ledger.values() | more
-        if is_detailed or now:
+        totals = self._booked(measured, report, later_seconds)
+        values = self._rates(measured, peak, report) | self._of_all_ranks(window.report, report)
+        values |= _means(steps) | totals.values | more
+        if is_detailed or with_percentiles:
             values |= self._percentiles()
         for key, value in (("training/lr", last.learning_rate), ("training/epoch", last.epoch)):
             if value is not None:
                 values[key] = value
-        exact, notes = _exactness(measured)
-        if self._world_size > 1 and exact:
-            notes = _doubts_of_ranks(window.report, self._world_size)
-            exact = not notes
+        exact, notes = self._judged(measured, window.report)
         if exact is not None:
             values["perf/exact"] = int(exact)
-            self.exact = exact and self.exact is not False
-            self.notes = tuple(dict.fromkeys([*self.notes, *notes]))[:_MOST_REASONS]
         self._last_loss = values.get("training/loss", self._last_loss)
         self.latest = values
         self.last_step = last.measured.step
@@ -234,25 +207,57 @@ class RowMaker:
             {key: value for key, value in values.items() if is_detailed or find_metric(key).basic},
             is_detailed,
             _columns(measured),
-            self.ledger.to_json(),
+            totals.ledger,
             ("wandb",) if all(step.skip_wandb for step in steps) else (),
-            {} if report is None else job_totals(report, self.data_parallel_size),
+            {} if report is None else job_totals(report, self._layout.data_parallel_size),
             exact,
             notes,
             _denominator(measured, peak),
         )
 
-    def _of_all_ranks(self, told: RankReport | None, complete: RankReport | None) -> dict[str, Number]:
-        """What replaces this rank's own numbers; with ranks missing, only how many there are."""
+    def _booked(self, steps: Sequence[MeasuredStep], report: RankReport | None, later_seconds: float) -> Totals:
+        if report is None:
+            return self._session.book(steps, {}, later_seconds)
+        unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
+        steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
+        return self._session.book(steps, job_totals(report, self._layout.data_parallel_size), later_seconds)
+
+    def _rates(self, steps: Sequence[MeasuredStep], peak: Peak | None, report: RankReport | None) -> dict[str, Number]:
+        """The rates of this rank; without those under perf/ where `report` has them for all ranks."""
+        self._recent_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
+        flops_per_s = None if peak is None else peak.flops_per_s
+        self._sums.add(steps, flops_per_s)
+        layout = self._layout
+        values = window_values(
+            steps, peak_flops_per_s=flops_per_s, device_count=layout.devices_per_batch, world_size=layout.world_size
+        )
+        return (
+            values if report is None else {key: value for key, value in values.items() if not key.startswith("perf/")}
+        )
+
+    def _judged(self, steps: Sequence[MeasuredStep], report: RankReport | None) -> tuple[bool | None, tuple[str, ...]]:
+        """Whether the FLOPs of these steps are exact on all ranks, and why not."""
+        exact, notes = _exactness(steps)
+        if self._layout.world_size > 1 and exact:
+            notes = _doubts_of_ranks(report, self._layout.world_size)
+            exact = not notes
+        if exact is not None:
+            self.exact = exact and self.exact is not False
+            self.notes = tuple(dict.fromkeys([*self.notes, *notes]))[:_MOST_REASONS]
+        return exact, notes
+
+    def _of_all_ranks(self, partial: RankReport | None, complete: RankReport | None) -> dict[str, Number]:
+        """What replaces this rank's own numbers; with ranks missing, only how many reported."""
+        world_size = self._layout.world_size
         self.straggler = None
-        reporting = self._world_size if complete is not None else 1 if told is None else told.ranks
-        self.missing_ranks = 0 if told is None else self._world_size - reporting
+        reporting = world_size if complete is not None else 1 if partial is None else partial.ranks
+        self.missing_ranks = 0 if partial is None else world_size - reporting
         self._fewest_ranks = min(self._fewest_ranks, reporting)
         if complete is None:
-            return {} if self._world_size == 1 else {"ranks/reporting": reporting}
+            return {} if world_size == 1 else {"ranks/reporting": reporting}
         self._all_ranks = complete if self._all_ranks is None else extend(self._all_ranks, complete)
         self.straggler = self._stragglers.judge(complete)
-        return job_values(complete, self.data_parallel_size) | straggler_values(self.straggler)
+        return job_values(complete, self._layout.data_parallel_size) | straggler_values(self.straggler)
 
     def _is_detailed(self, step: int) -> bool:
         """The first row, then every `detailed_log_every` steps."""
@@ -270,7 +275,7 @@ class RowMaker:
 
 
 class MeasuredSum:
-    """Sums of a session's timed steps, enough for its rates: apart for steps of which different things are known."""
+    """Sums of a session's timed steps, from which its rates follow; separate for steps with different known amounts."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -301,7 +306,7 @@ class MeasuredSum:
 _SUMMED = ("seconds", "input_wait_seconds", *AMOUNTS, "model_peak_seconds", "hardware_peak_seconds")
 
 
-def _means(steps: Sequence[SettledStep]) -> dict[str, Number]:
+def _means(steps: Sequence[PricedStep]) -> dict[str, Number]:
     """The user's own metrics, averaged over the steps that logged them."""
     names = dict.fromkeys(name for step in steps for name in step.more)
     means: dict[str, Number] = {}
@@ -318,16 +323,16 @@ def _denominator(steps: Sequence[MeasuredStep], peak: Peak | None) -> dict[str, 
 
 
 def _doubts_of_ranks(report: RankReport | None, world_size: int) -> tuple[str, ...]:
-    """What the other ranks leave to be desired of a row's exactness."""
+    """Why a row that is exact on this rank is not exact on all of them."""
     if report is None or report.ranks < world_size:
-        return (f"{0 if report is None else report.ranks} of {world_size} ranks have told of these steps",)
+        return (f"{0 if report is None else report.ranks} of {world_size} ranks have reported these steps",)
     if report.exact_ranks < world_size:
         return (f"the FLOPs are exact on {report.exact_ranks} of {world_size} ranks",)
     return ()
 
 
 def _exactness(steps: Sequence[MeasuredStep]) -> tuple[bool | None, tuple[str, ...]]:
-    """Whether all FLOPs of these steps are exact, and why not; None where there are none."""
+    """Whether all FLOPs of these steps are exact, and why not; None where no step has FLOPs."""
     known = [step for step in steps if step.model_flops is not None]
     if not known:
         return None, ()

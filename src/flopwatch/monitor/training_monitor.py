@@ -15,7 +15,7 @@ from torch import nn
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
 from flopwatch.monitor.outlets import first_line
-from flopwatch.monitor.run import DEVICE_SECONDS, Core
+from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.session import rank_and_world_size
 from flopwatch.records.run import Number, Summary
 from flopwatch.sinks.protocol import Sink
@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 
 class WaitTimer(Protocol):
-    """Is told when a batch is being fetched."""
+    """Measures how long batches are fetched."""
 
     def begin_wait(self) -> bool:
         """False means that this one is not timed."""
@@ -135,34 +135,34 @@ class Step:
 
     def __enter__(self) -> "Step":
         monitor = self._monitor
-        core = monitor._core
-        if core is not None:
+        run = monitor._run
+        if run is not None:
             try:
-                core.step_clock.start_step(self._batch is not None)
-                core.pricing.begin_step()
+                run.step_clock.start_step(self._batch is not None)
+                run.noter.begin_step()
             except Exception as error:
                 monitor._failed("start_step", error)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         monitor = self._monitor
-        core = monitor._core
+        run = monitor._run
         if kind is not None:
             monitor._abandon_step()
-        elif self._more or self._batch is None or core is None or not monitor._logs_steps_itself:
+        elif self._more or self._batch is None or run is None or not monitor._logs_steps_itself:
             monitor.log_step(self.number, batch=self._batch, lengths=self._lengths, **self._values())
         else:  # what `log_step` does, without taking its arguments apart a second time
             entered = monitor._clock()
             try:
-                core.note_step(
+                run.note_step(
                     self.number, self._epoch, self._loss, self._grad_norm, self._lr, False,
                     self._batch, self._lengths, _NOTHING_MORE,
                 )  # fmt: skip
-                if core.is_off:
-                    monitor._core = None
+                if run.is_off:
+                    monitor._run = None
             except Exception as error:
                 monitor._failed("log_step", error)
-            core.own_seconds += monitor._clock() - entered
+            monitor._own_seconds += monitor._clock() - entered
 
     def _values(self) -> dict[str, Any]:
         """As `log_step` takes them."""
@@ -171,7 +171,7 @@ class Step:
 
 
 class TrainingMonitor:
-    """Exact MFU, HFU and rates of a live run, in a log of its own and in the tools you use.
+    """Exact MFU, HFU and rates of a live run, in a local log and in the tools you use.
 
     On an ordinary step `log_step` notes a few numbers and returns: nothing is read from a device, written or sent.
     Every `log_every` steps the window becomes one row. A part of the monitor that fails is reported once and switched
@@ -257,15 +257,17 @@ class TrainingMonitor:
         self.summary: Summary | None = None
         self._clock = clock
         self._logs_steps_itself = type(self).log_step is TrainingMonitor.log_step
-        """False where a subclass has a `log_step` of its own, which then hears of every step."""
-        self._core: Core | None = None
+        """False where a subclass overrides `log_step`, which then receives every step."""
+        self._run: MonitoredRun | None = None
         """None when switched off or closed, so that every call is cheap then."""
-        self._made: Core | None = None
+        self._started_run: MonitoredRun | None = None
+        """The run, also after it was closed."""
+        self._own_seconds = 0.0
         if os.environ.get("FLOPWATCH_DISABLE", "") not in ("", "0"):
             return
         rank, world_size = rank_and_world_size()
         objects = [sink for sink in wanted_sinks if not isinstance(sink, str)]
-        self._core = Core(
+        self._run = MonitoredRun(
             self.config,
             self.output_dir,
             self.log_path,
@@ -277,9 +279,9 @@ class TrainingMonitor:
             flops_fn=flops_fn,
             peak_flops_per_s=peak_flops_per_s,
         )
-        self._made = self._core
+        self._started_run = self._run
         for problem in problems:
-            self._core.outlets.tell("warning", f"configuration:{problem}", f"configuration left out: {problem}")
+            self._run.outlets.tell("warning", f"configuration:{problem}", f"configuration left out: {problem}")
         if model is not None:
             self.set_model(model)
         atexit.register(_close_forgotten, weakref.ref(self))
@@ -306,26 +308,26 @@ class TrainingMonitor:
             loss: A number or a tensor; a tensor is read later, with its window.
             grad_norm: The same.
             learning_rate: The same.
-            attention_mask: Of the batch; tells which tokens are real.
+            attention_mask: Of the batch; marks the tokens that are not padding.
             skip_wandb: True keeps this step's window out of W&B, if all its steps say so.
             batch: What the model was given; its shapes, mask, labels, packed lengths and image grids are read from it
                 without touching the device. With gradient accumulation, pass each one to `micro_batch` instead.
-            lengths: Lengths of the documents in the batch, where it does not tell them itself.
+            lengths: Lengths of the documents in the batch, where it does not contain them.
             more: Your own metrics, logged as `training/<name>`.
         """
-        core = self._core
-        if core is None:
+        run = self._run
+        if run is None:
             return
         entered = self._clock()
-        if batch is None and not core.has_batches:
-            batch = core.assumed_batch if attention_mask is None else {"attention_mask": attention_mask}
+        if batch is None and not run.has_batches:
+            batch = run.assumed_batch if attention_mask is None else {"attention_mask": attention_mask}
         try:
-            core.note_step(step, epoch, loss, grad_norm, learning_rate, skip_wandb, batch, lengths, more)
-            if core.is_off:
-                self._core = None
+            run.note_step(step, epoch, loss, grad_norm, learning_rate, skip_wandb, batch, lengths, more)
+            if run.is_off:
+                self._run = None
         except Exception as error:
             self._failed("log_step", error)
-        core.own_seconds += self._clock() - entered
+        self._own_seconds += self._clock() - entered
 
     def step(
         self,
@@ -342,25 +344,25 @@ class TrainingMonitor:
                 accumulation.
             step: The step's number; counted on from the last one without it.
             epoch: Where the training is.
-            lengths: Lengths of the documents in the batch, where it does not tell them itself.
+            lengths: Lengths of the documents in the batch, where it does not contain them.
         """
-        last = self._core.last_step if self._core is not None else None
+        last = self._run.last_step if self._run is not None else None
         number = step if step is not None else (0 if last is None else last + 1)
         return Step(self, number, epoch, batch, lengths)
 
     def start_step(self) -> None:
         """The batch is there: the wait for it ends. `step(batch)` does this itself."""
-        core = self._core
-        if core is None:
+        run = self._run
+        if run is None:
             return
         try:
-            core.step_clock.start_step()
-            core.pricing.begin_step()
+            run.step_clock.start_step()
+            run.noter.begin_step()
         except Exception as error:
             self._failed("start_step", error)
 
     def _abandon_step(self) -> None:
-        self._do("step", lambda core: core.abandon_step())
+        self._do("step", lambda run: run.abandon_step())
 
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """The loader's batches, timed: `for batch in monitor.batches(loader)`. Makes input wait exact in any loop.
@@ -368,7 +370,7 @@ class TrainingMonitor:
         It does not matter whether the loop is around `step()` or inside it. Batches are still given to `step(batch)`,
         `micro_batch` or `log_step`.
         """
-        return loader if self._core is None else TimedBatches(loader, self)
+        return loader if self._run is None else TimedBatches(loader, self)
 
     @contextmanager
     def input_wait(self) -> Iterator[None]:
@@ -382,30 +384,30 @@ class TrainingMonitor:
 
     def begin_wait(self) -> bool:
         """A batch is being fetched. False when that is not timed: in a phase, or in another thread."""
-        if self._core is None:
+        if self._run is None:
             return False
         try:
-            return self._core.step_clock.begin_wait()
+            return self._run.step_clock.begin_wait()
         except Exception as error:
             self._failed("begin_wait", error)
             return False
 
     def end_wait(self, *, has_batch: bool = True) -> None:
         """The fetching has ended, with a batch or without. After a `begin_wait` that has returned True."""
-        if self._core is None:
+        if self._run is None:
             return
         try:
-            self._core.step_clock.end_wait(has_batch=has_batch)
+            self._run.step_clock.end_wait(has_batch=has_batch)
         except Exception as error:
             self._failed("end_wait", error)
 
     def end_micro_batch(self) -> None:
         """The work on a micro-batch has ended, and the loop goes for the next one; before the next `start_step`."""
-        self._do("end_micro_batch", lambda core: core.step_clock.end_micro_batch(), is_own_work=False)
+        self._do("end_micro_batch", lambda run: run.step_clock.end_micro_batch(), is_own_work=False)
 
     def micro_batch(self, batch: Any, lengths: Sequence[int] | None = None) -> None:
         """One of the batches of the step under way, for gradient accumulation."""
-        self._do("micro_batch", lambda core: core.take_micro_batch(batch, lengths))
+        self._do("micro_batch", lambda run: run.take_micro_batch(batch, lengths))
 
     def pause(self) -> AbstractContextManager[None]:
         """Time that belongs to no step: `with monitor.pause(): ...`."""
@@ -413,16 +415,16 @@ class TrainingMonitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time outside training: `with monitor.phase("eval"): ...`. Metrics tell `eval`, `checkpoint` and the rest."""
-        if self._core is None:
+        """Time outside training: `with monitor.phase("eval"): ...`; `eval` and `checkpoint` have their own metrics."""
+        if self._run is None:
             yield
             return
-        with self._core.phase(name):
+        with self._run.phase(name):
             yield
 
     def spent_on(self, name: str) -> None:
         """Book the time since the last step's end (or last booking) to a phase, where only its end is seen."""
-        self._do("spent_on", lambda core: core.spent_on(name), is_own_work=False)
+        self._do("spent_on", lambda run: run.spent_on(name), is_own_work=False)
 
     def set_phase(self, name: str) -> None:
         """The training's phase, such as `warmup`, `main`, `finetune`: decides how often FLOPs are counted.
@@ -431,7 +433,7 @@ class TrainingMonitor:
         `flops_profile_freq`.
         """
         frequency = self.config.phase_frequencies.get(name, self.config.flops_profile_freq)
-        self._do("set_phase", lambda core: core.pricing.set_frequency(frequency))
+        self._do("set_phase", lambda run: run.costs.set_check_every(frequency))
 
     def log_datasets(
         self,
@@ -448,11 +450,11 @@ class TrainingMonitor:
             logits: Scores, classes last; with `labels` they give the accuracy.
             labels: The right classes; -100 is left out.
         """
-        if self._core is None or not self.config.log_dataset_metrics:
+        if self._run is None or not self.config.log_dataset_metrics:
             return
-        coming = 0 if self._core.last_step is None else self._core.last_step + 1
+        coming = 0 if self._run.last_step is None else self._run.last_step + 1
         if coming % self.config.dataset_metrics_every == 0:
-            self._do("log_datasets", lambda core: core.datasets.add(names, losses, logits, labels))
+            self._do("log_datasets", lambda run: run.datasets.add(names, losses, logits, labels))
 
     def log_now(
         self, *, loss: Any = None, grad_norm: Any = None, learning_rate: Any = None, wait: bool = False
@@ -467,31 +469,31 @@ class TrainingMonitor:
                 of the newest window that has arrived.
         """
         wait_seconds = DEVICE_SECONDS if wait else 0.0
-        self._do("log_now", lambda core: core.add_to_last_step(loss, grad_norm, learning_rate))
-        self._do("log_now", lambda core: core.close_window(now=True, wait_seconds=wait_seconds))
+        self._do("log_now", lambda run: run.add_to_last_step(loss, grad_norm, learning_rate))
+        self._do("log_now", lambda run: run.close_window(now=True, wait_seconds=wait_seconds))
         return self.latest
 
     @property
     def latest(self) -> dict[str, Number]:
         """All values of the newest row; empty before the first."""
-        return {} if self._made is None else dict(self._made.rows.latest)
+        return {} if self._started_run is None else dict(self._started_run.rows.latest)
 
     def capture_trace(self, steps: int = 3) -> None:
         """Record the next steps with torch's profiler into `traces/` of the run's folder, for ui.perfetto.dev."""
-        self._do("capture_trace", lambda core: core.trace.ask(steps))
+        self._do("capture_trace", lambda run: run.trace.ask(steps))
 
     def says_what_was_not_given(self, says: bool) -> None:
-        """Whether a notice tells of a model or batches that were never given; off where a framework gives them."""
-        self._do("says_what_was_not_given", lambda core: core.set_looks_for_gaps(says))
+        """Whether a missing model or missing batches give a notice; off where a framework provides them."""
+        self._do("says_what_was_not_given", lambda run: run.set_looks_for_gaps(says))
 
     def set_model(self, model: nn.Module) -> None:
         """The model that is trained, where it was not there when the monitor was made."""
-        self._do("set_model", lambda core: core.set_model(model))
+        self._do("set_model", lambda run: run.set_model(model))
 
     @property
     def model_ref(self) -> nn.Module | None:
         """The model; can be assigned."""
-        return None if self._core is None else self._core.pricing.model
+        return None if self._run is None else self._run.costs.model
 
     @model_ref.setter
     def model_ref(self, model: nn.Module) -> None:
@@ -500,44 +502,45 @@ class TrainingMonitor:
     @property
     def own_seconds(self) -> float:
         """Seconds the training thread has spent in the monitor, the counting of FLOPs not included."""
-        return 0.0 if self._made is None else self._made.own_seconds - self._made.count_seconds
+        return 0.0 if self._started_run is None else self._own_seconds - self._started_run.count_seconds
 
     @property
     def count_seconds(self) -> float:
         """Seconds the training thread has spent counting FLOPs; not in any step's time."""
-        return 0.0 if self._made is None else self._made.count_seconds
+        return 0.0 if self._started_run is None else self._started_run.count_seconds
 
     @property
     def thread_cpu_seconds(self) -> float:
         """CPU seconds of the threads of sinks and ranks."""
-        return 0.0 if self._made is None else self._made.outlets.cpu_seconds + self._made.ranks.cpu_seconds
+        run = self._started_run
+        return 0.0 if run is None else run.outlets.cpu_seconds + run.ranks.cpu_seconds
 
     def state_dict(self) -> dict[str, Any]:
         """The totals up to the last step, for a checkpoint."""
         state: dict[str, Any] = {}
-        self._do("state_dict", lambda core: state.update(core.state()))
+        self._do("state_dict", lambda run: state.update(run.state()))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the totals of a checkpoint; call it before the first step."""
         if state:
-            self._do("load_state_dict", lambda core: core.load(state))
+            self._do("load_state_dict", lambda run: run.load(state))
 
     def close(self) -> None:
         """Write what is left, end the sinks. Waits for slow ones and for the other ranks, but not for ever."""
         self._close(sys.exc_info()[1])
 
     def _close(self, error: BaseException | None, *, is_of_this_run: bool = True) -> None:
-        core = self._core
-        if core is None:
+        run = self._run
+        if run is None:
             return
         try:
             ended_by = _named(error) if is_of_this_run else None
-            summary = core.close(after_error=error is not None, ended_by=ended_by)
-            self.summary = summary if core.ranks.is_logging else None
+            summary = run.close(after_error=error is not None, ended_by=ended_by)
+            self.summary = summary if run.ranks.is_logging else None
         except Exception as failure:
             self._failed("close", failure)
-        self._core = None
+        self._run = None
 
     def __enter__(self) -> "TrainingMonitor":
         return self
@@ -549,34 +552,34 @@ class TrainingMonitor:
         return f"TrainingMonitor({str(self.output_dir)!r}: {self._words()})"
 
     def _words(self) -> str:
-        if self._made is None:
+        if self._started_run is None:
             return "switched off by FLOPWATCH_DISABLE"
-        if self._made.last_step is None:
-            return "no step yet" if self._core is not None else "closed before the first step"
-        values = self._made.rows.latest
+        if self._started_run.last_step is None:
+            return "no step yet" if self._run is not None else "closed before the first step"
+        values = self._started_run.rows.latest
         shown = [("loss", "training/loss", ".4g"), ("MFU", "perf/mfu_percent", ".3g")]
         parts = [f"{name} {values[key]:{form}}" for name, key, form in shown if key in values]
         percent = " %" if "perf/mfu_percent" in values else ""
-        closed = [] if self._core is not None else ["closed"]
-        return ", ".join([f"step {self._made.last_step:,}", *parts]) + percent + "".join(f", {word}" for word in closed)
+        closed = "" if self._run is not None else ", closed"
+        return ", ".join([f"step {self._started_run.last_step:,}", *parts]) + percent + closed
 
-    def _do(self, part: str, action: Callable[[Core], None], *, is_own_work: bool = True) -> None:
+    def _do(self, part: str, action: Callable[[MonitoredRun], None], *, is_own_work: bool = True) -> None:
         """Run one part of the monitor so that it cannot harm the training; its own work is no waiting for a batch."""
-        core = self._core
-        if core is None:
+        run = self._run
+        if run is None:
             return
         entered = self._clock()
         try:
-            began = core.step_clock.begin_own_work() if is_own_work else None
-            action(core)
-            core.step_clock.end_own_work(began)
+            began = run.step_clock.begin_own_work() if is_own_work else None
+            action(run)
+            run.step_clock.end_own_work(began)
         except Exception as error:
             self._failed(part, error)
-        core.own_seconds += self._clock() - entered
+        self._own_seconds += self._clock() - entered
 
     def _failed(self, part: str, error: Exception) -> None:
-        if self._core is not None:
-            self._core.failed(part, error)
+        if self._run is not None:
+            self._run.failed(part, error)
 
 
 def _as_list(sinks: Sequence[str | Sink] | str | Sink | None) -> Sequence[str | Sink]:

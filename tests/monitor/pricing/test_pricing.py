@@ -9,8 +9,11 @@ import flopwatch
 from flopwatch.clock import monotonic_seconds
 from flopwatch.models.load import load_model
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.intake.batch_reader import as_work
-from flopwatch.monitor.pricing.pricing import Pricing
+from flopwatch.monitor.pricing.batch_reader import as_work
+from flopwatch.monitor.pricing.call_costs import CallCosts
+from flopwatch.monitor.pricing.law_book import choose_mode
+from flopwatch.monitor.pricing.step_calls import StepNoter
+from flopwatch.monitor.pricing.step_prices import StepPricer
 
 
 def batch_of(length):
@@ -18,36 +21,41 @@ def batch_of(length):
     return {"input_ids": ids, "labels": ids}
 
 
-def pricing_of(model):
-    nothing = {"loss_fn": None, "flops_fn": None, "peak_flops_per_s": None}
-    pricing = Pricing(MonitorConfig(), monotonic_seconds, **nothing, apart=nullcontext, tell=lambda *words: None)
-    pricing.set_model(model)
-    return pricing
+class Rank:
+    """The stages of one rank that note and price steps."""
 
+    def __init__(self, model, *, waits_for_laws=False):
+        config, tell = MonitorConfig(), lambda *notice: None
+        mode = choose_mode(config, monotonic_seconds, None, None, tell)
+        self.costs = CallCosts(
+            config, monotonic_seconds, mode, waits_for_laws=waits_for_laws, off_the_clock=nullcontext, tell=tell
+        )
+        self.noter = StepNoter(config, self.costs, is_alone=True, on_other_work=lambda: None, tell=tell)
+        self.pricer = StepPricer(config, self.costs, None, tell)
+        self.noter.set_model(model)
 
-def noted(pricing, length, step):
-    reading = pricing.read(batch_of(length), None)
-    return reading, pricing.end_step([reading], step, lambda: None)
+    def note(self, length, step):
+        reading = self.noter.read(batch_of(length), None)
+        return reading, self.noter.end_step([reading], step, lambda: None)
 
-
-def flops_of(pricing, step):
-    reading, calls = step
-    return pricing.flops(calls, [as_work(pricing.look_at_held(reading), iter(()))])
+    def flops_of(self, step):
+        reading, calls = step
+        work = as_work(self.noter.look_at_held(reading), iter(()))
+        return self.pricer.cost(calls, [work], None, None).flops
 
 
 @pytest.mark.requirement("R13")
 def test_batches_met_before_the_laws_came_are_priced_too_whatever_their_length():
     model = load_model("tiny")
-    logging, other = pricing_of(model), pricing_of(model)
-    noted(logging, 32, 0)
-    other.waits_for_laws = True
+    logging, other = Rank(model), Rank(model, waits_for_laws=True)
+    logging.note(32, 0)
     lengths = (32, 8, 90, 300, 120)
-    steps = [noted(other, length, number) for number, length in enumerate(lengths)]
-    assert flops_of(other, steps[0]) is None
+    steps = [other.note(length, number) for number, length in enumerate(lengths)]
+    assert other.flops_of(steps[0]) is None
 
-    other.adopt(logging.offer())
+    other.costs.adopt(logging.costs.offer())
     for _, calls in steps:
-        other.learn_kept(calls)
+        other.costs.learn_kept(calls)
 
     for length, step in zip(lengths, steps, strict=True):
-        assert flops_of(other, step).model == flopwatch.count_flops(model, batch_of(length)).model_flops
+        assert other.flops_of(step).model == flopwatch.count_flops(model, batch_of(length)).model_flops

@@ -48,7 +48,7 @@ def test_a_model_parallelised_after_the_monitor_was_made_is_seen(mesh, tmp_path)
     monitor = flopwatch.TrainingMonitor(tmp_path, model=model, flops_fn=lambda batch: 1)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
     monitor.log_step(0, batch=torch.zeros(4, 8))
-    rows = monitor._core.rows
-    monitor._core.ranks.leave()  # of four ranks, three never come
+    run = monitor._run
+    monitor._run.ranks.leave()  # of four ranks, three never come
     monitor.close()
-    assert rows.data_parallel_size == 2
+    assert run.layout.data_parallel_size == 2

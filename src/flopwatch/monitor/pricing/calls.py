@@ -41,10 +41,10 @@ PACKING = (
     "max_length_k",
     "position_ids",
 )
-"""Arguments that tell packed documents apart; their documents are a variable of the law, so they are not in a key."""
+"""Arguments that separate packed documents; documents are a variable of the law, so these are not part of a key."""
 _tensor_facts = attrgetter("shape", "dtype", "requires_grad", "layout")
 _LISTENED_PARAMETERS = 4
-"""The first, the last and some between: heads and adapters that are trained in turns are told apart by them."""
+"""The first, the last and some between: they distinguish heads and adapters that are trained in turns."""
 _MOST_BACKWARDS = 1 << 12
 _MOST_KINDS = 4096
 _MOST_PARAMETERS = 4096
@@ -87,13 +87,12 @@ class CallListener:
         is_listening: False during evaluation and other phases, and while flopwatch itself runs the model.
         compiled_autocast: The autocast state in which the model was compiled; None while it was not.
         is_compiled: True once the model ran inside a compiled function, where hooks do not run.
-        without_grad: Called when the model runs without gradients: work that is no waiting for input.
-        unseen: Calls that were not noted, because their arguments are objects of somebody's own (a cache).
+        unseen: Calls that were not noted, because their arguments cannot be described (a cache object).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_other_work: Callable[[], None] = lambda: None) -> None:
         self.is_listening = True
-        self.without_grad: Callable[[], None] = lambda: None
+        self._on_other_work = on_other_work
         self.compiled_autocast: AutocastState | None = None
         self.is_compiled = False
         self.unseen = 0
@@ -101,7 +100,7 @@ class CallListener:
         self.keeps_next = False
         """True keeps the arguments of the next call, for a check."""
         self.calls: list[tuple[CallKind, Any]] = []
-        """Since the step began, with their arguments where these are asked for."""
+        """Calls since the step began, with their arguments where `keeps_next` or the kind asks for them."""
         self.backwards = 0
         """How often gradients have reached each of a few parameters since the step began, in one number."""
         self._kinds: dict[Any, tuple[CallKind, None]] = {}
@@ -127,7 +126,7 @@ class CallListener:
         self._listen_to_gradients()
 
     def _listen_to_gradients(self) -> None:
-        """A few parameters tell which parts of the model a backward pass reaches, and how often."""
+        """Hooks on a few parameters show which parts of the model a backward pass reaches, and how often."""
         self._stop_listening_to_gradients()
         trained = [p for p in self._parameters if p.requires_grad and p.is_leaf and type(p) is nn.Parameter]
         last = len(trained) - 1
@@ -158,7 +157,7 @@ class CallListener:
         self.begin_step()
 
     def forget(self) -> None:
-        """The model has changed: what was known of its calls holds no more."""
+        """Drop the known kinds of calls, because the model has changed."""
         self._kinds.clear()
         self._last_key = self._last_call = None
 
@@ -172,7 +171,7 @@ class CallListener:
         self.has_been_called = True
         has_grad = is_grad_enabled()
         if not has_grad:
-            self.without_grad()
+            self._on_other_work()
         trained = [p.requires_grad for p in self._parameters]
         if trained != self._trained:
             self._trained, self._trained_hash = trained, hash(tuple(trained))
@@ -265,7 +264,7 @@ class _Hook:
             try:
                 listener.note(module, args, kwargs)
             except Exception:
-                self._listener = None  # the training goes on; the step is told as not seen
+                self._listener = None  # the training goes on; the step is reported as not seen
                 listener.unseen += 1
 
     def __deepcopy__(self, memo: Any) -> "_Hook":
@@ -293,7 +292,7 @@ def _note_compilation(hook: _Hook) -> int:
 
 
 _MOST_NOTED = 4096
-"""Calls of modules in one step; further ones are not told apart."""
+"""Calls of modules that are noted in one step; further ones are ignored."""
 
 
 class OutsideWork:
@@ -357,7 +356,7 @@ class OutsideCalls:
             table[key] = self._hook
 
     def end(self) -> OutsideWork:
-        """The step ends; what was noted in it."""
+        """End the step; returns what was noted in it."""
         is_whole, self._is_on = self._is_on, False  # off, where a call of the model has raised instead of returning
         for table, key in (self._calls, self._returns):
             table.pop(key, None)
@@ -407,7 +406,7 @@ class OutsideCalls:
 
 
 def _facts(value: Any) -> Iterator[Any]:
-    """Of a tensor, or of those in a list: crops of an image, say. Named arguments are not handed to this hook."""
+    """Shapes and flags of a tensor, or of those in a list (crops of an image). The hook gets no named arguments."""
     if isinstance(value, torch.Tensor):
         yield value.shape
         yield value.requires_grad

@@ -5,18 +5,23 @@ its calls cost by law, nothing ran besides, and the laws hold for the pattern's 
 step kind (a pattern with its sizes) has the cost that was counted, once two counts agree.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from flopwatch.monitor.pricing.calls import CallKind, OutsideWork
 from flopwatch.monitor.pricing.law_book import CallPrice, LawBook
-from flopwatch.monitor.pricing.watched_step import StepCount
+from flopwatch.monitor.pricing.watched_step import StepCount, is_watched, is_watched_by_ranks, next_watched
 from flopwatch.records.flops import PhaseFlops
 
 Finding = Literal["agrees", "counted", "differs", "unseen"]
 _MOST_KINDS, _MOST_PATTERNS = 512, 4096
+_FIRST_ADAPTIVE = 6
+"""Steps of a session before which only the schedule decides."""
+_MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
+"""Steps that may be counted as they run because of a doubt: so many, and this share of all."""
+_MOST_WAITING = 64
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
 """Steps of a pattern that must have cost what their calls cost before others are taken to do so too."""
@@ -188,9 +193,6 @@ def _of_counts(known: _Counted) -> Verdict:
     return Verdict("counted", last, last.doubt)
 
 
-# What is noted of a step's calls when it ends, and what it costs once its values are known.
-
-
 @dataclass(frozen=True, slots=True)
 class StepCalls:
     """How the model was called in a step.
@@ -220,6 +222,11 @@ class StepCalls:
         """Steps of the same kind run the same, as far as is seen."""
         return self.kinds, self.nodes, self.outside.sized
 
+    def prices(self, book: LawBook) -> list[CallPrice] | None:
+        """Prices of all its calls; None when there are no calls, or one has no price."""
+        prices = [own or book.price(kind) for kind, own in zip(self.kinds, self.own_prices, strict=True)]
+        return None if None in prices or not prices else [price for price in prices if price is not None]
+
     @property
     def pattern(self) -> tuple[object, ...]:
         """The same without sizes."""
@@ -229,22 +236,72 @@ class StepCalls:
 NO_CALLS = StepCalls()
 
 
-@dataclass(frozen=True, slots=True)
-class StepFlops:
-    """What a step costs; a part that is not known is None.
+class WatchPlan:
+    """Which steps of a session are counted as they run: those of the schedule, and those that would settle a doubt.
 
     Attributes:
-        model: What the mathematics needs.
-        hardware: What is executed.
-        recompute: The part of it that runs a second time.
-        model_by_dtype: Model FLOPs by compute type; empty where that is not known.
-        hardware_by_dtype: Executed FLOPs by compute type.
-        reason: Why they are not exact; None when they are.
+        not_before: Index of a step; no earlier one is to be counted, unless the step before it asked for that.
     """
 
-    model: int
-    hardware: int | None = None
-    recompute: int | None = None
-    model_by_dtype: Mapping[str, int] = field(default_factory=dict)
-    hardware_by_dtype: Mapping[str, int] = field(default_factory=dict)
-    reason: str | None = None
+    def __init__(self, *, is_alone: bool) -> None:
+        """`is_alone`: else all ranks count the same steps, those of the schedule."""
+        self._is_alone = is_alone
+        self.not_before = 0
+        self._watches = self._futile_watches = 0
+        self._settled: tuple[Any, ...] = ()
+        """The newest kind of step of which another count would show nothing more."""
+        self._last_met: dict[Any, int] = {}
+        """When a kind of step was last met that should be counted once more."""
+        self._due: set[int] = set()
+        """Steps on which such a kind is expected again."""
+
+    def forget(self) -> None:
+        """The laws have changed, so every kind of step may need another count."""
+        self._settled = ()
+
+    def take_turn(self, index: int, *, wants_next: bool) -> bool:
+        """Whether the step that begins is to be counted; `wants_next` when the one before asked for it."""
+        is_scheduled = is_watched if self._is_alone else is_watched_by_ranks
+        if is_scheduled(index) or (self._is_alone and (wants_next or index in self._due)):
+            self._due.discard(index)
+            return True
+        self.not_before = min([next_watched(index, is_scheduled), *(due for due in self._due if due > index)])
+        return False
+
+    def note_watch(self) -> None:
+        self._watches += 1
+
+    def note_futile(self) -> None:
+        """A step was counted and nothing was seen of the model."""
+        self._futile_watches += 1
+
+    def would_another_count_help(self, calls: StepCalls, certificates: Certificates, steps: int) -> bool:
+        """Whether the next step should be counted as it runs, because steps like this one were not, or only once.
+
+        Args:
+            calls: Of the step that ends.
+            certificates: What counted steps have shown.
+            steps: How many have ended.
+        """
+        if steps < _FIRST_ADAPTIVE or not self._is_alone:  # the first are spread, so that rows in between have rates
+            return False
+        if self._watches >= _MOST_WATCHES + steps * _SHARE_WATCHED or self._futile_watches > 1:
+            return False
+        seen = *calls.kind, certificates.version
+        if seen == self._settled:  # as the step before
+            return False
+        if not certificates.needs_another(calls.kind, calls.pattern):
+            self._settled = seen
+            return False
+        return self._is_met_in_a_row(calls.kind, steps)
+
+    def _is_met_in_a_row(self, kind: Any, steps: int) -> bool:
+        """Whether the next step is likely of this kind too. What is done every fiftieth step is met 50 steps later."""
+        if len(self._last_met) >= _MOST_WAITING:
+            self._last_met, self._due = {}, set()
+        gap = steps - self._last_met.get(kind, steps)
+        self._last_met[kind] = steps
+        if gap > 1:
+            self._due.add(steps - 1 + gap)
+            self.not_before = min(self.not_before, steps - 1 + gap)
+        return gap <= 1

@@ -1,4 +1,4 @@
-"""The FLOP laws of a live run: fitted when a kind of call is first met, checked when asked, paid for sparingly."""
+"""The FLOP laws of a live run: fitted when a kind of call is first met, checked on request, within a time allowance."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,8 @@ from flopwatch.flops.steering import CHANCE
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.model_library_internals import attention_implementation
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.intake.batch_reader import Work
+from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
 from flopwatch.torch_internals import recorded_operations
@@ -53,7 +54,7 @@ class CallPrice:
 
 @dataclass(frozen=True, slots=True)
 class LawOffer:
-    """Laws on their way from the rank that counted to the others."""
+    """Laws that the counting rank sends to the other ranks."""
 
     laws: Mapping[Any, Sequence[FlopLaw]]
     packed_runs_apart: bool | None
@@ -177,13 +178,13 @@ class LawBook:
         return replace(price, executed=law.cost(other), by_dtype=law.cost_by_dtype(other), shape=other)
 
     def needed(self, price: CallPrice, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
-        """What the mathematics needs of a call, what is executed, and what could not be told."""
+        """What the mathematics needs of a call, what is executed, and why the two could not be separated."""
         executed, law, shape = price.executed, price.law, price.shape
         if work.documents is None:
             return executed, executed, None
-        told = "padding and pairs across packed documents count as work here: no law tells them apart"
+        unclear = "padding and pairs across packed documents count as work here: no law separates them"
         if law is None or shape is None or shape.seq_len is None or not law.coefficients:
-            return executed, executed, told
+            return executed, executed, unclear
         grids = shape.grids or None
         try:
             if work.lengths is not None:
@@ -193,7 +194,7 @@ class LawBook:
                 work.documents, longest=shape.seq_len, rows=shape.batch_size, others=shape.others, image_grids=grids
             )
         except FlopwatchError:
-            return executed, executed, told
+            return executed, executed, unclear
         # Variable-length kernels do not compute pairs across documents.
         return alone, (alone if self._packed_runs_apart else executed), None
 
@@ -415,7 +416,7 @@ class FlopMode:
     """How a run finds its FLOPs.
 
     Attributes:
-        name: `estimate`, `profiler`, `smart`, `hybrid`, or `flops_fn` where the user's function tells.
+        name: `estimate`, `profiler`, `smart`, `hybrid`, or `flops_fn` where the user's function gives them.
         book: The laws; None where flopwatch counts nothing.
         frequency: Steps between two checks of a law; 0 is never.
         within_allowance: Whether checks are limited to their share of the run's time.
@@ -455,8 +456,24 @@ class FlopMode:
         }
 
 
+def choose_mode(
+    config: MonitorConfig, clock: Clock, loss_fn: LossFn | None, flops_fn: Callable[[Any], int] | None, tell: Tell
+) -> FlopMode:
+    """The mode a configuration asks for; the user's own function comes first."""
+    if flops_fn is not None:
+        note = "as the user's function says; what is executed is not known"
+        return FlopMode("flops_fn", None, method="flops_fn", notes=(note,))
+    try:
+        return make_mode(config, clock, loss_fn)
+    except InputError as error:
+        if config.strict:
+            raise
+        tell("error", "flops_unknown", f"there will be no FLOPs and no MFU: {error}")
+        return FlopMode(config.mode, None, notes=(str(error),))
+
+
 def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> FlopMode:
-    """The mode a configuration asks for."""
+    """One of the four modes."""
 
     def book(method: Any) -> LawBook:
         return LawBook(clock, method=method, attention=config.attention, loss_fn=loss_fn)

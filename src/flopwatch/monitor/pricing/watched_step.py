@@ -62,9 +62,9 @@ class StepCount:
         by_dtype: The same by compute type.
         uncounted: Ops without a formula.
         failure: Why the count is not complete.
-        optimizer: FLOPs of products that the optimizer itself computes; not in the others.
+        optimizer: FLOPs of products that the optimizer itself computes; not part of the other fields.
         risks: Ops met that may differ in the last bits while a mode is on.
-        doubt: What could not be told apart: model FLOPs may be others.
+        doubt: Why model FLOPs may differ: recomputation could not be separated.
     """
 
     phases: PhaseFlops
@@ -92,7 +92,7 @@ def is_watched(index: int) -> bool:
 def is_watched_by_ranks(index: int) -> bool:
     """The same for a training of several ranks: the same steps on all of them, as they wait for each other.
 
-    They begin when all ranks have the laws of the first one. A rank that got them late counts with the others, later.
+    They begin when all ranks have the laws of the first one. A rank that gets them late joins later.
 
     >>> [index for index in range(60) if is_watched_by_ranks(index)][:6]
     [33, 35, 37, 40, 42, 44]
@@ -125,7 +125,7 @@ def may_compile() -> bool:
 
 
 _dynamo: list[Any] = []
-"""Torch's tables of what was asked for and compiled, once they are there: this is asked on every step."""
+"""Torch's tables of requested and finished compilations, kept because they are read on every step."""
 
 
 def obstacle() -> str | None:
@@ -195,7 +195,7 @@ class WatchedStep:
 
 
 _left_behind: list[Any] = []
-"""Modes of ours under modes of the training: they do nothing, and go as soon as they are on top."""
+"""Our modes that lie below modes of the training: they do nothing, and are left as soon as they are on top."""
 
 
 def clear_left_behind() -> None:
@@ -216,7 +216,7 @@ class _PassingMode(CountingMode):
         self.failure: str | None = None
         self.optimizer_flops = 0
         self._closures: list[bool] = []
-        """Of each optimizer step under way, whether it was given a closure."""
+        """For each optimizer step under way, whether it was given a closure."""
 
     @property
     def doubt(self) -> str | None:
@@ -348,7 +348,7 @@ def products_in_graph(loss: Any) -> int | None:
     """A number that changes with the products of the graph, their shapes and types; None where there is no graph.
 
     A node outlives the backward pass, and so does the shape of what it has made. Takes about a microsecond per node, so
-    it is asked once per logging window.
+    it runs once per logging window.
     """
     first = _last_node(loss)
     if first is None:
@@ -389,7 +389,9 @@ def products_outside(loss: Any, own: Sequence[tuple[int, int]]) -> int:
             continue
         name = node.name()
         parents = [(parent, index) for parent, index in node.next_functions if parent is not None]
-        if name.startswith(_PRODUCTS) or (parents and not name[-1].isdigit()):  # the others are written in Python
+        if name.startswith(_PRODUCTS) or (
+            parents and not name[-1].isdigit()
+        ):  # names without a final digit are of functions written in Python
             made = [tuple(part.shape) for part in input_metadata(node)]
             found.append(f"{name} {made} {[tuple(input_metadata(parent)[index].shape) for parent, index in parents]}")
         for parent, _ in parents:

@@ -68,6 +68,10 @@ class Rank(Generic[Step]):
         self._device_type = "cpu"
         self._incomplete: deque[list[Step]] = deque()
 
+    def stop_busy_time(self) -> None:
+        """Measure no busy time: on an accelerator the processor's clock does not show what the device does."""
+        self.busy_time = None
+
     def start(self, log: str, device: torch.device) -> None:
         """Look for the other ranks of this run; the training does not wait for them."""
         self._device_type = device.type

@@ -202,8 +202,8 @@ def check_gpus(gpus: Sequence[str]) -> None:
     for gpu in gpus:
         if gpu.isdecimal() and gpu not in known:
             raise InputError(
-                f"--gpu-ids {gpu} names the device with that number, and this machine has {has}; leave --gpu-ids out, "
-                "or name GPUs it has. The number of GPUs per trial is --gpus-per-trial"
+                f"--gpu-ids {gpu} names the device with that number, and this machine has {has}; leave it out, or "
+                "name GPUs it has. The number of GPUs per trial is --gpus-per-trial"
             )
 
 

@@ -31,7 +31,7 @@ def count_step(
     micro_batch_size: int | None = None,
     is_alone: bool = True,
 ) -> StepCost:
-    """Count one step. MFU and HFU follow when its time and the peak are known (`supervisor/measurements.py`).
+    """Count one step. MFU and HFU follow when its time and the peak are known (`supervisor/build_result.py`).
 
     Unless the trainer is the built-in standard one with the whole batch at once, the trainer runs one more real step,
     and torch will not compile its model afterwards; so count after everything else is measured.

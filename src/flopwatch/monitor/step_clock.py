@@ -3,7 +3,7 @@
 A step runs from the end of the step before to its own end, without phases. Between two steps, or two micro-batches,
 lies a gap. Where the fetching of batches is timed (`monitor.batches`, the callbacks of Trainer and Lightning) the wait
 is exactly that; the rest of the gap is the loop's own. Where it is not, a gap that ends with a batch being handed over
-is taken for the wait, unless it is far longer than gaps usually are: such a gap is told as time outside steps.
+is taken for the wait, unless it is far longer than gaps usually are: such a gap is reported as time outside steps.
 
 A wait lies between two marks of the timer, as a step does. On an accelerator the second mark passes when the batch has
 come and the work queued before is done, so a wait during which the device was still busy is none.
@@ -25,7 +25,7 @@ from flopwatch.monitor.ranks.busy_time import BusyTime
 # When a step ends: host time on a CPU, events in the device's own stream elsewhere, read one window late.
 #
 # On an accelerator the host runs ahead of the device, so host times say when work was queued, not when it was done. An
-# event costs a few microseconds to record and nothing to wait for, because nobody waits.
+# event costs a few microseconds to record and is never waited for.
 
 
 class StepTimer(Protocol):
@@ -82,10 +82,10 @@ def timer_for(device: torch.device, clock: Clock) -> StepTimer:
 
 _REMEMBERED = 32
 _FEWEST = 4
-"""Gaps to have seen before one of them can be unusual."""
+"""Gaps that must have been seen before one can be unusual."""
 _FACTOR = 5.0
 SHORT_GAP_SECONDS = 0.05
-"""A gap that is no longer is never unusual: a busy machine alone makes gaps of some tens of milliseconds."""
+"""A gap of at most this length is never unusual: a busy machine alone makes gaps of some tens of milliseconds."""
 _IDLE_SHARE = 0.2
 
 
@@ -94,7 +94,7 @@ def _has_worker_processes() -> bool:
 
 
 def _middle(values: Iterable[float]) -> float:
-    """The median; `statistics.median` takes four times as long after a training step, and this is asked on each."""
+    """The median; `statistics.median` takes four times as long after a training step, and this runs on each."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return (ordered[half] + ordered[~half]) / 2
@@ -204,11 +204,28 @@ class StepClock:
     Attributes:
         first_step_began: Host time; None until the first step is opened, and for a loop that opens none.
         seconds_before_first_step: Spent in phases by then.
-        outside: Called with the seconds of a gap that is no step's and not known to be waiting.
-        wait_unknown: Called once, when steps take micro-batches and nobody says when they arrive.
     """
 
-    def __init__(self, timer: StepTimer, clock: Clock, busy_time: BusyTime | None = None) -> None:
+    def __init__(
+        self,
+        timer: StepTimer,
+        clock: Clock,
+        busy_time: BusyTime | None = None,
+        *,
+        on_time_outside: Callable[[float], None] = lambda seconds: None,
+        on_wait_unknown: Callable[[], None] = lambda: None,
+        seconds_before_first_step: float = 0.0,
+    ) -> None:
+        """Begin apart from any step.
+
+        Args:
+            timer: Marks the ends of steps.
+            clock: Host time.
+            busy_time: Adds up processor time between the marks; None where it is not measured.
+            on_time_outside: Called with the seconds of a gap that is no step's and not known to be waiting.
+            on_wait_unknown: Called once, when steps take micro-batches whose arrival is not seen.
+            seconds_before_first_step: Spent in phases so far.
+        """
         self._busy_time = busy_time
         self._was_in_step = self._worked_before_wait = False
         self._timer = timer
@@ -222,12 +239,12 @@ class StepClock:
         self._start: Any = None
         self._segments: list[tuple[Any, Any]] = []
         self._gap_at = 0
-        """Of `_segments`, the first that belongs to the gap under way."""
+        """Index in `_segments` of the first that belongs to the current gap."""
         self._wait_began: Any = None
         self._state = _APART
         self._since = 0.0
         self._seconds = [0.0] * 5
-        """In each state, since it was last asked for."""
+        """Time in each state since it was last taken."""
         self._before_phase = self._before_wait = _APART
         self._depth = 0
         self._fetches_are_timed = False
@@ -235,9 +252,9 @@ class StepClock:
         self._forget_step()
         self._has_told_unknown = False
         self.first_step_began: float | None = None
-        self.seconds_before_first_step = 0.0
-        self.outside: Callable[[float], None] = lambda seconds: None
-        self.wait_unknown: Callable[[], None] = lambda: None
+        self.seconds_before_first_step = seconds_before_first_step
+        self._on_time_outside = on_time_outside
+        self._on_wait_unknown = on_wait_unknown
 
     def _forget_step(self) -> None:
         self._waits: list[tuple[Any, Any]] = []
@@ -275,10 +292,14 @@ class StepClock:
         elif self._state == _APART:
             self._go(_WORK)
         else:
-            has_batch = False  # nobody said that the micro-batch before had ended
+            has_batch = False  # the loop did not call `end_micro_batch`
         self._arrivals += has_batch
         if self._busy_time is not None:
             self._busy_time.batch_is_here()
+
+    def typical_busy_seconds(self, step_seconds: float) -> float | None:
+        """Processor time of the training's thread in the typical step; None where it is not measured."""
+        return None if self._busy_time is None else self._busy_time.typical(step_seconds)
 
     def micro_batch(self) -> None:
         """The step under way has been given a batch."""
@@ -292,7 +313,7 @@ class StepClock:
         self.begin_gap()
 
     def end_step(self) -> tuple[Segments | None, Segments | None]:
-        """The step's segments and those of its input wait; None for what was not seen."""
+        """The step's segments and those of its input wait; None where unknown."""
         now = self._clock()
         end = now if self._marks_by_clock else self._timer.mark()
         if self._busy_time is not None:
@@ -337,7 +358,7 @@ class StepClock:
             return tuple(self._waits)
         if self._micro_batches > self._arrivals and not self._has_told_unknown:
             self._has_told_unknown = True
-            self.wait_unknown()
+            self._on_wait_unknown()
         is_known = 0 < self._arrivals >= self._micro_batches and not self._is_unclear
         return tuple(self._waits) if is_known else None
 
@@ -432,14 +453,14 @@ class StepClock:
             self._has_batch = False
 
     def _is_gap_kept(self) -> bool:
-        """Whether the gap that has just ended stays in the step, or was taken out and told."""
+        """Whether the gap that has just ended stays in the step; else it is taken out and reported."""
         seconds = self._seconds
         is_outside = self._usual.is_outside(seconds[_GAP], seconds[_WORK], self._has_seen_other_work)
         if is_outside or self._has_seen_other_work:
             self._is_unclear = True
             self._has_seen_other_work = False
         if is_outside:
-            self.outside(self._take_gap_out())
+            self._on_time_outside(self._take_gap_out())
         seconds[_GAP] = seconds[_WORK] = 0.0
         return not is_outside
 

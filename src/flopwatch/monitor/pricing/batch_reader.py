@@ -34,7 +34,7 @@ _MOST_PLANS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchLayout:
     """How to read all batches of one shape."""
 
     batch_size: int
@@ -45,13 +45,13 @@ class Plan:
     labels: str | None
     grids: str | None
     target: str | None = None
-    """The labels of a sequence of its own, as a decoder has."""
+    """Labels that form a separate sequence, as those of a decoder."""
     named: tuple[str, ...] = ()
-    """All of them that are there."""
+    """The names among these that the batch contains."""
 
 
 class Reading(NamedTuple):
-    """One micro-batch: its shape, and small integer tensors that are not read yet.
+    """One micro-batch: its layout, and small integer tensors that are not read yet.
 
     Attributes:
         plan: The shape.
@@ -61,12 +61,12 @@ class Reading(NamedTuple):
         trainable: Number of labels that count.
         grids: Frames, rows, columns of each image.
         targets: Positions of each row of the target.
-        known_documents: As the user gave their lengths.
-        held: Tensors on the CPU that were not looked at yet, each with the version of its storage: an in-place change
-            raises it.
+        known_documents: From lengths that the user gave.
+        held: CPU tensors of the batch that are only referenced so far, each with the version of its storage, which an
+            in-place change raises.
     """
 
-    plan: Plan
+    plan: BatchLayout
     row_lengths: torch.Tensor | None = None
     documents: torch.Tensor | None = None
     cumulative: torch.Tensor | None = None
@@ -82,7 +82,7 @@ class Reading(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one micro-batch asks of the machine, in whole numbers.
+    """The work in one micro-batch, in whole numbers.
 
     Attributes:
         plan: Its shape.
@@ -93,7 +93,7 @@ class Work(NamedTuple):
         target_lengths: Positions of each row of a decoder's target, up to the last label that counts.
     """
 
-    plan: Plan
+    plan: BatchLayout
     lengths: tuple[int, ...] | None = None
     documents: Documents | None = None
     trainable_tokens: int | None = None
@@ -119,17 +119,20 @@ class BatchReader:
     Attributes:
         masks_are_plain: False once a mask with other values than 0 and 1 was seen: some packers number the documents.
         may_hold: False once a held batch was written into: such loops reuse their tensors, and are read at once.
-        reads_targets: True once a law has a length of its own for the labels.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, BatchLayout] = {}
         self._last_key: list[Any] | None = None
-        self._last_plan: Plan | None = None
+        self._last_plan: BatchLayout | None = None
         self._uses_positions = True
         self.masks_are_plain = True
         self.may_hold = True
-        self.reads_targets = False
+        self._reads_targets = False
+
+    def read_targets(self, reads: bool) -> None:
+        """Read the lengths of labels from now on, once a law has a separate length for them."""
+        self._reads_targets = self._reads_targets or reads
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
         """Look at a batch. `lengths` are those of its documents, where the batch itself does not say."""
@@ -166,7 +169,7 @@ class BatchReader:
         tensors = {name: tensor for name, (tensor, _) in reading.held.items()}
         return self._measured(reading.plan, tensors, reading.known_documents)
 
-    def _measured(self, plan: Plan, tensors: Mapping[str, Any], documents: Documents | None) -> Reading:
+    def _measured(self, plan: BatchLayout, tensors: Mapping[str, Any], documents: Documents | None) -> Reading:
         trainable = None if plan.labels is None else _trainable(tensors[plan.labels])
         if documents is not None:
             return Reading(plan, trainable=trainable, known_documents=documents)
@@ -177,10 +180,10 @@ class BatchReader:
             return Reading(plan, documents=_documents(tensors[plan.positions], mask), trainable=trainable)
         row_lengths = None if mask is None else _row_lengths(mask, is_plain=self.masks_are_plain)
         grids = None if plan.grids is None else tensors[plan.grids].clone()
-        targets = target_lengths(tensors[plan.target]) if plan.target and self.reads_targets else None
+        targets = target_lengths(tensors[plan.target]) if plan.target and self._reads_targets else None
         return Reading(plan, row_lengths, trainable=trainable, grids=grids, targets=targets)
 
-    def check_values(self, batch: Any, plan: Plan) -> str | None:
+    def check_values(self, batch: Any, plan: BatchLayout) -> str | None:
         """Look at values once, when a model is counted: may block on an accelerator, so never on an ordinary step.
 
         Returns:
@@ -198,14 +201,14 @@ class BatchReader:
             "pass lengths= where rows hold several"
         )
 
-    def _new_plan(self, key: Any, batch: Any, tensors: Mapping[str, Any]) -> Plan:
+    def _new_plan(self, key: Any, batch: Any, tensors: Mapping[str, Any]) -> BatchLayout:
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         shape = read_shape(batch)
         batch_size, seq_len = shape.batch_size, shape.seq_len
         if seq_len is None and "attention_mask" in tensors and tensors["attention_mask"].dim() == 2:
             batch_size, seq_len = tensors["attention_mask"].shape
-        plan = Plan(
+        plan = BatchLayout(
             batch_size,
             seq_len,
             mask=_two_dimensional(tensors, "attention_mask", seq_len),
@@ -292,12 +295,12 @@ def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
     return Work(reading.plan, row_lengths, documents, trainable, grids, targets)
 
 
-def _whole_rows(plan: Plan) -> Documents:
+def _whole_rows(plan: BatchLayout) -> Documents:
     seq_len = plan.seq_len or 0
     return Documents(plan.batch_size, plan.batch_size * seq_len, plan.batch_size * seq_len**2)
 
 
-def _checked(plan: Plan, given: Sequence[int]) -> Documents:
+def _checked(plan: BatchLayout, given: Sequence[int]) -> Documents:
     lengths = [int(length) for length in given]
     positions = plan.batch_size * (plan.seq_len or 0)
     if not lengths or min(lengths) < 1 or sum(lengths) > positions > 0:
@@ -308,7 +311,7 @@ def _checked(plan: Plan, given: Sequence[int]) -> Documents:
     return Documents.of_lengths(lengths)
 
 
-# What the model itself takes of a batch that a loop hands to the monitor, where its calls are not seen.
+# The arguments of the model in a batch that a loop hands to the monitor, for loops whose calls are not seen.
 
 
 MADE_UP = "only attention_mask was given and no call of the model was seen, so the rest of the batch was made up"
@@ -318,7 +321,7 @@ def is_mask_only(batch: Any) -> bool:
     return isinstance(batch, Mapping) and set(batch) - set(PACKING) <= {"attention_mask"}
 
 
-def example_batch(model: nn.Module, batch: Any, plan: Plan) -> Any:
+def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> Any:
     """Packed rows as plain ones, nothing that `forward` does not know; a mask alone becomes a batch of its shape."""
     if isinstance(batch, Mapping):
         tensors = {name: value for name, value in batch.items() if name not in PACKING or _is_multimodal(value)}

@@ -1,7 +1,6 @@
-"""From what was noted on each step to what is known about it, once the values have arrived."""
+"""The steps of one row, from note to price: values stay on the device until the window ends, then are read at once."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -10,10 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import IGNORED_LABEL
-from flopwatch.monitor.intake.batch_reader import Reading, Work, as_work
-from flopwatch.monitor.intake.step_clock import Segments, StepTimer
 from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.pricing.certificates import NO_CALLS, StepCalls, StepFlops
+from flopwatch.monitor.pricing.batch_reader import Reading, Work, as_work
+from flopwatch.monitor.pricing.certificates import NO_CALLS, StepCalls
+from flopwatch.monitor.pricing.step_prices import StepCost
+from flopwatch.monitor.step_clock import Segments, StepTimer
 from flopwatch.records.run import Number
 from flopwatch.torch_internals import tensor_version
 
@@ -30,7 +30,7 @@ class Kept(NamedTuple):
     version: int
 
     def is_unchanged(self) -> bool:
-        """Also False for what is not a single real number, and for a DTensor shard: its local value is a part only."""
+        """Also False for anything but a single real number, such as a DTensor shard, which is not the full value."""
         return tensor_version(self.value) == self.version
 
 
@@ -39,10 +39,10 @@ _NUMBERS = frozenset((float, int, bool, type(None)))
 
 
 def keep(value: Any) -> Any:
-    """Hold on to a tensor of one number without its graph; numbers stay as they are. Never raises.
+    """Hold on to a tensor of one number without its graph; plain numbers are returned unchanged. Never raises.
 
     CUDA graphs write the next step's loss into the same memory, so on an accelerator the value is copied. A copy of a
-    CPU tensor would cost more than all the rest of a step; there `Kept.is_unchanged` tells whether the training wrote
+    CPU tensor would cost more than all the rest of a step; there `Kept.is_unchanged` shows whether the training wrote
     into it. Anything that holds more than one number is dropped at once: a window of such values could fill the memory.
     """
     try:
@@ -61,7 +61,7 @@ def keep(value: Any) -> Any:
             except RuntimeError:  # a tensor of inference mode has no version
                 pass
         return _keep_copy(value)
-    except Exception:  # a tensor class or an object with code of its own: costs this value, and nothing else
+    except Exception:  # a tensor class or an object whose code raises: costs this value, and nothing else
         return _NOT_A_NUMBER
 
 
@@ -98,8 +98,8 @@ def _keep_sharded(value: DTensor) -> Kept:
 class LateValues:
     """Tensors of one window on their way to the host.
 
-    The copies are queued behind the work that computes the values, one per device; `are_there` asks without waiting. On
-    a CPU nothing is copied and everything is there at once.
+    The copies are queued behind the work that computes the values, one per device; `are_there` polls without waiting.
+    On a CPU nothing is copied and everything is there at once.
     """
 
     def __init__(
@@ -253,33 +253,63 @@ def _judged(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, t
 
 _LOOK_SECONDS = 0.001
 
-FlopsOf = Callable[[StepCalls, list[Work]], StepFlops | None]
-"""What a step costs, by its calls and its batches."""
-PeakSeconds = Callable[[StepFlops | None], tuple[float | None, float | None]]
-"""How long a device needs at its peaks for a step's model FLOPs, and for those executed."""
 
-
-@dataclass(slots=True)
-class NotedStep:
-    """What `log_step` keeps: numbers, small tensors, marks. Nothing in it has been read from a device."""
+class NotedStep(NamedTuple):
+    """Stage 1: what `log_step` keeps. Numbers, small tensors, marks; nothing has been read from a device."""
 
     step: int
     epoch: Any
     loss: Any
     grad_norm: Any
     learning_rate: Any
-    readings: list[Reading]
+    readings: Sequence[Reading]
     segments: Segments | None
     waits: Segments | None
     skip_wandb: bool
-    more: dict[str, Any]
+    more: Mapping[str, Any]
     user_flops: int | None = None
     calls: StepCalls = NO_CALLS
-    has_lost_batches: bool = False
+
+    def scalars(self) -> list[tuple[str, Any]]:
+        """Its values by name, in the order in which they are read."""
+        own = ("loss", self.loss), ("grad_norm", self.grad_norm), ("lr", self.learning_rate), ("epoch", self.epoch)
+        return [*own, *self.more.items()]
 
 
 class SettledStep(NamedTuple):
-    """A step with everything that is known about it; `more` are the user's own metrics."""
+    """Stage 2: the step's values have arrived.
+
+    Attributes:
+        noted: What was noted of it.
+        seconds: Its time; None when its beginning was not seen.
+        input_wait_seconds: The part of it spent waiting for batches; None when that is not known.
+        works: What its batches ask of the machine; None when one of them could not be read.
+        values: Loss, gradient norm, learning rate, epoch and the user's own metrics, as far as they are numbers.
+    """
+
+    noted: NotedStep
+    seconds: float | None
+    input_wait_seconds: float | None
+    works: list[Work] | None
+    values: dict[str, float]
+
+
+class SettledWindow(NamedTuple):
+    """Stage 2 for a window.
+
+    Attributes:
+        steps: Its steps.
+        left_out: Names of values that are not a single number or were written into; `batch` for a batch.
+        batch_failure: Why a batch could not be read; None when all could.
+    """
+
+    steps: list[SettledStep]
+    left_out: frozenset[str] = frozenset()
+    batch_failure: Exception | None = None
+
+
+class PricedStep(NamedTuple):
+    """Stage 3: a step with its FLOPs; `more` are the user's own metrics."""
 
     measured: MeasuredStep
     epoch: float | None
@@ -288,62 +318,59 @@ class SettledStep(NamedTuple):
     skip_wandb: bool
 
 
-class SettledWindow(NamedTuple):
-    """A window with everything that is known about it.
+class PricedWindow(NamedTuple):
+    """Stage 3 for a window.
 
     Attributes:
         steps: Its steps.
-        busy_seconds_per_step: Processor time of the training's thread in the typical one; None where nobody asks.
+        busy_seconds_per_step: Processor time of the training's thread in the typical step; None where not measured.
     """
 
-    steps: list[SettledStep]
+    steps: list[PricedStep]
     busy_seconds_per_step: float | None = None
 
 
-@dataclass
 class Window:
-    """The steps of one row on their way."""
+    """The noted steps of one row, while their values are on the way from the device."""
 
-    steps: list[NotedStep]
-    timer: StepTimer
-    look_at: Callable[[Reading], Reading | None] = lambda reading: reading
-    busy_seconds_per_step: float | None = None
-    scalars: LateValues = field(init=False)
-    integers: LateValues = field(init=False)
-    doubt: str | None = None
-    """Why nothing in it is exact."""
-    changed_in_place: set[str] = field(default_factory=set)
-    batch_failure: Exception | None = None
-    """Why the batches of some steps could not be read."""
-    begun: list[SettledStep] = field(default_factory=list)
-    """The steps before, which a checkpoint has settled already."""
+    def __init__(
+        self,
+        steps: Sequence[NotedStep],
+        timer: StepTimer,
+        look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
+    ) -> None:
+        """Queue the copies to the host; `look_at` computes the small tensors of batches that were only held."""
+        self.steps = steps
+        self._timer = timer
+        self._look_at = look_at
+        self._left_out: set[str] = set()
+        self._batch_failure: Exception | None = None
+        self._readings = [self._looked_at(step.readings) for step in steps]
+        self._scalars = LateValues(
+            [kept.value for step in steps for _, kept in step.scalars() if isinstance(kept, Kept)]
+        )
+        self._integers = LateValues([t for readings in self._readings for r in readings or () for t in r.tensors()])
 
-    def __post_init__(self) -> None:
-        for step in self.steps:
-            looked_at = [self._looked_at(reading) for reading in step.readings]
-            # Of a step whose batches are not all known, nothing is known.
-            step.has_lost_batches = None in looked_at
-            step.readings = [] if None in looked_at else [reading for reading in looked_at if reading is not None]
-        self.scalars = LateValues([kept.value for kept in self._kept()])
-        self.integers = LateValues([t for step in self.steps for r in step.readings for t in r.tensors()])
-
-    def _looked_at(self, reading: Reading) -> Reading | None:
+    def _looked_at(self, readings: Sequence[Reading]) -> list[Reading] | None:
+        """None where one batch was written into or cannot be read: nothing is known of the step's work then."""
         try:
-            looked_at = self.look_at(reading)
+            looked_at = [self._look_at(reading) for reading in readings]
         except Exception as error:  # a type or a tensor class that cannot be computed with
-            self.batch_failure = error
+            self._batch_failure = error
             return None
-        if looked_at is None:
-            self.changed_in_place.add("batch")
-        return looked_at
+        known = [reading for reading in looked_at if reading is not None]
+        if len(known) < len(looked_at):
+            self._left_out.add("batch")
+            return None
+        return known
 
     def has_arrived(self) -> bool:
         segments = self.steps[-1].segments
-        marks_passed = segments is None or self.timer.has_passed(segments[-1][1])
-        return marks_passed and self.scalars.are_there() and self.integers.are_there()
+        marks_passed = segments is None or self._timer.has_passed(segments[-1][1])
+        return marks_passed and self._scalars.are_there() and self._integers.are_there()
 
     def arrives(self, seconds: float) -> bool:
-        """Whether it has arrived, or does in that time. Asks again and again: a device that hangs must not hold us."""
+        """Whether it arrives in that time. Polls instead of synchronising: a hung device must not block us."""
         ends = monotonic() + seconds
         while not self.has_arrived():
             if monotonic() >= ends:
@@ -351,90 +378,75 @@ class Window:
             sleep(_LOOK_SECONDS)
         return True
 
-    def seconds(self) -> float:
-        """Of its steps, as far as they have passed."""
-        marks = [mark for step in self.steps for mark in step.segments or () if self.timer.has_passed(mark[1])]
-        settled = sum(step.measured.seconds or 0.0 for step in self.begun)
-        return settled + sum(self.timer.seconds(start, end) for start, end in marks)
-
-    def settle(self, flops_of: FlopsOf, peak_seconds: PeakSeconds = lambda flops: (None, None)) -> SettledWindow:
-        """Read everything; price every step."""
-        scalars = iter(self.scalars.read())
-        integers = iter(self.integers.read())
-        steps = [self._settled(step, scalars, integers, flops_of, peak_seconds) for step in self.steps]
-        return SettledWindow([*self.begun, *steps], self.busy_seconds_per_step)
-
-    def _settled(
-        self,
-        step: NotedStep,
-        scalars: Iterator[list[Any]],
-        integers: Iterator[list[Any]],
-        flops_of: FlopsOf,
-        peak_seconds: PeakSeconds,
-    ) -> SettledStep:
-        loss = self._number("loss", step.loss, scalars)
-        grad_norm = self._number("grad_norm", step.grad_norm, scalars)
-        learning_rate = self._number("lr", step.learning_rate, scalars)
-        epoch = self._number("epoch", step.epoch, scalars)
-        more = {name: self._number(name, value, scalars) for name, value in step.more.items()} if step.more else {}
-        works = [as_work(reading, integers) for reading in step.readings]
-        flops = self._flops(step, works, flops_of)
-        model_peak_seconds, hardware_peak_seconds = peak_seconds(flops)
-        measured = MeasuredStep(
-            step.step,
-            self._seconds_of(step.segments),
-            self._seconds_of(step.waits),
-            _sum_known([work.samples for work in works]),
-            _sum_known([work.tokens for work in works]),
-            _sum_known([work.real_tokens for work in works]),
-            _sum_known([work.trainable_tokens for work in works]),
-            None if flops is None else flops.model,
-            None if flops is None else flops.hardware,
-            None if flops is None else flops.recompute,
-            loss,
-            grad_norm,
-            model_peak_seconds=model_peak_seconds,
-            hardware_peak_seconds=hardware_peak_seconds,
-            reason=None if flops is None else flops.reason or self.doubt,
-            is_warm_up=step.calls.count is not None,
-            is_watched=step.calls.count is not None,
-        )
-        return SettledStep(
-            measured,
-            epoch,
-            more.pop("lr", None) if learning_rate is None else learning_rate,
-            {name: value for name, value in more.items() if value is not None},
-            step.skip_wandb,
-        )
-
-    def _flops(self, step: NotedStep, works: list[Work], flops_of: FlopsOf) -> StepFlops | None:
-        if step.user_flops is not None:
-            return StepFlops(step.user_flops, reason="as the user's flops_fn says")
-        return None if step.has_lost_batches else flops_of(step.calls, works)
+    def settle(self) -> SettledWindow:
+        """Read everything; only after it has arrived."""
+        scalars, integers = iter(self._scalars.read()), iter(self._integers.read())
+        steps = [
+            SettledStep(
+                step,
+                self._seconds_of(step.segments),
+                self._seconds_of(step.waits),
+                None if readings is None else [as_work(reading, integers) for reading in readings],
+                self._values(step, scalars),
+            )
+            for step, readings in zip(self.steps, self._readings, strict=True)
+        ]
+        return SettledWindow(steps, frozenset(self._left_out), self._batch_failure)
 
     def _seconds_of(self, segments: Segments | None) -> float | None:
-        return None if segments is None else sum([self.timer.seconds(start, end) for start, end in segments])
+        return None if segments is None else sum([self._timer.seconds(start, end) for start, end in segments])
 
-    def _number(self, name: str, value: Any, scalars: Iterator[list[Any]]) -> float | None:
-        if value is None or isinstance(value, str):
-            return None
-        read = next(scalars) if isinstance(value, Kept) else [value]
-        try:
-            if not isinstance(value, Kept) or (len(read) == 1 and value.is_unchanged()):
-                return float(read[0])
-        except Exception:  # code of the user's: costs this value, and nothing else
-            pass
-        self.changed_in_place.add(name)
-        return None
+    def _values(self, step: NotedStep, scalars: Iterator[list[Any]]) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, value in step.scalars():
+            if value is None or isinstance(value, str):
+                continue
+            read = next(scalars) if isinstance(value, Kept) else [value]
+            try:
+                if isinstance(value, Kept) and (len(read) != 1 or not value.is_unchanged()):
+                    raise ValueError
+                values.setdefault(name, float(read[0]))  # a learning rate given twice is that of the argument
+            except Exception:  # code of the user's: costs this value, and nothing else
+                self._left_out.add(name)
+        return values
 
-    def _kept(self) -> list[Kept]:
-        return [value for step in self.steps for _, value in _scalars_of(step) if isinstance(value, Kept)]
+
+def passed_seconds(steps: Sequence[NotedStep], timer: StepTimer) -> float:
+    """Time of the steps, as far as the device has got."""
+    marks = [mark for step in steps for mark in step.segments or () if timer.has_passed(mark[1])]
+    return sum(timer.seconds(start, end) for start, end in marks)
 
 
-def _scalars_of(step: NotedStep) -> list[tuple[str, Any]]:
-    """In the order in which they are read."""
-    own = ("loss", step.loss), ("grad_norm", step.grad_norm), ("lr", step.learning_rate), ("epoch", step.epoch)
-    return [*own, *step.more.items()]
+def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -> PricedStep:
+    """Stage 3: a step with what it costs.
+
+    Args:
+        settled: The step.
+        cost: Of its calls and batches.
+        doubt: Why no step of its window is exact; None when nothing speaks against it.
+    """
+    noted, works, values = settled.noted, settled.works or [], dict(settled.values)
+    flops, is_watched = cost.flops, noted.calls.count is not None
+    measured = MeasuredStep(
+        noted.step,
+        settled.seconds,
+        settled.input_wait_seconds,
+        _sum_known([work.samples for work in works]),
+        _sum_known([work.tokens for work in works]),
+        _sum_known([work.real_tokens for work in works]),
+        _sum_known([work.trainable_tokens for work in works]),
+        None if flops is None else flops.model,
+        None if flops is None else flops.hardware,
+        None if flops is None else flops.recompute,
+        values.pop("loss", None),
+        values.pop("grad_norm", None),
+        model_peak_seconds=cost.model_peak_seconds,
+        hardware_peak_seconds=cost.hardware_peak_seconds,
+        reason=None if flops is None else flops.reason or doubt,
+        is_warm_up=is_watched,
+        is_watched=is_watched,
+    )
+    return PricedStep(measured, values.pop("epoch", None), values.pop("lr", None), values, noted.skip_wandb)
 
 
 def _sum_known(amounts: Sequence[int | None]) -> int | None:

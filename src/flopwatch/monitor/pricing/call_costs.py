@@ -1,0 +1,364 @@
+"""What calls of the model cost: counts new kinds of calls, checks the laws, and sees when the model has changed."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from flopwatch.clock import Clock
+from flopwatch.monitor import notices
+from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.pricing.calls import CallKind
+from flopwatch.monitor.pricing.certificates import Certificates, StepCalls
+from flopwatch.monitor.pricing.law_book import CallPrice, FlopMode, LawBook, LawOffer
+from flopwatch.torch_internals import (
+    BUFFERS,
+    COMPILED_CALL,
+    MODULES,
+    NON_PERSISTENT_BUFFERS,
+    PARAMETERS,
+    gradient_hooks,
+)
+
+_LARGE_PARAMETERS = 50_000_000
+"""Counting a model with more parameters takes some seconds, so it is announced."""
+_MOST_WAITING = 64
+"""Kinds of calls whose arguments are kept while another rank counts."""
+_LOOK_ALLOWANCE_SECONDS, _SHARE_FOR_LOOKS = 1.0, 0.0005
+"""Time for looking whether the model has changed, absolute and as a share of the run: one look at a large model takes
+some milliseconds."""
+
+CHANGED = "the model has changed (parameters, what requires a gradient, checkpointing): FLOPs counted anew"
+_ESTIMATED_SO_FAR = "FLOPs were estimated so far and are counted from here on"
+CHANGED_IN_WINDOW = "the model has changed during these steps"
+
+
+class ModelChange(NamedTuple):
+    """What a look at the model has found.
+
+    Attributes:
+        doubt: Why no step of the window is exact; None when nothing has changed.
+        is_counted_anew: Whether everything that was known of its calls is forgotten.
+        needs_example: Whether the next call is to be counted, to see whether changed settings matter.
+    """
+
+    doubt: str | None = None
+    is_counted_anew: bool = False
+    needs_example: bool = False
+
+
+_UNCHANGED = ModelChange()
+
+
+class CallCosts:
+    """Owns the laws of a run and what counted steps have shown of them.
+
+    Attributes:
+        model: The model that is trained; None before it is given and after the run.
+        certificates: What counted steps have shown of the laws.
+        has_given_up: True when the logging rank counts nothing: then nothing has FLOPs here.
+        waits_for_laws: True while another rank counts: nothing is counted here then.
+        check_every: Steps between two checks of a law; 0 is never. An attribute, because it is read on every step.
+        version: Raised whenever a step that was looked at may have to be looked at once more.
+        facts_version: Raised whenever the facts of the provenance may have changed.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        clock: Clock,
+        mode: FlopMode,
+        *,
+        waits_for_laws: bool,
+        off_the_clock: Callable[[], AbstractContextManager[None]],
+        tell: Tell,
+    ) -> None:
+        """`off_the_clock` is a context in which time is no step's and calls of the model are not the training's."""
+        self._config = config
+        self._clock = clock
+        self._began = clock()
+        self._mode = mode
+        self.check_every = mode.frequency
+        self._off_the_clock = off_the_clock
+        self._tell = tell
+        self.model: nn.Module | None = None
+        self.certificates = Certificates()
+        self.has_given_up = False
+        self.waits_for_laws = waits_for_laws
+        self.version = self.facts_version = 0
+        self._structure: int | None = None
+        self._settings: dict[tuple[str, str], Any] = {}
+        self._harmless_settings: set[tuple[str, str]] = set()
+        self._changed_settings: set[tuple[str, str]] = set()
+        self._look_seconds = 0.0
+        self._sees_calls = False
+        self._waiting: set[CallKind] = set()
+
+    @property
+    def book(self) -> LawBook | None:
+        return self._mode.book
+
+    @property
+    def mode_name(self) -> str:
+        return self._mode.name
+
+    @property
+    def can_count(self) -> bool:
+        return self.model is not None and self._mode.book is not None and not self.has_given_up
+
+    @property
+    def has_facts(self) -> bool:
+        """Whether a provenance can be written: what is counted anew has one when it has been counted."""
+        book = self._mode.book
+        return book is None or bool(book.laws) or self.has_given_up or self.model is None
+
+    @property
+    def has_changed_settings(self) -> bool:
+        return bool(self._changed_settings)
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether labels have a length of their own in one of the laws."""
+        book = self._mode.book
+        return book is not None and any(
+            law.layout is not None and "t" in law.layout.lengths and "labels" in law.layout.paths_along("t")
+            for law in book.laws
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """For the provenance: method, exact, coverage, law, notes."""
+        return self._mode.facts()
+
+    def set_model(self, model: nn.Module) -> None:
+        """Take the model; the laws of an earlier one are dropped."""
+        if self.model is not None and self.model is not model:
+            self._forget()
+        self.model = model
+        self._structure = None
+        self._note_change()
+
+    def release_model(self) -> None:
+        self.model = None
+
+    def set_check_every(self, steps: int) -> None:
+        self._mode.frequency = self.check_every = steps
+        self.version += 1
+
+    def see_calls(self) -> None:
+        """Calls of the model are seen: each of them says which weights are trained, so looks need not."""
+        self._sees_calls = True
+
+    def keep_waiting(self, kinds: Sequence[CallKind]) -> None:
+        """Keep the arguments of a few kinds of calls while another rank counts; drop those of further kinds."""
+        for kind in kinds:
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting.add(kind)
+            elif kind not in self._waiting:
+                kind.example = None
+
+    def learn(self, kind: CallKind, example: Any = None) -> CallPrice | None:
+        """Get to know a kind of call; returns the price of this very call where every one has its own."""
+        book, model = self._mode.book, self.model
+        assert book is not None
+        assert model is not None
+        if kind.is_per_batch and example is not None:
+            with self._off_the_clock():
+                return book.count_call(model, kind, example)
+        if kind.example is None or self.has_given_up:
+            return None
+        if book.price(kind) is not None:
+            kind.example = None
+            return None
+        self.facts_version += 1
+        if not book.laws and sum(p.numel() for p in model.parameters()) > _LARGE_PARAMETERS:
+            self._tell(*notices.counting())
+        try:
+            return self._learn_new(model, book, kind)
+        except Exception as error:  # the model's own code runs in there
+            kind.example = None  # only steps that are counted as they run have FLOPs
+            if kind.has_grad:
+                self._tell(*notices.flops_unknown(error))
+            if self._config.strict:
+                raise
+        return None
+
+    def _learn_new(self, model: nn.Module, book: LawBook, kind: CallKind) -> CallPrice | None:
+        with self._off_the_clock():
+            if self._structure is None:
+                self._look(model)
+            price = book.learn(model, kind, kind.example)
+        if price is None:
+            return None
+        kind.example = None
+        kind.is_per_batch = book.is_per_batch(kind)
+        return price if kind.is_per_batch else None
+
+    def needs_example_after(self, step: int) -> bool:
+        """Whether the arguments of the next step's call are to be kept, for a check."""
+        return self._mode.is_check_due(step + 1) or bool(self._changed_settings)
+
+    def why_count_anew(self, kind: CallKind, example: Any, step: int) -> str | None:
+        """Make the check that is due with this step, if one is; None when the laws hold."""
+        if self._changed_settings and example is not None:
+            return self._check_settings(kind, example)
+        return self._check(kind, example) if self._mode.is_check_due(step) else None
+
+    def _check(self, kind: CallKind, example: Any) -> str | None:
+        """Count this call and compare with what it is priced at."""
+        if self._mode.later is not None:
+            return _ESTIMATED_SO_FAR
+        if self._agrees(kind, example, within_allowance=self._mode.within_allowance) is False:
+            return "this batch does not cost what the FLOP law says: FLOPs counted anew"
+        return None
+
+    def _check_settings(self, kind: CallKind, example: Any) -> str | None:
+        """Settings have changed: if the next call costs what it cost before, they do not matter."""
+        changed, self._changed_settings = self._changed_settings, set()
+        agrees = self._agrees(kind, example, within_allowance=False)
+        self._harmless_settings |= changed if agrees else set()
+        return CHANGED if agrees is False else None
+
+    def _agrees(self, kind: CallKind, example: Any, *, within_allowance: bool) -> bool | None:
+        model, book = self.model, self._mode.book
+        if example is None or model is None or book is None:
+            return None
+        with self._off_the_clock():
+            return book.check(model, kind, example, within_allowance=within_allowance)
+
+    def count_anew(self, kind: CallKind, example: Any, why: str) -> None:
+        """Forget the laws, and begin again with this call."""
+        if why == _ESTIMATED_SO_FAR:
+            self._mode.start_counting()
+        self._forget()
+        self._tell("info", "flops_counted_anew", why)
+        if example is not None and self._mode.book is not None:
+            kind.example = example
+            self.learn(kind)
+
+    def _forget(self) -> None:
+        """Count everything anew; steps that are not priced yet hold the earlier laws themselves."""
+        if self._mode.book is not None:
+            self._mode.book = self._mode.book.renewed()
+        self.certificates = Certificates()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self.version += 1
+        self.facts_version += 1
+
+    def look_at_model(self) -> ModelChange:
+        """Once per window: whether the model has changed since it was counted."""
+        model = self.model
+        if model is None or self._structure is None or self.waits_for_laws:
+            return _UNCHANGED
+        began = self._clock()
+        if self._look_seconds > _LOOK_ALLOWANCE_SECONDS + _SHARE_FOR_LOOKS * (began - self._began):
+            return _UNCHANGED
+        structure, settings = self._structure, self._settings
+        self._look(model)
+        self._look_seconds += self._clock() - began
+        if self._structure != structure:
+            self._forget()
+            self._tell("info", "flops_counted_anew", CHANGED)
+            return ModelChange(CHANGED_IN_WINDOW, is_counted_anew=True)
+        now = self._settings
+        changed = {key for key in settings.keys() | now.keys() if settings.get(key) != now.get(key)}
+        changed -= self._harmless_settings
+        if not changed:
+            return _UNCHANGED
+        self._changed_settings |= changed
+        self.version += 1
+        names = ", ".join(sorted(f"{path or type(model).__name__}.{name}" for path, name in changed)[:3])
+        return ModelChange(f"settings of the model changed during these steps ({names})", needs_example=True)
+
+    def _look(self, model: nn.Module) -> None:
+        self._structure = structure_of(model, with_trained=not self._sees_calls)
+        self._settings = settings_of(model)
+
+    def offer(self) -> LawOffer | None:
+        """For the other ranks."""
+        return None if self.has_given_up or self._mode.book is None else self._mode.book.offer()
+
+    def adopt(self, offer: LawOffer | None) -> None:
+        """Use what the logging rank has counted; kinds of calls it has not met are counted here."""
+        self.waits_for_laws = False
+        self._waiting.clear()
+        self.version += 1
+        if offer is not None and self.model is not None and self._mode.book is not None:
+            self._look(self.model)
+            self._mode.book.adopt(offer)
+        elif offer is None:
+            self.has_given_up = self._mode.name != "flops_fn"
+
+    def learn_kept(self, calls: StepCalls) -> None:
+        """Count the kinds of calls that were met while this rank waited for the laws of another."""
+        if self._mode.book is not None and self.model is not None:
+            for kind in calls.kinds:
+                self.learn(kind)
+
+
+# Whether a model has changed in a way that may change what it costs.
+
+
+_PLAIN = (bool, int, float, str)
+_MOST_ITEMS = 64
+_STATE = {PARAMETERS, BUFFERS, MODULES, COMPILED_CALL, NON_PERSISTENT_BUFFERS}
+
+
+def fingerprint(model: nn.Module) -> int:
+    """Changes with parameters, what requires a gradient, and settings of any module."""
+    return hash((structure_of(model, with_trained=True), tuple(settings_of(model).items())))
+
+
+def structure_of(model: nn.Module, *, with_trained: bool) -> int:
+    """Changes with the modules and their parameters: about a microsecond per parameter."""
+    parameters = tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None, len(gradient_hooks(p) or ()))
+        for name, p in model.named_parameters()
+    )
+    return hash((parameters, tuple(type(module) for module in model.modules())))
+
+
+def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Attributes of all modules that may steer them: flags, a depth that a curriculum raises, functions, hooks."""
+    seen: dict[int, Any] = {}
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            continue  # its own flags change from step to step, and steer communication only
+        for name, value in module.__dict__.items():
+            if type(value) in _PLAIN:
+                found[path, name] = value
+            elif name not in _STATE and value is not None:
+                found[path, name] = _described(value, seen)
+    return found
+
+
+def _described(value: Any, seen: dict[int, Any], depth: int = 2) -> Any:
+    """A value that can be compared later; None for tensors, modules and whatever says nothing of itself.
+
+    A configuration is shared by all layers, so each value is described only once.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if id(value) in seen:
+        return seen[id(value)]
+    described: Any = None
+    if isinstance(value, FunctionType | MethodType):
+        described = id(getattr(value, "__func__", value))
+    elif isinstance(value, torch.Tensor | nn.Module) or not depth:
+        return None
+    elif isinstance(value, dict):
+        described = tuple(
+            (str(key), _described(item, seen, depth - 1)) for key, item in list(value.items())[:_MOST_ITEMS]
+        )
+    elif isinstance(value, list | tuple):
+        described = len(value), tuple(_described(item, seen, depth - 1) for item in value[:_MOST_ITEMS])
+    elif isinstance(held := getattr(value, "__dict__", None), dict):
+        described = _described(held, seen, depth)
+    seen[id(value)] = described
+    return described

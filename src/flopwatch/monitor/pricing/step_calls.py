@@ -1,0 +1,412 @@
+"""Notes what a step runs: how it calls the model, which other modules it calls, and what a counted step has cost."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from flopwatch.errors import InputError
+from flopwatch.flops.batch_contents import describe
+from flopwatch.monitor import notices
+from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.notices import NoticeText, Tell
+from flopwatch.monitor.pricing.batch_reader import (
+    MADE_UP,
+    BatchLayout,
+    BatchReader,
+    Reading,
+    example_batch,
+    is_mask_only,
+)
+from flopwatch.monitor.pricing.call_costs import CallCosts
+from flopwatch.monitor.pricing.calls import CallKind, CallListener, OutsideCalls, OutsideWork
+from flopwatch.monitor.pricing.certificates import NO_CALLS, StepCalls, WatchPlan
+from flopwatch.monitor.pricing.watched_step import (
+    StepCount,
+    WatchedStep,
+    may_compile,
+    obstacle,
+    products_in_graph,
+    products_outside,
+)
+from flopwatch.monitor.ranks.sharing import is_sharded
+from flopwatch.records.flops import PhaseFlops
+from flopwatch.torch_internals import recorded_operations
+
+_MOST_DECLARED, _MOST_KNOWN_STEPS = 4096, 512
+
+NOT_CALLED = "no call of the model was seen in the step, so it is taken as model(batch)"
+SHARED_WORK = (
+    "steps of a model that several ranks share are not counted as they run, so what they run besides it is not seen"
+)
+NOT_OPENED = (
+    "steps are logged but not opened, so what they run besides the model is not seen: use `with monitor.step()`"
+)
+COMPILED = "the model runs inside compiled code, where neither its calls nor what runs besides can be seen"
+
+SeenCalls = Sequence[tuple[CallKind, Any]]
+"""Calls of the model in a step, with their arguments where these were kept."""
+
+
+class StepNoter:
+    """The stage that notes steps: reads batches, listens to calls, and has new kinds of calls counted.
+
+    `begin_step`, `read` and `end_step` run on every step. After a training step each Python function that is called
+    costs about a microsecond to find again in memory, so they hold code that would read better in functions.
+
+    Attributes:
+        doubt: The last warning that rows which were called exact may be wrong; None when there was none.
+        why_not_watched: Why steps are not counted as they run; None when they are.
+    """
+
+    def __init__(
+        self, config: MonitorConfig, costs: CallCosts, *, is_alone: bool, on_other_work: Callable[[], None], tell: Tell
+    ) -> None:
+        """`on_other_work` is called when the model runs without gradients, which is no waiting for input."""
+        self._attention = config.attention
+        self._costs = costs
+        self._is_alone = is_alone
+        self._tell = tell
+        self._reader = BatchReader()
+        self._listener = CallListener(on_other_work)
+        self._outside = OutsideCalls()
+        self._plan = WatchPlan(is_alone=is_alone)
+        self.doubt: NoticeText | None = None
+        self.why_not_watched: str | None = None
+        self._shares_batches = False
+        self._watched: WatchedStep | None = None
+        self._met_risks: set[str] = set()
+        self._nodes_before: int | None = None
+        self._nodes_apart = 0
+        self._watches_next = False
+        self._counted_at: dict[Any, int] = {}
+        """The last step of a pattern that was counted as it ran."""
+        self._known_steps: dict[Any, StepCalls] = {}
+        """Steps that need no second look, by their calls and what autograd has recorded."""
+        self._known_version = 0
+        """`CallCosts.version` for which `_known_steps` hold."""
+        self._opens_steps = self._is_in_step = self._keeps_example = False
+        self._steps = 0
+        self._given: list[Any] = []
+        """What was declared for a step in which a check is due."""
+        self._declared: dict[int, tuple[BatchLayout, CallKind, str | None]] = {}
+        self._undeclared: dict[int, BatchLayout] = {}
+        """Layouts whose values were looked at while there was nothing to count."""
+
+    def set_model(self, model: nn.Module) -> None:
+        if self._costs.model is not None and self._costs.model is not model:
+            self._forget_calls()
+        self._costs.set_model(model)
+        self._undeclared.clear()
+        self._nodes_before = recorded_operations()
+        if self._costs.mode_name != "flops_fn":
+            self._listener.listen_to(model)
+            if self._is_alone and self._costs.book is not None:
+                self._outside.listen_beside(model)
+
+    def set_shares_batches(self, shares: bool) -> None:
+        """Whether several ranks work on one batch: a call here is then only a part of its work."""
+        self._shares_batches = shares
+
+    def close(self) -> None:
+        self._outside.stop()
+        self._end_watch()
+        self._listener.stop()
+        self._costs.release_model()
+
+    def read(self, batch: Any, lengths: Sequence[int] | None) -> Reading:
+        """Look at a batch; its values only when a shape is new."""
+        reading = self._reader.read(batch, lengths)
+        declared = self._declared.get(id(reading.plan))
+        if declared is not None and not self._keeps_example and not declared[1].is_per_batch:
+            self._given.append(None)
+            return reading
+        is_kept = self._keeps_example or (declared is not None and declared[1].is_per_batch)
+        if self._costs.model is not None:
+            self._given.append(example_batch(self._costs.model, batch, reading.plan) if is_kept else None)
+        if declared is None and id(reading.plan) not in self._undeclared:
+            self._declare(batch, reading.plan)
+            reading = self._reader.read(batch, lengths)  # now that the values of masks and positions were looked at
+        return reading
+
+    def _declare(self, batch: Any, plan: BatchLayout) -> None:
+        """Note how a batch of this shape suggests that the model is called."""
+        model = self._costs.model
+        if len(self._declared) + len(self._undeclared) >= _MOST_DECLARED:
+            self._declared.clear()
+            self._undeclared.clear()
+        remark = self._reader.check_values(batch, plan)
+        if remark:
+            self._tell("warning", "positions_not_understood", remark)
+        if model is None or self._costs.book is None:
+            self._undeclared[id(plan)] = plan
+            return
+        self._undeclared.clear()
+        example = example_batch(model, batch, plan)
+        autocast = self._listener.compiled_autocast
+        trainable = hash(tuple(p.requires_grad for p in model.parameters()))
+        kind = CallKind(describe(example), True, model.training, autocast, trainable, example)
+        self._declared[id(plan)] = plan, kind, MADE_UP if is_mask_only(batch) else None
+
+    def look_at_held(self, reading: Reading) -> Reading | None:
+        """The reading with its small tensors; None when the batch was written into in the meantime."""
+        return self._reader.look_at_held(reading)
+
+    def begin_step(self) -> None:
+        """A loop opens a step: calls before it belong to none. Counts the step as it runs, if it is its turn."""
+        if self._is_in_step:  # its next micro-batch
+            return
+        self._is_in_step = True
+        if not self._opens_steps:
+            self._opens_steps = True
+            self._known_steps.clear()
+        listener = self._listener
+        if listener.calls or listener.backwards:
+            listener.begin_step()
+        self._nodes_before, self._nodes_apart = recorded_operations(), 0
+        if self._watches_next or self._steps >= self._plan.not_before:
+            self._begin_watch()
+        if not listener.is_compiled and not may_compile():  # else the hook would be compiled with the modules
+            self._outside.begin()
+
+    def abandon_step(self) -> None:
+        """The step has raised."""
+        self._is_in_step = False
+        self._outside.end()
+        self._end_watch()
+        self._listener.begin_step()
+
+    @contextmanager
+    def not_listening(self) -> Iterator[None]:
+        """Calls in phases outside of steps are not the training's."""
+        was, before = self._listener.is_listening, recorded_operations()
+        self._listen(False)
+        try:
+            yield
+        finally:
+            self._listen(was)
+            if was:  # the outermost
+                self._nodes_apart += (recorded_operations() or 0) - (before or 0)
+
+    def _listen(self, listens: bool) -> None:
+        self._listener.is_listening = self._outside.is_listening = listens
+        if self._watched is not None:
+            self._watched.is_paused = not listens
+
+    def _begin_watch(self) -> None:
+        costs = self._costs
+        if self._watched is not None or costs.waits_for_laws or not costs.can_count:
+            return
+        if costs.mode_name == "estimate" or not self._steps:
+            return
+        if not self._plan.take_turn(self._steps, wants_next=self._watches_next):
+            return
+        self.why_not_watched = self._watch_obstacle()
+        if self.why_not_watched is None:
+            self._watched = WatchedStep(self._attention)
+            self._outside.has_intervals = True
+            self._plan.note_watch()
+
+    def _watch_obstacle(self) -> str | None:
+        costs = self._costs
+        assert costs.book is not None
+        if not self._is_alone and (self._shares_batches or is_sharded(costs.model)):
+            return SHARED_WORK
+        risks = sorted({op for law in costs.book.laws for op in law.mode_risks} | self._met_risks)
+        if risks:
+            return f"{', '.join(risks)} would differ in the last bits in a step that is counted as it runs"
+        return COMPILED if self._listener.is_compiled else obstacle()
+
+    def _end_watch(self) -> StepCount | None:
+        """The count of the step that ends; None where it was not counted."""
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return None
+        count = watched.end()
+        self._met_risks |= set(count.risks)
+        return count
+
+    def end_step(
+        self, readings: Sequence[Reading], step: int, settle_earlier_windows: Callable[[], None], loss: Any = None
+    ) -> StepCalls:
+        """Take the step's calls; have those counted that are new.
+
+        Args:
+            readings: The batches the loop has given.
+            step: Its number.
+            settle_earlier_windows: Called before prices change: steps of one row have one provenance.
+            loss: Of the step, with its graph.
+        """
+        self._steps += 1
+        self._is_in_step = False
+        listener, costs = self._listener, self._costs
+        seen, listener.calls = listener.calls, []
+        backwards, listener.backwards = listener.backwards, 0
+        now, before = recorded_operations(), self._nodes_before
+        apart, self._nodes_apart = self._nodes_apart, 0
+        outside = self._outside.end()
+        if self._outside.intervals:
+            outside.add_products(products_outside(loss, self._outside.take_intervals()))
+        nodes = None if now is None or before is None else now - before - apart, backwards
+        if costs.version != self._known_version:
+            self._known_steps.clear()
+            self._known_version = costs.version
+        if self._watched is None and not self._keeps_example and not listener.unseen:
+            known = self._known_steps.get((nodes, outside.sized, *[kind for kind, _ in seen]))
+            frequency = costs.check_every
+            # A check is due with this step or the next one: then the arguments of calls are kept.
+            is_check_near = frequency > 0 and (step + 1) % frequency <= 1
+            if known is not None and not is_check_near:
+                self._given = []
+                self._watches_next = False
+                if not self._opens_steps:
+                    self._nodes_before = now
+                return known
+        return self._looked_at(seen, nodes, outside, readings, step, settle_earlier_windows)
+
+    def _looked_at(
+        self,
+        seen: SeenCalls,
+        nodes: tuple[int | None, int],
+        outside: OutsideWork,
+        readings: Sequence[Reading],
+        step: int,
+        settle_earlier_windows: Callable[[], None],
+    ) -> StepCalls:
+        """The calls of a step that is not one of those known; see `end_step`."""
+        count, costs = self._end_watch(), self._costs
+        if not costs.can_count:
+            self._given = []
+            return NO_CALLS
+        kinds, examples, doubt = self._calls(seen, readings)
+        if costs.waits_for_laws:
+            costs.keep_waiting(kinds)
+            return StepCalls(kinds, (None,) * len(kinds), doubt, count)
+        if self._listener.has_been_called:
+            costs.see_calls()
+        own_prices = tuple(costs.learn(kind, example) for kind, example in zip(kinds, examples, strict=True))
+        if kinds:
+            self._check(kinds[0], examples[0], step, settle_earlier_windows)
+        self._keep_example(costs.needs_example_after(step))
+        if count is not None and not seen and not count.phases.total:
+            # The model runs where we do not see it (another process), or not at all.
+            self._plan.note_futile()
+            count = None
+        calls = StepCalls(kinds, own_prices, doubt, count, costs.book, costs.certificates, nodes, outside)
+        if count is not None:
+            self._certify(calls, count, step, calls_are_sure=bool(seen))
+        self._watches_next = self._plan.would_another_count_help(calls, costs.certificates, self._steps)
+        if not self._opens_steps:
+            # Never counted as they run: after the last one a mode would stay on, for whatever the program does next.
+            self._nodes_before, self._nodes_apart = recorded_operations(), 0
+            self.why_not_watched = NOT_OPENED
+        if self._needs_no_second_look(calls, seen):
+            self._remember(calls, seen)
+        return calls
+
+    def _check(self, kind: CallKind, example: Any, step: int, settle_earlier_windows: Callable[[], None]) -> None:
+        """Hold the laws against this call, where a check is due."""
+        why = self._costs.why_count_anew(kind, example, step)
+        if why is not None:
+            settle_earlier_windows()
+            self._forget_calls()
+            self._costs.count_anew(kind, example, why)
+        self._reader.read_targets(self._costs.reads_targets)
+
+    def _remember(self, calls: StepCalls, seen: SeenCalls) -> None:
+        if len(self._known_steps) >= _MOST_KNOWN_STEPS or self._costs.version != self._known_version:
+            self._known_steps.clear()
+            self._known_version = self._costs.version
+        self._known_steps[(calls.nodes, calls.outside.sized, *[kind for kind, _ in seen])] = calls
+
+    def _needs_no_second_look(self, calls: StepCalls, seen: SeenCalls) -> bool:
+        """Whether a later step with these very calls would change nothing here, and have the same `StepCalls`.
+
+        It would not be counted, nor ask for another count; its calls are priced or cannot be, and none for itself.
+        """
+        if calls.count is not None or calls.doubt is not None:
+            return False
+        if self._shares_batches or self._costs.has_changed_settings:
+            return False
+        if not seen or any(
+            example is not None or kind.example is not None or kind.is_per_batch for kind, example in seen
+        ):
+            return False
+        return not self._opens_steps or not self._costs.certificates.needs_another(calls.kind, calls.pattern)
+
+    def look_at_graph(self, calls: StepCalls, loss: Any) -> None:
+        """Once per window, and in steps that are counted: is the loss made of the same products?"""
+        products = products_in_graph(loss)
+        if products is not None and calls.certificates is not None:
+            calls.certificates.look_at_graph(calls.kind, products, is_counted=calls.count is not None)
+
+    def _certify(self, calls: StepCalls, count: StepCount, step: int, *, calls_are_sure: bool) -> None:
+        """Hold the price of a counted step against its count."""
+        if count.optimizer:
+            self._tell(*notices.optimizer_products(count.optimizer))
+        self._known_steps.clear()
+        certificates = self._costs.certificates
+        prices = calls.prices(calls.book) if calls.book is not None else None
+        is_sure = calls_are_sure and all(price.reason is None for price in prices or ())
+        priced = sum((price.executed for price in prices), PhaseFlops()) if prices else None
+        was_exact = certificates.verdict(calls.kind, calls.pattern).reason is None
+        certificates.add(calls.kind, calls.pattern, priced, count, calls_are_sure=is_sure)
+        if was_exact and certificates.verdict(calls.kind, calls.pattern).reason is not None:
+            self.doubt = notices.rows_in_doubt(step, self._counted_at.get(calls.pattern))
+            self._tell(*self.doubt)
+        if len(self._counted_at) < _MOST_DECLARED:
+            self._counted_at[calls.pattern] = step
+        # Products between the model and its loss that no counted step had would be new nodes of autograd.
+        self._outside.has_intervals = certificates.runs_more
+
+    def _keep_example(self, keeps: bool) -> None:
+        """Whether the arguments of the next call and the next batch are kept, for a check."""
+        self._keeps_example = self._listener.keeps_next = keeps
+
+    def _calls(
+        self, seen: SeenCalls, readings: Sequence[Reading]
+    ) -> tuple[tuple[CallKind, ...], tuple[Any, ...], str | None]:
+        """The step's calls; where none was seen, those that its batches suggest."""
+        if seen and not self._opens_steps:
+            # Between two `log_step`s a loop may evaluate: without gradients and out of training mode.
+            seen = [call for call in seen if call[0].has_grad or call[0].is_training]
+        unseen, self._listener.unseen = self._listener.unseen, 0
+        given, self._given = self._given, []
+        if seen and not (self._shares_batches and readings):
+            doubt = f"{unseen} calls of the model have arguments that cannot be described" if unseen else None
+            return tuple(kind for kind, _ in seen), tuple(example for _, example in seen), doubt
+        declared = [self._declared[id(reading.plan)] for reading in readings if id(reading.plan) in self._declared]
+        reasons = [reason for _, _, reason in declared if reason] or [
+            COMPILED if self._listener.is_compiled else NOT_CALLED
+        ]
+        kinds = tuple(kind for _, kind, _ in declared)
+        examples = tuple(given) if len(given) == len(kinds) else (None,) * len(kinds)
+        return kinds, examples, reasons[0]
+
+    def look_at_model(self) -> str | None:
+        """Once per window: why its steps are in doubt, because the model has changed; None when it has not."""
+        if self._listener.has_been_called:
+            self._costs.see_calls()
+        change = self._costs.look_at_model()
+        if change.is_counted_anew:
+            self._forget_calls()
+            self._listener.look_at_parameters()
+        elif change.needs_example:
+            self._keep_example(True)
+        return change.doubt
+
+    def _forget_calls(self) -> None:
+        """Calls are counted anew, so each kind has to be met again with its arguments."""
+        self._plan.forget()
+        self._listener.forget()
+        self._declared.clear()
+        self._known_steps.clear()
+
+
+def checked_flops(flops_fn: Callable[[Any], int], batch: Any) -> int:
+    """What the user's own function says of a batch."""
+    flops = flops_fn(batch)
+    if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
+        raise InputError(f"flops_fn must return a positive finite number of FLOPs, got {flops!r}")
+    return int(flops)

@@ -1,0 +1,334 @@
+"""What a step costs, by its calls and its batches, and how long the device needs for that at its peaks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwatch.errors import InputError
+from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
+from flopwatch.monitor import notices
+from flopwatch.monitor.config import MonitorConfig
+from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.pricing.batch_reader import Work
+from flopwatch.monitor.pricing.call_costs import CallCosts
+from flopwatch.monitor.pricing.certificates import Certificates, StepCalls
+from flopwatch.monitor.pricing.law_book import CallPrice, LawBook
+from flopwatch.monitor.pricing.watched_step import StepCount
+from flopwatch.monitor.ranks.sharing import shared_peak
+from flopwatch.records.flops import Peak, PhaseFlops
+from flopwatch.records.run import Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """What a step costs; a part that is not known is None.
+
+    Attributes:
+        model: What the mathematics needs.
+        hardware: What is executed.
+        recompute: The part of it that runs a second time.
+        model_by_dtype: Model FLOPs by compute type; empty where that is not known.
+        hardware_by_dtype: Executed FLOPs by compute type.
+        reason: Why they are not exact; None when they are.
+    """
+
+    model: int
+    hardware: int | None = None
+    recompute: int | None = None
+    model_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    hardware_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step costs, and how long its device needs for that at its peaks; None is unknown.
+
+    Attributes:
+        flops: Its FLOPs.
+        model_peak_seconds: For what the mathematics needs.
+        hardware_peak_seconds: For all that is executed.
+    """
+
+    flops: StepFlops | None = None
+    model_peak_seconds: float | None = None
+    hardware_peak_seconds: float | None = None
+
+
+class StepPricer:
+    """The stage that prices steps.
+
+    Attributes:
+        peaks: Of this rank's device, by compute type.
+    """
+
+    def __init__(self, config: MonitorConfig, costs: CallCosts, peak_flops_per_s: float | None, tell: Tell) -> None:
+        self._config = config
+        self._costs = costs
+        self._peak_override = peak_flops_per_s or (config.peak_tflops * 1e12 if config.peak_tflops else None)
+        self._tell = tell
+        self.peaks = Peaks(torch.device("cpu"), self._peak_override, config.dtype)
+        self._main_type: str | None = None
+        self._last_flops: dict[Any, StepFlops | None] = {}
+        self._written: Any = None
+        """What the newest provenance was made of."""
+
+    @property
+    def peak(self) -> Peak | None:
+        """Peak for the compute type in which most of the work runs."""
+        return None if self._main_type is None else self.peaks.of(self._main_type)
+
+    def set_model(self, model: nn.Module) -> None:
+        self.peaks = Peaks(device_of(model), self._peak_override, self._config.dtype)
+        self.peaks.look_ahead()
+
+    def cost(
+        self, calls: StepCalls, works: Sequence[Work] | None, user_flops: int | None, why_not_watched: str | None
+    ) -> StepCost:
+        """What a step costs.
+
+        Args:
+            calls: How it called the model.
+            works: What its batches ask of the machine; None when one of them could not be read.
+            user_flops: What the user's own function says of them; None without one.
+            why_not_watched: Why steps are not counted as they run; None when they are.
+        """
+        if user_flops is not None:
+            flops: StepFlops | None = StepFlops(user_flops, reason="as the user's flops_fn says")
+        else:
+            flops = None if works is None else self._flops(calls, works, why_not_watched)
+        return StepCost(flops, *self._peak_seconds(flops))
+
+    def _flops(self, calls: StepCalls, works: Sequence[Work], why_not_watched: str | None) -> StepFlops | None:
+        """Steps of a window are mostly alike, so the newest answer is kept."""
+        is_plain = not any(calls.own_prices) and all(work.documents is None and work.grids is None for work in works)
+        if not is_plain or calls.certificates is None:
+            return self._flops_of_kind(calls, works, why_not_watched)
+        shapes = tuple((work.plan.batch_size, work.plan.seq_len) for work in works)
+        key = calls.kind, shapes, calls.doubt, id(calls.certificates), calls.certificates.version
+        if key not in self._last_flops:
+            self._last_flops = {key: self._flops_of_kind(calls, works, why_not_watched)}
+        return self._last_flops[key]
+
+    def _flops_of_kind(self, calls: StepCalls, works: Sequence[Work], why_not_watched: str | None) -> StepFlops | None:
+        book, certificates = calls.book or self._costs.book, calls.certificates or self._costs.certificates
+        if self._costs.has_given_up or book is None:
+            return None
+        prices = calls.prices(book)
+        verdict = certificates.verdict(calls.kind, calls.pattern)
+        if prices is None:
+            if verdict.count is not None:
+                return _counted(verdict.count, verdict.reason)
+            if book.refused:
+                self._tell(*notices.shapes_not_counted())
+            return None
+        priced = _priced(book, prices, works)
+        self._note_main_type(priced)
+        if verdict.finding == "counted" and verdict.count is not None:
+            reason = verdict.reason or _steered(calls, prices, book, certificates)
+            return _counted(verdict.count, reason, priced)
+        doubt = calls.doubt or (why_not_watched if verdict.finding == "unseen" else None) or verdict.reason
+        return replace(priced, reason=priced.reason or doubt)
+
+    def _note_main_type(self, priced: StepFlops) -> None:
+        if priced.model_by_dtype:
+            self._main_type = max(priced.model_by_dtype, key=lambda name: priced.model_by_dtype[name])
+
+    def _peak_seconds(self, flops: StepFlops | None) -> tuple[float | None, float | None]:
+        """For the model's FLOPs, and for those executed."""
+        if flops is None:
+            return None, None
+        assumed = None if flops.model_by_dtype else weights_dtype(self._costs.model, self.peaks.device) or "fp32"
+        self._main_type = self._main_type or assumed
+        model = self.peaks.seconds(flops.model_by_dtype or {assumed or "fp32": flops.model})
+        hardware = None
+        if flops.hardware is not None:
+            hardware = self.peaks.seconds(flops.hardware_by_dtype or {assumed or "fp32": flops.hardware})
+        for name, why in self.peaks.why_unknown.items():
+            self._tell(*notices.peak_unknown(name, why))
+        return model, hardware
+
+    def new_provenance(self, step: int, device_count: int) -> Provenance | None:
+        """How FLOPs and peak are found; None when nothing about that is new, or not known yet."""
+        written = self._costs.facts_version, self.peaks, self.peaks.ranks, self._main_type
+        if written == self._written or not self._costs.has_facts:
+            return None
+        self._written = written
+        facts = self._costs.facts()
+        coverage = facts["coverage"]
+        if coverage is not None and coverage < 1:
+            self._tell(*notices.coverage_below_1(coverage, facts["notes"]))
+        peak = self.peak
+        return Provenance(
+            step,
+            self._costs.mode_name,
+            facts["method"],
+            facts["exact"],
+            self._config.attention,
+            coverage,
+            facts["law"],
+            None if peak is None else peak.to_json(),
+            device_count,
+            notes=facts["notes"],
+        )
+
+
+def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:
+    """The sum over the step's calls; padding is separated where calls and batches are the same."""
+    aligned = len(works) == len(prices) and all(map(_is_same_shape, prices, works))
+    model = hardware = recompute = 0
+    by_dtype: dict[str, PhaseFlops] = {}
+    reasons = [price.reason for price in prices if price.reason]
+    is_typed = True
+    for index, price in enumerate(prices):
+        needed = executed = price.executed
+        if aligned:
+            price = book.with_images(price, works[index].grids) or price
+            needed, executed, unclear = book.needed(price, works[index])
+            reasons += [unclear] if unclear else []
+        model += needed.forward + needed.backward
+        hardware += executed.total
+        recompute += executed.recompute
+        is_typed = is_typed and bool(price.by_dtype)
+        for name, flops in price.by_dtype.items():
+            by_dtype[name] = by_dtype.get(name, PhaseFlops()) + flops
+    if not aligned and any(work.documents is not None for work in works):
+        reasons.append("padding counts as work here, because the step's calls are not its batches")
+    types = by_dtype if is_typed else {}
+    return StepFlops(
+        model, hardware, recompute, _shares(types, model), _shares(types, hardware), reasons[0] if reasons else None
+    )
+
+
+def _steered(calls: StepCalls, prices: Sequence[CallPrice], book: LawBook, certificates: Certificates) -> str | None:
+    """Why steps of this kind may cost something else than those that were counted."""
+    if not any(price.is_steered for price in prices):
+        return None
+    if not any(map(book.hides_cost, calls.kinds)) and certificates.nodes_tell_costs(calls.kind):
+        return None
+    return next(price.reason for price in prices if price.is_steered)
+
+
+def _is_same_shape(price: CallPrice, work: Work) -> bool:
+    shape = price.shape
+    if shape is None:
+        return work.documents is None
+    return shape.batch_size == work.plan.batch_size and shape.seq_len in (None, work.plan.seq_len)
+
+
+def _shares(by_dtype: Mapping[str, PhaseFlops], total: int) -> dict[str, int]:
+    """A total over compute types, in the proportions of what is executed."""
+    if len(by_dtype) == 1:
+        return {next(iter(by_dtype)): total}
+    executed = sum(flops.total for flops in by_dtype.values())
+    if not executed:
+        return {}
+    return {name: round(total * flops.total / executed) for name, flops in by_dtype.items()}
+
+
+def _counted(count: StepCount, reason: str | None, priced: StepFlops | None = None) -> StepFlops:
+    """The cost of a step that was counted as it ran; padding is what the priced calls say of it."""
+    total, recompute = count.phases.total, count.phases.recompute
+    padding = 0
+    if priced is not None and priced.hardware is not None and priced.recompute is not None:
+        padding = priced.hardware - priced.recompute - priced.model
+    model = total - recompute - padding
+    types = count.by_dtype
+    return StepFlops(model, total, recompute, _shares(types, model), _shares(types, total), reason)
+
+
+# The peaks of one device, by compute type.
+
+
+_USUAL_TYPES = ("fp32", "tf32", "bf16", "fp16")
+
+
+def device_of(model: nn.Module | None) -> torch.device:
+    """Where the model's weights are; without a model, the current accelerator or the CPU."""
+    parameter = next(model.parameters(), None) if model is not None else None
+    if parameter is not None and parameter.device.type != "meta":
+        return parameter.device
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def weights_dtype(model: nn.Module | None, device: torch.device) -> str | None:
+    """The compute type that the weights suggest, where no call of the model was seen."""
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None) if model is not None else None
+    return matmul_dtype(device.type, parameter.dtype if parameter is not None else None)
+
+
+class Peaks:
+    """The peaks of one device, each looked up once.
+
+    Attributes:
+        device: Whose peaks they are.
+        ranks: How many ranks share the device.
+        why_unknown: What could not be found, by compute type.
+    """
+
+    def __init__(self, device: torch.device, override_flops_per_s: float | None, dtype: str | None) -> None:
+        self.device = device
+        self.ranks = 1
+        self.why_unknown: dict[str, str] = {}
+        self._override = override_flops_per_s
+        self._dtype = dtype
+        self._whole: dict[str, tuple[Peak | None, str]] = {}
+        """The device's answers, before ranks share them."""
+        self._known: dict[str, Peak | None] = {}
+
+    def look_ahead(self) -> None:
+        """Ask the device now: a rank learns only in mid-run what its products run in, and must not read files then."""
+        for name in (self._dtype,) if self._dtype else _USUAL_TYPES:
+            self._ask(name)
+
+    def share(self, ranks: int) -> bool:
+        """So many ranks share the device; True when that is new."""
+        if ranks == self.ranks:
+            return False
+        self.ranks = ranks
+        self._known.clear()
+        return True
+
+    def of(self, compute_type: str) -> Peak | None:
+        """The peak for products of this type; of the type that the user has named, whatever they ran in."""
+        name = self._dtype or self._with_tf32(compute_type)
+        if name not in self._known:
+            self._known[name] = self._looked_up(name)
+        return self._known[name]
+
+    def seconds(self, flops_by_dtype: Mapping[str, int]) -> float | None:
+        """How long the device needs for these FLOPs at its peaks; None where one is not known."""
+        total = 0.0
+        for compute_type, flops in flops_by_dtype.items():
+            if not flops:
+                continue
+            peak = self.of(compute_type)
+            if peak is None:
+                return None
+            total += flops / peak.flops_per_s
+        return total
+
+    def _looked_up(self, name: str) -> Peak | None:
+        peak, why = self._ask(name)
+        if peak is None:
+            self.why_unknown[name] = why
+            return None
+        return shared_peak(peak, self.ranks)
+
+    def _ask(self, name: str) -> tuple[Peak | None, str]:
+        if name not in self._whole:
+            try:
+                peak = peak_flops(self.device, name, override_flops_per_s=self._override)
+                self._whole[name] = peak, "" if peak is not None else explain_unknown(self.device, name)
+            except InputError as error:
+                self._whole[name] = None, str(error)
+        return self._whole[name]
+
+    def _with_tf32(self, compute_type: str) -> str:
+        """fp32 products run as tf32 where torch's switches allow it."""
+        if compute_type == "fp32" and self.device.type == "cuda":
+            return matmul_dtype("cuda", torch.float32) or compute_type
+        return compute_type
