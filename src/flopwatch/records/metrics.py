@@ -98,7 +98,7 @@ _ALL = (
     Metric(
         "ranks/straggler_excess_percent",
         "%",
-        "Its busy time above the other ranks' mean, in percent of the step time.",
+        "Its busy time above the other ranks' mean, as a share of the step.",
         basic=True,
     ),
     Metric("ranks/straggler_input_percent", "%", "The part of the excess spent waiting for input.", basic=True),
@@ -129,7 +129,7 @@ _ALL = (
     Metric(
         "time/compile_seconds",
         "s",
-        "How much longer warm-up steps worked than the typical one; part of warm_up_seconds.",
+        "How much longer warm-up steps worked than typical ones; part of warm_up_seconds.",
     ),
     Metric("time/stall_seconds", "s", "Time beyond the median in steps that worked more than 5 times the median."),
     Metric("time/restart_seconds", "s", "From the last record of a session to the start of the next one's process."),
