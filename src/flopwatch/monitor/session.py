@@ -15,9 +15,9 @@ import torch
 
 from flopwatch.clock import Clock
 from flopwatch.errors import FlopwatchError
-from flopwatch.monitor import notices
+from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import Ledger, MeasuredStep
-from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.output import Tell
 from flopwatch.records.metrics import APART, LOST, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.runs import read_around, rows_from_end

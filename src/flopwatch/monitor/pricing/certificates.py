@@ -163,10 +163,6 @@ class Certificates:
         costs = [{count.phases.total for count in known.counts} for known in alike]
         return all(len(cost) == 1 for cost in costs) and len(set().union(*costs)) > 1
 
-    def forget(self) -> None:
-        self._kinds.clear()
-        self._patterns.clear()
-
 
 def _differs(known: _Counted) -> bool:
     return any(

@@ -1,6 +1,7 @@
 """The FLOP laws of a live run: fitted when a kind of call is first met, checked on request, within a time allowance."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -18,7 +19,7 @@ from flopwatch.flops.steering import CHANCE
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.model_library_internals import attention_implementation
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.output import Tell
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
@@ -117,7 +118,7 @@ class LawBook:
         if not self._may_count():
             self.refused += 1
             return None
-        with _Stopwatch(self._clock, self._spend):
+        with self._paid():
             price = self._learnt(model, kind, example)
         self._prices[kind] = price
         self._packed_runs_apart = "flash" in attention_implementation(model)
@@ -127,7 +128,7 @@ class LawBook:
         """The price of this very call, where values steer it; an estimate when the allowance is used up."""
         if not self._may_count():
             return self._spread_price(kind)
-        with _Stopwatch(self._clock, self._spend):
+        with self._paid():
             count = self._count(model, kind, example)
         return self._noted_count(kind, count)
 
@@ -157,7 +158,7 @@ class LawBook:
         if price is None or price.reason or (within_allowance and not self._may_check()):
             return None
         before = self.count_seconds
-        with _Stopwatch(self._clock, self._spend):
+        with self._paid():
             count = self._count(model, kind, example)
             grids = _grids_of(example)
             executed = price.executed
@@ -337,22 +338,16 @@ class LawBook:
     def _elapsed(self) -> float:
         return self._clock() - self._began
 
-    def _spend(self, seconds: float) -> None:
-        self.count_seconds += seconds
-        if not self._first_seconds:
-            self._first_seconds = seconds
-
-
-class _Stopwatch:
-    def __init__(self, clock: Clock, report: Callable[[float], None]) -> None:
-        self._clock = clock
-        self._report = report
-
-    def __enter__(self) -> None:
-        self._start = self._clock()
-
-    def __exit__(self, *_: object) -> None:
-        self._report(self._clock() - self._start)
+    @contextmanager
+    def _paid(self) -> Iterator[None]:
+        """Time that counting takes from the training."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - began
+            self.count_seconds += seconds
+            self._first_seconds = self._first_seconds or seconds
 
 
 def _shape(law: FlopLaw, values: Mapping[str, int]) -> StepShape:
