@@ -24,16 +24,16 @@ check: install
 	$(BIN)/lint-imports
 
 # One thread per worker: the models are tiny, and more would only wait for each other.
-# The tests of a file share what is dear to start (a server, a torchrun), so they stay in one worker.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
+# The tests of a file share what is dear to start (a server, ranks), so they stay in one worker; conftest.py puts the
+# longest files first, and xdist must not sort them again.
+WORKERS ?= auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(PYTEST) -m "not slow and not gpu"
 
-# What fails on a loaded machine runs once more, alone: a defect fails again, and what passes now is named as unsteady.
 test-all: install
-	$(PYTEST) -m "not gpu" || { test $$? -eq 1 && echo "Failed tests run once more, alone. One that passes now is unsteady: mend it." && \
-	  OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -v --last-failed --last-failed-no-failures none; }
+	$(PYTEST) -m "not gpu" --durations 20
 
 docs: install
 	$(BIN)/mkdocs build --strict --quiet

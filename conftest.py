@@ -8,6 +8,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent
+LONGEST = (
+    "tests/sweep/test_endings.py",
+    "tests/monitor/ranks/test_never_in_the_way.py",
+    "tests/sweep/engines/test_slurm.py",
+    "tests/sweep/engines/test_ray.py",
+    "tests/sweep/engines/test_slurm_lost.py",
+    "tests/sweep/test_many_processes.py",
+    "tests/flops/test_every_architecture.py",
+    "tests/monitor/test_loops.py",
+    "tests/test_docs.py",
+    "tests/sweep/test_page.py",
+    "tests/sweep/test_finished_steps.py",
+    "tests/cli/test_sweep_long_life.py",
+    "tests/flops/test_law.py",
+    "tests/sweep/engines/test_ray_nodes.py",
+)
+"""Files that take a minute and more, by `pytest --durations=0`; they start first, so that no worker waits for one."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,3 +47,11 @@ def pytest_runtest_setup() -> None:
     if dynamo is not None and (dynamo.utils.counters or dynamo.eval_frame.cached_backends):
         dynamo.reset()
         dynamo.utils.counters.clear()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, then those with slow tests: the quick ones fill what is left of both workers' time."""
+    rank = {str(ROOT / name): number for number, name in enumerate(LONGEST)}
+    slow = {str(item.path) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: rank.get(str(item.path), len(rank) + (str(item.path) not in slow)))

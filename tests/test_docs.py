@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.warm_python import TRANSFORMERS, start_warm
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 _BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -40,17 +42,12 @@ def test_python_snippets_run_and_print_what_the_page_says(page: Path, tmp_path: 
         pytest.skip("no python on this page")
     # One process per page: later snippets build on earlier ones, as a reader's session does.
     script = "\n".join(f"{code}\nprint({_MARK!r}, flush=True)" for code, _ in snippets)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        check=False,
-        env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
-    )
-    assert done.returncode == 0, done.stderr
-    for (_, expected), printed in zip(snippets, done.stdout.split(_MARK + "\n"), strict=False):
+    quiet = "import warnings; warnings.simplefilter('ignore')\n"
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
+    process = start_warm(quiet + script, cwd=tmp_path, env=environment, modules=TRANSFORMERS)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    for (_, expected), printed in zip(snippets, out.split(_MARK + "\n"), strict=False):
         if expected is not None:
             assert printed.strip() == expected.strip()
 

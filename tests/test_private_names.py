@@ -16,11 +16,6 @@ OWN_MARK = "_flopwatch_"
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}
 KNOWN_STRAYS: set[str] = set()
 """`file: name` of private names outside the `*_internals` modules, each with the reason why it stays there."""
-BEING_MOVED = {
-    "sweep/engines/ray_task.py: _internal_kv_del",
-    "sweep/engines/ray_task.py: _internal_kv_get",
-    "sweep/engines/ray_task.py: _internal_kv_put",
-}
 
 
 def is_private(name: object) -> bool:
@@ -122,7 +117,7 @@ def test_no_private_name_of_another_library_is_used_outside_the_internals_module
         if not file.stem.endswith("_internals")
         for name, line in strays(file.read_text(), known)
     }
-    new = [f"{stray} (line {line})" for stray, line in found.items() if stray not in KNOWN_STRAYS | BEING_MOVED]
+    new = [f"{stray} (line {line})" for stray, line in found.items() if stray not in KNOWN_STRAYS]
     assert not new, "move them into an `*_internals` module, with the reason:\n" + "\n".join(new)
     assert found.keys() >= KNOWN_STRAYS, "these are gone: take them off the list"
 

@@ -1,9 +1,10 @@
 """Ratios of interleaved timings, with their uncertainty. Pure arithmetic."""
 
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from flopwatch.spread import interval, resampled
 
 DRAWS = 2_000
 CONFIDENCE = 0.95
@@ -41,20 +42,5 @@ def ratio_of_blocks(pairs: Sequence[Pair]) -> float:
 
 def bootstrap(statistic: Statistic, pairs: Sequence[Pair], seed: int = 0) -> Interval:
     """Draw repeats with replacement, each with both its halves: they share the machine's mood."""
-    draw = random.Random(seed)
-    values = [statistic(draw.choices(pairs, k=len(pairs))) for _ in range(DRAWS)]
-    low, high = percentile(values, (1 - CONFIDENCE) / 2), percentile(values, (1 + CONFIDENCE) / 2)
+    low, high = interval((statistic(draw) for draw in resampled(pairs, DRAWS, seed)), CONFIDENCE)
     return Interval(statistic(pairs), low, high)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share lies, between neighbours by straight line.
-
-    >>> percentile([1.0, 2.0, 3.0], 0.75)
-    2.5
-    """
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from overhead.intervals import Interval, Pair, bootstrap, percentile, ratio_of_blocks, ratio_of_medians
+from flopwatch.spread import percentile
+from overhead.intervals import Interval, Pair, bootstrap, ratio_of_blocks, ratio_of_medians
 
 Raw = Mapping[str, Any]
 """The answer of `overhead_worker.py` to one plan."""
@@ -24,7 +25,7 @@ class CallTimes:
 
     @staticmethod
     def of(seconds: list[float]) -> "CallTimes":
-        return CallTimes(*(percentile(seconds, share) for share in (0.5, 0.9, 0.99)))
+        return CallTimes(*(percentile(sorted(seconds), share) for share in (0.5, 0.9, 0.99)))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 Checked with torch 2.13.0. Nothing outside this module uses a name of torch that begins with an underscore
 (`tests/test_private_names.py`). Three rules cover a name that is missing:
 
-- A *required* name raises `MeasurementError` at its first use, so importing flopwatch works, `count_flops` falls back
-  to its next method, and a training monitor reports the failure once and steps aside.
+- A *required* name raises a `MeasurementError` that names it at its first use: importing flopwatch works, `count_flops`
+  says what is missing, and a training monitor reports the failure once and goes on without FLOPs.
 - An *optional* name has a fallback beside its definition.
 - Classes (`FakeTensor`, `TorchDispatchMode`, `OpOverload`) are imported directly: every release since 2.1 has them.
 

@@ -120,7 +120,7 @@ def test_refresh_measures_again(flopwatch):
     unreachable = measure_peak("cpu", "fp32", time_matmul=FakeMatmul(clock, lambda shape: 1e21), clock=clock)
     arguments = ("peak", "--measure", "--device", "cpu", "--dtype", "fp32", "--seconds", "0.1", "--json")
     assert json.loads(flopwatch(*arguments)[1])["peaks"] == [unreachable.to_json()]
-    assert json.loads(flopwatch(*arguments, "--refresh")[1])["peaks"][0]["flops_per_s"] < 1e21
+    assert json.loads(flopwatch(*arguments, "--measure-again")[1])["peaks"][0]["flops_per_s"] < 1e21
 
 
 def test_the_version_is_printed(flopwatch):

@@ -19,7 +19,7 @@ def test_it_passes_here():
 
 
 def test_a_wrong_count_is_found(monkeypatch, capsys):
-    from flopwatch import selftest
+    from flopwatch.cli import selftest
     from flopwatch.records import flops as records
 
     wrong = records.FlopCount(1, 1, 1, 0, 0, method="trace", attention="full")

@@ -26,7 +26,7 @@ def _named(names: list[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in {"llama"} else pytest.mark.slow) for name in names]
 
 
-SHAPES = int(os.environ.get("FLOPWATCH_TEST_SHAPES", "20"))
+SHAPES = int(os.environ.get("FLOPWATCH_TEST_SHAPES", "8"))
 """`make campaign` draws 50."""
 
 

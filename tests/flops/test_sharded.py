@@ -1,8 +1,6 @@
 """A model that is spread over ranks is counted whole, by one rank alone, which must never wait for the others."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +15,8 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flopwatch
+from support.torchrun import outputs_of_ranks
+from support.warm_python import TRANSFORMERS
 from testbeds.architectures import BY_NAME
 
 SCRIPT = Path(__file__).parent / "scripts" / "count_on_one_rank.py"
@@ -138,12 +138,8 @@ def test_synchronised_batch_norm_asks_nobody(method: Any, mesh: DeviceMesh) -> N
 
 @cache
 def results(ranks: int, *kinds: str) -> dict[str, dict[str, Any]]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *kinds], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    outputs = outputs_of_ranks(SCRIPT, *kinds, ranks=ranks, modules=TRANSFORMERS)
+    lines = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
     found = (json.loads(line.removeprefix("RESULT ")) for line in lines)
     return {result["kind"]: result for result in found}
 

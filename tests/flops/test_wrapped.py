@@ -1,7 +1,5 @@
 """Wrapped models count the same, and stay what they were."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,8 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import flopwatch
+from support.torchrun import outputs_of_ranks
+from support.warm_python import TRANSFORMERS
 from testbeds.architectures import BY_NAME, Batch
 
 # dynamo reads .grad of tensors that have none, and warns of itself.
@@ -93,18 +93,16 @@ def _compiled_regions(model: nn.Module, batch: Batch) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_two_ranks_count_the_same_as_one(wrapper: str, plain_flops: int) -> None:
-    output = _run(["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"], wrapper)
+    output = _run(2, wrapper)
 
     assert sorted(output) == [f"rank 0: {plain_flops} trained", f"rank 1: {plain_flops} trained"]
 
 
 @pytest.mark.slow
 def test_fsdp2_over_64_fake_ranks_counts_the_same(plain_flops: int) -> None:
-    assert _run([], "fsdp2-fake-64") == [f"rank 0: {plain_flops} not trained"]
+    assert _run(1, "fsdp2-fake-64") == [f"rank 0: {plain_flops} not trained"]
 
 
-def _run(launcher: list[str], wrapper: str) -> list[str]:
-    command = [sys.executable, *launcher, str(SCRIPTS / "count_wrapped.py"), wrapper]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("rank")]
+def _run(ranks: int, wrapper: str) -> list[str]:
+    outputs = outputs_of_ranks(SCRIPTS / "count_wrapped.py", wrapper, ranks=ranks, modules=TRANSFORMERS)
+    return [line for output in outputs for line in output.splitlines() if line.startswith("rank")]

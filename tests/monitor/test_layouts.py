@@ -1,15 +1,14 @@
 """The same global batches in every parallel layout: the same FLOPs and tokens, whatever is sharded over whom."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from support.parallel_transformer import global_batch, true_flops
+from support.torchrun import outputs_of_ranks
+from support.warm_python import start_warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "layouts.py"
 STEPS = 8
@@ -17,7 +16,6 @@ LAYOUTS = ("single", "ddp", "fsdp2", "tp_dp", "pp_dp", "cp_dp")
 SHARE_OF_PARAMETERS = {"fsdp2": 1 / 4, "tp_dp": 1 / 4, "pp_dp": 1 / 2}
 pytestmark = pytest.mark.slow
 """In one worker: they share the launches."""
-FOUR_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +24,14 @@ def trained(tmp_path_factory):
 
     @cache
     def launch(layouts, steps):
-        launcher = [] if layouts == ("single",) else FOUR_RANKS
         arguments = [str(tmp_path_factory.mktemp("layouts")), ",".join(layouts), str(steps), "1", "4"]
-        command = [sys.executable, *launcher, str(SCRIPT), *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-        assert done.returncode == 0, done.stderr
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if layouts == ("single",):
+            process = start_warm(SCRIPT, *arguments)
+            outputs = [process.communicate()[0]]
+            assert process.returncode == 0
+        else:
+            outputs = outputs_of_ranks(SCRIPT, *arguments, ranks=4)
+        lines = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
         results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
         return {(result["layout"], result["accumulation"]): result for result in results}
 

@@ -46,7 +46,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all_there_are(typo, me
 
 @pytest.mark.parametrize("name", ["../evil:Class", "a b:Class", "module:", ":Class", "module:Class;rm", "m:C\nD"])
 def test_what_is_no_path_of_a_class_is_refused(name):
-    with pytest.raises(InputError, match=r"no 'package\.module:Class'"):
+    with pytest.raises(InputError, match=r"not of the form 'package\.module:Class'"):
         canonical_trainer(name)
 
 

@@ -9,7 +9,7 @@ from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.report.analysis.problems import mixed_warnings, peak_warnings
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.host.memory import HostPeak
-from flopwatch.sweep.supervisor.measurements import collect_measurements
+from flopwatch.sweep.supervisor.build_result import collect_measurements
 
 
 def result(number, **environment):

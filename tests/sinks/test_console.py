@@ -35,12 +35,12 @@ def printed(*written):
 
 def test_a_row_is_one_plain_line():
     line = printed(Row(20, 0.0, FULL))
-    assert line == "step 20  loss  2.3457  MFU 41.2%  HFU 45.0%   182k tok/s  213 ms/step\n"
+    assert line == "step 20  loss  2.3457  MFU 41.2 %  HFU 45.0 %   182k tok/s  213 ms/step\n"
 
 
 def test_what_is_not_known_is_left_out():
     assert printed(Row(20, 0.0, {})) == "step 20\n"
-    assert printed(Row(20, 0.0, {"perf/step_time": 2.5})) == "step 20  2.5 s/step\n"
+    assert printed(Row(20, 0.0, {"perf/step_time": 2.5})) == "step 20  2.50 s/step\n"
 
 
 def test_a_file_gets_no_escape_codes_and_no_bar():
@@ -58,7 +58,7 @@ def test_a_long_notice_stays_on_one_line_of_a_file_and_is_not_taken_for_markup()
 def test_the_peak_and_its_convention_are_told_once():
     text = printed(START, ORIGIN)
     assert "FLOPs of model(batch) by trace, exact, attention full" in text
-    assert "8 x 989 TFLOP/s bf16 of NVIDIA H100 80GB HBM3" in text
+    assert "8 x 989.4 TFLOP/s bf16 of NVIDIA H100 80GB HBM3" in text
     assert "no peak known" in printed(START, replace(ORIGIN, peak=None))
 
 
@@ -75,8 +75,8 @@ def test_the_summary_is_a_table_that_tells_what_failed():
     table = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines()[2:])
     assert table == {
         "steps": "12,000",
-        "time in steps": "42:36 min",
-        "MFU": "41.9%",
+        "time in steps": "42 min 36 s",
+        "MFU": "41.9 %",
         "model FLOPs": "3.3 ZFLOP",
         "notice mfu_above_peak": "2 x",
         "wandb lost": "12 rows",
@@ -123,7 +123,7 @@ for record in (START, *(Row(step, STARTED_AT + 2 * step, FULL) for step in (10, 
 def test_a_terminal_has_one_bar_below_the_lines_and_nothing_is_wider_than_it(columns):
     lines = screen(on_terminal(columns, HALFWAY))
     assert [line.split("  ")[0] for line in lines[1:-1]] == ["step 10", "step 20", "step 30"]
-    assert re.search(r"━+.* 50%  30 of 60  60 s left$", lines[-1])
+    assert re.search(r"━+.* 50 %  30 of 60  60 s left$", lines[-1])
     assert max(map(len, lines)) <= columns
 
 
@@ -151,7 +151,7 @@ def test_without_a_total_there_is_no_bar():
 
 def test_a_first_row_tells_the_time_left_by_its_step_time():
     lines = screen(on_terminal(80, "sink.write(START)\nsink.write(Row(10, STARTED_AT, {'perf/step_time': 2.0}))"))
-    assert lines[-1].endswith("100 s left") or lines[-1].endswith("1:40 min left")
+    assert lines[-1].endswith("2 min left")
 
 
 def test_the_sample_rows_fit_80_columns():
@@ -164,7 +164,7 @@ def test_a_long_wait_for_input_is_shown_in_the_line_and_at_the_end(waiting, is_s
     stream = io.StringIO()
     sink = ConsoleSink(stream)
     sink.write(Row(20, 0.0, {"training/loss": 2.5, "perf/input_wait_percent": waiting}))
-    assert ("input wait 34.4%" in stream.getvalue()) is is_shown
+    assert ("input wait 34.4 %" in stream.getvalue()) is is_shown
     sink.write(Summary(20, 0.0, {"perf/input_wait_percent": waiting}))
     end = stream.getvalue().rpartition("The run ended")[2]
-    assert ("input wait  34.4% of the time in steps" in end) is is_shown
+    assert ("input wait  34.4 % of the time in steps" in end) is is_shown

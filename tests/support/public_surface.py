@@ -1,6 +1,7 @@
 """Collects the public surface of the installed flopwatch as data: names, parameters, flags, keys.
 
 `python -m support.public_surface ROOT` prints it as JSON; ROOT is the checkout whose docs name the deep imports.
+`python -m support.public_surface --update`, in `tests/`, writes the frozen list of `tests/test_public_surface.py` anew.
 """
 
 import dataclasses
@@ -13,6 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
+FROZEN = ROOT / "tests/data/public_surface.json"
+PACKAGES = [
+    f"flopwatch.{name}"
+    for name in ("flops", "hardware", "models", "monitor", "records", "report", "runs", "sinks", "sweep")
+]
 ENVIRONMENT = re.compile(r"\bFLOPWATCH_[A-Z_]+\b")
 REFERENCE = re.compile(r"^::: (flopwatch[\w.]*)", re.MULTILINE)
 DEEP_IMPORT = re.compile(r"^\s*from (flopwatch\.[\w.]+) import ([\w, ]+)", re.MULTILINE)
@@ -25,15 +32,23 @@ def collect(root: Path) -> dict[str, Any]:
 
     pages = _pages(root)
     return {
-        "names": {name: describe(getattr(flopwatch, name)) for name in sorted(flopwatch.__all__)},
+        "names": {name: _described(flopwatch, name) for name in sorted(flopwatch.__all__)},
+        "packages": {name: sorted(find(name).__all__) for name in PACKAGES if _exists(f"{name}.__all__")},
         "documented": {name: describe(find(name)) for name in documented_names(pages)},
         "commands": _commands(),
+        "old_flags": _old_flags(),
         "sweep_keys": _sweep_keys(),
         "settings": _settings(),
         "metrics": sorted(_metrics()),
         "environment": sorted({name for text in pages.values() for name in ENVIRONMENT.findall(text)}),
         "words": _words(),
     }
+
+
+def _described(package: ModuleType, name: str) -> Any:
+    """A public name; of a sub-package only that it is one, since "packages" lists its names."""
+    found = getattr(package, name)
+    return "module" if isinstance(found, ModuleType) else describe(found)
 
 
 def documented_names(pages: dict[str, str]) -> list[str]:
@@ -82,6 +97,10 @@ def describe(found: Any) -> Any:
     return type(found).__name__
 
 
+def to_text(surface: dict[str, Any]) -> str:
+    return json.dumps(surface, indent=1, sort_keys=True) + "\n"
+
+
 def parameters(function: Any) -> list[str]:
     """Such as `["model", "batch", "*", "loss_fn="]`; a name with `=` has a default."""
     try:
@@ -115,9 +134,9 @@ def _is_own(module: ModuleType, name: str, value: Any) -> bool:
     """Whether the module defines it; constants have no `__module__`, so those in capitals count as its own."""
     if name.startswith("_") or isinstance(value, ModuleType):
         return False
-    if name in getattr(module, "__all__", ()):
+    if name in getattr(module, "__all__", ()) or name.isupper():
         return True
-    return getattr(value, "__module__", None) == module.__name__ if not name.isupper() else True
+    return getattr(value, "__module__", None) == module.__name__
 
 
 def _commands() -> dict[str, list[str]]:
@@ -136,6 +155,10 @@ def _commands() -> dict[str, list[str]]:
         )
         for name, command in sorted(commands.items())
     }
+
+
+def _old_flags() -> dict[str, Any]:
+    return {command: dict(flags) for command, flags in find("flopwatch.compat.RENAMED_FLAGS").items()}
 
 
 def _sweep_keys() -> dict[str, list[str]]:
@@ -180,4 +203,7 @@ def _words() -> dict[str, list[str]]:
 _OF_PYDANTIC = set(dir(import_module("pydantic").BaseModel))
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(collect(Path(sys.argv[1])), indent=1, sort_keys=True) + "\n")
+    if sys.argv[1] == "--update":
+        FROZEN.write_text(to_text(collect(ROOT)), encoding="utf-8")
+    else:
+        sys.stdout.write(to_text(collect(Path(sys.argv[1]))))

@@ -6,11 +6,20 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from support.warm_python import start_warm
+from support.warm_python import TORCH, start_warm
 
 
 def torchrun(script: Path, *arguments: str, ranks: int, seconds: float = 240) -> list[dict[str, Any]]:
-    """The results of all ranks, in their order: each prints one line of JSON behind the word RESULT.
+    """The results of all ranks, in their order: each prints one line of JSON behind the word RESULT."""
+    outputs = outputs_of_ranks(script, *arguments, ranks=ranks, seconds=seconds)
+    results = [json.JSONDecoder().raw_decode(part)[0] for text in outputs for part in text.split("RESULT ")[1:]]
+    return sorted(results, key=lambda result: result["rank"])
+
+
+def outputs_of_ranks(
+    script: Path, *arguments: str, ranks: int, seconds: float = 300, modules: tuple[str, ...] = TORCH
+) -> list[str]:
+    """What each rank of the script printed.
 
     The environment is the one torchrun gives; its agent and the import of torch in every rank are saved.
     """
@@ -22,14 +31,14 @@ def torchrun(script: Path, *arguments: str, ranks: int, seconds: float = 240) ->
     started = []
     for rank in range(ranks):
         own = {name: str(value) for name, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        started.append(start_warm(script, *arguments, env={**os.environ, **own}))
-    results = []
+        started.append(start_warm(script, *arguments, env={**os.environ, **own}, modules=modules))
+    outputs = []
     try:
         for process in started:
             out, err = process.communicate(timeout=seconds)
             assert process.returncode == 0, err
-            results += [json.JSONDecoder().raw_decode(part)[0] for part in out.split("RESULT ")[1:]]
+            outputs.append(out)
     finally:
         for process in started:
             process.end()
-    return sorted(results, key=lambda result: result["rank"])
+    return outputs

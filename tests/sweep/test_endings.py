@@ -1,13 +1,10 @@
 """Fourteen ways a trial can end, each told apart, none at the cost of another, under every engine."""
 
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,6 @@ from flopwatch.sweep.engines.ray import RayEngine
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from support.sweeping import TESTS, Listener, left_behind, run_sweep
 from testbeds.real_ray import need_ray
-from testbeds.real_slurm import need_slurm, real_slurm
 
 # One after the other: six workers at once on two cores would be slower to import torch than the limit below.
 pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22")]
@@ -112,20 +108,6 @@ def test_under_the_local_engine(tmp_path, killer):
 def test_under_the_ray_engine(tmp_path, killer):
     need_ray()
     check_endings(tmp_path / "sweep", RayEngine(cpus=2, gpus=0), killer)
-
-
-@pytest.fixture
-def slurm(monkeypatch):
-    """Not in pytest's folder, which the database's user may not enter."""
-    need_slurm()
-    folder = Path(tempfile.mkdtemp(prefix="flopwatch-endings-"))
-    try:
-        with real_slurm(folder) as environment:
-            for name, value in environment.items():
-                monkeypatch.setenv(name, value)
-            yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_under_the_slurm_engine(slurm, tmp_path, killer):

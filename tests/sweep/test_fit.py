@@ -1,6 +1,7 @@
 """A fit with real trials: what it finds is the truth, and what was tried once is not tried again."""
 
 import math
+import os
 import shutil
 from dataclasses import replace
 
@@ -57,7 +58,7 @@ def holding(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_largest_batch_of_a_limited_trainer_is_found_in_at_most_six_trials(tmp_path, monkeypatch):
     (tmp_path / "greedy.py").write_text(TRAINER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     limit = 1040 * MIB
     spec = TrialSpec(
         "greedy:Greedy", "tiny", 1, 16, device="cpu", steps=1, warmup_steps=0, threads=1, trace=False,

@@ -9,7 +9,7 @@ from flopwatch.sweep.host.environment import _source_digest, fingerprint
 from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.parsing import parse_overrides
-from flopwatch.sweep.supervisor.measurements import collect_measurements
+from flopwatch.sweep.supervisor.build_result import collect_measurements
 
 
 @pytest.fixture

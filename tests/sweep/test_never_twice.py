@@ -25,7 +25,6 @@ from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, resu
 from flopwatch.sweep.host.memory import group_places, limit_memory
 from flopwatch.sweep.runner.waiting import LateResults, SilentSupervisors
 from flopwatch.sweep.supervisor import supervise as supervisor
-from flopwatch.sweep.supervisor.__main__ import main
 from flopwatch.sweep.supervisor.leftovers import group_tag
 from flopwatch.testing import FakeClock
 from reliability.never_twice import Campaign, make_ready
@@ -150,7 +149,7 @@ def test_a_stopped_supervisor_is_killed_by_its_guard_with_the_whole_tree(sweep, 
     child = os.fork()
     if not child:
         try:
-            main([str(sweep), trial.name])
+            supervisor.main([str(sweep), trial.name])
         finally:
             os._exit(0)
     file = folder_of(trial) / "pid"

@@ -16,7 +16,7 @@ from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.folder import Trial, held_folder, prepare
 from flopwatch.sweep.host.memory import HostPeak
-from flopwatch.sweep.supervisor.measurements import collect_measurements
+from flopwatch.sweep.supervisor.build_result import collect_measurements
 from support.sweeping import Listener, run_sweep
 
 

@@ -12,12 +12,11 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.claims import Heartbeat, Progress, read_progress
 from flopwatch.sweep.host.memory import HostPeak
-from flopwatch.sweep.supervisor.measurements import collect_measurements
+from flopwatch.sweep.supervisor.build_result import collect_measurements
 from flopwatch.sweep.worker import device as worker_clock
 from flopwatch.sweep.worker.device import peak_bytes, reset_peak, timed_step
 from flopwatch.sweep.worker.exception_outcome import describe_exception, outcome_of
-from flopwatch.sweep.worker.main import print_exception
-from flopwatch.sweep.worker.rank_main import lost_peer
+from flopwatch.sweep.worker.main import lost_peer, print_exception
 from flopwatch.testing import FakeClock
 
 CPU = torch.device("cpu")

@@ -16,6 +16,7 @@ from typing import TextIO, cast
 
 import typer
 
+from flopwatch.compat import with_new_flags
 from flopwatch.errors import FlopwatchError
 from flopwatch.records.reading import plain
 
@@ -31,8 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from flopwatch.cli.app import app
 
     _escape_unknown_characters()
+    given, notes = with_new_flags(sys.argv[1:] if arguments is None else arguments)
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
     try:
-        app(args=None if arguments is None else list(arguments))
+        app(args=given)
     except FlopwatchError as error:
         print_error(str(error))
         sys.exit(2)

@@ -17,7 +17,7 @@ from flopwatch.version import __version__
 
 def selftest() -> None:
     """Check counting, monitoring and its cost on this machine, in a few seconds."""
-    from flopwatch.selftest import run_checks
+    from flopwatch.cli.selftest import run_checks
 
     failed = 0
     for check in run_checks():

@@ -113,7 +113,7 @@ def _facts(spec: str, model: "nn.Module", count: "FlopCount", batch_size: int, s
 
 
 def _step(count: "FlopCount", peak: "Peak", seconds: float) -> dict[str, Any]:
-    from flopwatch.mfu import calculate_mfu
+    from flopwatch.compat import calculate_mfu
 
     return {
         "seconds": seconds,
@@ -236,13 +236,15 @@ def peak(
     dtype: Annotated[str | None, typer.Option(help="Compute type, such as bf16. Default: all the table has.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Run matmuls on the device and keep the best.")] = False,
     seconds: Annotated[float, typer.Option(help="How long to measure.")] = 3.0,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if it was measured before.")] = False,
+    measure_again: Annotated[
+        bool, typer.Option("--measure-again", help="Measure, even if it was measured before.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """The peak FLOP/s of a device: from the datasheet, or measured with --measure."""
     from flopwatch.hardware import explain_unknown, product_notes
 
-    peaks = [_measure(name, device, dtype, seconds, refresh)] if measure else _look_up(name, device, dtype)
+    peaks = [_measure(name, device, dtype, seconds, measure_again)] if measure else _look_up(name, device, dtype)
     if as_json:
         _print_json(peaks)
     elif peaks:

@@ -1,0 +1,23 @@
+"""What a training step costs: FLOPs counted op by op, and the law that predicts them for other shapes."""
+
+from typing import TYPE_CHECKING
+
+from flopwatch.optional import lazy_exports
+
+if TYPE_CHECKING:
+    from flopwatch.flops.count import count_flops
+    from flopwatch.flops.fit import fit_flops_law
+    from flopwatch.flops.formulas import register_formula
+    from flopwatch.flops.law import FlopLaw
+
+__all__ = ["FlopLaw", "count_flops", "fit_flops_law", "register_formula"]
+
+__getattr__ = lazy_exports(
+    "flopwatch.flops",
+    {
+        "FlopLaw": "flopwatch.flops.law",
+        "count_flops": "flopwatch.flops.count",
+        "fit_flops_law": "flopwatch.flops.fit",
+        "register_formula": "flopwatch.flops.formulas",
+    },
+)

@@ -337,8 +337,8 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch,), {}
 
 
-_IGNORED_LABEL = -100
-"""The label that torch's cross entropy ignores by default."""
+IGNORED_LABEL = -100
+"""The label that torch's cross entropy and transformers leave out of the loss."""
 _SEED = 20_24
 
 
@@ -350,11 +350,11 @@ def altered_batches(batch: Any, name: str) -> Iterator[Any]:
     own = [tensor for path, tensor in tensors_of(batch).items() if path.partition(".")[0] == name]
     if not own or any(tensor.is_floating_point() or tensor.device.type == "meta" for tensor in own):
         return
-    changes = [_shuffled_rows, _drawn_anew]
+    changes: list[Callable[[torch.Tensor], torch.Tensor]] = [_shuffled_rows, _drawn_anew]
     if "label" in name:
         changes.append(_half_ignored)
     elif all(_is_mask(tensor) for tensor in own):
-        changes = [_half_off, _all_on]
+        changes = [_half_off, torch.ones_like]
     else:
         changes.append(_halved)
     for change in changes:
@@ -387,17 +387,13 @@ def _drawn_anew(tensor: torch.Tensor) -> torch.Tensor:
 
 def _half_ignored(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() > 1:
-        tensor[..., : tensor.shape[-1] // 2] = _IGNORED_LABEL
+        tensor[..., : tensor.shape[-1] // 2] = IGNORED_LABEL
     return tensor
 
 
 def _half_off(tensor: torch.Tensor) -> torch.Tensor:
     tensor[..., tensor.shape[-1] // 2 + 1 :] = 0
     return tensor
-
-
-def _all_on(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ones_like(tensor)
 
 
 def _halved(tensor: torch.Tensor) -> torch.Tensor:

@@ -90,11 +90,6 @@ class Layout:
             for slot, variable, factor in zip(self.slots, self.variables, self.factors, strict=True)
         ]
 
-    def without(self, *names: str) -> "Layout":
-        """The same layout with these variables fixed at their size in the example."""
-        variables = tuple(None if variable in names else variable for variable in self.variables)
-        return replace(self, variables=variables, sizes={k: v for k, v in self.sizes.items() if k not in names})
-
     def with_own_length(self, path: str) -> "Layout | None":
         """The same layout with a separate length for the tensor at `path`; None if all names for lengths are taken."""
         free = next((name for name in LENGTHS if name not in self.sizes), None)
@@ -206,15 +201,9 @@ def _resized(value: Any, structure: Any, sizes: Any) -> Any:
     if kind == "list":
         items = [_resized(item, inner, sizes) for item, inner in zip(value, structure[1], strict=True)]
         return tuple(items) if isinstance(value, tuple) else items
-    if kind == "parts":
-        return _skipped(value, structure, sizes)
-    return value
-
-
-def _skipped(value: Any, structure: Any, sizes: Any) -> Any:
-    """Leave a user-defined object unchanged, because its parts may depend on each other, and skip its sizes."""
-    for _ in range(_size_count(structure)):
-        next(sizes)
+    if kind == "parts":  # a user-defined object stays unchanged, because its parts may depend on each other
+        for _ in range(_size_count(structure)):
+            next(sizes)
     return value
 
 
@@ -407,8 +396,3 @@ def select_positions(sample: Any, layout: Layout, variable: str | None, columns:
         return tensor
 
     return map_tensors(sample, cut)
-
-
-def belongs(layout: Layout, batch: Any) -> dict[str, int] | None:
-    """The layout's variables in this batch, None when it is of another kind."""
-    return layout.match(describe(batch))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flopwatch.errors import FlopwatchError, InputError, MeasurementError
-from flopwatch.flops.batch_contents import read_shape, real_lengths
+from flopwatch.flops.batch_contents import IGNORED_LABEL, read_shape, real_lengths
 from flopwatch.flops.batch_layout import (
     SAMPLES,
     Layout,
@@ -27,8 +27,6 @@ from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.records.flops import AttentionConvention, FlopCount
 
-IGNORED_LABEL = -100
-"""The label that torch's cross entropy and transformers leave out of the loss."""
 _MOST_KINDS_COUNTED = 8
 """With more different rows than this, fitting a law takes fewer traces than counting each row."""
 _TARGET_MASK, _TARGET = "decoder_attention_mask", "labels"

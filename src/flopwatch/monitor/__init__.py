@@ -1,1 +1,20 @@
-"""The live monitor: every step of a training is noted, settled, priced, booked, and becomes part of a row."""
+"""The monitor of a live training: a step is noted, settled, priced and accounted, and becomes part of a row."""
+
+from typing import TYPE_CHECKING
+
+from flopwatch.optional import lazy_exports
+
+if TYPE_CHECKING:
+    from flopwatch.monitor.config import MonitorConfig
+    from flopwatch.monitor.training_monitor import Step, TrainingMonitor
+
+__all__ = ["MonitorConfig", "Step", "TrainingMonitor"]
+
+__getattr__ = lazy_exports(
+    "flopwatch.monitor",
+    {
+        "MonitorConfig": "flopwatch.monitor.config",
+        "Step": "flopwatch.monitor.training_monitor",
+        "TrainingMonitor": "flopwatch.monitor.training_monitor",
+    },
+)

@@ -159,6 +159,9 @@ _MONITORING = {
     "hybrid_mode.fallback_to_profiler": "fallback_to_profiler",
     "freq.flops_profile_freq": "flops_profile_freq",
     "measure_flops_frequency": "flops_profile_freq",
+    # The words of the sweep and of the command line for the same things.
+    "seq_len": "seq_length",
+    "warmup_steps": "warm_up_steps",
 }
 
 SPELLINGS: Mapping[str, str] = {
@@ -179,15 +182,15 @@ def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Settings may stand at the top when nothing else does: a training's own `mode` or `dtype` is not ours.
     """
     fields = MonitorConfig.model_fields
-    ours_alone = all(key in fields or key in _SECTIONS for key in content)
+    ours_alone = all(key in fields or key in _SECTIONS or key in _MONITORING for key in content)
     found: dict[str, Any] = {}
     unknown: list[str] = []
     for path, value in _leaves(content, fields):
         section, _, name = path.partition(".")
         if path in SPELLINGS:
             found[SPELLINGS[path]] = value
-        elif not name and path in fields and ours_alone:
-            found[path] = value
+        elif not name and ours_alone and (path in fields or path in _MONITORING):
+            found[_MONITORING.get(path, path)] = value
         elif section in _SECTIONS and name in fields:
             found[name] = value
         elif section in _SECTIONS:

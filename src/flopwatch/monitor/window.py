@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flopwatch.errors import InputError
-from flopwatch.flops.count import IGNORED_LABEL
+from flopwatch.flops.batch_contents import IGNORED_LABEL
 from flopwatch.monitor.measured_step import MeasuredStep
 from flopwatch.monitor.pricing.batch_reader import Reading, Work, as_work
 from flopwatch.monitor.pricing.certificates import NO_CALLS, StepCalls

@@ -1,0 +1,45 @@
+"""The records that cross seams and lie in files: frozen dataclasses, each with a JSON form. Standard library only."""
+
+from typing import TYPE_CHECKING
+
+from flopwatch.optional import lazy_exports
+
+if TYPE_CHECKING:
+    from flopwatch.records.flops import FlopCount, Peak, PhaseFlops, UncountedOp
+    from flopwatch.records.metrics import METRICS, Goodput, Metric, find_metric
+    from flopwatch.records.run import Notice, Provenance, Row, RunStart, Summary
+    from flopwatch.records.sweep_results import read_results
+    from flopwatch.records.trial import Limits, Measured, TrialResult, TrialSpec
+
+__all__ = [
+    "METRICS",
+    "FlopCount",
+    "Goodput",
+    "Limits",
+    "Measured",
+    "Metric",
+    "Notice",
+    "Peak",
+    "PhaseFlops",
+    "Provenance",
+    "Row",
+    "RunStart",
+    "Summary",
+    "TrialResult",
+    "TrialSpec",
+    "UncountedOp",
+    "find_metric",
+    "read_results",
+]
+
+# Lazily, because supervisors start with `records.trial` and need nothing else.
+__getattr__ = lazy_exports(
+    "flopwatch.records",
+    {
+        **dict.fromkeys(("FlopCount", "Peak", "PhaseFlops", "UncountedOp"), "flopwatch.records.flops"),
+        **dict.fromkeys(("METRICS", "Goodput", "Metric", "find_metric"), "flopwatch.records.metrics"),
+        **dict.fromkeys(("Notice", "Provenance", "Row", "RunStart", "Summary"), "flopwatch.records.run"),
+        **dict.fromkeys(("Limits", "Measured", "TrialResult", "TrialSpec"), "flopwatch.records.trial"),
+        "read_results": "flopwatch.records.sweep_results",
+    },
+)

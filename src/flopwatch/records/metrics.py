@@ -156,9 +156,9 @@ def find_metric(key: str) -> Metric:
 
 # Goodput: the share of a run's wall time that went into steps that count. Pure arithmetic; never loads torch.
 #
-# Wall time begins with the first process of the run and goes on between its sessions. Times are seconds by name, as a
-# row's ledger carries them; `train` is the time in steps that count, `input_wait`, `compile` and `stall` are parts of
-# it that have nothing in common.
+# Wall time begins with the run's first process and includes the time between sessions. Times are seconds by name, as in
+# the ledger of a row. `train` is the time in steps that count, and `input_wait`, `compile` and `stall` are disjoint
+# parts of it.
 
 
 APART = ("eval", "checkpoint", "pause", "count", "outside")

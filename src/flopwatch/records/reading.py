@@ -401,7 +401,11 @@ def first_line(said: object, most: int | None = None) -> str:
     ('no such axis', 'KeyError', '')
     """
     nothing = type(said).__name__ if isinstance(said, BaseException) else ""
-    return (str(said).strip().splitlines() or [nothing])[0][:most]
+    try:
+        text = str(said)
+    except Exception:  # the __str__ of a user's exception may raise
+        text = ""
+    return (text.strip().splitlines() or [nothing])[0][:most]
 
 
 def cut(text: str, most: int = 4000) -> str:

@@ -1,4 +1,7 @@
-"""How trainers are called: the documents' class names, short names, and `package.module:Class`. Never loads torch."""
+"""The names of trainers: class names (docs/requirements.md, R23), short names, and `package.module:Class`.
+
+Standard library only, because both the sweep and the report use it.
+"""
 
 import difflib
 import re
@@ -11,10 +14,10 @@ LABELS = {
     "ghost": "DPGhostClippingTrainer",
     "fast": "DPFastGradientClippingTrainer",
 }
-"""The built-in trainers and the names the documents give them, which stand in file names and tables."""
+"""The built-in trainers and their class names, which appear in file names and tables."""
 
 PRIVATE = ("dpsgd", "ghost", "fast")
-"""Those that clip every sample's gradient and add noise."""
+"""The trainers that clip the gradient of every sample and add noise."""
 
 COMMAND = "command"
 
@@ -29,7 +32,7 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def canonical_trainer(name: str) -> tuple[str, str]:
-    """The trainer a name means, and the label it has in names and tables.
+    """The trainer of this name, and its label in file names and tables.
 
     >>> canonical_trainer("DPGhostClippingTrainer")
     ('ghost', 'DPGhostClippingTrainer')
@@ -43,7 +46,7 @@ def canonical_trainer(name: str) -> tuple[str, str]:
         return COMMAND, COMMAND
     if ":" in plain:
         if not _PATH.fullmatch(plain):
-            raise InputError(f"trainer {name!r} is no 'package.module:Class'")
+            raise InputError(f"trainer {name!r} is not of the form 'package.module:Class'")
         return plain, plain.partition(":")[2]
     trainer = _TRAINER_OF_FORM.get(re.sub(r"[-_ ]", "", plain.lower()).removesuffix("trainer"))
     if trainer is None:
@@ -52,7 +55,7 @@ def canonical_trainer(name: str) -> tuple[str, str]:
 
 
 def is_private(trainer: str) -> bool | None:
-    """Whether the trainer clips per sample and adds noise; None for one that is not ours."""
+    """Whether the trainer clips per sample and adds noise; None if it is not a built-in one."""
     return trainer in PRIVATE if trainer in LABELS else None
 
 

@@ -1,6 +1,5 @@
 """A line per logging window in the terminal, with a progress bar below it. Unknown values are left out, never 0."""
 
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from flopwatch.number_format import count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 
 LONG_WAIT_PERCENT = 10.0
@@ -31,13 +31,13 @@ def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
     for label, key in (("MFU", "perf/mfu_percent"), ("HFU", "perf/hfu_percent")):
         if key in values:
             about = "~" if row.exact is False else ""
-            parts.append((label, f"{about + percent(values[key]):>5}", ""))
+            parts.append((label, f"{about + _percent(values[key]):>6}", ""))
     if values.get("perf/input_wait_percent", 0) > LONG_WAIT_PERCENT:
-        parts.append(("input wait", percent(values["perf/input_wait_percent"]), ""))
+        parts.append(("input wait", _percent(values["perf/input_wait_percent"]), ""))
     if "perf/tokens_per_second" in values:
-        parts.append(("", f"{scaled(values['perf/tokens_per_second']):>5}", " tok/s"))
+        parts.append(("", f"{count(values['perf/tokens_per_second']):>5}", " tok/s"))
     if "perf/step_time" in values:
-        figure, _, unit = duration(values["perf/step_time"]).partition(" ")
+        figure, _, unit = step_time(values["perf/step_time"]).partition(" ")
         parts.append(("", f"{figure:>3}", f" {unit}/step"))
     return parts
 
@@ -58,16 +58,16 @@ def provenance_line(origin: Provenance) -> str:
     'FLOPs of model(batch) by trace, exact, attention full; no peak known, so no MFU'
     """
     if origin.method is None:
-        flops = "FLOPs not known yet"
+        counted = "FLOPs not known yet"
     else:
         exact = "exact" if origin.exact else "not exact"
-        flops = f"FLOPs of model(batch) by {origin.method}, {exact}, attention {origin.attention}"
+        counted = f"FLOPs of model(batch) by {origin.method}, {exact}, attention {origin.attention}"
     if origin.coverage is not None and origin.coverage < 1:
-        flops += f", {origin.coverage:.1%} of the ops counted"
+        counted += f", {percent(origin.coverage)} of the ops counted"
     if origin.peak is None:
-        return f"{flops}; no peak known, so no MFU"
-    peak = f"{scaled_flops(origin.peak['flops_per_s'])}/s {origin.peak['dtype']} of {origin.peak['device']}"
-    return f"{flops}; peak {'' if origin.device_count == 1 else f'{origin.device_count} x '}{peak}"
+        return f"{counted}; no peak known, so no MFU"
+    peak = f"{flop_rate(origin.peak['flops_per_s'])} {origin.peak['dtype']} of {origin.peak['device']}"
+    return f"{counted}; peak {'' if origin.device_count == 1 else f'{origin.device_count} x '}{peak}"
 
 
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
@@ -79,13 +79,13 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ("steps", steps),
         ("time in steps", _of(values, "time/train_seconds", duration)),
         ("loss", _of(values, "training/loss", _loss)),
-        ("MFU", _of(values, "perf/mfu_percent", lambda value: about + percent(value))),
-        ("HFU", _of(values, "perf/hfu_percent", lambda value: about + percent(value))),
+        ("MFU", _of(values, "perf/mfu_percent", lambda value: about + _percent(value))),
+        ("HFU", _of(values, "perf/hfu_percent", lambda value: about + _percent(value))),
         ("not exact", "; ".join(summary.notes) or None),
         ("input wait", _long_wait(values)),
-        ("tokens", _of(values, "total/tokens", scaled)),
-        ("tokens/s", _of(values, "perf/tokens_per_second", scaled)),
-        ("model FLOPs", _of(values, "total/model_flops", scaled_flops)),
+        ("tokens", _of(values, "total/tokens", count)),
+        ("tokens/s", _of(values, "perf/tokens_per_second", count)),
+        ("model FLOPs", _of(values, "total/model_flops", flops)),
         *((f"notice {code}", f"{times} x") for code, times in summary.notices.items()),
         *((f"{sink} lost", f"{rows:,} rows") for sink, rows in summary.dropped_rows.items() if rows),
         *((f"{part} failed", why) for part, why in summary.failed_parts.items()),
@@ -95,7 +95,7 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
 
 def _long_wait(values: Mapping[str, Number]) -> str | None:
     wait = values.get("perf/input_wait_percent", 0)
-    return f"{percent(wait)} of the time in steps" if wait > LONG_WAIT_PERCENT else None
+    return f"{_percent(wait)} of the time in steps" if wait > LONG_WAIT_PERCENT else None
 
 
 def _of(values: Mapping[str, Number], key: str, shown: Callable[[float], str]) -> str | None:
@@ -103,63 +103,11 @@ def _of(values: Mapping[str, Number], key: str, shown: Callable[[float], str]) -
 
 
 def _loss(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
+    return number(value, digits=5)
 
 
-def percent(value: float) -> str:
-    """A percentage with few digits, but never rounded to 0.
-
-    >>> percent(41.234), percent(0.01234), percent(0)
-    ('41.2%', '0.012%', '0.0%')
-    """
-    return f"{value:.1f}%" if value >= 1 or value == 0 or not math.isfinite(value) else f"{value:.2g}%"
-
-
-def scaled(value: float) -> str:
-    """Three digits and a prefix.
-
-    >>> scaled(182_345), scaled(9.5), scaled(1.2e21)
-    ('182k', '9.5', '1.2Z')
-    """
-    return "".join(_with_prefix(value))
-
-
-def scaled_flops(flops: float) -> str:
-    """Three digits, a prefix and the unit.
-
-    >>> scaled_flops(989.4e12)
-    '989 TFLOP'
-    """
-    figure, prefix = _with_prefix(flops)
-    return f"{figure} {prefix}FLOP"
-
-
-def _with_prefix(value: float) -> tuple[str, str]:
-    for factor, prefix in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return _short(value / factor), prefix
-    return _short(value), ""
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 or not math.isfinite(value) else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them.
-
-    >>> duration(0.213), duration(12.34), duration(200), duration(90_061)
-    ('213 ms', '12.3 s', '3:20 min', '25:01:01 h')
-    """
-    if seconds < 1e-3:
-        return f"{_short(seconds * 1e6)} µs"
-    if seconds < 1:
-        return f"{_short(seconds * 1e3)} ms"
-    if seconds < 100 or not math.isfinite(seconds):
-        return f"{_short(seconds)} s"
-    minutes, whole_seconds = divmod(round(seconds), 60)
-    hours, minutes_left = divmod(minutes, 60)
-    return f"{hours}:{minutes_left:02}:{whole_seconds:02} h" if hours else f"{minutes}:{whole_seconds:02} min"
+def _percent(value: float) -> str:
+    return percent(value / 100)
 
 
 _ERASE_LINE = "\r\x1b[2K"
@@ -179,7 +127,7 @@ class ConsoleSink:
     >>> sink = ConsoleSink(stream)
     >>> sink.write(Row(20, 0.0, {"training/loss": 2.5, "perf/mfu_percent": 41.2}))
     >>> stream.getvalue()
-    'step 20  loss  2.5000  MFU 41.2%\n'
+    'step 20  loss  2.5000  MFU 41.2 %\n'
     """
 
     name = "console"
@@ -268,8 +216,8 @@ class ConsoleSink:
             return ""
         total = start.total_steps
         seconds_left = _seconds_left(first, last, total)
-        share, steps = f"  {last.steps_done / total:.0%}", f"  {last.steps_done:,} of {total:,}"
-        left = "" if seconds_left is None else f"  {duration(seconds_left)} left"
+        share, steps = f"  {percent(last.steps_done / total, decimals=0)}", f"  {last.steps_done:,} of {total:,}"
+        left = "" if seconds_left is None else f"  {duration(seconds_left, rough=True)} left"
         # One column is left free, because a line that fills the terminal wraps and is not erased by one sequence.
         width = max(min(console.width - 1, _WIDEST) - len(share + steps + left), 0)
         done = round(width * min(last.steps_done / total, 1))
@@ -288,8 +236,8 @@ def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
     steps_left = max(total_steps - last.steps_done, 0)
     if last.step > first.step:
         return steps_left * (last.unix_time - first.unix_time) / (last.step - first.step)
-    step_time = last.values.get("perf/step_time")
-    return None if step_time is None else steps_left * step_time
+    seconds = last.values.get("perf/step_time")
+    return None if seconds is None else steps_left * seconds
 
 
 def _notice(notice: Notice) -> Text:

@@ -1,4 +1,4 @@
-"""The largest and the fastest batch of one configuration, found by real trials in a folder of their own."""
+"""Finds the largest and the fastest batch of a configuration with real trials, in a folder like a sweep's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,11 +24,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class HostLimit:
-    """The host memory every trial of a fit may have.
+    """The limit of host memory for every trial of a fit.
 
     Attributes:
-        spec: The configuration, with the limit in it.
-        reason: Where the limit comes from, for a person; empty when the user gave it or there is none.
+        spec: The configuration with the limit.
+        reason: Where the limit comes from, as text; empty if the user gave it or there is none.
     """
 
     spec: TrialSpec
@@ -36,9 +36,9 @@ class HostLimit:
 
 
 def with_host_limit(folder: Path, spec: TrialSpec) -> HostLimit:
-    """On a CPU, what is available on this host less a margin, unless the configuration has a limit already.
+    """On a CPU, the available memory of this host less a margin, unless the configuration has a limit.
 
-    A fit that is resumed keeps the limit it began with, or its trials could not be compared.
+    A resumed fit keeps its first limit, because its trials would otherwise not be comparable.
     """
     if spec.limits.memory_bytes is not None or not _is_on_cpu(spec):
         return HostLimit(spec, "")
@@ -47,7 +47,7 @@ def with_host_limit(folder: Path, spec: TrialSpec) -> HostLimit:
         return HostLimit(_limited(spec, earlier), f"limit {earlier / GIB:.2f} GiB, as when this fit began")
     available = available_bytes()
     if available is None:
-        raise InputError("this host does not tell how much memory is available; give the limit, such as --memory 8GiB")
+        raise InputError("the available memory of this host is unknown; give a limit, such as --memory 8GiB")
     limit = safe_limit_bytes(available)
     reason = f"limit {limit / GIB:.2f} GiB: the {available / GIB:.2f} GiB available on this host, less a margin"
     return HostLimit(_limited(spec, limit), reason)
@@ -62,7 +62,7 @@ def _limited(spec: TrialSpec, limit_bytes: int) -> TrialSpec:
 
 
 def _earlier_limit(folder: Path, spec: TrialSpec) -> int | None:
-    """Of a trial in this folder that is the same but for its batch and its limit."""
+    """The limit of a trial in this folder that differs from this one only in batch and limit."""
     for entry in read_trial_list(folder).trials.values():
         try:
             earlier = TrialSpec.from_json(entry.get("spec", {}))
@@ -84,19 +84,19 @@ def fit_batch(
     max_batch: int = MOST_BATCH,
     preflight: Callable[[Plan], Refusal] | None = None,
     make_engine: Callable[[], Engine] = LocalEngine,
-    told: Callable[[Probe], Any] = lambda probe: None,
+    on_probe: Callable[[Probe], Any] = lambda probe: None,
 ) -> Found:
-    """Search with real trials, each an ordinary one of the folder: what ran before is not run again.
+    """Search with real trials, which are ordinary trials of the folder: results of earlier runs are used again.
 
     Args:
-        folder: As of a sweep; `flopwatch report` reads it.
+        folder: A folder like a sweep's; `flopwatch report` reads it.
         spec: The configuration; its batch size is not used.
-        observer: Is told of the trials that run.
+        observer: Follows the trials that run.
         stop: Ends the search.
-        max_batch: Nothing larger is tried.
-        preflight: Called once, before the first trial that must run; says what refuses it.
-        make_engine: Where trials run.
-        told: Called with each probe, those of earlier calls included.
+        max_batch: The largest batch to try.
+        preflight: Called once, before the first trial that must run; returns which trials cannot run.
+        make_engine: Makes the engine that runs the trials.
+        on_probe: Called with each probe, including those of earlier runs.
     """
     stop = stop or Stop()
     refusals: list[Refusal] = []
@@ -111,7 +111,7 @@ def fit_batch(
                 refusals.append(preflight(plan) if preflight else lambda trial: None)
             run_plan(plan, make_engine(), observer, stop, refusals[0])
         probe = probe_of(_result(folder, plan.trials[0]))
-        told(probe)
+        on_probe(probe)
         return probe
 
     with held_folder(folder):
@@ -119,7 +119,7 @@ def fit_batch(
 
 
 def _plan(folder: Path, spec: TrialSpec) -> Plan:
-    """What failed for another reason than memory is run again: the user will have mended it."""
+    """Trials that failed for other reasons than memory run again, because the cause may have been removed."""
     plan = make_plan(folder, [spec])
     has_failed = any(result.outcome in FAILED for result in plan.kept.values())
     return make_plan(folder, [spec], only="failed") if has_failed else plan
@@ -142,7 +142,7 @@ def _refuse_too_little_memory(spec: TrialSpec) -> None:
 
 
 def probe_of(result: TrialResult) -> Probe:
-    """What a search needs to know of a trial."""
+    """The values of a trial that the search needs."""
     measured, size = result.measured, result.spec.batch_size
     times, rate = measured.steps, measured.samples_per_s
     is_oom = result.outcome in OUT_OF_MEMORY

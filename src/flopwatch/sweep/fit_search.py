@@ -19,9 +19,9 @@ Point: TypeAlias = tuple[int, int]
 
 
 def edge_of_line(points: Sequence[Point], capacity: int) -> int | None:
-    """Of the straight line; None while it does not rise.
+    """The largest batch within the capacity on a straight line through the points; None if the line does not rise.
 
-    Least squares, each batch with its own size squared as weight: the large ones are nearest the edge.
+    Least squares, weighted by the squared batch size, because the large batches are nearest to the edge.
 
     >>> edge_of_line([(1, 310), (8, 380)], 1000)
     70
@@ -39,7 +39,7 @@ def edge_of_line(points: Sequence[Point], capacity: int) -> int | None:
 
 
 def edge_of_parabola(points: Sequence[Point], capacity: int) -> int | None:
-    """Of the parabola through the three largest; None unless it bends upwards.
+    """The same on the parabola through the three largest batches; None unless it bends upwards.
 
     >>> edge_of_parabola([(size, 100 + 3 * size + size**2) for size in (1, 8, 20)], 100 + 3 * 50 + 50**2)
     50
@@ -58,41 +58,45 @@ def edge_of_parabola(points: Sequence[Point], capacity: int) -> int | None:
 
 
 TOLERANCE = 0.05
-"""The largest batch is found when nothing more than this much larger could fit."""
+"""The search for the largest batch ends when none that is larger by more than this share could fit."""
 
 MOST_BATCH = 4096
+"""The default for the largest batch to try."""
 
 _FIRST_BATCHES = (1, 8)
 _MOST_GROWTH = 16
-"""A line through small batches says little about one many times as large."""
+"""The next batch is at most this many times the largest one tried: a line through small batches does not reach far."""
 
 _NEAR_MISS = 1.1
+"""A predicted edge up to this far above a batch that did not fit is still believed: some capacity is unusable."""
+
 _PATIENCE = 8
-"""After so many trials the curves had their chance, and the bracket is halved."""
+"""After so many trials the curves are not followed any more, and the bracket is halved instead."""
 
 _LEAST_NOISE = 0.02
-"""Of a throughput: two processes differ by so much even where the steps within each agree."""
+"""The throughput of two processes differs by this share even if the steps within each process agree."""
 
 _SPEED_PROBES = 2
 _WORTHWHILE_GAP = 2.5
+"""For the fastest batch, only gaps between two tried batches with a larger ratio are narrowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One batch size, tried.
+    """The result of one batch size.
 
     Attributes:
         batch_size: Samples per step.
-        fits: None when it failed for another reason than memory, which says nothing.
-        outcome: Of the trial.
-        reason: Why it did not succeed.
-        peak_bytes: Most memory held; None when not known.
-        capacity_bytes: What it was held against; None when not known.
+        fits: None if the trial failed for another reason than memory.
+        outcome: The outcome of the trial.
+        reason: The reason for that outcome.
+        peak_bytes: Peak memory; None if unknown.
+        capacity_bytes: The memory it could use; None if unknown.
         samples_per_s: From the median step.
         slowest_per_s: From the high end of the step's interval.
-        fastest_per_s: From its low end.
-        step_seconds: Median.
-        is_bare: It fitted only after the allocator had given memory back.
+        fastest_per_s: From the low end of the step's interval.
+        step_seconds: The median.
+        is_bare: It fitted only after the allocator had released memory and tried again.
     """
 
     batch_size: int
@@ -110,17 +114,17 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        largest: Largest batch that was seen to fit; None when not even 1 did.
-        too_large: Smallest that was seen not to; None when all fitted.
-        is_largest_known: Whether the two are close enough, or everything up to the most that may be tried fits.
-        fastest: Smallest batch whose throughput cannot be told from the best; None without times.
-        as_fast: The next larger batch that was tried and is not measurably faster; None when there is none.
-        probes: All that was tried, in order.
+        largest: The largest batch that fitted; None if not even 1 did.
+        too_large: The smallest batch that did not fit; None if all did.
+        is_largest_known: Whether these two are close enough, or every batch up to the largest allowed one fits.
+        fastest: The smallest batch whose throughput is not measurably below the best; None without times.
+        as_fast: The next larger batch that was tried, if it is not measurably faster; otherwise None.
+        probes: All batches tried, in order.
         probes_for_largest: How many of them it took to find the largest.
-        stopped: Why the search ended early; empty when it did not.
+        stopped: Why the search ended early; otherwise empty.
     """
 
     largest: int | None
@@ -143,9 +147,9 @@ def search(
 
     Args:
         measure: Tries one batch size.
-        max_batch: Nothing larger is tried.
-        tolerance: How much larger than the answer the true largest may be, as a share.
-        speed_probes: How many more batches may be tried for the fastest.
+        max_batch: The largest batch to try.
+        tolerance: By what share the true largest batch may exceed the answer.
+        speed_probes: How many more batches may be tried to find the fastest.
 
     >>> def measure(batch_size):
     ...     used = 300 + 10 * batch_size
@@ -194,14 +198,14 @@ def _too_large(probes: Sequence[Probe]) -> int | None:
 
 
 def _fitting(probes: Sequence[Probe]) -> list[Probe]:
-    """By size. What lies above a batch that did not fit was luck and counts for nothing."""
+    """Batches that fitted, by size. Those above a batch that did not fit are left out as chance results."""
     edge = _too_large(probes)
     fitting = [probe for probe in probes if probe.fits and (edge is None or probe.batch_size < edge)]
     return sorted(fitting, key=lambda probe: probe.batch_size)
 
 
 def next_for_largest(probes: Sequence[Probe], max_batch: int, tolerance: float = TOLERANCE) -> int | None:
-    """The batch to try next; None when the largest is known well enough."""
+    """The batch to try next; None if the largest is known well enough."""
     fitting = _fitting(probes)
     low = fitting[-1].batch_size if fitting else 0
     too_large = _too_large(probes)
@@ -213,7 +217,7 @@ def next_for_largest(probes: Sequence[Probe], max_batch: int, tolerance: float =
 
 
 def _first_batch(low: int, high: int) -> int | None:
-    """Small ones to draw a line through. A third one between them saved no trial on any kind of curve."""
+    """Two small batches for the first line. A third between them saved no trial on any curve of the benchmark."""
     return next((size for size in _FIRST_BATCHES if low < size < high), None)
 
 
@@ -233,25 +237,26 @@ def _guess_above(fitting: Sequence[Probe], tolerance: float) -> int:
         return 4 * low
     if edge >= just_closing:
         return min(edge, _MOST_GROWTH * low)
-    # The line ends here. Trust it less each time something beyond its end fits after all.
+    # The line predicts no more than this. Trust it less each time that a larger batch fits after all.
     surprises = sum(probe.batch_size >= 0.9 * low for probe in fitting) - 1
     return (min(edge + 1, just_closing), just_closing, 2 * low)[min(surprises, 2)]
 
 
 def _just_closing(low: int, tolerance: float) -> int:
-    """Were this one too large, the search would be over."""
+    """The smallest batch that would end the search if it did not fit."""
     return math.floor(low / (1 - tolerance)) + 1
 
 
 def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int, tolerance: float) -> int:
-    """The line first, after two misses the parabola, after three halves.
+    """Follow the line first, after two misses the parabola, and after three halve the bracket.
 
-    A curve is believed where it ends inside; where it ends a little beyond, some of the capacity cannot be used.
+    A curve is followed if it ends inside the bracket. If it ends slightly above, part of the capacity is unusable, and
+    the batch that would end the search is tried.
     """
     low = fitting[-1].batch_size
-    nearly = math.ceil((1 - tolerance) * (too_large - 1))  # were this one to fit, the search would be over
+    nearly = math.ceil((1 - tolerance) * (too_large - 1))  # the search is over if this one fits
     if low >= (1 - tolerance) * (nearly - 1):
-        return nearly  # it is over either way
+        return nearly  # the search is over whether it fits or not
     curves = {2: (edge_of_parabola, edge_of_line)}.get(misses, (edge_of_line, edge_of_parabola))
     for edge in (_edge(curve, fitting) for curve in curves if misses <= 2):
         if edge is not None and edge < nearly:
@@ -271,19 +276,19 @@ def _misses_since_a_fit(probes: Sequence[Probe]) -> int:
 
 
 def _middle(low: int, high: int) -> int:
-    """By ratio while they are far apart, since the answer is wanted to a share of itself."""
+    """The geometric mean while they are far apart, because the tolerance is relative; otherwise the middle."""
     return round(math.sqrt(low * high)) if high > 4 * low > 0 else (low + high) // 2
 
 
 def _edge(curve: Callable[[Sequence[Point], int], int | None], fitting: Sequence[Probe]) -> int | None:
-    """Where this curve through the peaks meets the capacity; None when they are not known."""
+    """The batch at which this curve through the peaks reaches the capacity; None if that is unknown."""
     points = [(probe.batch_size, probe.peak_bytes) for probe in fitting if probe.peak_bytes is not None]
     capacity = next((probe.capacity_bytes for probe in reversed(fitting) if probe.capacity_bytes is not None), None)
     return None if capacity is None else curve(points, capacity)
 
 
 def fastest_of(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
-    """The smallest batch whose throughput cannot be told from the best, and the next larger one if it is as fast."""
+    """The smallest batch that is not measurably slower than the best, and the next larger one if it is as fast."""
     timed = [probe for probe in _fitting(probes) if probe.samples_per_s]
     if not timed:
         return None, None
@@ -295,14 +300,14 @@ def fastest_of(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
 
 
 def _reach(probe: Probe) -> tuple[float, float]:
-    """Between which rates the true one lies."""
+    """The interval of the true throughput."""
     rate = probe.samples_per_s or 0.0
     low, high = probe.slowest_per_s or rate, probe.fastest_per_s or rate
     return min(low, (1 - _LEAST_NOISE) * rate), max(high, (1 + _LEAST_NOISE) * rate)
 
 
 def next_for_fastest(probes: Sequence[Probe]) -> int | None:
-    """The middle of the gap below the fastest so far, or above it if that is far wider; None when both are narrow."""
+    """The middle of the gap below the fastest so far, or above it if that is much wider; None if both are narrow."""
     fastest, _ = fastest_of(probes)
     if fastest is None:
         return None

@@ -1,6 +1,6 @@
-"""Which trainer can train which model, found out on tiny copies before any slot is used. Never loads torch.
+"""Which trainer can train which model, tried on tiny copies before the first trial. Never loads torch.
 
-The trying is done by a process of its own (`preflight_worker`); this starts it, and again after a crash.
+A separate process (`worker/preflight_main.py`) tries the pairs; this module starts it, and again after a crash.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _MOST_MISTAKES = 5
 
 
 class Pair(NamedTuple):
-    """What decides whether a trial can run, besides its size."""
+    """The settings that decide whether a trial can run at all, whatever its size."""
 
     trainer: str
     model: str
@@ -38,26 +38,27 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreflightResult:
-    """What is known of a pair before it is run.
+    """The result of the preflight for one pair of trainer and model.
 
     Attributes:
         trainer: As in the trial's spec, like the next three.
         model: ...
         checkpointing: ...
         dtype: ...
-        supported: False only when it was shown that the trainer cannot train the model.
-        reason: Why it cannot and what to do; why it was not tried; empty when all is well.
-        tried: Whether a step of a tiny copy was run, or an obstacle seen. Without it `supported` means nothing.
-        parameters: Of the full model.
-        layers: For a DP trainer, the way a layer is handled (`ghost`, `hook`, `functorch`), the classes of layers that
-            go it, and their share of the full model's trainable parameters.
-        model_flops: Of one standard training step of the full model at `batch_size` x `seq_len`.
-        batch_size: The smallest one asked for.
-        seq_len: The smallest one asked for.
-        difference: Of a DP trainer's clipped gradients from a loop over the samples, on the tiny copy, relative.
-        seconds: What finding this out took.
-        is_mistake: The configuration itself cannot be used (a misspelt name, a package that is missing), so that
-            nothing is said of trainer and model.
+        supported: False only if it is certain that the trainer cannot train the model.
+        reason: Why it cannot, and what to do; or why it was not tried; otherwise empty.
+        tried: Whether a step of a tiny copy ran, or an obstacle was found. Without it, `supported` means nothing.
+        parameters: Parameters of the full model.
+        layers: For a DP trainer: for each path by which Opacus handles layers (`ghost`, `hook`, `functorch`) their
+            classes and their share of the full model's trainable parameters.
+        model_flops: Model FLOPs of one standard training step of the full model at `batch_size` x `seq_len`.
+        batch_size: The smallest batch size of the sweep.
+        seq_len: The smallest length of the sweep.
+        difference: Relative difference of a DP trainer's clipped gradients from a loop over the samples, on the tiny
+            copy.
+        seconds: Duration of the preflight of this pair.
+        is_mistake: The configuration itself cannot be used (a misspelt name, a missing package), so that nothing is
+            known about trainer and model.
     """
 
     trainer: str
@@ -82,7 +83,7 @@ class PreflightResult:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The ways alone: `{"ghost": 0.99, "functorch": 0.01}`."""
+        """The share of each path: `{"ghost": 0.99, "functorch": 0.01}`."""
         return {path: sum(by_class.values()) for path, by_class in self.layers.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def pair_of(spec: TrialSpec) -> Pair:
 
 
 def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) -> Callable[[TrialSpec], str | None]:
-    """Why a trial cannot run; None when it may. Other options than those tried were not tried."""
+    """A function that returns why a trial cannot run, or None. It refuses only options that the preflight has tried."""
     tried = _requests(specs)
 
     def why_not(spec: TrialSpec) -> str | None:
@@ -108,7 +109,7 @@ def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) 
 
 
 def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
-    """Raise InputError before anything runs: a sweep that leaves out what was misspelt would look like a success."""
+    """Raise InputError if a configuration is unusable: a sweep that only left it out would look like a success."""
     mistakes = [
         f"{result.trainer} on {result.model}: {result.reason}" for result in found.values() if result.is_mistake
     ]
@@ -121,14 +122,14 @@ def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
 
 
 def read_preflight(sweep: Path) -> dict[Pair, PreflightResult]:
-    """What the sweep's preflight found; nothing when there was none."""
+    """The stored results of the sweep's preflight; empty if there are none."""
     content = read_json(sweep / PREFLIGHT)
     results = map(_result, content if isinstance(content, list) else ())
     return {result.pair: result for result in results if result is not None}
 
 
 def _result(content: Any) -> PreflightResult | None:
-    """None for what is damaged: its pair is not known then."""
+    """None if the record is damaged, because its pair is then unknown."""
     try:
         return read_record(PreflightResult, content)
     except BrokenRecordError:
@@ -142,27 +143,27 @@ def write_preflight(sweep: Path, results: Iterable[PreflightResult]) -> None:
 def run_preflight(
     sweep: Path, specs: Sequence[TrialSpec], timeout_seconds: float = 300.0
 ) -> dict[Pair, PreflightResult]:
-    """Try every pair of trainer and model among these trials, write `preflight.json`, and say what was found.
+    """Try every pair of trainer and model of these trials, write `preflight.json`, and return the results.
 
-    Nothing here stops a sweep: a pair whose trial crashes or takes too long is not known, and may be run. Commands are
-    not tried. The log is `logs/preflight.log`.
+    A pair that crashes or takes too long is unknown, and its trials may run. Commands are not tried. The log is
+    `logs/preflight.log`.
 
     Args:
         sweep: The sweep's folder.
         specs: Its trials.
         timeout_seconds: For all pairs together.
     """
-    asked = _requests(specs)
+    requests = _requests(specs)
     log_file(sweep, "preflight").parent.mkdir(parents=True, exist_ok=True)
     (sweep / PROGRESS).unlink(missing_ok=True)
     deadline = time.monotonic() + timeout_seconds
     found: dict[Pair, PreflightResult] = {}
-    while left := [content for pair, content in asked.items() if pair not in found]:
+    while left := [content for pair, content in requests.items() if pair not in found]:
         write_json(sweep / REQUEST, left)
         ending = _run_worker(sweep, deadline)
-        found = _progress(sweep, ending) | found  # what an earlier process came to stands
+        found = _progress(sweep, ending) | found  # results of an earlier process take precedence
         if time.monotonic() >= deadline or not any(_pair(content) in found for content in left):
-            found = {_pair(content): _not_known(content, ending) for content in asked.values()} | found
+            found = {_pair(content): _not_known(content, ending) for content in requests.values()} | found
     write_preflight(sweep, found.values())
     for name in (REQUEST, PROGRESS):
         (sweep / name).unlink(missing_ok=True)
@@ -170,21 +171,21 @@ def run_preflight(
 
 
 def _requests(specs: Sequence[TrialSpec]) -> dict[Pair, dict[str, Any]]:
-    """One request for each pair, with the smallest sizes asked for."""
-    asked: dict[Pair, dict[str, Any]] = {}
+    """One request for each pair, with the smallest sizes of its trials."""
+    requests: dict[Pair, dict[str, Any]] = {}
     for spec in specs:
         if spec.trainer == COMMAND:
             continue
-        known = asked.setdefault(pair_of(spec), {**pair_of(spec)._asdict(), "options": dict(spec.options)})
+        known = requests.setdefault(pair_of(spec), {**pair_of(spec)._asdict(), "options": dict(spec.options)})
         known["batch"] = spec.batch
         for name, value in (("batch_size", spec.batch_size), ("seq_len", spec.seq_len)):
             known[name] = min(value, known.get(name, value))
-    return asked
+    return requests
 
 
 def _run_worker(sweep: Path, deadline: float) -> str:
-    """Run the worker until it ends or the deadline; how it ended, in words."""
-    # A tiny copy needs no accelerator, and a context on one would take memory from a running trial.
+    """Run the worker until it ends or the deadline passes; return how it ended, as text."""
+    # A tiny copy needs no accelerator, and a context there would take memory from a running trial.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     environment = {**os.environ, **hidden, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "flopwatch.sweep.worker.preflight_main", str(sweep.resolve())]
@@ -204,7 +205,7 @@ def _run_worker(sweep: Path, deadline: float) -> str:
             return "it took too long"
         finally:
             _kill_tree(process)
-    return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process left with {code}"
+    return f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process exited with {code}"
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
@@ -218,7 +219,7 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def _progress(sweep: Path, ending: str) -> dict[Pair, PreflightResult]:
-    """The worker's findings; a pair that was begun and has none is the one that ended it."""
+    """The worker's results. A pair that was begun and has none is the one that ended the worker."""
     found: dict[Pair, PreflightResult] = {}
     for line in read_lines(sweep / PROGRESS):
         if "begun" in line:
@@ -242,5 +243,5 @@ def _pair(request: Mapping[str, Any]) -> Pair:
 
 
 def _not_known(request: Mapping[str, Any], ending: str) -> PreflightResult:
-    reason = f"not known: the preflight did not come to an end, {ending}; see logs/preflight.log"
+    reason = f"not known: the preflight did not finish, {ending}; see logs/preflight.log"
     return PreflightResult(*_pair(request), supported=True, reason=reason, tried=False)

@@ -1,6 +1,6 @@
 import pytest
 
-from flopwatch.sweep.engines.protocol import ending_from_evidence, explained
+from flopwatch.sweep.engines.protocol import ending_from_evidence, outcome_known_to_engine
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_a_ray_out_of_memory_says_that_the_victim_may_be_innocent():
     ],
 )
 def test_the_engine_knows_why_a_supervisor_was_told_to_stop(evidence, outcome):
-    assert explained(evidence)[0] == outcome
+    assert outcome_known_to_engine(evidence)[0] == outcome
 
 
 def test_an_engine_that_saw_nothing_explains_nothing():
-    assert [explained(evidence) for evidence in ({}, {"exit_code": 0}, {"state": "COMPLETED"}, {"signal": 9})] == [
-        None
-    ] * 4
+    assert [
+        outcome_known_to_engine(evidence) for evidence in ({}, {"exit_code": 0}, {"state": "COMPLETED"}, {"signal": 9})
+    ] == [None] * 4
 
 
 def test_a_folder_the_node_cannot_write_to_is_named_as_the_cause():

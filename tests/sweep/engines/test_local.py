@@ -83,12 +83,12 @@ def test_a_trial_of_two_gpus_and_halves_of_one(tmp_path):
 
 @pytest.mark.parametrize(("gpus", "asked"), [(("0",), 2.0), ((), 1.0)])
 def test_more_gpus_than_there_are_is_an_error(tmp_path, gpus, asked):
-    with pytest.raises(InputError, match="asks for"):
+    with pytest.raises(InputError, match="a trial needs"):
         SlotPool(gpus, 1, tmp_path).take(asked)
 
 
 def test_more_jobs_than_cores_is_an_error(tmp_path):
-    with pytest.raises(InputError, match="every trial needs a core of its own"):
+    with pytest.raises(InputError, match="every trial needs at least one core"):
         SlotPool((), 1000, tmp_path)
 
 

@@ -30,5 +30,5 @@ def test_one_trial_over_two_nodes_measures_and_one_loses_a_process(cluster, tmp_
 def test_a_ray_of_one_node_says_that_it_has_no_two():
     engine = RayEngine()
     engine._nodes, engine._nodes_read = [{"Alive": True, "Resources": {"CPU": 8}}], float("inf")
-    with pytest.raises(InputError, match="asks for 2 nodes"):
+    with pytest.raises(InputError, match="needs 2 nodes"):
         engine.room(many_nodes.spec(nodes=2, layout="ddp"))

@@ -218,7 +218,7 @@ def test_what_a_full_queue_does_not_take_is_submitted_later(tmp_path, monkeypatc
     engine.submit(trials)
     assert not engine.wait(1.0)
     assert engine.room(trials[0].spec) == 0
-    assert engine.state() == "0 running, 0 queued, 2 held back: Slurm takes no more jobs of this user"
+    assert engine.state() == "0 running, 0 queued, 2 held back: Slurm accepts no more jobs of this user"
     monkeypatch.setenv("PATH", path)
     contract.run_all_placed(engine, trials)
     assert [contract.outcome(trial) for trial in trials] == ["ok", "ok"]

@@ -10,7 +10,7 @@ from flopwatch.report.analysis.cells import column_names, group_key
 from flopwatch.sweep.preflight import refusals
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.names import trial_names
-from flopwatch.sweep.supervisor.build_result import RankEnd, first_cause
+from flopwatch.sweep.supervisor.classify import RankEnd, first_cause
 from flopwatch.sweep.worker.rank_group import job_cost, job_peak
 
 SMALL = {"models": "tiny", "batch_sizes": [8], "seq_lens": [16]}

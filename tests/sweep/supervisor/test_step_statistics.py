@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwatch.sweep.supervisor.measurements import percentile, step_times
+from flopwatch.spread import percentile
+from flopwatch.sweep.supervisor.build_result import step_times
 
 
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=50), st.floats(0, 1))

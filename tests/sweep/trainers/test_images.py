@@ -162,7 +162,7 @@ def test_a_mapping_is_taken_as_it_is(own):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("too_few", "asked for 4 samples and made input with 3"),
+        ("too_few", "should return 4 samples and returned input with 3"),
         ("nothing", "returned NoneType"),
         ("missing", "cannot load the batch"),
         ("number", "is a int, not a function"),

@@ -48,7 +48,9 @@ _NoProgress = Annotated[float | None, flag("Seconds without a step. Default: 600
 _EngineName = Annotated[str, flag("local, ray or slurm.")]
 _EngineOption = Annotated[list[str] | None, flag("Such as partition=gpu, address=10.0.0.1:6379.")]
 _Jobs = Annotated[int, flag("Trials at once on a machine without GPUs.")]
-_Gpus = Annotated[str | None, flag("Numbers of the GPUs to use, such as 0,1; 2 is the third one. Default: all.")]
+_GpuIds = Annotated[
+    str | None, flag("Numbers of the GPUs to use, such as 0,1; 2 is the third one. Default: all.", "--gpu-ids")
+]
 _GpusPerTrial = Annotated[float | None, flag("A fraction shares one GPU.")]
 # Which trials run, in which order, and for how long.
 _Only = Annotated[str | None, flag("failed, oom or missing: run just those.")]
@@ -58,7 +60,7 @@ _RetryOn = Annotated[str | None, flag("Try these again too: error,crash,timeout,
 _Budget = Annotated[
     str | None, flag("Start nothing new after this time, such as 8h or 90m; running trials are finished.")
 ]
-_Seed = Annotated[int, flag("Seed of the order in which trials run.")]
+_OrderSeed = Annotated[int, flag("Seed of the order in which trials run.", "--order-seed")]
 _InOrder = Annotated[bool, flag("Run in the order of the matrix.", "--in-order")]
 # What the command does.
 _Detach = Annotated[bool, flag("Run on in the background; see `flopwatch sweep attach DIR`.", "--detach")]
@@ -89,7 +91,7 @@ def sweep(
     engine: _EngineName = "local",
     engine_option: _EngineOption = None,
     jobs: _Jobs = 1,
-    gpus: _Gpus = None,
+    gpu_ids: _GpuIds = None,
     gpus_per_trial: _GpusPerTrial = None,
     only: _Only = None,
     limit: _Limit = None,
@@ -97,7 +99,7 @@ def sweep(
     retry_on: _RetryOn = None,
     budget: _Budget = None,
     detach: _Detach = False,
-    seed: _Seed = 0,
+    order_seed: _OrderSeed = 0,
     in_order: _InOrder = False,
     quick: _Quick = False,
     dry_run: _DryRun = False,
@@ -141,7 +143,7 @@ def sweep(
         run_detached(request.output)
         return
     with lasting_output(), tracked(request.output, wandb, mlflow):
-        _run(request, shuffle_seed=None if in_order else seed, with_preflight=not no_preflight)
+        _run(request, shuffle_seed=None if in_order else order_seed, with_preflight=not no_preflight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ def _read(given: dict[str, Any]) -> _Request:
     specs = expand(matrix)
     check_names(specs, with_modules=not given["no_preflight"])
     retries = retry_policy(matrix.retries, matrix.retry_on)
-    engine = _engine(given["engine"], given["engine_option"] or [], given["jobs"], given["gpus"])
+    engine = _engine(given["engine"], given["engine_option"] or [], given["jobs"], given["gpu_ids"])
     output = given["output"] or Path("flopwatch-quick" if given["quick"] else "flopwatch-sweep")
     return _Request(output, specs, engine, given["only"], given["limit"], retries, matrix.budget)
 

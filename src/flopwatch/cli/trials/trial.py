@@ -260,7 +260,7 @@ def _searched(output: Path, spec: "TrialSpec", max_batch: int, *, with_preflight
             stop=stop,
             max_batch=max_batch,
             preflight=(lambda plan: _preflight(output, plan, quiet=quiet)) if with_preflight else None,
-            told=lambda probe: None if quiet else typer.echo(probe_line(probe)),
+            on_probe=lambda probe: None if quiet else typer.echo(probe_line(probe)),
         )
 
 

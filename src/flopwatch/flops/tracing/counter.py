@@ -336,7 +336,6 @@ class CountingMode(TorchDispatchMode):
         self.tally.note(THREADS_NOTE)
 
     def add_triton_kernel(self) -> None:
-        """A Triton kernel was launched directly."""
         self.tally.add_uncounted(TRITON_KERNEL, self._module(self._phase()), ())
 
     def _add_uncounted(self, name: str, args: tuple[Any, ...]) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from flopwatch.errors import InputError
-from flopwatch.flops.batch_contents import FLAT_IMAGES, describe, named, read_shape
-from flopwatch.flops.count import IGNORED_LABEL, target_lengths
+from flopwatch.flops.batch_contents import FLAT_IMAGES, IGNORED_LABEL, describe, named, read_shape
+from flopwatch.flops.count import target_lengths
 from flopwatch.flops.law import Documents
 from flopwatch.flops.tracing.replica import unwrap
 from flopwatch.models.load import dummy_batch

@@ -1,0 +1,1 @@
+"""Where trials run: on this machine, in a Ray cluster, under Slurm."""

@@ -1,4 +1,4 @@
-"""The default engine: supervisors as processes of this machine, one per GPU or set of cores. Needs nothing else."""
+"""The default engine: supervisors are processes on this machine, one per GPU or set of cores."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ from flopwatch.sweep.folder import Trial, attempt_of, is_supervised
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.processes import PARENT
 
-_CANCEL_PATIENCE_SECONDS = 20.0
+_CANCEL_PATIENCE_SECONDS = 20.0  # for a supervisor to kill its trial and write the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class LocalEngine:
 
     Args:
         gpus: Device numbers to use; None finds them, () uses the cores.
-        jobs: Trials at once on a machine without GPUs. One is the default: neighbours disturb each other's times.
+        jobs: Trials at once on a machine without GPUs. The default is one, because parallel trials disturb each other's
+            times.
     """
 
     name = "local"
@@ -47,17 +48,17 @@ class LocalEngine:
         self._gpus = visible_gpus() if gpus is None else tuple(gpus)
         self._jobs = jobs
         if not self._gpus:
-            core_sets(jobs)  # what cannot be is told before anything is opened
+            core_sets(jobs)  # raises early if there are not enough cores
         self._running: dict[str, _Running] = {}
         self._next_slot: Slot | None = None
         self._give_up: dict[str, float] = {}
         self._pool: SlotPool
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Supervisors end with their runner; those of a killed one may still be cleaning up."""
+        """Wait for the supervisors of a killed runner: they end with it, but may still be cleaning up."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
         for trial in unfinished:
-            is_supervised(sweep, trial.name)  # all at once, so that those of other hosts are watched together
+            is_supervised(sweep, trial.name)  # for all first, so that those of other hosts are watched at the same time
         deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
         for trial in unfinished:
             while is_supervised(sweep, trial.name) and time.monotonic() < deadline:
@@ -67,7 +68,7 @@ class LocalEngine:
     def room(self, next_up: TrialSpec) -> int:
         if next_up.nodes > 1:
             raise InputError(
-                f"a trial asks for {next_up.nodes} nodes and this is one machine; use --engine slurm or ray, or "
+                f"a trial needs {next_up.nodes} nodes and this is one machine; use --engine slurm or ray, or "
                 "leave `nodes` out"
             )
         if self._next_slot is None:
@@ -99,7 +100,7 @@ class LocalEngine:
                 handles.append(os.pidfd_open(running.process.pid))
                 poll.register(handles[-1], select.POLLIN)
             poll.poll(seconds * 1000)
-        except (AttributeError, OSError):  # no pidfds here, or one ended meanwhile
+        except (AttributeError, OSError):  # this system has no pidfds, or a process ended meanwhile
             time.sleep(0.01)
         finally:
             for handle in handles:
@@ -110,18 +111,18 @@ class LocalEngine:
             running = self._running[name]
             running.process.kill()
             claimed = read_json(trial_folder(running.trial.sweep, name) / STARTED)
-            if isinstance(claimed, dict) and is_alive_here(claimed):  # the guard's child does not die with it
+            if isinstance(claimed, dict) and is_alive_here(claimed):  # killing the guard does not kill the supervisor
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(claimed["pid"], signal.SIGKILL)
             process_tree.kill_marked(trial_folder(running.trial.sweep.resolve(), name))
             self._give_up[name] = time.monotonic() + _CANCEL_PATIENCE_SECONDS
 
     def _is_given_up(self, running: _Running) -> bool:
-        """Stuck in the kernel: it will be gone when that lets go of it."""
+        """Whether it survived SIGKILL for too long: it is stuck in the kernel and ends when that returns."""
         return time.monotonic() > self._give_up.get(running.trial.name, math.inf)
 
     def withdraw(self) -> Sequence[str]:
-        """Nothing is queued: what is placed runs."""
+        """Nothing is queued: every submitted trial runs."""
         return ()
 
     def cancel(self) -> None:
@@ -155,12 +156,12 @@ def _start(trial: Trial, slot: Slot) -> "subprocess.Popen[bytes]":
             stdout=log,
             stderr=log,
             env={**os.environ, PARENT: str(os.getpid()), **slot.environment},
-            start_new_session=True,  # Ctrl-C in the terminal is for the runner alone
+            start_new_session=True,  # so that Ctrl-C in the terminal reaches only the runner
         )
 
 
 def _is_gone(running: _Running) -> bool:
-    """Not while a supervisor whose guard was killed still cleans up."""
+    """Whether guard and supervisor have ended; a supervisor whose guard was killed may still be cleaning up."""
     return running.process.poll() is not None and not is_supervised(running.trial.sweep, running.trial.name)
 
 

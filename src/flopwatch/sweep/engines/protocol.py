@@ -1,4 +1,8 @@
-"""What every engine does: place supervisors, and say when they have ended. How a trial ended is in its files."""
+"""The protocol of engines: they start supervisors and report when these have ended.
+
+A trial's own files say how it ended. If they do not, the outcome is read from the evidence that the engine saw. This
+module also finds an engine by its name.
+"""
 
 import importlib
 import json
@@ -15,13 +19,13 @@ from flopwatch.sweep.folder import Trial as Trial
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A supervisor is gone.
+    """The supervisor of a trial has ended.
 
     Attributes:
-        name: Of the trial.
-        evidence: What the engine saw; the runner reads it when the supervisor left no `result.json`. Keys in use:
-            `exit_code`, `signal` (of the supervisor), `state` (Slurm's word), `error` (Ray's), `host`. Values that
-            JSON cannot hold are replaced by their text.
+        name: The name of the trial.
+        evidence: What the engine saw, for a trial without `result.json`. Keys in use: `exit_code` and `signal` of the
+            supervisor, `state` (Slurm's), `error` (the class of Ray's exception), `host`. Values that JSON cannot
+            hold are replaced by their text.
     """
 
     name: str
@@ -54,44 +58,44 @@ def _text(value: Any) -> str:
 
 
 class Engine(Protocol):
-    """Places supervisors. All calls come from one thread."""
+    """Starts supervisors. All calls come from one thread."""
 
     name: str
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Get ready. Of the unfinished trials of an earlier runner, name those still running that it will wait for."""
+        """Prepare. Return the names of an earlier runner's unfinished trials that still run, to be waited for."""
 
     def room(self, next_up: TrialSpec) -> int:
-        """How many trials like this one it would take now; 0 while full."""
+        """How many trials like this one the engine would accept now; 0 if it is full."""
 
     def submit(self, trials: Sequence[Trial]) -> None:
-        """Place them; at most as many as there was room for."""
+        """Start these trials, at most as many as `room` returned."""
 
     def wait(self, seconds: float) -> Sequence[Ended]:
-        """The trials that ended since; returns at the first end, or with nothing after so many seconds."""
+        """The trials that ended since the last call. Returns at the first end, or with none after so many seconds."""
 
     def end(self, names: Sequence[str]) -> None:
-        """Kill these alone, with SIGKILL: their supervisors do not answer. Their ends come out of `wait` within a
-        minute, also of those that would not die. An engine without this method cannot, and they are waited for.
+        """Kill these trials with SIGKILL, because their supervisors do not respond. `wait` must return their ends
+        within a minute, even if they cannot be killed. For an engine without this method, the runner waits for them.
         """
 
     def withdraw(self) -> Sequence[str]:
-        """Take back what is placed and has not begun; the names of those that are back since the last call.
+        """Withdraw submitted trials that have not begun; return the names of those withdrawn since the last call.
 
-        Called again and again once nothing new is to start. An engine without this method has nothing queued.
+        Called repeatedly while the sweep is stopping. An engine without this method has no queue.
         """
 
     def cancel(self) -> None:
-        """Kill everything that runs, trees included. The ends still come out of `wait`."""
+        """Kill all running trials with their process trees. `wait` still returns their ends."""
 
     def close(self) -> None:
-        """Let go of slots and connections. Nothing is running any more."""
+        """Release slots and connections. No trial is running any more."""
 
     def state(self) -> str:
-        """A word for the live table: `2 slots`, `waiting for GPU 0 (sweep in /data/a)`, `3 queued`."""
+        """A short text for the live table: `2 slots`, `waiting for GPU 0 (sweep in /data/a)`, `3 queued`."""
 
 
-# Find an engine by name, or as `package.module:Class`.
+# Finding an engine
 
 
 _HOMES = {
@@ -102,7 +106,7 @@ _HOMES = {
 
 
 def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
-    """An engine with these settings as its arguments.
+    """An engine by its name or as `package.module:Class`, with these settings as its arguments.
 
     >>> load_engine("local", {"jobs": 1}).name
     'local'
@@ -121,7 +125,7 @@ def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
         raise InputError(f"the engine {name!r} does not take {dict(settings)}: {error}") from None
 
 
-# How a trial ended that left no result: read from what the engine saw. Pure.
+# The outcome of a trial without a result, from the evidence of its engine. Pure.
 
 
 _SLURM: dict[str, tuple[Outcome, str]] = {
@@ -148,22 +152,22 @@ _RAY: dict[str, tuple[Outcome, str]] = {
     "RaySystemError": ("lost", "Ray itself failed"),
 }
 
-# Slurm without cgroups kills with SIGKILL, calls it FAILED and tells the reason only in the job's output, in lines of
-# its own. What the trial prints is in another file.
+# Slurm without cgroups kills with SIGKILL, reports FAILED, and gives the reason only in the job's output, in lines that
+# begin with slurmstepd. The trial's own output is in another file, so it cannot be mistaken for that.
 _SLURM_SAYS = "slurmstepd"
 _OVER_MEMORY = ("exceeded memory limit", "exceeded job memory limit", "oom-kill", "oom_kill")
 
 _NO_OUTPUT_FILE = 53
-"""Slurm's exit code 0:53: it could not open the file for the job's output."""
+"""The signal in Slurm's exit code 0:53, which means that it could not open the file for the job's output."""
 
 
 def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
-    """The outcome and one line for a person, for a trial whose supervisor is gone without a `result.json`.
+    """The outcome, and its reason in one line, of a trial whose supervisor ended without a `result.json`.
 
     Args:
-        evidence: What `Ended.evidence` holds: `state` (Slurm's word), `error` (the name of Ray's exception), `detail`,
-            `exit_code` and `signal` of the supervisor, `log` (the end of what the supervisor or Slurm printed), `host`,
-            `stuck` (why we ended a supervisor that did nothing).
+        evidence: `Ended.evidence`: `state` (Slurm's), `error` (the class of Ray's exception), `detail`, `exit_code` and
+            `signal` of the supervisor, `log` (the end of the output of the supervisor or Slurm), `host`, `stuck` (why
+            we killed a supervisor that did not respond).
 
     >>> ending_from_evidence({"state": "NODE_FAIL", "host": "n1"})
     ('lost', 'its node failed (n1)')
@@ -173,13 +177,12 @@ def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     return outcome, f"{reason} ({host})" if host else reason
 
 
-def explained(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
-    """Why a supervisor was told to stop, for a result that says `cancelled` when nobody here cancelled it.
+def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
+    """The outcome of a trial that was cancelled, but not by this runner; None if the engine does not know the reason.
 
-    Slurm at its time limit and Ray's memory monitor end a trial like a cancellation; only the engine knows better.
-    None when it does not.
+    Slurm's time limit and Ray's memory monitor end a supervisor with SIGTERM, so that it records `cancelled`.
 
-    >>> explained({"state": "TIMEOUT"})[0], explained({"exit_code": 0})
+    >>> outcome_known_to_engine({"state": "TIMEOUT"})[0], outcome_known_to_engine({"exit_code": 0})
     ('timeout', None)
     """
     outcome, reason = ending_from_evidence(evidence)
@@ -194,13 +197,13 @@ def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
         return "lost", str(stuck)
     log = str(evidence.get("log") or "")
     if _state(evidence) and _is_over_memory(log):
-        return "oom_host", "the job used more host memory than it had asked for; ask for more memory"
+        return "oom_host", "the job used more host memory than it had requested; request more memory"
     state = _state(evidence)
     if state in _SLURM:
         return _SLURM[state]
     if state == "REFUSED":
-        words = evidence.get("detail")
-        return "invalid", f"Slurm refuses the job: {words}; mend the engine's settings and run it with --only failed"
+        message = evidence.get("detail")
+        return "invalid", f"Slurm refuses the job: {message}; correct the engine's settings and run with --only failed"
     if state == "NOT_TAKEN":
         return "lost", str(evidence.get("detail"))
     if state == "FAILED" and evidence.get("signal") == _NO_OUTPUT_FILE:

@@ -1,6 +1,6 @@
-"""Trials as Ray tasks: on this machine or on a cluster that is there. Needs `flopwatch[ray]`.
+"""Trials as Ray tasks, on this machine or on an existing cluster. Needs `flopwatch[ray]`.
 
-A task runs the supervisor of one trial in a process of its own; how the trial ended is in its files as everywhere.
+Each task (`ray_task.py`) runs the supervisor of one trial; the trial's files say how it ended, as with every engine.
 """
 
 import math
@@ -14,30 +14,33 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
+from flopwatch.records.reading import first_line
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import trial_folder
+from flopwatch.records.trial_files import SPEC, trial_folder
 from flopwatch.sweep.engines import ray_task
-from flopwatch.sweep.engines import ray_task as ray_nodes
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.engines.ray_internals import (
-    RaySilence,
+    RayOutage,
+    forget_node,
+    has_node_records,
     import_ray,
     in_environment,
     join,
     local_environment,
+    node_of,
     start_local,
 )
 from flopwatch.sweep.folder import Trial, has_begun, is_supervised
 
-_NODES_EVERY_SECONDS = 5.0
-_GET_SECONDS = 60.0
-_LEAVE_SECONDS = 30.0
+_NODES_EVERY_SECONDS = 5.0  # how often the list of nodes is read again
+_GET_SECONDS = 60.0  # for the value of a finished task, which may be on another node
+_LEAVE_SECONDS = 30.0  # for the supervisor of a finished task to kill the trial's processes
 _TICK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """The task is over, its supervisor may still be killing the trial's tree."""
+    """A task that is over while its supervisor may still be killing the trial's processes."""
 
     evidence: Mapping[str, Any]
     deadline: float
@@ -47,16 +50,16 @@ class RayEngine:
     """Places trials as Ray tasks.
 
     Args:
-        address: Of a cluster, as `ray.init` takes it (`auto`, `10.0.0.1:6379`); None starts a Ray of its own here, on
-            loopback and without dashboard.
-        cpus_per_trial: Cores of a trial whose configuration does not say.
-        gpus_per_trial: GPUs of a trial whose configuration does not say, a fraction shares one. None is 1 where the
+        address: Address of a cluster, as for `ray.init` (`auto`, `10.0.0.1:6379`); None starts a Ray on this machine,
+            on loopback and without dashboard.
+        cpus_per_trial: Cores of a trial whose configuration does not set them.
+        gpus_per_trial: GPUs of a trial whose configuration does not set them; a fraction shares one. None is 1 if the
             cluster has GPUs and the trial is not for the CPU.
-        cpus: Cores a Ray of its own may use; None is all.
-        gpus: GPUs a Ray of its own may use; None is all.
+        cpus: Cores that a Ray started here may use; None is all.
+        gpus: GPUs that a Ray started here may use; None is all.
 
-    Several nodes need no shared file system: a node that does not see the sweep's folder sends the trial's files back
-    at its end, and its progress is not seen before. Each node needs flopwatch installed.
+    Nodes need no shared file system: a node that cannot read the sweep's folder sends the trial's files back at its
+    end, so its progress is not visible before that. flopwatch must be installed on each node.
     """
 
     name = "ray"
@@ -72,22 +75,24 @@ class RayEngine:
         self._address, self._local = address, (cpus, gpus)
         self._cpus_per_trial, self._gpus_per_trial = cpus_per_trial, gpus_per_trial
         self._token = uuid.uuid4().hex
-        self._trials: dict[str, Trial] = {}
-        self._references: dict[Any, str] = {}
-        self._needs: dict[str, dict[str, float]] = {}
-        self._groups: dict[str, Any] = {}
+        self._unsent: list[Trial] = []  # submitted during an outage
+        self._references: dict[Any, str] = {}  # the trials of Ray's tasks
         self._leaving: dict[str, _Leaving] = {}
+        self._trials: dict[str, Trial] = {}  # with a task, or leaving
+        self._needs: dict[str, dict[str, float]] = {}
+        self._groups: dict[str, Any] = {}  # placement groups of trials over several nodes
+        self._recalled: set[str] = set()  # cancelled by `withdraw`
+        self._unrun: list[str] = []  # withdrawn, to be returned by the next `withdraw`
         self._nodes: list[dict[str, Any]] = []
         self._nodes_read = -math.inf
         self._is_cancelled = False
-        self._unsent: list[Trial] = []
-        self._recalled: set[str] = set()
-        self._unrun: list[str] = []
-        self._silence = RaySilence(can_come_back=address is not None)
+        self._outage = RayOutage(can_come_back=address is not None)
         self._opened = ExitStack()
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Tasks end with their runner; supervisors of a killed one may still be cleaning up and are waited for."""
+        """Connect to Ray. The tasks of a killed runner have ended, but supervisors that are still cleaning up are
+        waited for.
+        """
         self._sweep = sweep
         if self._address is None:
             self._opened.enter_context(in_environment(local_environment()))
@@ -103,7 +108,7 @@ class RayEngine:
         return [trial.name for trial in still_there]
 
     def _connect(self) -> None:
-        if self._ray.is_initialized():  # the program we are called from has one: it stays when we go
+        if self._ray.is_initialized():  # by the calling program, so it must stay open when the sweep ends
             return
         if self._address is None:
             start_local(self._ray, *self._local)
@@ -115,19 +120,21 @@ class RayEngine:
         self._opened.callback(self._ray.shutdown)
 
     def room(self, next_up: TrialSpec) -> int:
-        """A few more than run at once, so that no slot waits for us; not more, so that what is inferred is not run."""
-        with self._silence.waited_out():
+        """A few more than can run at once, so that no slot is idle between two trials; not more, because the runner may
+        still infer that a waiting trial is out of memory.
+        """
+        with self._outage.tolerated():
             self._refresh_nodes_if_old()
-        if self._silence.since is not None or self._unsent:
+        if self._outage.since is not None or self._unsent:
             return 0
         need = self._need(next_up)
         if next_up.nodes > 1:
             return self._room_for_group(next_up.nodes, need)
         capacity = fits(need, self._resources())
-        if capacity == 0 and self._address is None:  # nobody will join
+        if capacity == 0 and self._address is None:  # no other node can join
             raise InputError(
-                f"a trial asks for {_text(need)}, and this machine has {_text(self._resources()[0])}; "
-                "ask for less, or join a cluster with an address"
+                f"a trial needs {_text(need)}, and this machine has {_text(self._resources()[0])}; "
+                "request less, or join a cluster with an address"
             )
         if capacity == 0:
             return 0
@@ -136,35 +143,35 @@ class RayEngine:
         return max(0, min(capacity - alike, unused) + max(2, capacity // 10))
 
     def _room_for_group(self, nodes: int, need: Mapping[str, float]) -> int:
-        """None ahead of time: a group that waits keeps the nodes it has from others."""
-        capacity = ray_nodes.fits_spread(nodes, [fits(need, [node]) for node in self._resources()])
+        """No more than can run at once: a placement group that waits holds the nodes it already has."""
+        capacity = fits_spread(nodes, [fits(need, [node]) for node in self._resources()])
         if capacity == 0 and self._address is None:
             raise InputError(
-                f"a trial asks for {nodes} nodes with {_text(need)} each, and this is a Ray of one node; "
+                f"a trial needs {nodes} nodes with {_text(need)} each, and this Ray has one node; "
                 "join a cluster with an address, or leave `nodes` out"
             )
         return max(0, capacity - len(self._groups))
 
     def submit(self, trials: Sequence[Trial]) -> None:
-        """What Ray cannot take now goes to it when it answers again."""
+        """Trials that Ray cannot take during an outage are sent when it answers again."""
         self._unsent += trials
-        while self._unsent and self._silence.since is None:
-            with self._silence.waited_out():
+        while self._unsent and self._outage.since is None:
+            with self._outage.tolerated():
                 self._place(self._unsent[0])
                 del self._unsent[0]
 
     def _place(self, trial: Trial) -> None:
         need = self._need(trial.spec)
-        # A task's GPUs are always on one node, so that several need no placement group.
+        # Ray places all GPUs of a task on one node, so a trial on one node needs no placement group.
         options: dict[str, Any] = {
             "num_cpus": need["CPU"],
             "num_gpus": need["GPU"],
             "name": f"flopwatch {trial.name}",
         }
         if trial.spec.nodes > 1:
-            group = self._groups.get(trial.name) or ray_nodes.place_group(trial.spec.nodes, need)
+            group = self._groups.get(trial.name) or ray_task.place_group(trial.spec.nodes, need)
             self._groups[trial.name] = group
-            options["scheduling_strategy"] = ray_nodes.on_bundle(group, 0)
+            options["scheduling_strategy"] = ray_task.on_bundle(group, 0)
         reference = self._remote.options(**options).remote(self._order(trial, need))
         self._references[reference] = trial.name
         self._trials[trial.name], self._needs[trial.name] = trial, need
@@ -172,9 +179,9 @@ class RayEngine:
     def _order(self, trial: Trial, need: Mapping[str, float]) -> ray_task.Order:
         handed_on = [name for name in os.environ if name == "PYTHONPATH" or name.startswith(("NCCL_", "GLOO_"))]
         environment = {name: os.environ[name] for name in handed_on}
-        if not need["GPU"]:  # Ray leaves it unset, and the trial would sit on somebody's GPU 0
+        if not need["GPU"]:  # Ray would leave the variable unset, and the trial would use GPU 0 of another trial
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        spec = (trial_folder(trial.sweep, trial.name) / "spec.json").read_bytes()
+        spec = (trial_folder(trial.sweep, trial.name) / SPEC).read_bytes()
         where = (str(trial.sweep.resolve()), trial.name, self._token, spec, os.getcwd())
         return ray_task.Order(*where, environment, trial.spec.nodes, need)
 
@@ -182,18 +189,18 @@ class RayEngine:
         deadline = time.monotonic() + seconds
         while True:
             left = max(0.0, deadline - time.monotonic())
-            with self._silence.waited_out():
+            with self._outage.tolerated():
                 self._collect(min(left, _TICK_SECONDS) if self._leaving else left)
                 self._give_up_dead_nodes()
             self.submit(())
             ended = self._gone()
             if ended or time.monotonic() >= deadline:
                 return ended
-            if self._silence.since is not None:
+            if self._outage.since is not None:
                 time.sleep(min(1.0, left))
 
     def _collect(self, seconds: float) -> None:
-        """Move tasks that are over to those leaving."""
+        """Move finished tasks to `_leaving`."""
         if not self._references:
             time.sleep(seconds)
             return
@@ -204,11 +211,12 @@ class RayEngine:
                 self._end_task(self._references.pop(reference), self._outcome(reference))
 
     def _outcome(self, reference: Any) -> dict[str, Any]:
-        """Evidence; files that came along are put in place."""
+        """The evidence of a finished task; also writes the files it returned."""
         try:
             returned: ray_task.Returned = self._ray.get(reference, timeout=_GET_SECONDS)
-        except Exception as error:  # the task's death in one of a dozen classes, or an error of the node's Python
-            return {"error": _class_name(error), "detail": _first_line(error)}
+        except Exception as error:  # Ray has a dozen classes for the death of a task; Python on the node may fail too
+            cause = _cause(error)
+            return {"error": type(cause).__name__, "detail": first_line(cause, 300)}
         ray_task.put_in_place(self._sweep, returned.files)
         return dict(returned.evidence)
 
@@ -217,14 +225,14 @@ class RayEngine:
             evidence = {**evidence, "error": "TaskCancelledError"}
         self._needs.pop(name, None)
         if name in self._groups:
-            ray_nodes.remove_group(self._groups.pop(name))
+            ray_task.remove_group(self._groups.pop(name))
         if name in self._recalled and not has_begun(self._sweep, name):
             self._recalled.remove(name)
             self._unrun.append(name)
             del self._trials[name]
             return
         self._leaving[name] = _Leaving(evidence, time.monotonic() + _LEAVE_SECONDS)
-        ray_task.forget(self._token, name)
+        forget_node(self._token, name)
 
     def _gone(self) -> list[Ended]:
         now = time.monotonic()
@@ -238,32 +246,32 @@ class RayEngine:
         return [Ended(name, self._leaving.pop(name).evidence) for name in names]
 
     def _give_up_dead_nodes(self) -> None:
-        """Ray ends the tasks of a node that dies, but not always those of one that is cut off (measured, 90 s)."""
+        """End the tasks of dead nodes: Ray 2.60 did not do so within 90 s for a node that was cut off."""
         if not self._refresh_nodes_if_old():
             return
         dead = {node["NodeID"]: node["NodeManagerAddress"] for node in self._nodes if not node["Alive"]}
         if not dead:
             return
         for reference, name in list(self._references.items()):
-            node = ray_task.announced(self._token, name)
+            node = node_of(self._token, name)
             if node in dead:
                 del self._references[reference]
                 self._end_task(name, {"error": "NodeDiedError", "host": dead[node]})
 
     def withdraw(self) -> Sequence[str]:
-        """Tasks that no node has begun are cancelled, and come back when Ray has let go of them."""
+        """Cancel tasks that no node has begun; they are returned once Ray has ended them."""
         self._unrun += [trial.name for trial in self._unsent]
         self._unsent = []
-        with self._silence.waited_out():
-            for reference, name in self._references.items():
-                if name not in self._recalled and ray_task.announced(self._token, name) is None:
+        with self._outage.tolerated():
+            for reference, name in self._references.items() if has_node_records() else ():
+                if name not in self._recalled and node_of(self._token, name) is None:
                     self._ray.cancel(reference, force=True)
                     self._recalled.add(name)
         back, self._unrun = self._unrun, []
         return back
 
     def end(self, names: Sequence[str]) -> None:
-        """The guard on the trial's node kills what is left there, if the node still answers to itself."""
+        """Cancel the tasks. The guard on the trial's node kills the remaining processes there."""
         for reference, name in list(self._references.items()):
             if name in names:
                 del self._references[reference]
@@ -276,14 +284,14 @@ class RayEngine:
             self._ray.cancel(reference, force=True)
 
     def close(self) -> None:
-        """Leave the cluster; a Ray of our own ends."""
+        """Leave the cluster; a Ray started by this engine ends."""
         if hasattr(self, "_sweep"):
             (self._sweep / ray_task.FOLDER_TOKEN).unlink(missing_ok=True)
         self._opened.close()
 
     def state(self) -> str:
-        if told := self._silence.state():
-            return told
+        if outage := self._outage.state():
+            return outage
         nodes = len(self._resources())
         return f"{nodes} {'node' if nodes == 1 else 'nodes'}, {len(self._references)} with Ray"
 
@@ -292,7 +300,7 @@ class RayEngine:
         if gpus is None:
             has_gpus = spec.device != "cpu" and any(node.get("GPU") for node in self._resources())
             gpus = float(spec.processes if has_gpus else 0)
-        # Ray takes fractions below one and whole numbers above.
+        # Ray accepts fractions of one GPU, but only whole numbers above one.
         cpus = spec.cpus or max(self._cpus_per_trial, spec.processes)
         return {"CPU": cpus, "GPU": gpus if gpus <= 1 else math.ceil(gpus)}
 
@@ -300,32 +308,44 @@ class RayEngine:
         return [node["Resources"] for node in self._nodes if node["Alive"]]
 
     def _refresh_nodes_if_old(self) -> bool:
-        is_old = time.monotonic() - self._nodes_read > _NODES_EVERY_SECONDS or self._silence.since is not None
+        is_old = time.monotonic() - self._nodes_read > _NODES_EVERY_SECONDS or self._outage.since is not None
         if is_old:
             self._refresh_nodes()
         return is_old
 
     def _refresh_nodes(self) -> None:
-        """Nodes join and leave while we run."""
+        """Read the nodes again: they join and leave during a sweep."""
         self._nodes, self._nodes_read = self._ray.nodes(), time.monotonic()
-        self._silence.heard()
+        self._outage.end()
 
 
 def fits(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
-    """How many such trials run at once when they have all nodes for themselves.
+    """How many such trials run at once if they have all nodes to themselves.
 
     >>> fits({"CPU": 1, "GPU": 2}, [{"CPU": 8, "GPU": 3}, {"CPU": 8}])
     1
     """
-    asked = {resource: amount for resource, amount in need.items() if amount > 0}
-    # A millionth forgives 0.1 + 0.2.
+    needed = {resource: amount for resource, amount in need.items() if amount > 0}
+    # The millionth absorbs rounding errors such as that of 0.1 + 0.2.
     return sum(
-        math.floor(min(node.get(resource, 0) / amount for resource, amount in asked.items()) + 1e-6) for node in nodes
+        math.floor(min(node.get(resource, 0) / amount for resource, amount in needed.items()) + 1e-6) for node in nodes
     )
 
 
+def fits_spread(nodes: int, per_node: Sequence[int]) -> int:
+    """How many trials on so many different nodes each run at once, if each node has room for `per_node` of their parts.
+
+    >>> fits_spread(2, [1, 1, 1]), fits_spread(2, [4, 1]), fits_spread(2, [3, 3])
+    (1, 1, 3)
+    """
+    trials = sum(per_node) // nodes
+    while trials and sum(min(room, trials) for room in per_node) < trials * nodes:
+        trials -= 1
+    return trials
+
+
 def spare(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]], taken: Iterable[Mapping[str, float]]) -> int:
-    """How many more such trials the nodes together have resources for; below 0 when some are waiting already.
+    """For how many more such trials the nodes have resources left; negative if some are waiting already.
 
     >>> spare({"CPU": 1, "GPU": 1}, [{"CPU": 8, "GPU": 4}], [{"CPU": 1, "GPU": 2}, {"CPU": 1, "GPU": 0.5}])
     1
@@ -342,13 +362,7 @@ def _text(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
 
 
-def _class_name(error: Exception) -> str:
-    """`RayTaskError(ValueError)` is the name of a class made on the spot: the cause says more."""
+def _cause(error: Exception) -> Exception:
+    """The user's exception: Ray wraps it in a class made at run time, such as `RayTaskError(ValueError)`."""
     cause = getattr(error, "cause", None)
-    return type(cause if isinstance(cause, Exception) else error).__name__
-
-
-def _first_line(error: Exception) -> str:
-    cause = getattr(error, "cause", None)
-    text = str(cause if isinstance(cause, Exception) else error).strip()
-    return text.splitlines()[0][:300] if text else ""
+    return cause if isinstance(cause, Exception) else error

@@ -1,8 +1,8 @@
-"""Stands between a Ray worker and the guard of a supervisor, or a node's agent: `ray_guard.py PARENT_PID COMMAND...`.
+"""Runs between a Ray worker and a supervisor's guard, or a node's agent: `ray_guard.py PARENT_PID COMMAND...`.
 
-When Ray ends a worker it sends SIGKILL to the worker's children (measured, ray 2.60). Were the trial's guard or the
-agent one of them, nobody would be left to kill what they started. This process takes that SIGKILL; its child, watching
-its parent, gets a SIGTERM. Started with `python -I -S`: standard library only, no import of flopwatch, 20 ms.
+When Ray ends a worker, it sends SIGKILL to the worker's children (measured with Ray 2.60). If the guard or the agent
+were such a child, the processes they started would stay behind. This process takes the SIGKILL instead, and its child,
+which watches its parent, gets SIGTERM. Started with `python -I -S`: standard library only, without flopwatch, in 20 ms.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ def main(parent: int, command: list[str]) -> int:
     environment = {**os.environ, "FLOPWATCH_PARENT_PID": str(os.getpid())}
     child = subprocess.Popen(command, env=environment, pass_fds=sockets)
 
-    def tell(number: int, frame: object) -> None:
+    def terminate_child(number: int, frame: object) -> None:
         child.terminate()
 
-    signal.signal(signal.SIGTERM, tell)
-    signal.signal(signal.SIGINT, tell)
+    signal.signal(signal.SIGTERM, terminate_child)
+    signal.signal(signal.SIGINT, terminate_child)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before prctl
         child.terminate()
     status = child.wait()
     return status if status >= 0 else 128 - status

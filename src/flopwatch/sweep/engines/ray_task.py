@@ -1,7 +1,10 @@
-"""What runs inside a Ray task: the supervisor of one trial, on whichever node Ray chose.
+"""The Ray task of a trial: it runs the trial's supervisor on the node that Ray chose.
 
-Nodes that see the sweep's folder write into it. Elsewhere the trial runs in a folder of its own and its files travel
-back as the task's value; a heartbeat is then not seen until the end.
+A node that can read the sweep's folder writes to it. On other nodes the trial runs in a temporary folder and its files
+are sent back as the task's value; its heartbeat is not visible before that.
+
+A trial over several nodes has a placement group with one bundle per node. The task of the first node runs the
+supervisor and starts the agents of the other nodes as its own child tasks, so that Ray ends them together.
 """
 
 import contextlib
@@ -18,33 +21,37 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flopwatch.records.trial_files import log_file, run_folder, trial_folder
+from flopwatch.records.reading import first_line
+from flopwatch.records.trial_files import RESULT, SPEC, log_file, run_folder, trial_folder
+from flopwatch.sweep.engines.ray_internals import publish_node
 from flopwatch.sweep.supervisor.job_nodes import LISTENER, TOKEN, encoded, listener
 
 FOLDER_TOKEN = ".ray-token"
-"""In the sweep's folder; a node that reads the same token sees the same folder."""
+"""A file in the sweep's folder; a node that reads the expected token there can see that folder."""
 
 GUARD = Path(__file__).with_name("ray_guard.py")
 SUPERVISOR = ("-m", "flopwatch.sweep.supervisor")
 
+# Limits of what a task sends back through Ray's object store, which is small (see `start_local`).
 _FILE_BYTES = 4 << 20
 _ALL_BYTES = 64 << 20
 _TAIL_BYTES = 4000
+_LEAVE_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a task is told.
+    """The argument of a trial's task.
 
     Attributes:
-        sweep: The sweep's folder, as the runner sees it.
-        name: The trial.
-        token: What FOLDER_TOKEN holds in that folder.
+        sweep: The path of the sweep's folder on the runner's host.
+        name: The name of the trial.
+        token: The content of the file FOLDER_TOKEN in that folder.
         spec: The content of `trials/NAME/spec.json`.
-        cwd: Where the runner was started: trainers are imported from there.
-        environment: Set for the trial.
-        nodes: Of the trial.
-        need: Ray's resources on each of them, where it has several.
+        cwd: The working directory of the runner, from which trainers are imported.
+        environment: Environment variables for the trial.
+        nodes: The number of nodes of the trial.
+        need: The Ray resources on each node, if there are several.
     """
 
     sweep: str
@@ -59,11 +66,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a task gives back.
+    """The value of a trial's task.
 
     Attributes:
-        evidence: For `Ended`.
-        files: By their path in the sweep's folder; empty where they are in place already.
+        evidence: The evidence for `Ended`.
+        files: Contents by their path in the sweep's folder; empty if the node wrote to that folder itself.
     """
 
     evidence: Mapping[str, Any]
@@ -71,8 +78,8 @@ class Returned:
 
 
 def run_trial(order: Order) -> Returned:
-    """Run the supervisor to its end. Nothing it does raises; a node without flopwatch does."""
-    announce(order.token, order.name)
+    """Run the supervisor to its end. Raises only on a node without flopwatch, whatever happens to the trial."""
+    publish_node(order.token, order.name)
     if sees_the_sweep(order):
         return Returned(_supervise_all(Path(order.sweep), order))
     with tempfile.TemporaryDirectory(prefix="flopwatch-") as folder:
@@ -89,33 +96,32 @@ def sees_the_sweep(order: Order) -> bool:
 def _run_apart(sweep: Path, order: Order) -> Returned:
     for folder in (trial_folder(sweep, order.name), log_file(sweep, order.name).parent):
         folder.mkdir(parents=True)
-    (trial_folder(sweep, order.name) / "spec.json").write_bytes(order.spec)
+    (trial_folder(sweep, order.name) / SPEC).write_bytes(order.spec)
     evidence = _supervise_all(sweep, order)
     files, left_out = collect(sweep, order.name)
     if not left_out:
         return Returned(evidence, files)
-    told = {"left_on_the_node": left_out}
-    return Returned({**evidence, **told}, _with_evidence(files, str(_result(order.name)), told))
+    missing = {"left_on_the_node": left_out}
+    return Returned({**evidence, **missing}, _with_evidence(files, str(_result(order.name)), missing))
 
 
 def _result(name: str) -> Path:
-    return trial_folder(Path(), name) / "result.json"
+    return trial_folder(Path(), name) / RESULT
 
 
-def _with_evidence(files: dict[str, bytes], path: str, told: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files with this in the result's evidence: what did not travel is known wherever the result is."""
+def _with_evidence(files: dict[str, bytes], path: str, missing: Mapping[str, Any]) -> dict[str, bytes]:
+    """Add the list of files that stayed on the node to the evidence in the result file."""
     try:
         content = json.loads(files[path])
-        content["evidence"] = {**content.get("evidence", {}), **told}
+        content["evidence"] = {**content.get("evidence", {}), **missing}
         return {**files, path: json.dumps(content).encode()}
-    except (KeyError, ValueError, TypeError, AttributeError):  # no result, or none that can be read
+    except (KeyError, ValueError, TypeError, AttributeError):  # there is no result, or it cannot be read
         return files
 
 
 def _supervise_all(sweep: Path, order: Order) -> dict[str, Any]:
     if order.nodes == 1:
         return _supervise(sweep, order)
-
     with placed_agents(order) as meeting:
         variables = {**order.environment, **meeting.environment}
         return _supervise(sweep, replace(order, environment=variables), [meeting.socket.fileno()])
@@ -124,25 +130,31 @@ def _supervise_all(sweep: Path, order: Order) -> dict[str, Any]:
 def _supervise(sweep: Path, order: Order, sockets: Sequence[int] = ()) -> dict[str, Any]:
     attempt = str(json.loads(order.spec).get("attempt", ""))
     supervisor = [sys.executable, *SUPERVISOR, str(sweep), order.name, attempt]
-    guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid())]
     with tempfile.TemporaryFile() as output:
-        status = subprocess.call(
-            [*guard, *supervisor],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=order.cwd if os.path.isdir(order.cwd) else None,
-            env={**os.environ, **order.environment},
-            pass_fds=sockets,
-            start_new_session=True,  # Ray sends SIGKILL to the worker's whole process group
-        )
+        status = _call_guarded(supervisor, order, output, order.environment, sockets)
         output.seek(max(0, output.tell() - _TAIL_BYTES))
         printed = output.read().decode(errors="replace")
     return {"host": os.uname().nodename, **status_evidence(status), **({"log": printed} if printed else {})}
 
 
+def _call_guarded(
+    command: Sequence[str], order: Order, output: Any, environment: Mapping[str, str], sockets: Sequence[int] = ()
+) -> int:
+    """Run a command below `ray_guard.py`, which survives what Ray does to the children of its workers."""
+    return subprocess.call(
+        [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        cwd=order.cwd if os.path.isdir(order.cwd) else None,
+        env={**os.environ, **environment},
+        pass_fds=sockets,
+        start_new_session=True,  # Ray sends SIGKILL to the worker's whole process group
+    )
+
+
 def status_evidence(status: int) -> dict[str, int]:
-    """Of `ray_guard.py`, which hands on its child's signal as a shell does.
+    """Evidence from the exit status of `ray_guard.py`, which reports its child's signal as a shell does.
 
     >>> status_evidence(139)
     {'signal': 11}
@@ -153,7 +165,7 @@ def status_evidence(status: int) -> dict[str, int]:
 
 
 def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:
-    """The trial's files, and the names of those too large to travel; of a long log the end travels."""
+    """The trial's files, and the names of those too large to send; a long log is cut to its end."""
     folders = (trial_folder(sweep, name), run_folder(sweep, name))
     found = [log_file(sweep, name), *(file for folder in folders for file in sorted(folder.rglob("*")))]
     files: dict[str, bytes] = {}
@@ -162,7 +174,7 @@ def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:
         path, size = str(file.relative_to(sweep)), file.stat().st_size
         if file == log_file(sweep, name):
             files[path] = _tail(file)
-        elif file == sweep / _result(name):  # without it the trial would be lost
+        elif file == sweep / _result(name):  # always sent: without it the trial would be lost
             files[path] = file.read_bytes()
         elif size > _FILE_BYTES or total + size > _ALL_BYTES:
             left_out.append(path)
@@ -178,35 +190,8 @@ def _tail(file: Path) -> bytes:
         return stream.read()
 
 
-def announce(token: str, name: str) -> None:
-    """Tell the runner on which node the trial is: Ray never ends a task whose node is cut off, so the runner must."""
-    import ray
-    from ray.experimental import internal_kv
-
-    node = ray.get_runtime_context().get_node_id()
-    internal_kv._internal_kv_put(_key(token, name), node.encode(), overwrite=True)
-
-
-def announced(token: str, name: str) -> str | None:
-    """The node a trial runs on; None while it has not begun."""
-    from ray.experimental import internal_kv
-
-    node = internal_kv._internal_kv_get(_key(token, name))
-    return None if node is None else node.decode()
-
-
-def forget(token: str, name: str) -> None:
-    from ray.experimental import internal_kv
-
-    internal_kv._internal_kv_del(_key(token, name))
-
-
-def _key(token: str, name: str) -> bytes:
-    return f"flopwatch/{token}/{name}".encode()
-
-
 def put_in_place(sweep: Path, files: Mapping[str, bytes]) -> None:
-    """Write what a node sent, `result.json` last: whoever sees it finds the rest."""
+    """Write the files that a node returned, `result.json` last: once it exists, the trial's files are complete."""
     for path in sorted(files, key=lambda path: path.endswith("/result.json")):
         file = sweep / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -215,16 +200,11 @@ def put_in_place(sweep: Path, files: Mapping[str, bytes]) -> None:
         os.replace(beside, file)
 
 
-# Trials over several nodes of a Ray cluster: a placement group with a bundle on each, the supervisor on the first.
-#
-# The task with the supervisor places the agents of the other nodes as tasks of its own, so Ray ends them with it.
-
-
-_LEAVE_SECONDS = 20.0
+# Trials over several nodes
 
 
 def place_group(nodes: int, need: Mapping[str, float]) -> Any:
-    """A bundle of these resources on each of so many different nodes; Ray makes it when there is room."""
+    """Request these resources on each of so many different nodes; Ray grants them when there is room."""
     from ray.util import placement_group
 
     bundle = {resource: amount for resource, amount in need.items() if amount > 0}
@@ -234,7 +214,7 @@ def place_group(nodes: int, need: Mapping[str, float]) -> Any:
 def remove_group(group: Any) -> None:
     from ray.util import remove_placement_group
 
-    with contextlib.suppress(Exception):  # where Ray does not answer, the group goes with us
+    with contextlib.suppress(Exception):  # if Ray does not answer, the group ends with this process
         remove_placement_group(group)
 
 
@@ -244,27 +224,15 @@ def on_bundle(group: Any, index: int) -> Any:
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
 
-def fits_spread(nodes: int, per_node: Sequence[int]) -> int:
-    """How many trials run at once, each on so many different nodes, when a node has room for so many of their parts.
-
-    >>> fits_spread(2, [1, 1, 1]), fits_spread(2, [4, 1]), fits_spread(2, [3, 3])
-    (1, 1, 3)
-    """
-    trials = sum(per_node) // nodes
-    while trials and sum(min(room, trials) for room in per_node) < trials * nodes:
-        trials -= 1
-    return trials
-
-
 @dataclass(frozen=True, slots=True)
 class AgentOrder:
-    """What the task of one further node is told.
+    """The argument of the task of each further node.
 
     Attributes:
-        order: What the task of the first node was told.
+        order: The argument of the first node's task.
         node: The number of the node among those of the trial.
         address: Host and port of the supervisor.
-        token: The secret it asks for.
+        token: The secret that the supervisor expects.
     """
 
     order: Order
@@ -275,7 +243,7 @@ class AgentOrder:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the agents meet their supervisor: a socket that is open before either is there."""
+    """The socket on which the supervisor awaits the agents; open before either of them starts."""
 
     socket: socket.socket
     token: str
@@ -288,7 +256,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def placed_agents(order: Order) -> Iterator[Meeting]:
-    """In the task of the first node: tasks for the others, which connect to the socket."""
+    """In the task of the first node: start the tasks of the other nodes, which connect to the socket."""
     import ray
 
     own, token = listener(""), secrets.token_hex(16)
@@ -312,7 +280,7 @@ def placed_agents(order: Order) -> Iterator[Meeting]:
 
 
 def _watch(references: Mapping[Any, int], meeting: Meeting) -> None:
-    """A node that dies or cannot run its agent says nothing to the supervisor, so we do."""
+    """Report to the supervisor a node that died or could not run its agent, because nothing else would."""
     import ray
 
     left = list(references)
@@ -322,44 +290,29 @@ def _watch(references: Mapping[Any, int], meeting: Meeting) -> None:
             ray.get(ready)
         except Exception as error:
             is_own = isinstance(error, ray.exceptions.RayTaskError)
-            said = (str(getattr(error, "cause", None) or error).strip().splitlines() or [""])[0][:300]
-            told = {"token": meeting.token, "gone": references[ready], "why": f"{type(error).__name__}: {said}"}
+            message = first_line(getattr(error, "cause", None) or error, 300)
+            report = {"token": meeting.token, "gone": references[ready], "why": f"{type(error).__name__}: {message}"}
             host, _, port = meeting.address.rpartition(":")
             with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as connection:
-                connection.sendall(encoded({**told, "is_lost": not is_own}))
+                connection.sendall(encoded({**report, "is_lost": not is_own}))
 
 
-def run_agent(told: AgentOrder) -> None:
-    """In the task of a further node: its agent, in the sweep's folder or in one of its own."""
-    order = told.order
+def run_agent(agent: AgentOrder) -> None:
+    """In the task of a further node: run its agent, in the sweep's folder or in a temporary one."""
+    order = agent.order
     if sees_the_sweep(order):
         with log_file(Path(order.sweep), order.name).open("ab") as log:
-            _run(told, trial_folder(Path(order.sweep), order.name), log)
+            _run(agent, trial_folder(Path(order.sweep), order.name), log)
         return
     with tempfile.TemporaryDirectory(prefix="flopwatch-node-") as folder:
         trial_dir = trial_folder(Path(folder), order.name)
         trial_dir.mkdir(parents=True)
-        (trial_dir / "spec.json").write_bytes(order.spec)
+        (trial_dir / SPEC).write_bytes(order.spec)
         with tempfile.TemporaryFile() as output:
-            _run(told, trial_dir, output)
+            _run(agent, trial_dir, output)
 
 
-def _run(told: AgentOrder, trial_dir: Path, output: Any) -> None:
-    order = told.order
-    agent = [
-        sys.executable,
-        "-m",
-        "flopwatch.sweep.supervisor.node_agent",
-        str(trial_dir),
-        str(told.node),
-        told.address,
-    ]
-    subprocess.call(
-        [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *agent],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        cwd=order.cwd if os.path.isdir(order.cwd) else None,
-        env={**os.environ, **order.environment, TOKEN: told.token},
-        start_new_session=True,  # Ray sends SIGKILL to the worker's whole process group
-    )
+def _run(agent: AgentOrder, trial_dir: Path, output: Any) -> None:
+    module = [sys.executable, "-m", "flopwatch.sweep.supervisor.node_agent"]
+    environment = {**agent.order.environment, TOKEN: agent.token}
+    _call_guarded([*module, str(trial_dir), str(agent.node), agent.address], agent.order, output, environment)

@@ -1,4 +1,4 @@
-"""Slots of this machine: GPUs or sets of cores, each locked by a file so that two sweeps do not meet on one."""
+"""Slots of this machine: GPUs or sets of cores, each locked by a file so that two sweeps never share one."""
 
 import contextlib
 import fcntl
@@ -11,27 +11,24 @@ from typing import IO
 
 from flopwatch.errors import InputError
 from flopwatch.records.reading import one_line
-from flopwatch.sweep.host.processes import CORES
-
-GPUS = "FLOPWATCH_GPUS"
-"""The GPUs of a trial's slot; a worker that then finds no accelerator does not take the CPU."""
+from flopwatch.sweep.host.processes import CORES, GPUS
 
 _EPSILON = 1e-9
 
 
 def lock_folder() -> Path:
-    """For all users of this machine."""
+    """The folder of the lock files, shared by all users of this machine."""
     return Path(os.environ.get("FLOPWATCH_SLOT_DIR", "/tmp/flopwatch-slots"))
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one trial occupies.
+    """The devices of one trial.
 
     Attributes:
         gpus: Device numbers.
-        share: Of the one device, when several trials share it; 1.0 otherwise.
-        cores: The cores it is pinned to; empty leaves it unpinned.
+        share: The trial's share of its GPU if several trials share it; otherwise 1.0.
+        cores: The cores it is pinned to; empty does not pin it.
     """
 
     gpus: tuple[str, ...] = ()
@@ -52,9 +49,9 @@ class SlotPool:
     """Hands out slots.
 
     Args:
-        gpus: Device numbers; empty means a machine without accelerators, whose cores are divided.
+        gpus: Device numbers; empty divides the cores instead.
         jobs: How many trials may run at once on the cores; not used with GPUs.
-        sweep: Named in the lock files, for whoever waits.
+        sweep: The folder that the lock files name, for a sweep that waits for them.
     """
 
     def __init__(self, gpus: tuple[str, ...], jobs: int, sweep: Path) -> None:
@@ -67,7 +64,7 @@ class SlotPool:
         _need_folder()
 
     def take(self, gpus: float) -> Slot | None:
-        """A free slot; None while there is none, and `waits_for` says who has it."""
+        """A free slot; None if there is none, and `waits_for` then names the sweep that has it."""
         self.waits_for = ""
         if not self._free_share:
             return self._take_cores(gpus)
@@ -107,7 +104,7 @@ class SlotPool:
     def _take_cores(self, gpus: float) -> Slot | None:
         if gpus:
             raise InputError(
-                f"a trial asks for {gpus:g} GPUs and this machine has none; leave `gpus` out, or name them"
+                f"a trial needs {gpus:g} GPUs and this machine has none; leave `gpus` out, or name GPUs with --gpus"
             )
         for cores in self._core_sets:
             locked = [core for core in cores if self._lock(f"core-{core}")]
@@ -121,7 +118,7 @@ class SlotPool:
     def _refuse_more_than_there_is(self, wanted: float) -> None:
         if wanted > len(self._free_share):
             raise InputError(
-                f"a trial asks for {wanted:g} GPUs and this machine has {len(self._free_share)}; "
+                f"a trial needs {wanted:g} GPUs and this machine has {len(self._free_share)}; "
                 "use fewer, or --engine ray or slurm"
             )
 
@@ -133,13 +130,13 @@ class SlotPool:
             return True
         try:
             file = _open_lock(name)
-        except OSError as error:  # the folder was there when the sweep began; it may come back
+        except OSError as error:  # the folder existed when the sweep began, so wait for it
             self.waits_for = f"{name.replace('-', ' ')} (its lock cannot be opened: {error.strerror})"
             return False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if not isinstance(error, BlockingIOError):  # ENOLCK, EOPNOTSUPP: it would be waited for in vain
+            if not isinstance(error, BlockingIOError):  # ENOLCK, EOPNOTSUPP: waiting would not help
                 file.close()
                 raise InputError(
                     f"slots cannot be locked in {lock_folder()} ({error.strerror}); "
@@ -164,62 +161,62 @@ class SlotPool:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs this process may use, without loading torch: by the environment, else by the driver's own list."""
-    asked = os.environ.get(_variable())
-    if asked is not None:
-        return tuple(part.strip() for part in asked.split(",") if part.strip() and part.strip() != "-1")
+    """The GPUs this process may use, without loading torch: from the environment, or else from the NVIDIA driver."""
+    visible = os.environ.get(_variable())
+    if visible is not None:
+        return tuple(part.strip() for part in visible.split(",") if part.strip() and part.strip() != "-1")
     with contextlib.suppress(OSError):
         return tuple(str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir()))
     return ()
 
 
 def _variable() -> str:
-    """What says which devices a process may use: the one that is set, since HIP's own comes before CUDA's."""
+    """The variable that limits the visible devices: HIP's only if CUDA's is not set."""
     is_hip = "HIP_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" not in os.environ
     return "HIP_VISIBLE_DEVICES" if is_hip else "CUDA_VISIBLE_DEVICES"
 
 
 def gpu_uuids(gpus: Sequence[str]) -> dict[str, str]:
-    """What identifies each device on this machine: a number is another one in every container, or with another order.
+    """The UUID of each device, for its lock: device numbers differ between containers and with the device order.
 
-    By nvidia-smi, which sees what this process may see; where it does not answer, the device's own name.
+    From nvidia-smi, which sees the same devices as this process; if it fails, the given name stands for the device.
     """
     if not gpus:
         return {}
     ask = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     listed: dict[str, str] = {}
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        told = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
-        listed = dict(line.split(", ", 1) for line in told.splitlines())
-    # A UUID may be given by its beginning.
+        output = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
+        listed = dict(line.split(", ", 1) for line in output.splitlines())
+    # A device may also be named by the beginning of its UUID.
     whole = {gpu: next((uuid for uuid in listed.values() if uuid.startswith(gpu)), gpu) for gpu in gpus}
     return {gpu: listed.get(gpu, whole[gpu]) for gpu in gpus}
 
 
-def check_gpus(asked: Sequence[str]) -> None:
-    """Raise InputError for a GPU that this machine does not have: torch would quietly take the CPU instead."""
+def check_gpus(gpus: Sequence[str]) -> None:
+    """Raise InputError for a GPU that this machine does not have, because torch would silently use the CPU instead."""
     known = visible_gpus()
     if not known and any(Path(place).exists() for place in _UNCOUNTED):
         return
     has = f"the GPUs {', '.join(known)}" if known else "no GPU"
-    for gpu in asked:
+    for gpu in gpus:
         if gpu.isdecimal() and gpu not in known:
             raise InputError(
-                f"--gpus {gpu} is the device of that number, and this machine has {has}; leave --gpus out, or name "
-                "GPUs it has. How many a trial gets is --gpus-per-trial"
+                f"--gpu-ids {gpu} names the device with that number, and this machine has {has}; leave it out, or "
+                "name GPUs it has. The number of GPUs per trial is --gpus-per-trial"
             )
 
 
 _UNCOUNTED = ("/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/nvidiactl")
-"""There is an accelerator of AMD, WSL or another kind, whose devices are not listed under /proc/driver/nvidia."""
+"""If one of these exists, there is an accelerator that /proc/driver/nvidia does not list: AMD, WSL or another."""
 
 
 def core_sets(jobs: int) -> list[tuple[int, ...]]:
-    """The cores of this process in so many sets."""
+    """Divide the cores of this process into so many sets."""
     cores = sorted(os.sched_getaffinity(0))
     if not 1 <= jobs <= len(cores):
         raise InputError(
-            f"--jobs {jobs} on {len(cores)} cores: every trial needs a core of its own, so 1 to {len(cores)}"
+            f"--jobs {jobs} on {len(cores)} cores: every trial needs at least one core, so --jobs is 1 to {len(cores)}"
         )
     size = len(cores) // jobs
     return [tuple(cores[index * size : (index + 1) * size]) for index in range(jobs)]
@@ -243,7 +240,7 @@ def _need_folder() -> None:
 def _make_folder(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(parents=True)
-        folder.chmod(0o1777)  # every user of the machine takes part
+        folder.chmod(0o1777)  # all users of the machine share the locks
 
 
 def _open_lock(name: str) -> IO[str]:
@@ -252,8 +249,8 @@ def _open_lock(name: str) -> IO[str]:
     file = folder / f"{name}.lock"
     try:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        os.fchmod(handle, 0o666)  # whatever this user's umask says
+        os.fchmod(handle, 0o666)  # despite this user's umask
     except FileExistsError:
-        # Without O_CREAT: the kernel refuses it for another user's file in such a folder (fs.protected_regular).
+        # Without O_CREAT, which the kernel refuses for another user's file in a sticky folder (fs.protected_regular).
         handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
     return os.fdopen(handle, "r+", encoding="utf-8", errors="replace")

@@ -1,16 +1,16 @@
 """Trials as array jobs of Slurm. Needs its commands (sbatch, squeue, sacct, scancel) and a shared file system.
 
-Submitted with a script of our own: the same through submitit cost 0.8 s more per trial (its second Python and srun),
-11.3 s instead of 7.4 s for 20 tasks of 1 s on four cores, and an array submitted by a runner that was then killed
-could not run, since submitit puts its pickles in place only afterwards.
+Jobs are submitted with our own script, not with submitit. submitit took 0.8 s more per trial for its second Python and
+srun (11.3 s instead of 7.4 s for 20 tasks of 1 s on four cores). It also writes its pickles after submitting, so that
+an array could not run if the runner was killed in between.
 
 DIR/slurm/
   BATCH.names         one trial and its attempt per line, written before the array is submitted
-  BATCH.sh            the script of the array: how its tasks are found again by a new runner
-  BATCH-INDEX.log     what Slurm and the supervisor printed
+  BATCH.sh            the script of the array; a new runner recognises the array's tasks by its path
+  BATCH-INDEX.log     the output of Slurm and the supervisor
 
-Job numbers are not written down: Slurm itself tells a new runner which tasks of which script it has, so there is no
-moment between submitting and writing in which a runner could die.
+Job numbers are not stored: a new runner reads from Slurm's queue which tasks of which script exist. So there is no
+moment between submitting and storing in which the runner could die.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import UnreadableError, opened_regular, read_object
+from flopwatch.records.reading import UnreadableError, opened_regular, read_object, tail
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.engines import slurm_commands
 from flopwatch.sweep.engines.protocol import Ended
@@ -35,23 +35,21 @@ from flopwatch.sweep.folder import Trial, attempt_of, has_begun, is_supervised, 
 
 _TICK_SECONDS = 0.05
 _SQUEUE_EVERY_SECONDS = 1.0
-_FILES_PER_TICK = 256
-_GIVE_UP_SECONDS = 30.0
+_FILES_PER_TICK = 256  # result files checked at once, which keeps the load on a shared file system small
+_GIVE_UP_SECONDS = 30.0  # for accounting to catch up with a task that left the queue
 _WITHDRAW_EVERY_SECONDS = 5.0
-_AVOID_SECONDS = 600.0
-"""How long a trial waits for another node than the one that lost it; that one may be back, and the others never."""
-_LARGEST_ARRAY = 1000
-"""Slurm's MaxArraySize is 1001 unless a site changes it."""
+_AVOID_SECONDS = 600.0  # a retried trial avoids the node that lost it for so long, because no other may ever be free
+_LARGEST_ARRAY = 1000  # Slurm's default MaxArraySize is 1001, which allows indices up to 1000
 _TAIL_BYTES = 4000
 
 
 @dataclass(slots=True)
 class _Task:
-    """A trial that is out.
+    """A submitted trial.
 
     Attributes:
-        gone_since: When Slurm was first seen without it.
-        avoids_until: When it may run on any node, also on the one that lost it.
+        gone_since: When Slurm's queue was first seen without it.
+        avoids_until: From then on it may also run on the node that lost it.
     """
 
     trial: Trial
@@ -66,15 +64,15 @@ class SlurmEngine:
     """Places trials as tasks of Slurm array jobs.
 
     Args:
-        partition: Where they go; None is the site's default.
-        time_minutes: Slurm's time limit of a trial; None is its own wall limit and two minutes.
-        gpus_per_trial: GPUs of a trial whose configuration does not say.
-        cpus_per_trial: Cores of a trial whose configuration does not say.
-        memory_megabytes: Host memory; None is the trial's own limit and 256 MB, or what the site gives.
-        array_parallelism: Most tasks of one array at once.
-        queue_ahead: Trials waiting in Slurm's queue, at least; as many as are running, if those are more.
+        partition: The partition; None is the site's default.
+        time_minutes: Slurm's time limit of a trial; None is the trial's wall limit plus two minutes.
+        gpus_per_trial: GPUs of a trial whose configuration does not set them.
+        cpus_per_trial: Cores of a trial whose configuration does not set them.
+        memory_megabytes: Host memory; None is the trial's own limit plus 256 MB, or the site's default without a limit.
+        array_parallelism: Largest number of tasks of one array at once.
+        queue_ahead: Least number of trials to keep waiting in Slurm's queue; as many as are running, if that is more.
         extra: Further options of sbatch: `{"account": "lab", "qos": "long", "exclusive": True}`.
-        patience_hours: How long an array is offered to a Slurm that fails to take it, before its trials are lost.
+        patience_hours: How long a failing submission is retried before its trials are lost.
 
     The sweep's folder must be on a file system the nodes share.
     """
@@ -107,7 +105,7 @@ class SlurmEngine:
         self._is_cancelled = False
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """What an earlier runner submitted and Slurm still has is waited for, pending or running."""
+        """Adopt the tasks of an earlier runner that are still in Slurm's queue, pending or running."""
         slurm_commands.need_commands()
         self._sweep = sweep.resolve()
         self._folder = self._sweep / "slurm"
@@ -116,19 +114,19 @@ class SlurmEngine:
         self._outbox = Outbox(self._job_name, self._patience_seconds)
         queue = slurm_commands.queue(self._job_name)
         if queue is None:
-            raise InputError("Slurm does not answer (squeue failed); see whether `squeue` works here")
+            raise InputError("Slurm does not answer (squeue failed); check that `squeue` works on this host")
         trials = {trial.name: trial for trial in unfinished if not self._has_final_result(trial.name)}
         for entry in queue:
             index = int(entry.task.rpartition("_")[2])
             names = Path(entry.script).with_suffix(".names")
             name, attempt = _line(names, index)
-            # A job of an earlier attempt finds another's token and leaves.
+            # A job of an earlier attempt finds a different token in the trial's folder and exits.
             if name in trials and name not in self._tasks and attempt == attempt_of(sweep, name):
                 self._add(_Task(trials[name], entry.task, _log(names, index), entry.is_pending))
         return list(self._tasks)
 
     def room(self, next_up: TrialSpec) -> int:
-        """Enough that no node waits for us, in steps of half of it so that arrays stay large."""
+        """Room for enough waiting trials to keep all nodes busy. Refilled only at half, so that arrays stay large."""
         if len(self._outbox):
             return 0
         pending = sum(task.is_pending for task in self._tasks.values())
@@ -136,7 +134,7 @@ class SlurmEngine:
         return min(wanted - pending, _LARGEST_ARRAY) if pending <= wanted // 2 else 0
 
     def submit(self, trials: Sequence[Trial]) -> None:
-        """One array for all that ask for the same. What Slurm does not take now is submitted later."""
+        """Submit one array for all trials with the same request. The outbox retries what Slurm does not accept now."""
         by_request: dict[tuple[Request, tuple[str, ...]], list[Trial]] = {}
         for trial in trials:
             by_request.setdefault((self._request(trial.spec), trial.avoid), []).append(trial)
@@ -173,7 +171,7 @@ class SlurmEngine:
                 extra=self._extra,
                 avoid=avoid if is_avoiding else (),
             )
-            # A folder's name is any bytes, and this gives them back.
+            # The name of a folder may be any bytes; surrogateescape writes them unchanged.
             names.with_suffix(".sh").write_text(text, encoding="utf-8", errors="surrogateescape")
 
         return Array(trials, names, write_script)
@@ -194,7 +192,7 @@ class SlurmEngine:
             time.sleep(min(left, _TICK_SECONDS))
 
     def _finished(self) -> list[Ended]:
-        """Trials with a result. Files are looked at in turns: thousands at once would burden the file system."""
+        """Trials with a result. Only some files are checked each time: thousands would load the file system."""
         ended = []
         for _ in range(min(len(self._turn), _FILES_PER_TICK)):
             name = self._turn.popleft()
@@ -207,32 +205,35 @@ class SlurmEngine:
         return ended
 
     def _has_final_result(self, name: str) -> bool:
-        """A supervisor that Slurm told to stop says `cancelled`; why it was told is for Slurm to say."""
+        """Whether there is a result that needs no explanation by Slurm. A supervisor that Slurm stops records only
+        `cancelled`; the reason, such as a time limit, is known to Slurm.
+        """
         file = result_file(self._sweep, name)
         if not file.exists():
             return False
         return self._is_cancelled or read_object(file).get("outcome") != "cancelled"
 
     def _vanished(self) -> list[Ended]:
-        """Trials without a result that Slurm no longer has."""
+        """Trials without a result that are no longer in Slurm's queue."""
         now = time.monotonic()
         if now < self._next_squeue or not self._tasks:
             return []
         queue = slurm_commands.queue(self._job_name)
         took = time.monotonic() - now
-        # A controller that is slow to answer is asked less often.
+        # Query a slow controller less often: at most a twentieth of the time.
         self._next_squeue = now + max(_SQUEUE_EVERY_SECONDS, 20 * took)
         if queue is None:
             self._silent_since = self._silent_since or now
             return []
         self._silent_since = None
-        gone = self._note(queue, now)
+        gone = self._update_tasks(queue, now)
         if not gone:
             return []
         known = slurm_commands.accounted(task.task for task in gone)
         return [self._end(task.trial.name, evidence) for task in gone if (evidence := self._ending(task, known, now))]
 
-    def _note(self, queue: Sequence[Queued], now: float) -> list[_Task]:
+    def _update_tasks(self, queue: Sequence[Queued], now: float) -> list[_Task]:
+        """Compare our tasks with the queue; return those that are not in it."""
         there = {entry.task: entry for entry in queue}
         gone = []
         for task in self._tasks.values():
@@ -242,23 +243,23 @@ class SlurmEngine:
                 task.gone_since = task.gone_since or now
                 gone.append(task)
                 continue
-            task.gone_since = None  # requeued, and there again
+            task.gone_since = None  # it was requeued
             if task.is_pending and task.avoids_until is not None and now > task.avoids_until:
                 task.avoids_until = None
                 slurm_commands.allow_all_nodes(task.task)
         return gone
 
     def _ending(self, task: _Task, known: Mapping[str, Accounted], now: float) -> dict[str, Any] | None:
-        """What to tell; None while a result may still come into sight, or while accounting lags behind."""
+        """The evidence of the end; None while a result may still become visible or accounting may still lag."""
         found = known.get(task.task)
         is_patient = now - (task.gone_since or now) < _GIVE_UP_SECONDS
         name = task.trial.name
-        # Our job found the trial taken and left; the job of an earlier runner that has it may take its time.
+        # Our job found the trial claimed and exited; a job of an earlier runner has it and may still be running.
         is_elsewhere = found is not None and found.state == "COMPLETED"
         if (is_patient or is_elsewhere) and is_supervised(self._sweep, name):
             return None
-        is_told = result_file(self._sweep, name).exists()
-        if is_patient and (found is None or not found.is_over or (found.state == "COMPLETED" and not is_told)):
+        has_result = result_file(self._sweep, name).exists()
+        if is_patient and (found is None or not found.is_over or (found.state == "COMPLETED" and not has_result)):
             return None
         return _evidence(task, found)
 
@@ -267,11 +268,11 @@ class SlurmEngine:
         return Ended(name, {"job": task.task, **evidence})
 
     def end(self, names: Sequence[str]) -> None:
-        """Slurm sends SIGTERM, and SIGKILL to everything of the job after its KillWait."""
+        """Cancel the jobs: Slurm sends SIGTERM, and SIGKILL to all their processes after its KillWait."""
         slurm_commands.cancel(self._tasks[name].task for name in names if name in self._tasks)
 
     def withdraw(self) -> Sequence[str]:
-        """Pending tasks leave Slurm's queue; one that begins at this moment runs on, or says that it was cancelled."""
+        """Remove pending tasks from Slurm's queue. A task that begins at this moment runs on or ends as cancelled."""
         back = [trial.name for trial in self._take_back()]
         pending = [task for task in self._tasks.values() if task.is_pending]
         if not pending or time.monotonic() < self._next_withdrawal:
@@ -294,7 +295,7 @@ class SlurmEngine:
         slurm_commands.cancel(task.task for task in self._tasks.values())
 
     def _take_back(self) -> list[Trial]:
-        """What Slurm has not taken; an array it took without our hearing of it is cancelled."""
+        """Empty the outbox; cancel arrays that Slurm accepted without an answer."""
         arrays = self._outbox.take_back()
         unheard = {str(array.script) for array in arrays if array.tries}
         arrived = (slurm_commands.queue(self._job_name) or ()) if unheard else ()
@@ -302,7 +303,7 @@ class SlurmEngine:
         return [trial for array in arrays for trial in array.trials]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def state(self) -> str:
         if self._silent_since is not None:
@@ -318,13 +319,13 @@ def _evidence(task: _Task, found: Accounted | None) -> dict[str, Any]:
         facts = {"exit_code": found.exit_code, "signal": found.signal, "host": found.node}
         facts |= {"max_rss_bytes": found.max_rss_bytes, "elapsed_seconds": found.elapsed_seconds}
         evidence |= {key: value for key, value in facts.items() if value is not None}
-    if printed := _tail(task.log):
+    if printed := tail(task.log, _TAIL_BYTES):
         evidence["log"] = printed
     return evidence
 
 
 def _line(file: Path, index: int) -> tuple[str, str]:
-    """A trial and its attempt; empty where the file says nothing."""
+    """The trial and the attempt in this line of a names file; empty if there is no such line."""
     try:
         with opened_regular(file) as names:
             line = names.read().decode(errors="replace").splitlines()[index]
@@ -336,12 +337,3 @@ def _line(file: Path, index: int) -> tuple[str, str]:
 
 def _log(names: Path, index: int) -> Path:
     return names.with_name(f"{names.stem}-{index}.log")
-
-
-def _tail(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _TAIL_BYTES))
-            return stream.read().decode(errors="replace")
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""Slurm's commands, called. Each answer is None when Slurm does not answer, which says nothing about the jobs."""
+"""Slurm's commands and their output. None means that Slurm did not answer, which says nothing about the jobs."""
 
 import shutil
 import subprocess
@@ -8,11 +8,8 @@ from pathlib import Path
 
 from flopwatch.errors import InputError
 
-# What Slurm's commands print, read. Pure.
-
-
 SQUEUE_FORMAT = "%F_%K|%T|%o"
-"""Array job, task, state, and the script, last because a path may hold anything."""
+"""Array job, task, state and script; the script is last, because a path may contain the separator."""
 
 SACCT_FORMAT = "JobID,State,ExitCode,MaxRSS,Elapsed,NodeList"
 
@@ -23,7 +20,7 @@ _NOT_OVER = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "RE
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A task that Slurm still has.
+    """A task in Slurm's queue.
 
     Attributes:
         task: `ARRAYJOB_INDEX`.
@@ -38,15 +35,15 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Accounted:
-    """How Slurm says a task ended; None is what it does not tell.
+    """How a task ended according to Slurm; None is unknown.
 
     Attributes:
         state: `COMPLETED`, `FAILED`, `TIMEOUT`, `CANCELLED`, `NODE_FAIL`, `OUT_OF_MEMORY`, ...
-        exit_code: Of the batch script.
-        signal: That ended the batch script.
-        max_rss_bytes: The largest of its steps.
+        exit_code: Exit code of the batch script.
+        signal: Signal that ended the batch script.
+        max_rss_bytes: Memory of its largest step.
         elapsed_seconds: From start to end.
-        node: Where it ran.
+        node: The node or nodes it ran on.
     """
 
     state: str
@@ -62,7 +59,7 @@ class Accounted:
 
 
 def read_squeue(text: str) -> list[Queued]:
-    """The lines of `squeue -h -r -o SQUEUE_FORMAT`.
+    """Parse the output of `squeue -h -r -o SQUEUE_FORMAT`.
 
     >>> read_squeue("12_0|PENDING|/data/a.sh")
     [Queued(task='12_0', is_pending=True, script='/data/a.sh')]
@@ -72,9 +69,9 @@ def read_squeue(text: str) -> list[Queued]:
 
 
 def read_sacct(text: str) -> dict[str, Accounted]:
-    """The lines of `sacct -P -n -o SACCT_FORMAT`, by task; the steps of a task are folded into it.
+    """Parse the output of `sacct -P -n -o SACCT_FORMAT`, by task; the steps of a task are merged into it.
 
-    An array whose tasks have not begun stands as `12_[3-5]` and is left out.
+    Tasks that have not begun are printed together as `12_[3-5]` and are left out.
 
     >>> read_sacct("12_0|CANCELLED by 0|0:15||00:01:02|n1")["12_0"].elapsed_seconds
     62
@@ -98,7 +95,7 @@ def read_sacct(text: str) -> dict[str, Accounted]:
 
 
 def read_scontrol(text: str) -> dict[str, Accounted]:
-    """The lines of `scontrol -o show job`, by task: what sites without accounting have, for some minutes.
+    """Parse the output of `scontrol -o show job`, by task. Sites without accounting have only this, for some minutes.
 
     >>> read_scontrol("JobId=14 ArrayJobId=12 ArrayTaskId=1 JobState=NODE_FAIL ExitCode=1:0 NodeList=n2")["12_1"].node
     'n2'
@@ -129,7 +126,7 @@ def _read_exit(text: str) -> tuple[int | None, int | None]:
 
 
 def read_bytes(text: str) -> int | None:
-    """`1234K`, `1.5G`; empty while nothing was sampled.
+    """Parse `1234K` or `1.5G`; Slurm prints nothing if it took no sample.
 
     >>> read_bytes("1.5G")
     1610612736
@@ -142,7 +139,7 @@ def read_bytes(text: str) -> int | None:
 
 
 def read_seconds(text: str) -> int | None:
-    """`[days-]hours:minutes:seconds`.
+    """Parse `[days-]hours:minutes:seconds`.
 
     >>> read_seconds("1-00:00:01")
     86401
@@ -158,14 +155,14 @@ def read_seconds(text: str) -> int | None:
 
 
 def job_list(tasks: Iterable[str]) -> Sequence[str]:
-    """The array jobs of these tasks, for `-j`: whole arrays, as thousands of single tasks are too long a line."""
+    """The array jobs of these tasks, for `-j`: thousands of single tasks would make the command line too long."""
     return sorted({task.partition("_")[0] for task in tasks}, key=int)
 
 
-_COMMAND_SECONDS = 60.0
-_JOBS_PER_CALL = 500
+_COMMAND_SECONDS = 60.0  # a controller under load may answer after tens of seconds
+_JOBS_PER_CALL = 500  # keeps the command line short
 
-# Words of slurm_strerror and of sbatch that name what is wrong with the request. Everything else may pass.
+# Messages of slurm_strerror and of sbatch that name a fault of the request. All other errors may be temporary.
 _BAD_REQUEST = (
     "invalid partition",
     "invalid account",
@@ -195,20 +192,20 @@ _BAD_REQUEST = (
     "permission denied",
 )
 
-# The user has as many jobs as the site allows: AssocMaxSubmitJobLimit, QOSMaxSubmitJobPerUserLimit, "job submit limit".
+# The user has reached a limit of jobs: AssocMaxSubmitJobLimit, QOSMaxSubmitJobPerUserLimit, "job submit limit".
 _FULL = ("maxsubmitjob", "job submit limit")
 
 
 class QueueFullError(Exception):
-    """Slurm takes no more jobs of this user for now."""
+    """Slurm accepts no more jobs of this user for now."""
 
 
 class RefusedError(Exception):
-    """Slurm names what is wrong with the request; the message is its words."""
+    """Slurm names a fault of the request; the message is Slurm's."""
 
 
 class NotNowError(Exception):
-    """Slurm does not answer, or says something that may pass; the message is its words."""
+    """Slurm does not answer, or reports an error that may be temporary; the message is Slurm's."""
 
 
 def need_commands() -> None:
@@ -221,13 +218,13 @@ def need_commands() -> None:
 
 
 def queue(job_name: str) -> list[Queued] | None:
-    """The tasks of this name that Slurm still has, in one call."""
+    """The tasks of this job name in Slurm's queue."""
     answer = _ask("squeue", "-h", "-r", "--me", f"--name={job_name}", "-o", SQUEUE_FORMAT)
     return None if answer is None or answer.returncode else read_squeue(answer.stdout)
 
 
 def accounted(tasks: Iterable[str]) -> dict[str, Accounted]:
-    """How these tasks ended, as far as Slurm knows yet."""
+    """How these tasks ended, as far as Slurm's accounting knows."""
     found: dict[str, Accounted] = {}
     wanted = set(tasks)
     jobs = job_list(wanted)
@@ -246,14 +243,14 @@ def submit(script: Path, job_name: str, *, may_have_arrived: bool) -> str:
     """Submit and return the array's job number.
 
     Args:
-        script: What to submit; its path is how it is found again.
-        job_name: Of the arrays of this sweep.
-        may_have_arrived: It was offered before and no answer came: it is looked for first, so as not to run twice.
+        script: The script to submit; the job is recognised by its path.
+        job_name: The job name of this sweep's arrays.
+        may_have_arrived: An earlier submission got no answer: look for it first, so that it does not run twice.
 
     Raises:
-        QueueFullError: The user has as many jobs as the site allows.
-        RefusedError: The request is bad.
-        NotNowError: Anything else.
+        QueueFullError: The user has reached the site's limit of jobs.
+        RefusedError: The request has a fault.
+        NotNowError: Any other error.
     """
     if may_have_arrived:
         there = queue(job_name)
@@ -270,21 +267,22 @@ def submit(script: Path, job_name: str, *, may_have_arrived: bool) -> str:
     raise submission_error(answer.stderr.strip() or answer.stdout.strip() or f"exit code {answer.returncode}")
 
 
-def submission_error(words: str) -> Exception:
-    """What sbatch's words mean.
+def submission_error(message: str) -> Exception:
+    """The exception for a message of sbatch.
 
     >>> type(submission_error("sbatch: error: Slurm controller in standby mode")).__name__
     'NotNowError'
     """
-    text, line = words.lower(), " ".join(words.split())
-    # First the limits: "job violates accounting/QOS policy (job submit limit, user's size and/or time limits)".
+    text, line = message.lower(), " ".join(message.split())
+    # Limits first, because their message also names faults: "job violates accounting/QOS policy (job submit limit,
+    # user's size and/or time limits)".
     if any(part in text for part in _FULL):
         return QueueFullError(line)
     return RefusedError(line) if any(part in text for part in _BAD_REQUEST) else NotNowError(line)
 
 
 def cancel(tasks: Iterable[str], *, only_pending: bool = False) -> None:
-    """End the whole arrays of these tasks, or what of them has not begun."""
+    """Cancel the whole arrays of these tasks, or only those of their tasks that have not begun."""
     jobs = job_list(tasks)
     which = ("--state=PENDING",) if only_pending else ()
     for start in range(0, len(jobs), _JOBS_PER_CALL):
@@ -292,7 +290,7 @@ def cancel(tasks: Iterable[str], *, only_pending: bool = False) -> None:
 
 
 def allow_all_nodes(task: str) -> None:
-    """Let a waiting task run on the nodes it was kept from."""
+    """Let a waiting task run on the nodes it was to avoid."""
     _ask("scontrol", "update", f"jobid={task}", "excnodelist=")
 
 

@@ -1,7 +1,7 @@
-"""Arrays on their way to Slurm. What it does not take now is offered again, with growing pauses and long patience.
+"""Array jobs on their way to Slurm: their batch scripts, and the outbox that submits them until Slurm accepts them.
 
-A controller that fails over, restarts or is overloaded words its refusals in dozens of ways, and a sweep of a week
-meets them: only words that name what is wrong with the request itself end a submission.
+A controller that fails over, restarts or is overloaded refuses jobs with dozens of different messages, and a long sweep
+meets them. So only a message that names a fault of the request itself ends a submission; all others are retried.
 """
 
 import math
@@ -17,154 +17,27 @@ from flopwatch.sweep.engines import slurm_commands
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial
 
-_FULL_PAUSE_SECONDS = 20.0
-_FIRST_PAUSE_SECONDS = 2.0
-_LONGEST_PAUSE_SECONDS = 300.0
-
-
-@dataclass(slots=True)
-class Array:
-    """Trials that ask for the same.
-
-    Attributes:
-        trials: In the order of the tasks.
-        names: The file with their names; the script lies beside it.
-        write_script: Writes the script, with or without the nodes to avoid.
-        tries: How often it was offered in vain.
-        since: When it was first offered in vain.
-        next_try: When it will be offered again.
-        words: What Slurm said last.
-        is_full: Slurm has as many jobs of this user as it takes: no failure, however long.
-    """
-
-    trials: Sequence[Trial]
-    names: Path
-    write_script: Callable[[bool], None]
-    tries: int = 0
-    since: float = 0.0
-    next_try: float = 0.0
-    words: str = ""
-    is_full: bool = False
-
-    @property
-    def script(self) -> Path:
-        return self.names.with_suffix(".sh")
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Attributes:
-    placed: Arrays that Slurm took, with their job numbers.
-    ended: Trials that will not be placed.
-    """
-
-    placed: list[tuple[Array, str]] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
-
-
-class Outbox:
-    """Holds what Slurm has not taken yet.
-
-    Args:
-        job_name: Of all arrays of this sweep.
-        patience_seconds: How long an array is offered before its trials are lost.
-    """
-
-    def __init__(self, job_name: str, patience_seconds: float) -> None:
-        self._job_name, self._patience = job_name, patience_seconds
-        self._arrays: list[Array] = []
-
-    def __len__(self) -> int:
-        return sum(len(array.trials) for array in self._arrays)
-
-    def add(self, array: Array) -> None:
-        array.write_script(True)
-        self._arrays.append(array)
-
-    def send(self) -> Sent:
-        """Offer what is due."""
-        sent = Sent()
-        for array in [array for array in self._arrays if time.monotonic() >= array.next_try]:
-            outcome = self._offer(array)
-            if outcome is None:
-                continue
-            self._arrays.remove(array)
-            if isinstance(outcome, str):
-                sent.placed.append((array, outcome))
-            else:
-                sent.ended.extend(Ended(trial.name, outcome) for trial in array.trials)
-        return sent
-
-    def _offer(self, array: Array) -> str | Mapping[str, Any] | None:
-        """The job number; or the evidence of an end; or None to offer it again later."""
-        try:
-            return self._submit(array)
-        except slurm_commands.QueueFullError as error:
-            array.is_full, array.words = True, str(error)
-            array.next_try = time.monotonic() + _FULL_PAUSE_SECONDS
-            return None
-        except slurm_commands.RefusedError as error:
-            return {"state": "REFUSED", "detail": str(error)}
-        except slurm_commands.NotNowError as error:
-            return self._postponed(array, str(error))
-
-    def _submit(self, array: Array) -> str:
-        # A submission without an answer may have arrived; before the first one there is nothing to look for.
-        try:
-            return slurm_commands.submit(array.script, self._job_name, may_have_arrived=array.tries > 0)
-        except slurm_commands.RefusedError:
-            if not array.trials[0].avoid:
-                raise
-            array.write_script(False)  # no other node fits
-            return slurm_commands.submit(array.script, self._job_name, may_have_arrived=False)
-
-    def _postponed(self, array: Array, words: str) -> Mapping[str, Any] | None:
-        now = time.monotonic()
-        if array.tries == 0:
-            array.since = now
-        if now - array.since > self._patience:
-            hours = self._patience / 3600
-            return {"state": "NOT_TAKEN", "detail": f"Slurm did not take the job for {hours:.3g} h: {words}"}
-        array.next_try = now + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**array.tries)
-        array.tries, array.is_full, array.words = array.tries + 1, False, words
-        return None
-
-    def take_back(self) -> list[Array]:
-        """All that Slurm has not taken, as far as we heard."""
-        arrays, self._arrays = self._arrays, []
-        return arrays
-
-    def state(self) -> str:
-        """Why something waits; empty when nothing does."""
-        if not self._arrays:
-            return ""
-        last = max(self._arrays, key=lambda array: array.tries)
-        if last.is_full:
-            return f"{len(self)} held back: Slurm takes no more jobs of this user"
-        wait = max(0.0, min(array.next_try for array in self._arrays) - time.monotonic())
-        return f"{len(self)} held back, next try in {wait:.0f} s: {last.words[:200]}"
-
-
-# The batch script of an array of trials. Pure.
-
-
 _TIME_MARGIN_SECONDS = 120.0
-"""Our supervisor ends a trial at its limit and says why; Slurm's own limit comes later and says nothing."""
+"""Added to the trial's own time limit, so that the supervisor ends it first and records why."""
 
 _MEMORY_MARGIN_BYTES = 256 << 20
-"""For the supervisor, and so that its memory limit is met before Slurm's."""
+"""Added to the trial's own memory limit: for the supervisor itself, and so that its limit is reached before Slurm's."""
+
+_FULL_PAUSE_SECONDS = 20.0  # until the next submission if the user has too many jobs
+_FIRST_PAUSE_SECONDS = 2.0  # after other errors; it doubles with each failure
+_LONGEST_PAUSE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a task asks of Slurm; None leaves it to the site.
+    """The resources that a task requests from Slurm; None leaves the choice to the site.
 
     Attributes:
-        cpus: Cores, on each node.
-        gpus: Whole GPUs, on each node.
-        memory_megabytes: Host memory, on each node.
+        cpus: Cores on each node.
+        gpus: Whole GPUs on each node.
+        memory_megabytes: Host memory on each node.
         minutes: Time limit.
-        nodes: How many; the supervisor is on the first.
+        nodes: Number of nodes; the supervisor runs on the first.
     """
 
     cpus: int | None
@@ -177,7 +50,7 @@ class Request:
 def request_for(
     spec: TrialSpec, *, cpus: int | None, gpus: float, memory_megabytes: int | None, minutes: int | None
 ) -> Request:
-    """What this trial asks for; the arguments count where its configuration is silent. A share of a GPU is a whole one.
+    """The request of a trial: its own settings, or these arguments where it has none. Slurm gets whole GPUs only.
 
     >>> request_for(TrialSpec("standard", "tiny", 1, 1), cpus=2, gpus=0.5, memory_megabytes=None, minutes=None)
     Request(cpus=2, gpus=1, memory_megabytes=None, minutes=62, nodes=1)
@@ -205,9 +78,9 @@ def script(
     extra: Mapping[str, object],
     avoid: Sequence[str] = (),
 ) -> str:
-    """The whole script. Task i runs the command, in place of the shell, for line i + 1 of the names file.
+    """The batch script. Task i runs the command for line i + 1 of the names file.
 
-    A line holds a trial's name, a blank and its attempt.
+    A line holds a trial's name, a blank and its attempt. The command replaces the shell, so it gets Slurm's signals.
     """
     wanted = {key.replace("_", "-"): value for key, value in extra.items()}
     options: dict[str, object] = {
@@ -223,7 +96,7 @@ def script(
         "mem": None if request.memory_megabytes is None else f"{request.memory_megabytes}M",
         "time": request.minutes,
         "exclude": ",".join(avoid) or None,
-        # After preemption or the death of its node Slurm runs the job again; see flopwatch.sweep.attempts.
+        # Slurm runs the job again after preemption or a node failure; see flopwatch.sweep.attempts.
         "requeue": True,
         "open-mode": "append",
         **wanted,
@@ -244,3 +117,128 @@ def script(
 
 def _option(key: str, value: object) -> str:
     return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
+
+
+@dataclass(slots=True)
+class Array:
+    """Trials with the same request.
+
+    Attributes:
+        trials: In the order of the tasks.
+        names: The file with their names; the script is in the same folder.
+        write_script: Writes the script, with or without the list of nodes to avoid.
+        tries: Number of failed submissions.
+        since: Time of the first failed submission.
+        next_try: Time of the next submission.
+        message: Slurm's last message.
+        is_full: Slurm refuses only because this user has too many jobs, which is retried without end.
+    """
+
+    trials: Sequence[Trial]
+    names: Path
+    write_script: Callable[[bool], None]
+    tries: int = 0
+    since: float = 0.0
+    next_try: float = 0.0
+    message: str = ""
+    is_full: bool = False
+
+    @property
+    def script(self) -> Path:
+        return self.names.with_suffix(".sh")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The result of a round of submissions.
+
+    Attributes:
+        placed: Arrays that Slurm accepted, with their job numbers.
+        ended: Trials that will not be submitted again.
+    """
+
+    placed: list[tuple[Array, str]] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+
+
+class Outbox:
+    """The arrays that Slurm has not accepted yet.
+
+    Args:
+        job_name: The job name of all arrays of this sweep.
+        patience_seconds: How long a submission is retried before its trials are lost.
+    """
+
+    def __init__(self, job_name: str, patience_seconds: float) -> None:
+        self._job_name, self._patience = job_name, patience_seconds
+        self._arrays: list[Array] = []
+
+    def __len__(self) -> int:
+        return sum(len(array.trials) for array in self._arrays)
+
+    def add(self, array: Array) -> None:
+        array.write_script(True)
+        self._arrays.append(array)
+
+    def send(self) -> Sent:
+        """Submit the arrays whose time has come."""
+        sent = Sent()
+        for array in [array for array in self._arrays if time.monotonic() >= array.next_try]:
+            outcome = self._try_to_submit(array)
+            if outcome is None:
+                continue
+            self._arrays.remove(array)
+            if isinstance(outcome, str):
+                sent.placed.append((array, outcome))
+            else:
+                sent.ended.extend(Ended(trial.name, outcome) for trial in array.trials)
+        return sent
+
+    def _try_to_submit(self, array: Array) -> str | Mapping[str, Any] | None:
+        """The job number; or the evidence of a final refusal; or None to submit it again later."""
+        try:
+            return self._submit(array)
+        except slurm_commands.QueueFullError as error:
+            array.is_full, array.message = True, str(error)
+            array.next_try = time.monotonic() + _FULL_PAUSE_SECONDS
+            return None
+        except slurm_commands.RefusedError as error:
+            return {"state": "REFUSED", "detail": str(error)}
+        except slurm_commands.NotNowError as error:
+            return self._postponed(array, str(error))
+
+    def _submit(self, array: Array) -> str:
+        # An earlier submission without an answer may have succeeded, so look for it before submitting again.
+        try:
+            return slurm_commands.submit(array.script, self._job_name, may_have_arrived=array.tries > 0)
+        except slurm_commands.RefusedError:
+            if not array.trials[0].avoid:
+                raise
+            array.write_script(False)  # no other node fits, so allow all
+            return slurm_commands.submit(array.script, self._job_name, may_have_arrived=False)
+
+    def _postponed(self, array: Array, message: str) -> Mapping[str, Any] | None:
+        now = time.monotonic()
+        if array.tries == 0:
+            array.since = now
+        if now - array.since > self._patience:
+            hours = self._patience / 3600
+            return {"state": "NOT_TAKEN", "detail": f"Slurm did not accept the job for {hours:.3g} h: {message}"}
+        array.next_try = now + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**array.tries)
+        array.tries, array.is_full, array.message = array.tries + 1, False, message
+        return None
+
+    def take_back(self) -> list[Array]:
+        """Remove and return all arrays, including those that Slurm may have accepted without an answer."""
+        arrays, self._arrays = self._arrays, []
+        return arrays
+
+    def state(self) -> str:
+        """Why arrays wait; empty if none does."""
+        if not self._arrays:
+            return ""
+        last = max(self._arrays, key=lambda array: array.tries)
+        if last.is_full:
+            return f"{len(self)} held back: Slurm accepts no more jobs of this user"
+        wait = max(0.0, min(array.next_try for array in self._arrays) - time.monotonic())
+        return f"{len(self)} held back, next try in {wait:.0f} s: {last.message[:200]}"

@@ -176,6 +176,9 @@ PARENT = "FLOPWATCH_PARENT_PID"
 CORES = "FLOPWATCH_CORES"
 """Environment variable: the cores a supervisor and its trial run on, such as `0,1`."""
 
+GPUS = "FLOPWATCH_GPUS"
+"""Environment variable: the GPUs of a trial's slot. A worker with GPUs that finds none must not measure the CPU."""
+
 _STACKS_PATIENCE_SECONDS = 2.0
 _TERM_PATIENCE_SECONDS = 2.0
 

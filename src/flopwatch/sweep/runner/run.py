@@ -13,7 +13,7 @@ from flopwatch.records.reading import read_object, tail
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.records.trial_files import STARTED, SWEEP, log_file
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
-from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, explained
+from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
 from flopwatch.sweep.folder import Trial, folder_of, has_begun, own_result, prepare, record, restore_lists
 from flopwatch.sweep.host.processes import kill_marked
 from flopwatch.sweep.runner.observing import Observer, SafeObserver, Stop
@@ -251,7 +251,7 @@ def _refused(trial: Trial, refuse: Refusal) -> TrialResult | None:
 def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult:
     """The supervisor's result, with what only the engine knows, such as that Slurm preempted the job."""
     result = own_result(trial.sweep, trial.name) or _result_without_supervisor(trial, ended.evidence)
-    if result.outcome == "cancelled" and not is_cancelled and (better := explained(ended.evidence)):
+    if result.outcome == "cancelled" and not is_cancelled and (better := outcome_known_to_engine(ended.evidence)):
         evidence = {**result.evidence, **ended.evidence}
         result = replace(result, outcome=better[0], reason=better[1], evidence=evidence)
     result = with_finished_steps(result, folder_of(trial))

@@ -112,7 +112,9 @@ class Matrix(BaseModel):
     gpus_per_node: PositiveInt | None = None
     device: str = "auto"
     steps: PositiveInt = 10
-    warmup_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 3
+    warmup_steps: Annotated[
+        int, Field(ge=0, le=2**63 - 1, validation_alias=AliasChoices("warmup_steps", "warm_up_steps"))
+    ] = 3
     threads: PositiveInt | None = None
     gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     cpus: PositiveInt | None = None

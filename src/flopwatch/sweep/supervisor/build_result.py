@@ -1,240 +1,69 @@
-"""Decides how a trial ended, and builds its result from that and from the files its worker left.
+"""Builds a trial's result: collects what it measured from the files its worker left, and says how it ended.
 
-Order of evidence, strongest first: a kill by the supervisor, what the trial itself reported (the worker's exception,
-the outcome in a command's `metrics.json`), the kernel's count of out-of-memory kills, the memory sampled, the wait
-status. An exit code alone proves little: a SIGKILL may come from us, the kernel or another user. Words in a log prove
-nothing; they are shown as a hint. `classify` and what it calls are pure.
+Standard library only: supervisors use it.
 """
 
+import contextlib
 import os
-import re
 import shlex
-import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from flopwatch.records.reading import BrokenRecordError, clean_value, cut, first_line, read_json, read_record, tail
-from flopwatch.records.trial import OUT_OF_MEMORY, Outcome, TrialJob, TrialResult, TrialSpec
-from flopwatch.records.trial_files import EXCEPTION, SPEC, log_file, trial_folder
+from flopwatch.records.reading import (
+    BrokenRecordError,
+    clean_value,
+    cut,
+    first_line,
+    read_json,
+    read_lines,
+    read_object,
+    read_record,
+    tail,
+)
+from flopwatch.records.trial import (
+    AFTER_THE_STEPS,
+    OUT_OF_MEMORY,
+    Measured,
+    MemoryUse,
+    Outcome,
+    StepCost,
+    StepTimes,
+    TrialJob,
+    TrialResult,
+    TrialSpec,
+)
+from flopwatch.records.trial_files import EXCEPTION, MEASURED, METRICS, SPEC, STEPS, log_file, trial_folder
+from flopwatch.spread import interval, median, percentile, resampled
 from flopwatch.sweep.claims import Progress, read_progress
 from flopwatch.sweep.host.environment import host_facts
 from flopwatch.sweep.host.memory import HostPeak
-from flopwatch.sweep.supervisor.measurements import Collected, collect_measurements, with_missing_phases
-
-OwnKill = Literal["timeout", "hang", "cancelled", "oom_host"]
-
-# What allocators print when an allocation fails. "error" or "memory" alone would match too much.
-_MEMORY_WORDS = re.compile(
-    r"OutOfMemoryError|out of memory|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|Cannot allocate memory|"
-    r"DefaultCPUAllocator: (?:can't|not enough) .*memory|\bMemoryError\b|exceeded memory limit",
-    re.IGNORECASE,
+from flopwatch.sweep.supervisor.classify import (
+    ExitFacts,
+    JobEnd,
+    RankEnd,
+    WorkerExit,
+    classify,
+    memory_hint,
+    ok_after_steps,
+    signal_name,
 )
-_HINT_CHARACTERS = 200
-
-NEAR_LIMIT = 0.95
-"""A process killed by SIGKILL or SIGABRT with this share of its limit in use is taken for out of memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExitFacts:
-    """What is known about the end of a trial's worker.
-
-    Attributes:
-        own_kill: Why the supervisor killed it; None when it did not.
-        own_kill_detail: The same in words.
-        exit_code: The worker's; None when a signal ended it.
-        signal_number: The signal; None when it exited by itself.
-        has_finished: True when the worker wrote that it is done.
-        has_finished_steps: True when all its steps were measured, whatever happened after them.
-        is_command: True for a command, which writes no such note: exit code 0 is success.
-        exception: `type`, `message`, `outcome` as the worker wrote them.
-        reported: The outcome a command wrote to `metrics.json`.
-        oom_kills: Processes the kernel killed for memory while it ran, in the trial's own cgroup or in a shared one.
-        has_own_group: False when a kill may have hit another trial.
-        held_bytes: Lower bound of its peak host memory; None when unknown.
-        limit_bytes: Its limit of host memory; None without one.
-        log_tail: The end of its log.
-    """
-
-    own_kill: OwnKill | None = None
-    own_kill_detail: str = ""
-    exit_code: int | None = None
-    signal_number: int | None = None
-    has_finished: bool = False
-    has_finished_steps: bool = False
-    is_command: bool = False
-    exception: Mapping[str, Any] | None = None
-    reported: Outcome | None = None
-    oom_kills: int = 0
-    has_own_group: bool = True
-    held_bytes: int | None = None
-    limit_bytes: int | None = None
-    log_tail: str = ""
-
-
-def classify(facts: ExitFacts) -> tuple[Outcome, str]:
-    """The outcome, and the reason in one line.
-
-    A trial whose steps are measured is `ok` even if it failed afterwards: the phases after the steps are flopwatch's
-    own work. Only `cancelled` stays, because the trial will run again.
-    """
-    outcome, reason = _ignoring_steps(facts)
-    if outcome not in ("ok", "cancelled") and facts.has_finished_steps:
-        return ok_after_steps(reason)
-    return outcome, reason
-
-
-def ok_after_steps(reason: str) -> tuple[Outcome, str]:
-    """The outcome of a trial that failed for this reason after its steps were measured."""
-    return "ok", f"its steps are measured; it ended after them: {reason}"
-
-
-def _ignoring_steps(facts: ExitFacts) -> tuple[Outcome, str]:
-    # A worker may have finished just before our kill and noted it. A command leaves no note, so the kill counts.
-    if facts.exit_code == 0 and facts.has_finished:
-        killed = f"; {facts.oom_kills} of its processes were killed for memory" if facts.oom_kills else ""
-        return "ok", f"ran to its end{killed}"
-    if facts.own_kill is not None:
-        return facts.own_kill, facts.own_kill_detail
-    if facts.reported is not None:
-        return facts.reported, "reported by the command in metrics.json"
-    if facts.exception is not None and facts.exception["outcome"] != "error":
-        return facts.exception["outcome"], _exception_text(facts.exception)
-    return _by_memory(facts) or _by_status(facts)
-
-
-def _by_memory(facts: ExitFacts) -> tuple[Outcome, str] | None:
-    is_killed = facts.signal_number == signal.SIGKILL or facts.exit_code == 128 + signal.SIGKILL
-    if facts.oom_kills and (is_killed or (facts.has_own_group and facts.signal_number is None)):
-        whom = "it" if is_killed else f"{facts.oom_kills} of its processes"
-        return "oom_host", f"the kernel killed {whom}: its memory limit was reached"
-    if facts.limit_bytes is None or facts.held_bytes is None or facts.exception is not None:
-        return None
-    held = f"it held {_mebibytes(facts.held_bytes)} MiB, its limit is {_mebibytes(facts.limit_bytes)} MiB"
-    is_aborted = facts.signal_number == signal.SIGABRT  # as C++ does after an uncaught bad_alloc
-    if (is_killed or is_aborted) and facts.held_bytes > NEAR_LIMIT * facts.limit_bytes:
-        return "oom_host", f"ended by {'SIGKILL' if is_killed else 'SIGABRT'} while {held}"
-    if facts.signal_number is None and facts.held_bytes > facts.limit_bytes:
-        return "oom_host", f"{held}; it ended before it could be stopped"
-    return None
-
-
-def _by_status(facts: ExitFacts) -> tuple[Outcome, str]:
-    if facts.exception is not None:
-        return "error", _exception_text(facts.exception)
-    if facts.signal_number == signal.SIGKILL:
-        return "crash", "killed by SIGKILL from outside; the kernel counted no kill for memory in this group"
-    if facts.signal_number is not None:
-        return "crash", f"ended by {signal_name(facts.signal_number)}"
-    if facts.exit_code == 0 and facts.is_command:
-        return "ok", "ran to its end"
-    if facts.exit_code == 0:
-        return "error", "left with exit code 0 before its end; does the trainer call sys.exit()?"
-    return "error", f"left with exit code {facts.exit_code}"
-
-
-def memory_hint(facts: ExitFacts, outcome: Outcome) -> str | None:
-    """The last log line about memory, for an outcome that memory does not explain yet; None when there is none."""
-    if outcome in ("ok", "cancelled", *OUT_OF_MEMORY):
-        return None
-    lines = [line for line in facts.log_tail.splitlines() if _MEMORY_WORDS.search(line)]
-    said = lines[-1].strip()[:_HINT_CHARACTERS] if lines else ""
-    return "".join(letter if letter.isprintable() else " " for letter in said) or None
-
-
-def signal_name(number: int) -> str:
-    """The signal's usual name.
-
-    >>> signal_name(11)
-    'SIGSEGV'
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _exception_text(exception: Mapping[str, Any]) -> str:
-    return f"{exception['type']}: {first_line(exception['message'], 300)}"
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:,.0f}"
-
-
-@dataclass(frozen=True, slots=True)
-class RankEnd:
-    """How one rank ended.
-
-    Attributes:
-        rank: Its number in the trial.
-        host: Where it ran.
-        status: Its exit code, or the negative of the signal that ended it; None when torchrun could not start it.
-        exception: What it wrote: `type`, `message`, `outcome`, `unix_time`, `lost_peer`.
-    """
-
-    rank: int
-    host: str
-    status: int | None
-    exception: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnd:
-    """How a trial of several processes ended.
-
-    Attributes:
-        first: The rank that failed first; None when none failed, or when only torchrun itself reported an error.
-        lost: Why a node is gone; empty otherwise.
-        lost_host: That node.
-        error: Torchrun's error when the ranks could not connect; empty otherwise.
-        oom_kills: Processes killed for memory on nodes other than the first.
-        is_mute: Torchrun on the first node ended without a report; the supervisor sees its exit status.
-        host_peak: Largest peak of host memory on nodes other than the first.
-    """
-
-    first: RankEnd | None = None
-    lost: str = ""
-    lost_host: str = ""
-    error: str = ""
-    oom_kills: int = 0
-    is_mute: bool = False
-    host_peak: HostPeak = field(default_factory=HostPeak)
-
-
-def first_cause(ends: Iterable[RankEnd]) -> RankEnd | None:
-    """The rank that failed first; the others only lost their peer or were ended by torchrun. None if none failed.
-
-    >>> follows = {"type": "RuntimeError", "lost_peer": True, "unix_time": 1.0}
-    >>> first_cause([RankEnd(0, "a", 1, follows), RankEnd(1, "a", -9), RankEnd(2, "a", -15)]).rank
-    1
-    """
-    failed = [end for end in ends if end.status != 0 or end.exception is not None]
-    return min(failed, key=_order, default=None)
-
-
-def is_certain(end: RankEnd) -> bool:
-    """Whether no report of another rank could still turn out to be the first failure."""
-    return _order(end)[0] < _LOST_PEER
-
-
-_OWN_EXCEPTION, _SIGNAL, _EXIT_CODE, _ABORT, _LOST_PEER, _TERMINATED = range(6)
-
-
-def _order(end: RankEnd) -> tuple[int, float, int]:
-    if end.exception is not None:
-        kind = _LOST_PEER if end.exception.get("lost_peer") else _OWN_EXCEPTION
-        return kind, float(end.exception.get("unix_time") or 0.0), end.rank
-    if end.status == -signal.SIGTERM:
-        return _TERMINATED, 0.0, end.rank
-    if end.status == -signal.SIGABRT:  # NCCL's watchdog aborts a process whose peer is gone
-        return _ABORT, 0.0, end.rank
-    return (_SIGNAL if end.status is not None and end.status < 0 else _EXIT_CODE), 0.0, end.rank
-
 
 _LONGEST_TEXT = 20_000
+_PHASES = ("forward", "backward", "optimizer")
+_LARGEST_NUMBER = 1e300
+_MOST_OF_PEAK = 1.05
+"""A reported MFU may exceed 1 by this much, because datasheet peaks are not exact."""
+
+_MOST_NUMBERS = 500
+"""Numbers kept from a command's `metrics.json`: each one is repeated in every list of results."""
+
+REPORTED = "reported by the command"
+
+_RESAMPLES = 500
+_UNSTABLE_WIDTH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,38 +76,46 @@ class _ExceptionFile:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerExit:
-    """How a worker's process ended, as its supervisor saw it.
+class _MeasuredFile:
+    """What `measured.json` holds."""
+
+    measured: Measured = field(default_factory=Measured)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    done: bool = False
+    steps_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _StepLine:
+    """A line of `steps.jsonl`."""
+
+    phase: str
+    seconds: float
+    forward: float
+    backward: float
+    optimizer: float
+
+    def why_broken(self) -> str | None:
+        return None if self.seconds > 0 else "its seconds are not above 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a worker or a command left in its files.
 
     Attributes:
-        pid: The worker's.
-        status: Its exit code, or the negative of the signal that ended it; None if it could not be killed.
-        own_kill: Why the supervisor killed it; None when it did not.
-        own_kill_detail: The same in words.
-        stacks: The stacks of its threads before the kill.
-        host_peak: Peak host memory of the process tree: of a command over its life, of a worker until its last step.
-        lower_bound_bytes: What a single process of it held at least at its peak, without pages of files.
-        oom_kills: Processes killed by the kernel for memory.
-        memory_limit: How host memory was limited, with the peaks sampled by us and charged by the kernel.
-        unkillable_pids: Processes that survived SIGKILL, stuck in the kernel.
-        unix_time: When it began.
-        seconds: How long it ran.
-        job_end: How its processes ended, where it has several.
+        measured: The measurements.
+        environment: What it ran on.
+        is_done: Whether the worker wrote that it is done.
+        has_all_steps: Whether all steps of the spec are measured; False for a command, whose steps we do not see.
+        reported_outcome: The outcome a command reported for itself.
     """
 
-    pid: int
-    status: int | None
-    own_kill: OwnKill | None
-    own_kill_detail: str
-    stacks: str
-    host_peak: HostPeak
-    lower_bound_bytes: int
-    oom_kills: int
-    memory_limit: dict[str, Any]
-    unkillable_pids: list[int]
-    unix_time: float
-    seconds: float
-    job_end: JobEnd = field(default_factory=JobEnd)
+    measured: Measured
+    environment: dict[str, Any]
+    is_done: bool = False
+    has_all_steps: bool = False
+    reported_outcome: Outcome | None = None
 
 
 def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit) -> TrialResult:
@@ -423,3 +260,175 @@ def _evidence(facts: ExitFacts, worker_exit: WorkerExit, outcome: Outcome) -> di
         "would_not_die": worker_exit.unkillable_pids or None,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def collect_measurements(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) -> Collected:
+    """Read a trial's files.
+
+    Args:
+        trial_dir: The trial's folder.
+        spec: Its configuration.
+        host_peak: Peak host memory of the process tree, as the supervisor sampled it.
+    """
+    left = _read_measured(trial_dir)
+    measured = replace(left.measured, memory=_with_host_peak(left.measured.memory, host_peak))
+    environment = dict(left.environment)
+    if spec.trainer == "command":
+        reported = read_object(trial_dir / METRICS)
+        measured = _with_reported(measured, trial_dir, reported, spec.batch_size)
+        return Collected(measured, environment, left.done, reported_outcome=_reported_outcome(reported))
+    rows = list(read_lines(trial_dir / STEPS))
+    return Collected(_with_steps(measured, rows, spec), environment, left.done, left.steps_done)
+
+
+def _read_measured(trial_dir: Path) -> _MeasuredFile:
+    try:
+        return read_record(_MeasuredFile, read_json(trial_dir / MEASURED))
+    except BrokenRecordError:
+        return _MeasuredFile()
+
+
+def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
+    """Note in `not_measured`, for a trial that ended after its steps, which phases are missing and why."""
+    is_wanted = {"trace": spec.trace, "privacy": bool(spec.privacy)}
+    is_measured = {
+        "memory": "optimizer" in measured.memory.by_phase,
+        "flops": measured.cost is not None,
+        "privacy": measured.privacy is not None,
+        "trace": measured.trace is not None,
+    }
+    missing = [phase for phase in AFTER_THE_STEPS if is_wanted.get(phase, True) and not is_measured[phase]]
+    reasons = {phase: why if phase == progress.phase else "not reached" for phase in missing}
+    return replace(measured, not_measured={**reasons, **measured.not_measured})
+
+
+def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
+    """Combine two peaks: the worker's is exact for its own process, the supervisor's samples the whole tree."""
+    if sampled.bytes is None:
+        return memory
+    is_more = memory.host_bytes is None or sampled.bytes > memory.host_bytes
+    method = sampled.method if is_more or sampled.method != "high_water" else memory.host_method
+    return replace(memory, host_bytes=max(sampled.bytes, memory.host_bytes or 0), host_method=method)
+
+
+def _reported_outcome(reported: Mapping[str, Any]) -> Outcome | None:
+    """A command may report that it ran out of memory, which its exit code cannot say."""
+    outcome = reported.get("outcome")
+    return outcome if outcome in ("oom_device", "oom_host") else None
+
+
+def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec) -> Measured:
+    whole = _whole_steps(rows)
+    timed = [row for row in whole if row.phase == "measure"]
+    times = step_times([row.seconds for row in timed], first=whole[0].seconds if whole else None)
+    if times is None:
+        return measured
+    positions = measured.extra.get("positions_per_step")
+    return replace(
+        measured,
+        steps=times,
+        phase_seconds={phase: median(sorted(getattr(row, phase) for row in timed)) for phase in _PHASES},
+        samples_per_s=spec.batch_size / times.median,
+        tokens_per_s=positions / times.median if positions else None,
+        cost=_with_rates(measured.cost, times.median) if measured.cost else None,
+    )
+
+
+def _whole_steps(rows: list[dict[str, Any]]) -> list[_StepLine]:
+    """The readable lines: a worker may be killed in the middle of one, and a trainer may write its own."""
+    found = []
+    for row in rows:
+        with contextlib.suppress(BrokenRecordError):
+            found.append(read_record(_StepLine, row))
+    return found
+
+
+def _with_rates(cost: StepCost, seconds: float) -> StepCost:
+    if not cost.peak:
+        return cost
+    at_peak = seconds * cost.peak["flops_per_s"]
+    return replace(
+        cost,
+        mfu=cost.model_flops / at_peak if cost.model_flops is not None else None,
+        hfu=cost.hardware_flops / at_peak if cost.hardware_flops is not None else None,
+    )
+
+
+def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, Any], batch_size: int) -> Measured:
+    """Add what a command reported: numbers in `metrics.json`, and a `TrainingMonitor` log in the trial's folder."""
+    numbers = {
+        name: float(value) for name, value in {**_monitor_values(trial_dir), **reported}.items() if _is_number(value)
+    }
+    seconds: Any = reported.get("step_seconds")
+    is_list = isinstance(seconds, list) and all(_is_number(value) and value > 0 for value in seconds)
+    times = step_times([float(value) for value in seconds]) if is_list else None
+    shares, notes = _reported_shares(numbers)
+    by_steps = batch_size / times.median if times and times.median > 0 else None
+    return replace(
+        measured,
+        steps=times,
+        samples_per_s=numbers.get("samples_per_s", by_steps),
+        tokens_per_s=numbers.get("tokens_per_s"),
+        cost=StepCost(**shares, method=REPORTED, notes=notes) if shares or notes else None,
+        extra={cut(name, 200): value for name, value in islice(numbers.items(), _MOST_NUMBERS)},
+    )
+
+
+def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """MFU and HFU as a command reported them. Impossible values are left out, and a note says so."""
+    reported = {name: numbers[name] for name in ("mfu", "hfu") if name in numbers}
+    shares = {name: value for name, value in reported.items() if 0 <= value <= _MOST_OF_PEAK}
+    notes = tuple(
+        f"the command reported {name} = {value:g}, which is left out: it is a share of the peak, 0.45 for 45 %"
+        for name, value in reported.items()
+        if name not in shares
+    )
+    return (shares if "mfu" in shares else {}), notes
+
+
+def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
+    from flopwatch.runs import find_log, read_log  # few trials have such a log, so supervisors start without it
+
+    try:
+        summary = read_log(find_log(trial_dir)).summary
+    except Exception:  # a broken log of the user's program must not cost the trial its result
+        return {}
+    if summary is None:
+        return {}
+    values = dict(summary.values)
+    short = {
+        "mfu": "perf/mfu",
+        "hfu": "perf/hfu",
+        "tokens_per_s": "perf/tokens_per_second",
+        "samples_per_s": "perf/samples_per_second",
+    }
+    return {**values, **{name: values[key] for name, key in short.items() if key in values}}
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= _LARGEST_NUMBER  # False for NaN as well
+
+
+def step_times(seconds: Sequence[float], first: float | None = None) -> StepTimes | None:
+    """Median, percentiles and the median's 95 % bootstrap interval.
+
+    >>> step_times([2.0, 1.0, 3.0]).median
+    2.0
+    """
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    middle = median(ordered)
+    low, high = interval((median(sorted(drawn)) for drawn in resampled(ordered, _RESAMPLES)), 0.95)
+    return StepTimes(
+        count=len(ordered),
+        median=middle,
+        low=low,
+        high=high,
+        p10=percentile(ordered, 0.10),
+        p90=percentile(ordered, 0.90),
+        p99=percentile(ordered, 0.99),
+        first=seconds[0] if first is None else first,
+        unstable=len(ordered) < 3 or high - low > _UNSTABLE_WIDTH * middle,
+    )

@@ -24,7 +24,7 @@ from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, trial_folder, write_json
 from flopwatch.sweep.host.memory import HostPeak, MemoryLimit
 from flopwatch.sweep.host.processes import start_worker
-from flopwatch.sweep.supervisor.build_result import JobEnd, RankEnd, first_cause, is_certain
+from flopwatch.sweep.supervisor.classify import JobEnd, RankEnd, first_cause, is_certain
 
 TOKEN = "FLOPWATCH_NODE_TOKEN"
 """Environment variable with the trial's secret; connections that do not send it are closed."""

@@ -1,7 +1,7 @@
 """Kills and removes what earlier attempts of a trial left on this host: processes with its mark, and cgroups.
 
-A supervisor calls it before it starts its worker, under every engine. The guard of a killed supervisor runs it as
-`python -m flopwatch.sweep.supervisor.leftovers SWEEP NAME SUPERVISOR_PID STATUS REASON`.
+A supervisor calls it before it starts its worker, under every engine. The guard of a killed supervisor (see
+`become_guarded`) runs it as `python -m flopwatch.sweep.supervisor.leftovers SWEEP NAME SUPERVISOR_PID STATUS REASON`.
 """
 
 import contextlib
@@ -17,9 +17,41 @@ from flopwatch.records.reading import read_json
 from flopwatch.records.trial_files import GUARD, STARTED, trial_folder, write_json
 from flopwatch.sweep.claims import this_boot
 from flopwatch.sweep.host.memory import group_places
-from flopwatch.sweep.host.processes import kill_descendants, kill_marked
+from flopwatch.sweep.host.processes import adopt_orphans, die_with_parent, kill_descendants, kill_marked
 
 _GROUP_PATIENCE_SECONDS = 5.0
+_MOST_FILES = 4096
+_GUARD = Path(__file__).with_name("trial_guard.py")
+
+
+def become_guarded(sweep: Path, name: str) -> int | None:
+    """Fork: this process becomes the guard (`trial_guard.py`), the child returns and continues as the supervisor.
+
+    Returns the pipe on which the guard listens; None on systems without subreapers. The child gets a session of its
+    own, so that killing the guard's process group leaves the supervisor alive to clean up.
+    """
+    if sys.platform != "linux":
+        return None
+    adopt_orphans()  # survives exec, is not inherited by children
+    reads, writes = os.pipe()
+    parent = os.getpid()
+    # Blocked signals stay pending until the guard's interpreter has started and handles them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    child = os.fork()
+    if child:
+        os.set_inheritable(reads, True)
+        os.closerange(3, reads)  # the supervisor's sockets must close when the supervisor exits
+        os.closerange(reads + 1, _MOST_FILES)
+        command = [sys.executable, "-I", "-S", str(_GUARD), str(child), str(reads), str(sweep), name]
+        os.execv(sys.executable, command)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.close(reads)
+    os.setsid()
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:  # the guard died before the line above
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.set_blocking(writes, False)
+    return writes
 
 
 def group_tag(trial_dir: Path) -> str:

@@ -131,7 +131,7 @@ class _Agent:
         return [
             *(f"--nnodes={self.spec.nodes}", f"--nproc-per-node={self.spec.processes}", f"--node-rank={self._node}"),
             *(f"--master-addr={master}", f"--master-port={port}", "--max-restarts=0", f"--log-dir={folder}"),
-            *("-m", "flopwatch.sweep.worker.rank_main", str(self._trial_dir)),
+            *("-m", "flopwatch.sweep.worker.main", str(self._trial_dir), "--rank"),
         ]
 
     def _failures(self, statuses: dict[int, int]) -> Message:

@@ -1,8 +1,10 @@
-"""Watches over one trial from its claim to its `result.json`.
+"""Runs one trial, from its claim to its result: `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME [ATTEMPT]`.
 
 Starts the worker in a session of its own, watches its heartbeat and memory, kills it at its limits after asking for its
 stacks, kills every process it left behind, classifies how it ended and writes the result. Standard library only: it
 starts quickly and takes little of the memory that the trial needs.
+
+With ATTEMPT it runs that attempt or nothing: a supervisor that starts after the trial was placed again exits.
 """
 
 import contextlib
@@ -10,17 +12,18 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from flopwatch.records.reading import BrokenRecordError, UnreadableError, load_json, read_object
 from flopwatch.records.sweep_results import NewerFormatError, trial_job_from
 from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULT, SPEC, STARTED, log_file, trial_folder, write_json
-from flopwatch.sweep.attempts import slurm_job
+from flopwatch.sweep.attempts import prepare_after_requeue, slurm_job
 from flopwatch.sweep.claims import Progress, SupervisorHeartbeat, claim, read_progress, visible_seconds
 from flopwatch.sweep.host.memory import (
     HostPeak,
@@ -33,14 +36,18 @@ from flopwatch.sweep.host.memory import (
 )
 from flopwatch.sweep.host.processes import (
     ATTEMPT_MARK,
+    CORES,
+    PARENT,
     adopt_orphans,
+    die_with_parent,
     end_worker,
     kill_descendants,
     start_worker,
     waiter,
 )
-from flopwatch.sweep.supervisor.build_result import JobEnd, OwnKill, WorkerExit, build_result
-from flopwatch.sweep.supervisor.leftovers import clear_earlier_attempts, group_name
+from flopwatch.sweep.supervisor.build_result import build_result
+from flopwatch.sweep.supervisor.classify import JobEnd, OwnKill, WorkerExit, signal_name
+from flopwatch.sweep.supervisor.leftovers import become_guarded, clear_earlier_attempts, group_name
 
 if TYPE_CHECKING:
     from flopwatch.sweep.supervisor.job_nodes import RunningNodes
@@ -62,6 +69,35 @@ class AlreadyStartedError(Exception):
 
 class UnusableSpecError(Exception):
     """The trial has no readable `spec.json`, so there is nothing to run."""
+
+
+def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
+    sweep, name = Path(arguments[0]), arguments[1]
+    attempt = arguments[2] if len(arguments) > 2 else None
+    die_with_parent(signal.SIGTERM)
+    expected = os.environ.get(PARENT)
+    if expected is not None and os.getppid() != int(expected):
+        return 1  # the engine that started us died before the line above
+    guard = become_guarded(sweep, name)
+    stop: list[str] = []
+
+    def note(number: int, frame: object) -> None:
+        stop.append(f"the supervisor was told to stop ({signal_name(number)}): its runner or its job ended")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, note)
+    if cores := os.environ.get(CORES):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    if not prepare_after_requeue(sweep.resolve(), name):
+        return 0
+    try:
+        supervise(sweep, name, cancel=lambda: stop[0] if stop else None, attempt=attempt, guard=guard)
+    except AlreadyStartedError as error:
+        errors.write(f"flopwatch: {error}; nothing was run\n")
+    except UnusableSpecError as error:
+        errors.write(f"flopwatch: {error}; nothing was run\n")
+        return 1
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

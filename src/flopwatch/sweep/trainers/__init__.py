@@ -1,0 +1,1 @@
+"""How a step is made: the built-in trainers, their batches, losses and options."""

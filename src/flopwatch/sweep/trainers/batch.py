@@ -1,4 +1,4 @@
-"""A random batch for a model, with what the DP trainers need of it."""
+"""The batch of a trial: random or from a user's function, and its division into micro-batches."""
 
 import importlib
 import inspect
@@ -22,18 +22,18 @@ def trial_batch(
     device: torch.device | str,
     function: str | None = None,
 ) -> dict[str, Any]:
-    """Random token ids or images, with labels, made on the CPU from the seed and moved to the device.
+    """Random token ids or images with labels, made on the CPU, so that a seed gives the same batch on every device.
 
-    The same numbers on every device. The model may be on the meta device.
+    The model may be on the meta device.
 
     Args:
         model: Its `forward` takes `input_ids` or `pixel_values`. A model with a method
-            `trial_batch(batch_size, seq_len)` makes its own.
-        batch_size: Samples.
-        seq_len: Positions of each; not used for images.
-        seed: Of the numbers.
-        device: Where the batch goes.
-        function: `package.module:function` of the user's that makes the batch.
+            `trial_batch(batch_size, seq_len)` makes its own batch.
+        batch_size: Number of samples.
+        seq_len: Positions of each sample; not used for images.
+        seed: Seed of the random numbers.
+        device: The device to move the batch to.
+        function: A user's `package.module:function` that makes the batch.
     """
     if function is not None:
         return _moved(own_batch(function, model, batch_size, seq_len, seed), device)
@@ -62,8 +62,8 @@ def _text(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> di
             batch["labels"] = torch.randint(_classes(model), shape, generator=generator)
         else:
             batch["labels"] = batch["input_ids"].clone()
-    # GPT-2 and BERT make one row of these for all samples when they are not given; Opacus finds no samples in it. Only
-    # embeddings have that trouble, so rotary models keep the inputs they are usually trained with.
+    # Without these inputs GPT-2 and BERT make one row for all samples, in which Opacus finds no samples. That concerns
+    # embeddings only, so models with rotary positions keep their usual inputs.
     if "position_ids" in takes and _has_embedding(model, "position", "wpe"):
         batch["position_ids"] = torch.arange(shape[1]).repeat(shape[0], 1)
     if "token_type_ids" in takes and _has_embedding(model, "token_type"):
@@ -72,7 +72,7 @@ def _text(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> di
 
 
 def _token_ids(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Any but the padding token: torch gives its embedding no gradient and Opacus does (1.6), so the two differ."""
+    """Without the padding token: Opacus 1.6 gives its embedding a gradient and torch does not, so they would differ."""
     size = vocabulary(model)
     ids = torch.randint(size, shape, generator=generator)
     for module in model.modules():
@@ -82,7 +82,7 @@ def _token_ids(model: nn.Module, shape: torch.Size, generator: torch.Generator) 
 
 
 def vocabulary(model: nn.Module) -> int:
-    """How many token ids the model knows: by its config, else by its first embedding."""
+    """The size of the model's vocabulary, from its config or else from its first embedding."""
     config = getattr(model, "config", None)
     for settings in (config, getattr(config, "text_config", None)):
         size = getattr(settings, "vocab_size", None)
@@ -113,21 +113,21 @@ def _moved(batch: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-# A batch made by a function of the user's, for models that flopwatch cannot make one for.
+# Batches from a user's function, for models that flopwatch cannot make a batch for
 
 
 def own_batch(function: str, model: nn.Module, batch_size: int, seq_len: int, seed: int) -> dict[str, Any]:
-    """What `function(model, batch_size, seq_len)` makes, as keyword arguments of the model, with labels if it has any.
+    """The batch that `function(model, batch_size, seq_len)` returns, as keyword arguments of the model.
 
-    Torch's and Python's random numbers begin at the seed in it, and go on outside of it as if it had not run.
+    The random number generators of torch and Python are seeded for the call and restored after it.
 
     Args:
         function: `package.module:function`. It returns a mapping of keyword arguments, a tensor (the model's first
-            argument), or a pair of it and the labels.
+            argument), or a pair of that tensor and the labels.
         model: May be on the meta device.
-        batch_size: Samples to make.
-        seq_len: The trial's length; a function that makes images need not look at it.
-        seed: Of the trial.
+        batch_size: Number of samples.
+        seq_len: The trial's length; a function that makes images may ignore it.
+        seed: The trial's seed.
     """
     make = _load(function)
     state = random.getstate()
@@ -147,7 +147,7 @@ def _load(function: str) -> Any:
     module_name, colon, name = function.partition(":")
     if not colon or not module_name or not name:
         raise InputError(f"batch is 'package.module:function', got {function!r}")
-    sys.path.insert(0, "")  # as `python -m` does: a user's file lies in the working directory
+    sys.path.insert(0, "")  # as `python -m` does: a user's file is in the working directory
     try:
         found = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
@@ -183,28 +183,28 @@ def _first_argument(function: str, model: nn.Module) -> str:
 
 
 def _check_rows(function: str, batch: Mapping[str, Any], batch_size: int) -> None:
-    """Samples per second are counted by what was asked for, so that must be what was made."""
+    """The batch must have the requested size, because samples per second are computed from it."""
     rows = {name: len(value) for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
     wrong = {name: length for name, length in rows.items() if length not in (1, batch_size)}
     if wrong or batch_size not in rows.values():
-        told = ", ".join(f"{name} with {length}" for name, length in (wrong or rows).items()) or "no tensor"
+        shown = ", ".join(f"{name} with {length}" for name, length in (wrong or rows).items()) or "no tensor"
         raise InputError(
-            f"{function!r} was asked for {batch_size} samples and made {told}; the first dimension of each tensor is "
-            "the samples"
+            f"{function!r} should return {batch_size} samples and returned {shown}; the first dimension of each tensor "
+            "counts the samples"
         )
 
 
-# A batch in parts that are in memory one after the other.
+# Micro-batches: parts of a batch that are in memory one after the other
 
 
 def batch_rows(batch: Mapping[str, Any]) -> int:
-    """Samples of the batch: the rows of its first tensor that has more than one, since one row may be for all."""
+    """The number of samples: the rows of the first tensor with more than one, because one row may serve all samples."""
     lengths = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
     return next((length for length in lengths if length > 1), 1)
 
 
 def micro_batches(batch: Mapping[str, Any], size: int | None) -> list[Mapping[str, Any]]:
-    """Parts of at most so many samples, in order, the last one with what is left; None is the whole batch.
+    """Parts of at most `size` samples in order, the last one possibly smaller; None keeps the batch whole.
 
     >>> [len(part["x"]) for part in micro_batches({"x": torch.zeros(7, 2)}, 3)]
     [3, 3, 1]
@@ -216,7 +216,7 @@ def micro_batches(batch: Mapping[str, Any], size: int | None) -> list[Mapping[st
 
 
 def _part(name: str, value: Any, rows: int, begin: int, size: int) -> Any:
-    """Its samples of a tensor or list; what is one for all samples goes to every part."""
+    """The samples of one part; a value that serves all samples goes to every part unchanged."""
     if not isinstance(value, torch.Tensor | list | tuple) or (isinstance(value, torch.Tensor) and not value.dim()):
         return value
     if len(value) == rows:

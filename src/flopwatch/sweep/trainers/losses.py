@@ -1,9 +1,9 @@
-"""The loss of a model's output, as one number and as one per sample.
+"""The loss of a model's output, for the batch and for each sample.
 
-A model that returns no loss of its own, but logits for a batch with labels, is trained by their cross-entropy.
+A model that returns logits for a batch with labels, but no loss, is trained with their cross-entropy.
 
-DP trainers clip every sample's gradient, so they need every sample's loss. What that is follows from the model's own
-loss: of the usual ways to compare logits with labels, the one that gives the same number.
+DP trainers clip the gradient of every sample, so they need the loss of every sample. It is derived from the model's
+own loss: of the usual ways to compare logits with labels, the one whose mean equals that loss.
 """
 
 import inspect
@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812  the name everybody knows
+from torch.nn import functional as F  # noqa: N812  torch's usual alias
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import UnsupportedError
 
 PerSampleLosses = Callable[[Any, Mapping[str, Any]], torch.Tensor]
-"""From the model's output and the batch to a loss for each sample, of shape (batch size,)."""
+"""From the model's output and the batch to the loss of each sample, of shape (batch size,)."""
 
-_IGNORED = -100
-_SAME = 1e-3  # logits rounded to bf16 once more; a wrong shift differs more than this, and the closest one is taken
+_IGNORED = -100  # the label that torch's cross-entropy ignores by default
+_SAME = 1e-3  # above the error of logits rounded to bf16; a wrong shift of the labels differs by more
 _ADVICE = "give the model a method per_sample_losses(output, batch) that returns one loss for each sample"
 
 
@@ -43,21 +43,21 @@ def own_loss(model: nn.Module, output: Any, batch: Mapping[str, Any]) -> torch.T
 
 
 def takes_labels(model: nn.Module) -> bool:
-    """Whether the labels go into the model's forward, as in transformers, or beside it, as with most image models."""
+    """Whether the model's forward takes the labels, as in transformers; most image models do not."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     parameters = inspect.signature(inner.forward).parameters.values()
     return any(one.name == "labels" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the batch the model's forward takes."""
+    """The part of the batch that the model's forward takes."""
     return dict(batch) if takes_labels(model) else {name: batch[name] for name in batch if name != "labels"}
 
 
 def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch without labels, so that the model does not work out a loss nobody needs.
+    """The batch without labels, so that the model does not compute an unused loss.
 
-    An encoder-decoder makes its decoder's input from them and keeps them.
+    An encoder-decoder derives its decoder's input from the labels, so it keeps them.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return dict(batch)
@@ -76,7 +76,7 @@ def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSam
             return label_losses
         if logits is None or loss is None or labels is None:
             raise UnsupportedError(
-                f"the loss of each sample cannot be told: {type(model).__name__} returned {_listed(output)} for a "
+                f"the loss of each sample is unknown: {type(model).__name__} returned {_listed(output)} for a "
                 f"batch of {', '.join(batch)}, and flopwatch needs logits, loss and labels; {_ADVICE}"
             )
         fitting = [losses for losses in (next_token_losses, label_losses) if _fits(losses, logits, labels)]
@@ -86,23 +86,23 @@ def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSam
         raise UnsupportedError(
             f"the loss of {type(model).__name__} ({float(loss):.4g}) is not the mean cross-entropy of its logits "
             f"{tuple(logits.shape)} against labels {tuple(labels.shape)}, shifted or not, so the loss of each sample "
-            f"cannot be told; {_ADVICE}"
+            f"is unknown; {_ADVICE}"
         )
     return closest
 
 
 def next_token_losses(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Causal language models: position i predicts label i + 1; the mean over a sample's positions."""
+    """For causal language models: position i predicts label i + 1. The mean over the positions of each sample."""
     return _mean_cross_entropy(_logits(output)[:, :-1], batch["labels"][:, 1:])
 
 
 def label_losses(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Masked language models and classifiers: every logit has its own label."""
+    """For masked language models and classifiers: each position has its own label."""
     return _mean_cross_entropy(_logits(output), batch["labels"])
 
 
 def _mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    # In at least fp32, as transformers does: bf16 logits of a large vocabulary lose the loss.
+    # In at least fp32, as in transformers: with a large vocabulary bf16 is too coarse for the loss.
     wide = logits if logits.dtype == torch.float64 else logits.float()
     each = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=_IGNORED, reduction="none")
     each, counted = each.view(len(labels), -1), (labels != _IGNORED).view(len(labels), -1)

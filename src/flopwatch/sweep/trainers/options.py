@@ -1,4 +1,7 @@
-"""What the built-in trainers can be told, and the optimizer they share. Loads torch only where a model is there."""
+"""The options of the built-in trainers, their optimizer, autocast and gradient checkpointing.
+
+Loads torch only inside functions that get a model: the check of a matrix reads options without torch.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,8 +28,8 @@ class TrainerOptions:
 
     Attributes:
         lr: Learning rate.
-        max_grad_norm: The norm every sample's gradient is clipped to; the standard trainer does not clip.
-        noise_multiplier: Noise over that norm; the standard trainer adds none.
+        max_grad_norm: The norm that the gradient of every sample is clipped to; the standard trainer does not clip.
+        noise_multiplier: Standard deviation of the noise, divided by that norm; the standard trainer adds none.
     """
 
     lr: float = 1e-3
@@ -35,7 +38,7 @@ class TrainerOptions:
 
 
 def read_options(options: Mapping[str, Any]) -> TrainerOptions:
-    """The options, checked. All four trainers take all of them, because a sweep gives its trainers the same.
+    """Check the options. All four trainers accept all of them, because a sweep gives every trainer the same options.
 
     >>> read_options({"max_grad_norm": 0.1}).max_grad_norm
     0.1
@@ -59,10 +62,10 @@ def _meant(name: str, known: list[str]) -> str:
 
 
 def make_optimizer(model: "nn.Module", lr: float) -> "torch.optim.Optimizer":
-    """AdamW for every trainer: what transformers are trained with.
+    """AdamW for every trainer, because transformers are trained with it.
 
-    Its two states per parameter belong in the memory figure, and the same optimizer everywhere leaves the trainers'
-    own cost as the only difference between them.
+    Its two states per parameter belong to the memory of a training, and with the same optimizer everywhere trainers
+    differ only in their own cost.
     """
     import torch
 
@@ -73,7 +76,7 @@ def make_optimizer(model: "nn.Module", lr: float) -> "torch.optim.Optimizer":
 
 
 def autocast(settings: "TrainerSettings") -> AbstractContextManager[Any]:
-    """What the forward pass runs in."""
+    """The autocast context of the forward pass."""
     if settings.dtype == "fp32":
         return nullcontext()
     if settings.dtype not in _AUTOCAST:
@@ -83,11 +86,8 @@ def autocast(settings: "TrainerSettings") -> AbstractContextManager[Any]:
     return torch.autocast(settings.device.type, dtype=getattr(torch, _AUTOCAST[settings.dtype]))
 
 
-# Gradient checkpointing, switched on and seen.
-
-
 def enable_checkpointing(model: "nn.Module") -> None:
-    """Have the model run its blocks a second time in the backward pass instead of keeping what they computed."""
+    """Let the model recompute its blocks in the backward pass instead of storing their activations."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise UnsupportedError(
@@ -100,5 +100,5 @@ def enable_checkpointing(model: "nn.Module") -> None:
 
 
 def is_checkpointing(model: "nn.Module") -> bool:
-    """True where transformers, or the presets, have it switched on; a model's own code is not looked into."""
+    """Whether checkpointing is on in a transformers model or a preset; a model's own checkpointing code is not seen."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

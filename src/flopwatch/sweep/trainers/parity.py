@@ -1,4 +1,4 @@
-"""Do the DP trainers clip what they should? Their gradients against those of one sample after the other."""
+"""Checks the DP trainers: their clipped gradients against those of a loop over the samples."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,11 +10,12 @@ from torch import nn
 from flopwatch.records.trainer_names import PRIVATE
 from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.losses import find_per_sample_losses, model_inputs
+from flopwatch.sweep.trainers.opacus_internals import finish_gradients
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 from flopwatch.torch_internals import AnyDropout
 
 _ROUNDING = 1e-4
-"""A parameter's gradient below this share of the whole is rounding: a key's bias, say, has none."""
+"""A gradient below this share of the whole is rounding error; the bias of an attention key, for example, has none."""
 
 Gradients = dict[str, torch.Tensor]
 
@@ -24,13 +25,13 @@ def parity(
 ) -> dict[str, float]:
     """How far each DP trainer's clipped mean gradient is from a loop over the samples, without noise and dropout.
 
-    The model is copied and stays as it is.
+    Works on a copy of the model.
 
     Args:
         model: Any model the trainers can train, on any device but meta.
         batch: Keyword arguments with labels; every tensor has a row for each sample.
-        trainers: Of `dpsgd`, `ghost`, `fast`.
-        max_grad_norm: Where gradients are clipped; None takes the median norm, so that half of the samples are.
+        trainers: Any of `dpsgd`, `ghost`, `fast`.
+        max_grad_norm: The norm to clip to; None takes the median norm, so that half of the samples are clipped.
 
     Returns:
         For each trainer the largest relative difference of any parameter's gradient: about 1e-6 in fp32.
@@ -54,7 +55,7 @@ def parity(
 
 
 def sample_gradients(model: nn.Module, batch: Mapping[str, Any]) -> list[Gradients]:
-    """The gradients of every sample alone, by autograd."""
+    """The gradients of each sample, computed one sample at a time by autograd."""
     losses = find_per_sample_losses(model, batch)
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
     found = []
@@ -67,18 +68,18 @@ def sample_gradients(model: nn.Module, batch: Mapping[str, Any]) -> list[Gradien
 
 
 def trainer_gradients(trainer: str, model: nn.Module, batch: Mapping[str, Any], max_grad_norm: float) -> Gradients:
-    """The clipped mean gradients a built-in DP trainer hands to its optimizer, without noise."""
+    """The clipped mean gradients that a built-in DP trainer gives to AdamW, without noise."""
     device = next(model.parameters()).device
     options = {"noise_multiplier": 0.0, "max_grad_norm": max_grad_norm}
     settings = TrainerSettings(batch_rows(batch), device, options=options)
     instance: Any = load_trainer(trainer)(model, settings)
     instance.backward(instance.forward(batch))
-    instance.optimizer.pre_step()
+    finish_gradients(instance.optimizer)
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
 
 
 def _clipped_mean(samples: list[Gradients], norms: list[torch.Tensor], limit: float) -> Gradients:
-    # The 1e-6 against a division by nothing is Opacus's.
+    # Opacus adds the same 1e-6 against a division by zero.
     factors = [(limit / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
     return {
         name: torch.stack([f * sample[name] for f, sample in zip(factors, samples, strict=True)]).mean(0)
@@ -101,7 +102,7 @@ def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Dropout draws other numbers for a sample alone than for a batch."""
+    """Turn dropout off, because it draws different numbers for one sample than for a batch."""
     for module in model.modules():
         if isinstance(module, AnyDropout):
             module.p = 0.0

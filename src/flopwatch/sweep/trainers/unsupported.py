@@ -1,4 +1,7 @@
-"""Why a DP trainer cannot train a model: the true reason, and what to do, instead of what Opacus says."""
+"""Why a DP trainer cannot train a model, and what to do about it; and how Opacus handles each layer.
+
+Opacus's own messages for these cases are missing or misleading.
+"""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -6,7 +9,8 @@ from typing import Literal
 from torch import nn
 
 from flopwatch.errors import UnsupportedError
-from flopwatch.sweep.trainers.opacus_internals import load_opacus
+from flopwatch.records.reading import first_line
+from flopwatch.sweep.trainers.opacus_internals import MISSING_GRADIENT_SIGNS, has_ghost_norm, has_gradient_hook
 from flopwatch.sweep.trainers.options import is_checkpointing
 from flopwatch.torch_internals import AnyBatchNorm
 
@@ -14,14 +18,14 @@ _MOST_NAMED = 3
 
 
 def check_supported(trainer: str, model: nn.Module) -> None:
-    """Raise UnsupportedError when this model is known not to go with this DP trainer. Works on the meta device."""
+    """Raise UnsupportedError if this DP trainer is known not to work with this model. Works on the meta device."""
     reason = obstacle(trainer, model)
     if reason:
         raise UnsupportedError(reason)
 
 
 def obstacle(trainer: str, model: nn.Module) -> str | None:
-    """What can be seen without running the model; None when nothing stands in the way."""
+    """A reason that is visible without running the model; None if there is none."""
     if is_checkpointing(model):
         return (
             "gradient checkpointing runs every layer a second time in the backward pass, and Opacus takes that for a "
@@ -65,7 +69,7 @@ def _with_buffers(model: nn.Module) -> str | None:
 
 
 def _tied_inside(model: nn.Module) -> list[str]:
-    """Two names of one parameter within a layer that goes by functorch, such as the head of BERT."""
+    """Two names of one parameter within a layer that Opacus handles with functorch, such as the head of BERT."""
     names = {id(module): name for name, module in model.named_modules()}
     for layer in handled_layers(model):
         owners: dict[int, list[str]] = {}
@@ -79,9 +83,9 @@ def _tied_inside(model: nn.Module) -> list[str]:
 
 
 def tied_parameters(model: nn.Module) -> list[str]:
-    """The names of the first trainable parameter that several layers share where one of them has a ghost norm.
+    """The names of the first trainable parameter that several layers share, if one of these layers has a ghost norm.
 
-    Opacus raises only when the second of them has one; in the other order its norm is wrong without a word.
+    Opacus raises only if the second of the layers has one; in the other order it silently computes a wrong norm.
     """
     names: dict[int, list[str]] = {}
     ghost: set[int] = set()
@@ -96,25 +100,26 @@ def tied_parameters(model: nn.Module) -> list[str]:
 
 
 def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
-    """What a step's exception means, where Opacus's own words mislead; else the exception.
+    """The meaning of a step's exception where Opacus's message is misleading; otherwise the message.
 
     Args:
         trainer: The DP trainer that raised it.
-        idle: Trainable parameters that get no gradient in an ordinary step.
-        error: What it raised.
+        idle: Trainable parameters that get no gradient in a standard step.
+        error: The exception.
     """
-    said = (str(error).strip() or type(error).__name__).splitlines()[0][:1000]
-    if idle and any(sign in said for sign in ("NoneType", "not initialized", "_norm_sample")):
+    message = first_line(error, 1000)
+    if idle and any(sign in message for sign in MISSING_GRADIENT_SIGNS):
         return (
-            f"{_named(idle)} got no gradient in the step, and Opacus needs one of every trainable parameter; freeze "
+            f"{_named(idle)} got no gradient in the step, and Opacus needs one for every trainable parameter; freeze "
             "it (requires_grad = False), or leave it out of the model"
         )
     for sign, meaning in _MEANINGS.items():
-        if sign in said:
-            return meaning if sign == _MISLEADING else f"{meaning}; it said: {said}"
-    return f"{trainer} raised {type(error).__name__}: {said}"
+        if sign in message:
+            return meaning if sign == _MISLEADING else f"{meaning}; its message: {message}"
+    return f"{trainer} raised {type(error).__name__}: {message}"
 
 
+# Parts of messages of Opacus 1.6 and torch 2.13; a message that contains none of them is shown unchanged.
 _MISLEADING = "Parameter tying is not supported"
 _MEANINGS = {
     _MISLEADING: (
@@ -140,17 +145,14 @@ def _named(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-# Which layers Opacus handles in which way, as shares of the trainable parameters.
-#
-# Opacus decides by a layer's exact class and says so to a log that is switched off. The ways: `ghost` (the norm alone),
-# `hook` (per-sample gradients by one product), `functorch` (the layer run once more and differentiated under vmap).
-
-
 Path = Literal["ghost", "hook", "functorch"]
+"""How Opacus handles a layer, which depends on its exact class: `ghost` computes the norm alone, `hook` per-sample
+gradients by one product, and `functorch` runs the layer again and differentiates it under vmap.
+"""
 
 
 def layer_paths(trainer: str, model: nn.Module) -> dict[str, dict[str, float]]:
-    """For each way, the classes of layers that go it and their share of the trainable parameters.
+    """For each path, the classes of its layers and their share of the trainable parameters.
 
     Works on the meta device.
 
@@ -171,14 +173,13 @@ def layer_paths(trainer: str, model: nn.Module) -> dict[str, dict[str, float]]:
 
 
 def path_of(trainer: str, layer: nn.Module) -> Path:
-    module = load_opacus().two_pass_module
-    if trainer == "ghost" and type(layer) in module.NORM_SAMPLERS:
+    if trainer == "ghost" and has_ghost_norm(layer):
         return "ghost"
-    return "hook" if type(layer) in module.GRAD_SAMPLERS else "functorch"
+    return "hook" if has_gradient_hook(layer) else "functorch"
 
 
 def handled_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules Opacus hooks: what lies inside a layer that goes by functorch is differentiated with it."""
+    """The modules that Opacus hooks. A layer it handles with functorch includes its children."""
     if any(parameter.requires_grad for parameter in model.parameters(recurse=False)):
         yield model
         if path_of("dpsgd", model) == "functorch":

@@ -1,8 +1,9 @@
-"""Times of a step and of its parts, and the most memory each part held. Thin: all that differs by device is here."""
+"""What differs by device: its choice and description, timing a step, its memory and its peak FLOP/s."""
 
 import contextlib
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,41 @@ from typing import Any
 import torch
 
 from flopwatch.clock import monotonic_seconds
+from flopwatch.errors import InputError
+from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
+from flopwatch.records.flops import Peak
+from flopwatch.records.trial import MemoryUse
 from flopwatch.sweep.host.environment import git_state, machine
 from flopwatch.sweep.host.memory import resident
+from flopwatch.sweep.host.processes import GPUS
 from flopwatch.sweep.trainers.protocol import StepPart
 
 PARTS = ("forward", "backward", "optimizer")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 _LEAST_RESET_BYTES = 64 << 20
-"""On machines with many cores the kernel's counters are this far behind."""
+"""The kernel updates its memory counters per core, so on machines with many cores they lag by up to this much."""
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this name; `auto` is the accelerator if there is one.
+
+    Raises:
+        InputError: The trial's slot has a GPU that torch does not find; measuring the CPU instead would mislead.
+    """
+    if name != "auto":
+        return torch.device(name)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None and (gpus := os.environ.get(GPUS)):
+        raise InputError(f"the trial has GPU {gpus}, but torch finds no accelerator; use device=cpu to measure the CPU")
+    return found or torch.device("cpu")
 
 
 def timed_step(parts: list[StepPart], device: torch.device) -> dict[str, float]:
-    """Run the parts one after the other; seconds of each name and of all, waiting for the device only at the end."""
+    """Run the parts in order; return the seconds of the step and of each kind of part.
+
+    On an accelerator it synchronises only before and after the whole step, and times the parts with events.
+    """
     names = [name for name, _ in parts]
     if device.type == "cpu":
         marks = [monotonic_seconds()]
@@ -48,7 +71,7 @@ def _seconds(marks: list[float], names: list[str]) -> dict[str, float]:
 
 
 def _by_name(names: list[str], seconds: Iterable[float]) -> dict[str, float]:
-    """A batch in micro-batches has several forward passes; the step's is their sum."""
+    """Sum by name: a step in micro-batches has several forward and backward passes."""
     found = dict.fromkeys(PARTS, 0.0)
     for name, value in zip(names, seconds, strict=True):
         found[name] += value
@@ -56,9 +79,9 @@ def _by_name(names: list[str], seconds: Iterable[float]) -> dict[str, float]:
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Forget the most memory held so far; False when that cannot be done, so that no peak of a part can be told.
+    """Reset the peak of this process's memory; False if that is impossible, for example where /proc is read-only.
 
-    On a CPU the kernel does that for this process (proc(5), clear_refs), where /proc is not read-only.
+    On a CPU, writing 5 to /proc/self/clear_refs makes the kernel reset its high-water mark (proc(5)).
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -69,28 +92,47 @@ def reset_peak(device: torch.device) -> bool:
     except OSError:
         return False
     after = resident("self")
-    # Some kernels take the word and do nothing.
+    # Some kernels accept the write and do nothing.
     is_ignored = before and after and after.peak - after.now > _LEAST_RESET_BYTES and after.peak >= before.peak
     return not is_ignored
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Most memory held since then: by tensors on the accelerator, resident on a CPU."""
+    """Peak memory since `reset_peak`: of tensors on an accelerator, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return host_peak_bytes()
 
 
 def host_peak_bytes() -> int | None:
-    """Most memory of this process since it began or `reset_peak`; None where the system does not tell."""
+    """Peak resident memory of this process since its start or `reset_peak`; None if the system does not report it."""
     memory = resident("self")
     return memory.peak if memory else None
 
 
-# What a reader needs to know of the process that measured: device, clocks, threads, git.
+def with_peaks(memory: MemoryUse, device: torch.device) -> MemoryUse:
+    """The record with the peaks of device and host memory so far."""
+    if device.type == "cuda":
+        counts = torch.cuda.memory_stats(device)
+        memory = replace(
+            memory,
+            allocated_bytes=torch.cuda.max_memory_allocated(device),
+            reserved_bytes=torch.cuda.max_memory_reserved(device),
+            alloc_retries=counts.get("num_alloc_retries", 0),
+            device_bytes=torch.cuda.get_device_properties(device).total_memory,
+        )
+    return replace(memory, host_bytes=host_peak_bytes(), host_method="high_water")
+
+
+def device_peak(device: torch.device, dtype: str) -> Peak | None:
+    """The peak FLOP/s of the datasheet; for a CPU, which has none, the best matmul measured on it."""
+    compute = matmul_dtype(device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32))
+    known = peak_flops(device, compute)
+    return known or (measure_peak(device, compute) if device.type == "cpu" else None)
 
 
 def describe_worker(device: torch.device) -> dict[str, Any]:
+    """The conditions of the measurement: machine, device, clock, threads, git commit."""
     found = {
         **machine(),
         "device": str(device),

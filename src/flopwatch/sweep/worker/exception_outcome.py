@@ -1,4 +1,4 @@
-"""What an exception says about how a trial ended. Told by its type; by words only where compiled code raised it."""
+"""The outcome of a trial that raised. The exception's type decides; its message only if compiled code raised it."""
 
 import dis
 import sys
@@ -10,13 +10,13 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.records.reading import cut
 from flopwatch.records.trial import Outcome
 
-# RuntimeErrors by which allocators and math libraries say that memory is out (torch 2.13, CUDA 12 and 13).
+# Messages of the RuntimeErrors by which allocators and math libraries report out of memory (torch 2.13, CUDA 12, 13).
 _DEVICE_WORDS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "HIP out of memory")
 _HOST_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
 def describe_exception(error: BaseException) -> dict[str, Any]:
-    """Its JSON form: type, message, outcome, traceback; `exit_code` for `sys.exit`."""
+    """As JSON: type, message, outcome and traceback; for `sys.exit` also `exit_code`."""
     content: dict[str, Any] = {
         "type": cut(type(error).__name__, 200),
         "message": cut(message_of(error)),
@@ -37,13 +37,8 @@ def _repr(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def first_line(error: BaseException, most: int = 300) -> str:
-    """The first line of its message, cut; its type where there is no message."""
-    return cut((message_of(error).strip() or type(error).__name__).splitlines()[0], most)
-
-
 def message_of(error: BaseException) -> str:
-    """What it says, whatever that is; an exception's own `__str__` may raise as well."""
+    """Its message, even if the exception's own `__str__` raises."""
     try:
         return str(error)
     except Exception as second:
@@ -51,7 +46,7 @@ def message_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """As Python prints it; a message of 50 MB is cut, and its length told."""
+    """As Python prints it, with long messages shortened."""
     try:
         return "".join(cut(part) for part in traceback.format_exception(error))[-20_000:]
     except Exception as second:
@@ -59,7 +54,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """The outcome of a trial that raised this; an out-of-memory may be the cause behind what was raised."""
+    """The outcome of a trial that raised this. An out-of-memory error counts as well if it is the cause of this one."""
     memory = next((outcome for link in _chain(error) if (outcome := _memory_outcome(link)) is not None), None)
     if memory is not None:
         return memory
@@ -69,7 +64,7 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """It and what led to it, as Python prints them: `raise ... from None` says that what came before is settled."""
+    """The exception and its causes, as Python prints them: `raise ... from None` cuts the chain."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:
@@ -85,8 +80,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _members(error: BaseException) -> list[BaseException]:
-    """The exceptions of an exception group. By its attribute, because Python 3.10 has no class for it; a user's own
-    exception may have an attribute of that name with anything in it.
+    """The exceptions of an exception group. Python 3.10 has no class for groups, so they are recognised by their
+    attribute; an exception of the user's may have an attribute of that name with any content.
     """
     try:
         members = list(getattr(error, "exceptions", ()))
@@ -111,8 +106,8 @@ def _memory_outcome(error: BaseException) -> Outcome | None:
 
 
 def _is_native(error: BaseException) -> bool:
-    """Whether compiled code raised it: torch's CPU allocator and cuBLAS have no type of their own for want of memory.
-    What a `raise` in Python says is anybody's words.
+    """Whether compiled code raised it. torch's CPU allocator and cuBLAS have no exception type for out of memory, so
+    their message must decide; a `raise` in Python may carry the same message and mean something else.
     """
     place = error.__traceback__
     while place is not None and place.tb_next is not None:

@@ -1,7 +1,10 @@
-"""The trial itself: `python -m flopwatch.sweep.worker.main TRIAL_DIR`, started by its supervisor.
+"""The worker process of a trial: `python -m flopwatch.sweep.worker.main TRIAL_DIR [--rank]`.
 
-Phases: import, build, warmup, measure, memory, flops, privacy, trace. What is known is written after each of them, so
-that an end at any moment keeps what was measured.
+A supervisor starts it for a trial of one process. For a trial of several, torchrun starts it with `--rank` once for
+each process, and each process writes its own files (`of_rank`).
+
+Phases: import, build, warmup, measure, memory, flops, privacy, trace. Results are written after each phase, so that a
+crash keeps the results of all earlier phases.
 """
 
 import contextlib
@@ -9,43 +12,73 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from flopwatch.records.reading import read_json
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import write_json
+from flopwatch.records.trial_files import EXCEPTION, HEARTBEAT, SPEC, STACKS, exception_file, of_rank, write_json
 from flopwatch.sweep.claims import Heartbeat
+from flopwatch.sweep.host.processes import die_with_parent
 from flopwatch.sweep.worker.exception_outcome import describe_exception, message_of
 
+# Messages of the RuntimeErrors by which gloo and NCCL report a lost process (torch 2.13); newer errors have classes.
+_LOST_PEER = ("gloo", "NCCL", "ncclUnhandled", "ncclRemote", "Connection closed by peer", "Connection reset by peer")
 
-def main(trial_dir: Path) -> int:
-    stacks = (trial_dir / "stacks.txt").open("w")
+
+def main(trial_dir: Path, rank: int | None = None) -> int:
+    """Measure the trial and return the exit status.
+
+    Args:
+        trial_dir: The trial's folder with its `spec.json`.
+        rank: The number of this process among several; None if it is the only one.
+    """
+    if rank is not None:  # torchrun may be killed, and the supervisor, on another host, could not end this process
+        die_with_parent(signal.SIGKILL)
+    stacks = (trial_dir / of_rank(STACKS, rank or 0)).open("w")
     faulthandler.enable()
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    heartbeat = Heartbeat(trial_dir)
+    heartbeat = Heartbeat(trial_dir, of_rank(HEARTBEAT, rank or 0))
     heartbeat.beat("import")
-    job: dict[str, Any] = read_json(trial_dir / "spec.json")
-    sys.path.insert(0, os.getcwd())  # a user's trainer lies in the working directory, as with `python -m`
+    job: dict[str, Any] = read_json(trial_dir / SPEC)
+    sys.path.insert(0, os.getcwd())  # a user's trainer is in the working directory, as with `python -m`
     try:
-        from flopwatch.sweep.worker.measure import measure_trial
-
-        measure_trial(trial_dir, TrialSpec.from_json(job["spec"]), heartbeat)
+        _measure(trial_dir, TrialSpec.from_json(job["spec"]), heartbeat, rank)
     except BaseException as error:
         content = describe_exception(error)
-        write_json(trial_dir / "exception.json", content)
+        if rank is None:
+            write_json(trial_dir / EXCEPTION, content)
+        else:
+            facts = {"rank": rank, "unix_time": time.time(), "lost_peer": lost_peer(error)}
+            write_json(trial_dir / exception_file(rank), content | facts)
         print_exception(error, content)
         code = error.code if isinstance(error, SystemExit) else 1
         return code if isinstance(code, int) else 1
     return 0
 
 
+def _measure(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, rank: int | None) -> None:
+    # Imported here, so that a failing import of torch is recorded as the trial's exception.
+    from flopwatch.sweep.worker.measure import measure_trial
+    from flopwatch.sweep.worker.rank_group import ALONE, rank_group
+
+    measure_trial(trial_dir, spec, heartbeat, ALONE if rank is None else rank_group(spec))
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether the exception only says that another process could not be reached, so that it is not the first cause."""
+    if any(base.__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") for base in type(error).__mro__):
+        return True
+    return type(error) is RuntimeError and any(words in message_of(error) for words in _LOST_PEER)
+
+
 def print_exception(error: BaseException, content: dict[str, Any]) -> None:
-    """To the log; the trial's end must not depend on a hook or a stream that its trainer replaced or closed."""
+    """Print it to the log. A hook or stream that the trainer replaced or closed must not change how the trial ends."""
     with contextlib.suppress(Exception):
         if len(content["message"]) < len(message_of(error)):
-            sys.stderr.write(content["traceback"])  # a message of 50 MB would be all of the log
+            sys.stderr.write(content["traceback"])  # it is cut; a message of 50 MB would fill the log
         else:
             sys.excepthook(type(error), error, error.__traceback__)
 
@@ -59,4 +92,4 @@ def leave(status: int) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(Path(sys.argv[1])))
+    leave(main(Path(sys.argv[1]), int(os.environ["RANK"]) if "--rank" in sys.argv[2:] else None))

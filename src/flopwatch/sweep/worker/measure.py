@@ -1,4 +1,4 @@
-"""What is measured in a trial, phase by phase."""
+"""Measures a trial, phase by phase: build, steps, memory, FLOPs, privacy, trace."""
 
 import contextlib
 import json
@@ -14,35 +14,39 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from flopwatch.errors import InputError, MissingDependencyError
-from flopwatch.hardware import matmul_dtype, measure_peak, peak_flops
+from flopwatch.errors import MissingDependencyError
 from flopwatch.models.load import load_model
 from flopwatch.optional import require
-from flopwatch.records.flops import Peak
 from flopwatch.records.reading import read_lines
 from flopwatch.records.trial import Measured, MemoryUse, TrialSpec
 from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, write_json
 from flopwatch.sweep.claims import Heartbeat
-from flopwatch.sweep.engines.slots import GPUS
 from flopwatch.sweep.host.memory import mapped_data_bytes, resident
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
 from flopwatch.sweep.trainers.options import enable_checkpointing, read_options
-from flopwatch.sweep.trainers.privacy import privacy_spent
 from flopwatch.sweep.trainers.protocol import StepPart, Trainer, TrainerSettings, load_trainer, run_step, step_parts
-from flopwatch.sweep.worker.device import describe_worker, host_peak_bytes, peak_bytes, reset_peak, timed_step
+from flopwatch.sweep.worker.device import (
+    choose_device,
+    describe_worker,
+    device_peak,
+    peak_bytes,
+    reset_peak,
+    timed_step,
+    with_peaks,
+)
 from flopwatch.sweep.worker.exception_outcome import message_of, traceback_of
 from flopwatch.sweep.worker.rank_group import ALONE, RankGroup
 from flopwatch.sweep.worker.step_cost import count_step
 
 
 class HostLimitError(MemoryError):
-    """The trial held more host memory than it may."""
+    """The trial exceeded its limit of host memory."""
 
 
 def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup = ALONE) -> None:
-    """All phases of one trial; everything known so far is in `measured.json` at any moment.
+    """Run all phases of a trial; `measured.json` always holds what is known so far.
 
-    Of several processes each goes through all phases, and the first one writes what they measured together.
+    In a trial of several processes each runs all phases, and rank 0 writes what they measured together.
     """
     trial = _TrialRun(trial_dir, spec, heartbeat, ranks)
     trial.build()
@@ -50,7 +54,7 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks:
     with own_steps.open("w", buffering=1) as rows:
         trial.run_steps("warmup", spec.warmup_steps, rows)
         trial.run_steps("measure", spec.steps, rows)
-    trial.tell_slowest_steps(own_steps)
+    trial.write_slowest_steps(own_steps)
     trial.finish_steps()
     trial.attempt("memory", trial.measure_memory)
     trial.attempt("flops", trial.count_flops)
@@ -65,7 +69,7 @@ class _TrialRun:
     def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup) -> None:
         self.trial_dir, self.spec, self._heartbeat, self._ranks = trial_dir, spec, heartbeat, ranks
         self.run_dir = trial_dir.parent.parent / "runs" / trial_dir.name
-        self.device = ranks.device(_device(spec.device))
+        self.device = ranks.device(choose_device(spec.device))
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         before = resident("self")
@@ -78,7 +82,7 @@ class _TrialRun:
 
     def build(self) -> None:
         self._heartbeat.beat("build")
-        can_tell = reset_peak(self.device)
+        is_peak_reset = reset_peak(self.device)
         random.seed(self.spec.seed)
         torch.manual_seed(self.spec.seed)
         model = _model(self.spec, str(self.device))
@@ -89,7 +93,7 @@ class _TrialRun:
         self._batches = micro_batches(self.batch, spec.micro_batch_size)
         settings = TrainerSettings(size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
         self.trainer = load_trainer(self.spec.trainer)(self._ranks.laid_out(model, self.device), settings)
-        if can_tell:
+        if is_peak_reset:
             self._note_memory("build")
         self.measured = replace(self.measured, parameters=parameters, extra=_positions(whole))
         self.save()
@@ -100,8 +104,8 @@ class _TrialRun:
             seconds = timed_step(self._parts(), self.device)
             rows.write(json.dumps({"phase": phase, "step": step, **seconds}) + "\n")
 
-    def tell_slowest_steps(self, own_steps: Path) -> None:
-        """A step of several processes takes as long as the slowest of them."""
+    def write_slowest_steps(self, own_steps: Path) -> None:
+        """Replace rank 0's step times by those of the slowest process: a step takes as long as that one."""
         rows = self._ranks.slowest_rows(list(read_lines(own_steps)))
         if self._ranks.size > 1 and self._ranks.rank == 0:
             own_steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,12 +114,12 @@ class _TrialRun:
         return step_parts(self.trainer, self._batches)
 
     def finish_steps(self) -> None:
-        """From here on nothing can cost the trial what it measured.
+        """Record that all steps are measured: from now on no failure can cost the trial its times and memory.
 
         Raises:
-            HostLimitError: It held more than it may, and for too short a time for its supervisor to see it.
+            HostLimitError: The trial exceeded its memory limit too briefly for its supervisor to see it.
         """
-        self.measured = replace(self.measured, memory=_whole_run(self.measured.memory, self.device))
+        self.measured = replace(self.measured, memory=with_peaks(self.measured.memory, self.device))
         held, limit = self.measured.memory.host_bytes, self.spec.limits.memory_bytes
         if held is not None and limit is not None and held - mapped_data_bytes("self") > limit:
             raise HostLimitError(f"it held {held / 2**20:,.0f} MiB in its steps, its limit is {limit / 2**20:,.0f} MiB")
@@ -123,31 +127,34 @@ class _TrialRun:
         self.save()
 
     def attempt(self, phase: str, action: Callable[[], None]) -> None:
-        """What comes after the steps is flopwatch's own: where it fails, the reason is kept and the trial goes on."""
+        """Run a phase after the steps; if it fails, keep the reason and go on, because the trial itself succeeded."""
         self._heartbeat.beat(phase)
         try:
             action()
         except (Exception, SystemExit) as error:
-            if self._ranks.size > 1:  # the others would wait for this process in the next collective
+            if self._ranks.size > 1:  # the other ranks would wait for this one in the next collective
                 raise
-            with contextlib.suppress(Exception):  # the trainer may have closed or replaced it
-                sys.stderr.write(traceback_of(error))
-            self._note_missing(phase, f"{type(error).__name__}: {message_of(error)[:300]}")
+            self._note_failure(phase, error)
         self.save()
+
+    def _note_failure(self, phase: str, error: BaseException) -> None:
+        with contextlib.suppress(Exception):  # the trainer may have closed or replaced sys.stderr
+            sys.stderr.write(traceback_of(error))
+        self._note_missing(phase, f"{type(error).__name__}: {message_of(error)[:300]}")
 
     def _note_missing(self, phase: str, why: str) -> None:
         self.measured = replace(self.measured, not_measured={**self.measured.not_measured, phase: why})
 
     def measure_memory(self) -> None:
-        """One step more, with the peak set back before each part."""
+        """Run one more step and reset the peak before each part."""
         for name, part in self._parts():
-            can_tell = reset_peak(self.device)
+            is_peak_reset = reset_peak(self.device)
             part()
-            if can_tell:
+            if is_peak_reset:
                 self._note_memory(name)
             else:
                 self._note_missing(
-                    "memory", "the peak of each part: this system does not set the mark of the peak back"
+                    "memory", "the peak of each part: this system cannot reset the memory high-water mark"
                 )
         self.measured = replace(self.measured, memory=self._ranks.job_memory(self.measured.memory))
 
@@ -155,7 +162,7 @@ class _TrialRun:
         peak = peak_bytes(self.device)
         if peak is not None:
             memory = self.measured.memory
-            peak = max(peak, memory.by_phase.get(part, 0))  # a batch in micro-batches has several of each part
+            peak = max(peak, memory.by_phase.get(part, 0))  # with micro-batches there are several parts of a name
             self.measured = replace(self.measured, memory=replace(memory, by_phase={**memory.by_phase, part: peak}))
 
     def count_flops(self) -> None:
@@ -164,17 +171,19 @@ class _TrialRun:
         model = _model(self.spec, "meta")
         cost = count_step(self.trainer, model, self.batch, micro_batch_size=size, is_alone=is_alone)
         cost = self._ranks.job_cost(cost)
-        peak = self._ranks.job_peak(self.device, lambda: _peak(self.device, self.spec.dtype))
+        peak = self._ranks.job_peak(self.device, lambda: device_peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
 
     def account_privacy(self) -> None:
-        """After the steps: the PRV accountant may take hundreds of megabytes."""
+        """Runs after the steps, because the PRV accountant may take hundreds of megabytes."""
+        from flopwatch.sweep.trainers.privacy import privacy_spent  # pydantic and Opacus, which most trials do not need
+
         noise = read_options(self.spec.options).noise_multiplier
         spent = privacy_spent(self.spec.privacy, self.spec.batch_size, noise)
         self.measured = replace(self.measured, privacy=spent)
 
     def record_trace(self) -> None:
-        if self._ranks.rank > 0:  # the recorded process cannot make a step without the others
+        if self._ranks.rank > 0:  # rank 0 records, and its step needs all ranks
             run_step(self._parts())
             return
         path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
@@ -184,21 +193,13 @@ class _TrialRun:
         if self._ranks.rank > 0:
             return
         if is_done:
-            write_scalars(self.run_dir, self.trial_dir, self.spec, self.measured)
+            try:
+                write_scalars(self.run_dir, self.trial_dir, self.spec, self.measured)
+            except Exception as error:  # a trainer may have written to steps.jsonl, or broken TensorBoard's writer
+                self._note_failure("tensorboard", error)
         facts = {"done": is_done, "steps_done": self._has_all_steps}
         content = {**facts, "measured": asdict(self.measured), "environment": self.environment}
         write_json(self.trial_dir / MEASURED, content)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        if found is None and (gpus := os.environ.get(GPUS)):
-            raise InputError(
-                f"the trial was given GPU {gpus}, and torch finds no accelerator; device=cpu asks for the CPU"
-            )
-        return found or torch.device("cpu")
-    return torch.device(name)
 
 
 def _model(spec: TrialSpec, device: str) -> nn.Module:
@@ -213,31 +214,8 @@ def _positions(batch: Mapping[str, Any]) -> dict[str, float]:
     return {"positions_per_step": float(ids.numel())} if isinstance(ids, torch.Tensor) else {}
 
 
-def _whole_run(memory: MemoryUse, device: torch.device) -> MemoryUse:
-    if device.type == "cuda":
-        counts = torch.cuda.memory_stats(device)
-        memory = replace(
-            memory,
-            allocated_bytes=torch.cuda.max_memory_allocated(device),
-            reserved_bytes=torch.cuda.max_memory_reserved(device),
-            alloc_retries=counts.get("num_alloc_retries", 0),
-            device_bytes=torch.cuda.get_device_properties(device).total_memory,
-        )
-    return replace(memory, host_bytes=host_peak_bytes(), host_method="high_water")
-
-
-def _peak(device: torch.device, dtype: str) -> Peak | None:
-    """The datasheet's; a CPU has none, so the best matmul seen on it is taken (and its kind says so)."""
-    compute = matmul_dtype(device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32))
-    known = peak_flops(device, compute)
-    return known or (measure_peak(device, compute) if device.type == "cpu" else None)
-
-
-# What a trial leaves for other tools: TensorBoard scalars and one Kineto trace.
-
-
 def write_trace(run_dir: Path, run_step: Callable[[], Any], device: torch.device) -> Path:
-    """One step, with shapes and without stacks: a trace with stacks of a few steps has been seen to take 4 GB."""
+    """Record one step with shapes, but without stacks: with stacks, a trace of a few steps took 4 GB."""
     run_dir.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, record_shapes=True) as profiler:
@@ -248,7 +226,7 @@ def write_trace(run_dir: Path, run_step: Callable[[], Any], device: torch.device
 
 
 def write_scalars(run_dir: Path, trial_dir: Path, spec: TrialSpec, measured: Measured) -> None:
-    """Step times and memory for TensorBoard; nothing where it is not installed."""
+    """Write step times and memory for TensorBoard, if it is installed."""
     try:
         writer_class = require("torch.utils.tensorboard", "tensorboard").SummaryWriter
     except MissingDependencyError:

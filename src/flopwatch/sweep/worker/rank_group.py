@@ -1,6 +1,6 @@
-"""The processes of one trial as their workers see them: what is each one's part, and what they are together.
+"""The processes of a trial, seen from one of them: its part of batch and model, and the results of all together.
 
-`ALONE` stands for a trial of one process, so that measuring asks nobody how many there are.
+`ALONE` is the group of a trial with one process, so that `measure` needs no special case.
 """
 
 import os
@@ -20,42 +20,42 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.monitor.ranks.sharing import device_identity
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
+from flopwatch.spread import median
 from flopwatch.sweep.spec.parsing import check_processes, needs_one_process
-from flopwatch.sweep.supervisor.measurements import median
 from flopwatch.sweep.trainers.batch import batch_rows, micro_batches
 
 _LEAST_TIMEOUT_SECONDS = 1800.0
-"""torch's own for gloo. A hang is for the supervisor to end: collectives must not give up before it does."""
+"""torch's default for gloo. The supervisor ends a hang, so collectives must not time out earlier."""
 
 
 class RankGroup:
     """One process among those of its trial.
 
     Attributes:
-        rank: Its number; 0 writes what all have measured.
-        size: How many there are.
+        rank: Its number; rank 0 writes the results of all.
+        size: The number of processes.
     """
 
     rank = 0
     size = 1
 
-    def device(self, asked: torch.device) -> torch.device:
+    def device(self, device: torch.device) -> torch.device:
         """The device of this process."""
-        return asked
+        return device
 
     def share(self, batch_size: int) -> int:
-        """Samples of this process."""
+        """The number of samples for each process."""
         return batch_size // self.size
 
     def own_part(self, batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
-        """The samples of this process among those of the trial's batch."""
+        """The samples that this process takes from the trial's batch."""
         return dict(batch)
 
     def laid_out(self, model: nn.Module, device: torch.device) -> nn.Module:
         return model
 
     def job_cost(self, cost: StepCost) -> StepCost:
-        """Of the whole trial, from each process's own."""
+        """The cost of the whole trial, from the costs of all processes."""
         return cost
 
     def job_peak(self, device: torch.device, peak_of: Any) -> Peak | None:
@@ -66,12 +66,12 @@ class RankGroup:
         return memory
 
     def slowest_rows(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """The times of the steps, of the process that was slowest."""
+        """The step times of the slowest process."""
         return rows
 
 
 class ManyRanks(RankGroup):
-    """Started by torchrun, whose variables say which one this is."""
+    """A trial of several processes, started by torchrun, which sets RANK, WORLD_SIZE and LOCAL_RANK."""
 
     def __init__(self, spec: TrialSpec) -> None:
         check_processes(spec)
@@ -82,12 +82,12 @@ class ManyRanks(RankGroup):
         silence = spec.limits.no_progress_seconds or 0.0
         self._timeout = timedelta(seconds=max(_LEAST_TIMEOUT_SECONDS, 2 * silence))
 
-    def device(self, asked: torch.device) -> torch.device:
-        """Joins the other processes, over the network that belongs to the device."""
-        if asked.type == "cpu":
+    def device(self, device: torch.device) -> torch.device:
+        """The device of this process. Also joins the process group, with the backend of the device."""
+        if device.type == "cpu":
             dist.init_process_group("gloo", timeout=self._timeout)
-            return asked
-        own = torch.device(asked.type, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+            return device
+        own = torch.device(device.type, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
         torch.accelerator.set_device_index(own.index)
         own_backend = dist.get_default_backend_for_device(own)
         dist.init_process_group(f"cpu:gloo,{own.type}:{own_backend}", timeout=self._timeout, device_id=own)
@@ -96,7 +96,7 @@ class ManyRanks(RankGroup):
     def own_part(self, batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
         """
         Raises:
-            UnsupportedError: The batch is not one of so many samples.
+            UnsupportedError: The batch does not have one row for each sample.
         """
         rows = batch_rows(batch)
         if rows != batch_size:
@@ -105,7 +105,7 @@ class ManyRanks(RankGroup):
                 "a batch with one row for each sample, or leave nodes and processes out"
             )
         part = micro_batches(batch, self.share(batch_size))[self.rank]
-        # A view would keep the samples of all processes in memory.
+        # Cloned, because a view would keep the whole batch in memory.
         return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in part.items()}
 
     def laid_out(self, model: nn.Module, device: torch.device) -> nn.Module:
@@ -115,13 +115,15 @@ class ManyRanks(RankGroup):
         return job_cost(self._gathered(cost))
 
     def job_peak(self, device: torch.device, peak_of: Any) -> Peak | None:
-        """Of every device once. One process of those that share a device asks, with the threads of all of them."""
+        """The sum over the devices. Of the processes that share a device only the first measures its peak, with the
+        threads of all of them.
+        """
         mine = device_identity(device)
-        told = self._gathered((mine, torch.get_num_threads()))
-        first = [identity for identity, _ in told].index(mine) == self.rank
+        devices = self._gathered((mine, torch.get_num_threads()))
+        first = [identity for identity, _ in devices].index(mine) == self.rank
         peak = None
         if first:
-            own, together = torch.get_num_threads(), sum(threads for identity, threads in told if identity == mine)
+            own, together = torch.get_num_threads(), sum(threads for identity, threads in devices if identity == mine)
             torch.set_num_threads(min(together, len(os.sched_getaffinity(0))))
             peak = peak_of()
             torch.set_num_threads(own)
@@ -146,11 +148,11 @@ def rank_group(spec: TrialSpec) -> RankGroup:
     return ManyRanks(spec) if spec.world_size > 1 else ALONE
 
 
-# How the processes of a trial share a model: each has all of it (DDP), or a part of it (FSDP2).
+# How the processes of a trial share a model: each holds all of it (DDP) or a part of it (FSDP2).
 
 
 class ReplicatedModel(DistributedDataParallel):
-    """DDP through which the model's own methods and settings are still seen: trainers ask for `per_sample_losses`."""
+    """DDP that passes unknown attributes on to the model: trainers look for `per_sample_losses` and `config`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -160,17 +162,19 @@ class ReplicatedModel(DistributedDataParallel):
 
 
 def laid_out(model: nn.Module, layout: str | None, device: torch.device) -> nn.Module:
-    """The model for this process; the process group is there already.
+    """The model as this process trains it; the process group must exist.
 
-    Every process has built the same model from the same seed. Of FSDP2 the blocks of the model are units of their own,
-    as its tutorial does, so that one block at a time is whole in memory.
+    Every process has built the same model from the same seed. With FSDP2 each block is a unit, as in its tutorial, so
+    that only one block at a time is gathered in full.
     """
     if layout == "ddp":
         return ReplicatedModel(model, device_ids=None if device.type == "cpu" else [device])
     if layout != "fsdp":
         raise InputError(f"layout is ddp or fsdp, got {layout!r}")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # else it would take a GPU that is not asked for
-    for block in dict.fromkeys(blocks(model)):  # a model may run one block several times
+    mesh = init_device_mesh(
+        device.type, (dist.get_world_size(),)
+    )  # the default mesh would use a GPU even for a trial on the CPU
+    for block in dict.fromkeys(blocks(model)):  # a model may contain one block several times
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -187,11 +191,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-# The figures of a whole trial from those of its processes. Pure arithmetic, exact for FLOPs.
+# The results of the whole trial from those of its processes. Pure arithmetic, exact for FLOPs.
 
 
 def job_cost(costs: Sequence[StepCost]) -> StepCost:
-    """FLOPs of all processes together; unknown where one does not know its own.
+    """The FLOPs of all processes together; unknown if one of them is unknown.
 
     >>> job_cost([StepCost(model_flops=10, hardware_flops=12), StepCost(model_flops=10)]).model_flops
     20
@@ -207,14 +211,14 @@ def job_cost(costs: Sequence[StepCost]) -> StepCost:
     )
 
 
-def job_peak(told: Sequence[tuple[bool, Peak | None]]) -> Peak | None:
-    """The sum over the devices: each entry says whether its process speaks for a device, and the device's peak.
+def job_peak(measured: Sequence[tuple[bool, Peak | None]]) -> Peak | None:
+    """The sum of the devices' peaks; each entry says whether its process measured a device, and that device's peak.
 
     >>> one = Peak(1e12, "a GPU", "bf16", "its datasheet", "datasheet", "high")
     >>> job_peak([(True, one), (True, one), (False, None)]).flops_per_s
     2000000000000.0
     """
-    peaks = [peak for speaks, peak in told if speaks]
+    peaks = [peak for is_measured, peak in measured if is_measured]
     known = [peak for peak in peaks if peak is not None]
     if len(known) < len(peaks) or not known:
         return None
@@ -230,7 +234,7 @@ def job_peak(told: Sequence[tuple[bool, Peak | None]]) -> Peak | None:
 
 
 def job_memory(memories: Sequence[MemoryUse]) -> MemoryUse:
-    """What the fullest accelerator held. Resident memory is the first process's; the supervisor knows that of all."""
+    """The memory of the fullest accelerator. Host memory is that of rank 0; the supervisor measures all processes."""
     parts = dict.fromkeys(part for memory in memories for part in memory.by_phase)
     return replace(
         memories[0],
@@ -242,7 +246,7 @@ def job_memory(memories: Sequence[MemoryUse]) -> MemoryUse:
 
 
 def slowest_rows(rows_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of the process with the longest median among the measured steps, each with its rank.
+    """The rows of the process with the longest median of its measured steps, each with the rank.
 
     >>> fast, slow = ({"phase": "measure", "seconds": seconds} for seconds in (1.0, 2.0))
     >>> slowest_rows([[fast], [slow]])

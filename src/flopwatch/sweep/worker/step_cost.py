@@ -1,4 +1,4 @@
-"""What a step of a trainer costs in FLOPs: the mathematics of ordinary training, and what this trainer executes."""
+"""The FLOPs of a trainer's step: those of the model in standard training, and those this trainer executes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +12,13 @@ from flopwatch.flops.count import count_flops
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack, undisturbed
 from flopwatch.records.flops import AttentionConvention, FlopCount
-from flopwatch.records.reading import cut
+from flopwatch.records.reading import cut, first_line
 from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
 from flopwatch.sweep.trainers.builtin import StandardTrainer
 from flopwatch.sweep.trainers.losses import forward_inputs, own_loss, takes_labels
 from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
-from flopwatch.sweep.worker.exception_outcome import first_line, message_of
+from flopwatch.sweep.worker.exception_outcome import message_of
 from flopwatch.torch_internals import compiled_call, compiled_original, is_compiled_function
 
 
@@ -31,19 +31,19 @@ def count_step(
     micro_batch_size: int | None = None,
     is_alone: bool = True,
 ) -> StepCost:
-    """Count one step; MFU and HFU come later, when its time and the peak are known (`assemble.py`).
+    """Count one step. MFU and HFU follow when its time and the peak are known (`supervisor/build_result.py`).
 
-    Unless the trainer is the built-in standard one with the whole batch at once, it makes one more step of the
-    trainer, weights and all, and torch will not compile its model afterwards: count when all else is measured.
+    Unless the trainer is the built-in standard one with the whole batch at once, the trainer runs one more real step,
+    and torch will not compile its model afterwards; so count after everything else is measured.
 
     Args:
-        trainer: Ready to make a step on this batch.
-        model: The same architecture as a plain module, on the meta device if you like; it is not changed.
-        batch: Of the trial.
+        trainer: Ready to run a step on this batch.
+        model: The same architecture as a plain module, possibly on the meta device; it is not changed.
+        batch: The batch of the trial.
         attention: `full` or `causal`.
-        micro_batch_size: Samples the trainer takes at once; None is the whole batch. The mathematics stays the same;
-            what is executed is the sum over the micro-batches.
-        is_alone: False for one process of several: its step needs the others, so none is made.
+        micro_batch_size: Samples the trainer takes at once; None is the whole batch. Model FLOPs do not depend on it;
+            hardware FLOPs are the sum over the micro-batches.
+        is_alone: False for one process of several, whose step would need the other processes; none is run then.
     """
     batches = micro_batches(batch, micro_batch_size)
     try:
@@ -59,15 +59,15 @@ def count_step(
         return _without_a_step(cost, trainer, model, batches)
     try:
         executed = count_executed(trainer, batches, attention)
-    except Exception as error:  # a user's trainer may raise anything, and the rest of the trial is measured already
-        return _noted(cost, f"what the trainer executes could not be counted: {first_line(error)}")
+    except Exception as error:  # a user's trainer may raise anything, and the trial is already measured
+        return _noted(cost, f"what the trainer executes could not be counted: {first_line(error, 300)}")
     return _with_executed(cost, executed)
 
 
 def _without_a_step(
     cost: StepCost, trainer: Trainer, model: nn.Module, batches: Sequence[Mapping[str, Any]]
 ) -> StepCost:
-    """The standard trainer executes the model's passes on each micro-batch; what others do is not known."""
+    """The standard trainer runs the model on each micro-batch, which can be counted; other trainers are unknown."""
     if type(trainer) is not StandardTrainer or cost.model_flops is None:
         return _noted(cost, "what the trainer executes is not counted in one process of several")
     counts = [count_plain(model, batch, cost.attention) for batch in batches]  # type: ignore[arg-type]
@@ -77,8 +77,8 @@ def _without_a_step(
 def count_executed(
     trainer: Trainer, batches: Sequence[Mapping[str, Any]], attention: AttentionConvention = "full"
 ) -> FlopCount | None:
-    """Everything one step of the trainer runs on its micro-batches, its update included; None where compiled code
-    hides it.
+    """Everything one step of the trainer runs on its micro-batches, including the update; None if compiled code hides
+    its ops.
     """
     if any(map(_is_compiled, _attributes(trainer))):
         return None
@@ -90,7 +90,7 @@ def count_executed(
 
 
 def count_plain(model: nn.Module, batch: Mapping[str, Any], attention: AttentionConvention) -> FlopCount:
-    """One ordinary training step of the model, whichever trainer is asked about."""
+    """One standard training step of the model, whichever trainer the trial uses."""
     on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
     tensors = {name: value.cpu() if on_meta and _is_tensor(value) else value for name, value in batch.items()}
     is_loss_apart = hasattr(model, "per_sample_losses") or ("labels" in batch and not takes_labels(model))

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.sweep.supervisor.build_result import ExitFacts, classify, memory_hint
+from flopwatch.sweep.supervisor.classify import ExitFacts, classify, memory_hint
 
 EXCEPTION = {"type": "ValueError", "message": "a mistake\nwith details", "outcome": "error"}
 

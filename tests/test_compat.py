@@ -1,0 +1,182 @@
+"""FLOPs over time over peak, and the functions the documents name."""
+
+import importlib
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flopwatch
+from flopwatch.cli import main
+from flopwatch.compat import MOVED_MODULES
+from flopwatch.models.load import load_model
+from flopwatch.monitor.config import read_config
+from flopwatch.sweep.spec.matrix import read_matrix
+
+
+def test_mfu_is_flops_over_seconds_over_peak() -> None:
+    assert flopwatch.calculate_mfu(flops=300e12, seconds=2.0, peak_flops_per_s=600e12) == 0.25
+
+
+def test_mfu_is_never_clamped() -> None:
+    assert flopwatch.calculate_mfu(flops=2e12, seconds=1.0, peak_flops_per_s=1e12) == 2.0
+
+
+@pytest.mark.requirement("R1")
+def test_the_profiler_function_counts_forward_and_backward() -> None:
+    model = load_model("tiny", device="cpu")
+    forward = 2 * 4 * 16 * (2 * 12 * 64 * 64 + 64 * 1000) + 2 * 2 * 2 * 4 * 16 * 16 * 64
+
+    mfu = flopwatch.calculate_mfu_with_profiler(
+        model, batch_size=4, seq_length=16, step_time=0.5, peak_flops_per_s=1e12
+    )
+
+    assert mfu == 3 * forward / 0.5 / 1e12
+    assert model.training
+
+
+@pytest.mark.requirement("R1")
+def test_the_profiler_function_looks_the_peak_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOPWATCH_PEAK_TFLOPS", "2")
+    model = load_model("tiny", device="cpu")
+
+    once = flopwatch.calculate_mfu_with_profiler(model, 4, 16, 0.5)
+
+    assert once == flopwatch.calculate_mfu_with_profiler(model, 4, 16, 0.5, peak_flops_per_s=2e12)
+
+
+def test_an_unknown_peak_is_none_with_advice_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopwatch.hardware.peak_flops", lambda *_: None)
+    monkeypatch.setattr("flopwatch.hardware.explain_unknown", lambda *_: "set FLOPWATCH_PEAK_TFLOPS")
+
+    with pytest.warns(UserWarning, match="FLOPWATCH_PEAK_TFLOPS"):
+        assert flopwatch.calculate_mfu_with_profiler(load_model("tiny", device="cpu"), 4, 16, 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((0, 16, 1.0), "batch_size is a positive whole number, got 0"),
+        ((4, 1.5, 1.0), "seq_len is a positive whole number, got 1.5"),
+        ((4, 16, 0.0), "seconds must be a positive finite number, got 0.0"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(arguments: Any, says: str) -> None:
+    with pytest.raises(flopwatch.InputError, match=says):
+        flopwatch.calculate_mfu_with_profiler(load_model("tiny", device="cpu"), *arguments, peak_flops_per_s=1e12)
+
+
+def test_a_peak_of_zero_is_refused_not_looked_up() -> None:
+    with pytest.raises(flopwatch.InputError, match="peak_flops_per_s must be a positive finite number, got 0"):
+        flopwatch.calculate_mfu_with_profiler(load_model("tiny", device="cpu"), 4, 16, 1.0, peak_flops_per_s=0)
+
+
+def test_a_model_on_no_device_has_no_peak() -> None:
+    with pytest.raises(flopwatch.InputError, match="pass peak_flops_per_s"):
+        flopwatch.calculate_mfu_with_profiler(load_model("tiny"), 4, 16, 1.0)
+
+
+def test_a_model_that_takes_neither_text_nor_images_needs_a_batch() -> None:
+    with pytest.raises(flopwatch.InputError, match="with a batch of your own"):
+        flopwatch.calculate_mfu_with_profiler(nn.Linear(2, 2), 4, 16, 1.0, peak_flops_per_s=1e12)
+
+
+def test_an_eval_model_comes_back_in_eval_mode() -> None:
+    model = load_model("tiny", device="cpu").eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    flopwatch.calculate_mfu_with_profiler(model, 4, 16, 1.0, peak_flops_per_s=1e12)
+
+    assert not any(module.training for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def in_a_fresh_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.strip()
+
+
+def test_an_old_module_name_works_and_warns_once_where_it_is_imported() -> None:
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from flopwatch.trial_records import TrialSpec
+    import flopwatch.trial_records as again
+from flopwatch.records.trial import TrialSpec as today
+print(TrialSpec is today is again.TrialSpec, [(str(w.message), w.category.__name__, w.filename) for w in caught])
+"""
+    said = "flopwatch.trial_records is now flopwatch.records.trial; import it from there"
+    assert in_a_fresh_python(code) == f"True [('{said}', 'DeprecationWarning', '<string>')]"
+
+
+def test_the_module_behind_an_old_name_keeps_its_own_name_and_spec() -> None:
+    code = """
+import warnings; warnings.simplefilter("ignore")
+import flopwatch.metrics
+from flopwatch.records import metrics
+print(metrics.__name__, metrics.__spec__.name)
+"""
+    assert in_a_fresh_python(code) == "flopwatch.records.metrics flopwatch.records.metrics"
+
+
+def test_every_old_module_name_leads_to_a_module_that_exists() -> None:
+    for old, new in MOVED_MODULES.items():
+        assert importlib.util.find_spec(new) is not None, old
+        assert importlib.machinery.PathFinder.find_spec(old) is None, f"{old} exists: it needs no entry"
+
+
+def test_a_module_that_never_existed_is_still_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"flopwatch\.metricks"):
+        importlib.import_module("flopwatch.metricks")
+
+
+@pytest.mark.parametrize(("old", "new"), [(("--seed", "3"), ("--order-seed", "3")), (("--gpus=0",), ("--gpu-ids=0",))])
+def test_an_old_flag_means_the_new_one_and_a_note_says_so_once(
+    old: tuple[str, ...], new: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("flopwatch.cli.app.app", lambda args: seen.append(args))
+
+    main(["sweep", *old, "--dry-run"])
+    main(["sweep", *new, "--dry-run"])
+
+    assert seen[0] == seen[1] == ["sweep", *new, "--dry-run"]
+    name_before, name_now = old[0].partition("=")[0], new[0].partition("=")[0]
+    assert capsys.readouterr().err == f"note: {name_before} is now {name_now}; the old name still works\n"
+
+
+def test_flags_of_other_commands_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("flopwatch.cli.app.app", lambda args: seen.append(args))
+
+    main(["watch", "run", "--refresh", "2"])
+
+    assert seen == [["watch", "run", "--refresh", "2"]]
+
+
+@pytest.mark.parametrize(
+    "config", [{"seq_len": 9, "warmup_steps": 2}, {"monitoring": {"seq_len": 9, "warmup_steps": 2}}]
+)
+def test_the_monitor_understands_the_words_of_the_sweep(section: str | None) -> None:
+    words = {"seq_len": 9, "warmup_steps": 2}
+    read, problems = read_config({section: words} if section else words)
+
+    assert (read.seq_length, read.warm_up_steps, problems) == (9, 2, [])
+
+
+def test_the_sweep_understands_the_words_of_the_monitor() -> None:
+    assert read_matrix(None, {"warm_up_steps": 7, "seq_length": 9}).warmup_steps == 7
+
+
+def test_log_step_takes_the_learning_rate_by_both_names(tmp_path: Path) -> None:
+    for name in ("lr", "learning_rate"):
+        with flopwatch.TrainingMonitor(tmp_path / name, config={"log_every": 1}) as monitor:
+            monitor.log_step(0, loss=1.0, **{name: 0.25})
+            assert monitor.log_now()["training/lr"] == 0.25
