@@ -29,7 +29,7 @@ _SHARE_FOR_NEW_SHAPES = 0.01
 _LEAST_ALLOWANCE_SECONDS = 10.0
 _SHARE_FOR_CHECKS = 0.0005
 _DRAWS = 8
-"""Counts of a model that chance steers: enough for a spread."""
+"""Counts of a model whose cost is random, to estimate mean and spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class LawBook:
         return self._noted_count(kind, count)
 
     def offer(self) -> LawOffer:
-        """What other ranks need to price their own calls. Shapes counted one by one stay where the model is."""
+        """The laws that other ranks need to price their calls; shapes counted one by one stay on this rank."""
         laws = {
             family: [replace(law, count_shape=None) for law in laws if law.coefficients]
             for family, laws in self._laws.items()
@@ -146,14 +146,14 @@ class LawBook:
         self._packed_runs_apart = offer.packed_runs_apart
 
     def renewed(self) -> "LawBook":
-        """The model has changed: a book without laws, with what is left of the allowance."""
+        """A book without laws and with the rest of the allowance, for a model that has changed."""
         book = LawBook(self._clock, **self._options)
         book._began, book._first_seconds, book._check_seconds = self._began, self._first_seconds, self._check_seconds
         book.count_seconds, book.refused = self.count_seconds, self.refused
         return book
 
     def check(self, model: nn.Module, kind: CallKind, example: Any, *, within_allowance: bool) -> bool | None:
-        """Count this very call and compare; None when it was not done."""
+        """Count this call and compare it with its price; None without an exact price or allowance."""
         price = self.price(kind)
         if price is None or price.reason or (within_allowance and not self._may_check()):
             return None
@@ -245,7 +245,7 @@ class LawBook:
             return self._count(model, kind, batch)
 
     def _noted_count(self, kind: CallKind, count: FlopCount) -> CallPrice:
-        """A count that holds for its own batch, kept for the spread of such counts."""
+        """The price of a count that holds for its own batch only; also extends the spread of such counts."""
         total = count.forward_flops + count.backward_flops
         low, high = self._spreads.get(kind, (total, total))
         self._spreads[kind] = min(low, total), max(high, total)
@@ -285,7 +285,7 @@ class LawBook:
     def _widened(
         self, law: FlopLaw, model: nn.Module, kind: CallKind, batch: Any, values: Mapping[str, int]
     ) -> FlopLaw | None:
-        """Twice as much at once, so that slowly growing sizes do not cost a count each; both parities are tried."""
+        """Double the range at once, so that slowly growing sizes cost few counts; odd and even sizes are tried."""
         if _phases(self._count(model, kind, batch)) != _formula(law, _shape(law, values)):
             return None
         domain = dict(law.domain)
@@ -357,7 +357,7 @@ def _shape(law: FlopLaw, values: Mapping[str, int]) -> StepShape:
 
 
 def _formula(law: FlopLaw, shape: StepShape) -> PhaseFlops:
-    """The law's answer, whether it covers the shape or not."""
+    """The law's value, also outside its domain."""
     return replace(law, domain={}).cost(shape)
 
 
@@ -432,7 +432,7 @@ class FlopMode:
         return self.book is not None and self.frequency > 0 and step > 0 and step % self.frequency == 0
 
     def start_counting(self) -> bool:
-        """From estimates to counts, if that is still to come."""
+        """Replace estimates by counts, if that has not happened yet."""
         if self.later is None:
             return False
         self.book, self.later = self.later, None
@@ -490,7 +490,7 @@ def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> Fl
 
 
 def _is_exact(law: FlopLaw) -> bool:
-    """Without a formula each shape is counted as it comes, which is as exact as the count."""
+    """A law without a formula counts each shape when it comes, which is as exact as the count."""
     is_counted = not law.coefficients and law.method != "estimate" and law.coverage in (None, 1.0)
     return law.exact or (is_counted and not law.per_batch and not law.doubts)
 
