@@ -2,7 +2,7 @@
 
 import pytest
 
-from flopwatch.monitor.measured_step import Ledger, MeasuredStep, find_warm_up, percentile, window_values
+from flopwatch.monitor.measured_step import Ledger, MeasuredStep, find_warm_up, window_values
 
 
 def step(number, seconds, **more):
@@ -116,11 +116,6 @@ def test_a_nan_loss_is_shown():
 )
 def test_leading_slow_steps_are_warm_up(seconds, count):
     assert find_warm_up(seconds) == count
-
-
-@pytest.mark.parametrize(("percent", "value"), [(0, 1.0), (50, 5.0), (90, 9.0), (99, 10.0), (100, 10.0)])
-def test_percentiles_are_values_that_occurred(percent, value):
-    assert percentile([float(number) for number in range(1, 11)], percent) == value
 
 
 def test_the_ledger_survives_json():

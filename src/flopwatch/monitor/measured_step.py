@@ -6,7 +6,6 @@ rates over-weights the fast steps.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -192,15 +191,6 @@ def find_warm_up(seconds: Sequence[float | None]) -> int:
             break
         leading = index + 1
     return leading
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile of sorted values: one that occurred.
-
-    >>> percentile([1.0, 2.0, 3.0, 4.0], 50)
-    2.0
-    """
-    return ordered[max(0, ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

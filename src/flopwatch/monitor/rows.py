@@ -12,7 +12,6 @@ from flopwatch.monitor.measured_step import (
     effective_peak,
     find_warm_up,
     mean_of,
-    percentile,
     window_values,
 )
 from flopwatch.monitor.ranks.job_values import (
@@ -30,6 +29,7 @@ from flopwatch.monitor.window import PricedStep, PricedWindow
 from flopwatch.records.flops import Peak
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number, PartialRow, Row
+from flopwatch.spread import percentile
 
 _PERCENTILE_STEPS = 512
 _STEPS_TO_SEE_WARM_UP = 6
@@ -271,7 +271,7 @@ class RowMaker:
         if not self._recent_seconds:
             return {}
         ordered = sorted(self._recent_seconds)
-        return {f"perf/step_time_p{percent}": percentile(ordered, percent) for percent in (50, 90, 99)}
+        return {f"perf/step_time_p{percent}": percentile(ordered, percent / 100) for percent in (50, 90, 99)}
 
 
 class MeasuredSum:
