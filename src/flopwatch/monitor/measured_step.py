@@ -61,7 +61,7 @@ class MeasuredStep(NamedTuple):
 
     @property
     def work_seconds(self) -> float | None:
-        """Without waiting for input, as far as that is known."""
+        """Seconds without the input wait, as far as that is known."""
         return None if self.seconds is None else self.seconds - (self.input_wait_seconds or 0.0)
 
 
@@ -116,7 +116,7 @@ def _rates(timed: Sequence[MeasuredStep], device_count: int, world_size: int) ->
 def _utilisation(
     timed: Sequence[MeasuredStep], peak_flops_per_s: float | None, device_count: int
 ) -> dict[str, Number | None]:
-    """MFU and HFU over the steps whose FLOPs are known; how many those are, where not all."""
+    """MFU and HFU over the steps whose FLOPs are known."""
     values: dict[str, Number | None] = {}
     for name, share in (("model_flops", "mfu"), ("hardware_flops", "hfu")):
         known = [step for step in timed if getattr(step, name) is not None]
@@ -216,7 +216,7 @@ def mean_of(known: Sequence[float]) -> float:
     """
     try:
         return fmean(known)
-    except (OverflowError, ValueError):  # beyond the largest float on the way, or both infinities
+    except (OverflowError, ValueError):  # the sum exceeds the largest float, or has both infinities
         return sum(value / len(known) for value in known)
 
 

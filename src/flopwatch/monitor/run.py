@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from flopwatch.clock import Clock
-from flopwatch.monitor import notices
+from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import effective_peak
-from flopwatch.monitor.outlets import Outlets, TraceCapture, first_line, json_ready, open_outlets
+from flopwatch.monitor.output import Outlets, TraceCapture, first_line, json_ready, open_outlets
 from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.call_costs import CallCosts
 from flopwatch.monitor.pricing.certificates import NO_CALLS
@@ -572,7 +572,7 @@ class MonitoredRun:
         """Report once what went wrong in a part of the monitor, or raise it."""
         if self._config.strict:
             raise error
-        self.outlets.failed_parts.setdefault(part, f"{type(error).__name__}: {first_line(error)}")
+        self.outlets.note_failure(part, f"{type(error).__name__}: {first_line(error)}")
         self._tell("error", f"part_failed:{part}", f"{part} failed, training goes on: {first_line(error)}")
 
     def _tell(self, level: Any, code: str, message: str, step: int | None = None) -> None:

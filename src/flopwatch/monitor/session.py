@@ -15,9 +15,9 @@ import torch
 
 from flopwatch.clock import Clock
 from flopwatch.errors import FlopwatchError
-from flopwatch.monitor import notices
+from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import Ledger, MeasuredStep
-from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.output import Tell
 from flopwatch.records.metrics import APART, LOST, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.runs import read_around, rows_from_end
@@ -56,7 +56,7 @@ class WallClock:
         return self.at(self._clock())
 
     def go_on_from(self, unix_time: float) -> None:
-        """An earlier session has seen this moment: a clock that lags behind it, on another host, is moved there."""
+        """Advance the clock to a moment that an earlier session has logged, if this host's clock lags behind it."""
         self._offset_seconds += max(unix_time - self.unix_time(), 0.0)
 
     def at(self, clock_seconds: float) -> float:
@@ -117,7 +117,7 @@ def _torchelastic() -> dict[str, Any] | None:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """From the process group, else from what torchrun sets."""
+    """From the process group; without one, from the variables that torchrun sets."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0") or 0), int(os.environ.get("WORLD_SIZE", "1") or 1)
@@ -149,7 +149,7 @@ class ResumePoint(NamedTuple):
 
 
 class LastSign(NamedTuple):
-    """The newest record of an earlier session: when it was, and the totals by then."""
+    """Time of the newest record of an earlier session, and the totals at that time."""
 
     unix_time: float
     ledger: Ledger
@@ -184,7 +184,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
 def _share_of_window(
     of_all_ranks: Mapping[str, int], window: Sequence[MeasuredStep], rest: Sequence[MeasuredStep]
 ) -> dict[str, int]:
-    """The first steps' part of what all ranks did, as the logging rank's own steps divide it."""
+    """Amounts of all ranks for the first steps of a window, in proportion to the logging rank's own steps."""
     shares: dict[str, int] = {}
     for name, total in of_all_ranks.items():
         own, own_rest = (sum(getattr(step, name) or 0 for step in steps) for steps in (window, rest))
@@ -258,7 +258,7 @@ def _as_sign(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> LastSign:
         ledger.seconds |= _seconds_in(newest["values"])
     tells_wall = "time/wall_seconds" in newest["values"] if is_summary else bool(newest.get("ledger"))
     own = _own_sign(ledger) if tells_wall else None
-    if ledger.first_start_unix_time is None:  # a log from before goodput: its first record is as near as it gets
+    if ledger.first_start_unix_time is None:  # an old log without it: the first record is the best known start
         starts = read_around(log).starts
         ledger.first_start_unix_time = starts[0].unix_time if starts else None
     return own or LastSign(newest["unix_time"], ledger)
@@ -366,11 +366,11 @@ class Session:
         return ledger.to_json()
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Time outside steps."""
+        """Book time outside steps to a phase."""
         self._ledger.add_seconds(phase, seconds)
 
     def expect(self, steps: Sequence[MeasuredStep]) -> None:
-        """These steps will be booked: until then their time is not in the wall time of a row."""
+        """Announce steps that will be booked later; until then no row's wall time includes them."""
         self._unbooked_seconds += _seconds_of(steps)
         self._last_work.extend(_typical_work(steps))
 
@@ -391,7 +391,7 @@ class Session:
         return _totals_of(self._ledger)
 
     def totals(self) -> Totals:
-        """Up to the last step that was booked; the wall time is up to now."""
+        """The totals up to the last booked step, with the wall time up to now."""
         self._ledger.set_wall(self._wall_clock.unix_time())
         return _totals_of(self._ledger)
 
@@ -407,7 +407,7 @@ class Session:
         booked, before = self._ledger.seconds, self._carried_seconds
         try:
             sign = find_last_sign(self._log_path)
-        except _UNREADABLE_LOG:  # the totals are worth more than the time lost since
+        except _UNREADABLE_LOG:  # then only the time between the sessions is unknown
             sign = None
         self._began_unix_time = continue_times(ledger, sign, self._wall_clock.session_start_unix_time)
         self._wall_clock.go_on_from(self._began_unix_time)

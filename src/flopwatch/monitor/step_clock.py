@@ -32,13 +32,13 @@ class StepTimer(Protocol):
     """Marks moments; the time between two marks is known once the later one has passed."""
 
     def mark(self) -> Any:
-        """Now."""
+        """A mark at this moment."""
 
     def has_passed(self, mark: Any) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has reached the mark."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks that have passed."""
+        """Seconds between two marks that have passed."""
 
 
 class HostTimer:
@@ -55,7 +55,7 @@ class HostTimer:
 
 
 class EventTimer:
-    """Marks are events in the current stream. Written to torch's documented API; never run on a GPU here."""
+    """Marks are events in the current stream. Written to torch's documented API; not yet run on a GPU."""
 
     def __init__(self, device: torch.device, event: Any = torch.Event) -> None:
         self._device = device
@@ -101,7 +101,7 @@ def _middle(values: Iterable[float]) -> float:
 
 
 class UsualGaps:
-    """Judges gaps by those before them.
+    """Decides whether a gap is unusual, by comparing it with the gaps before it.
 
     A gap is unusual when it is more than 5 times as long as the median of the last 32, and longer than a typical step.
     It is still taken for waiting when the process has workers and its thread stood idle: a loader with several workers
@@ -118,14 +118,14 @@ class UsualGaps:
         self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
         self._gaps_seen = self._sorted_at = 0
         self._sorted: list[float] = []
-        """The gaps, in order, as they were when `_gaps_seen` was `_sorted_at`."""
+        """The gaps, sorted at the time when `_gaps_seen` was `_sorted_at`."""
         self._works: deque[float] = deque(maxlen=_REMEMBERED)
         self._cpu_at_gap = self._cpu_at_phase = 0.0
         self._gaps_begun = 0
         self._has_workers = False
 
     def gap_begins(self, short: tuple[float, float] | None = None) -> None:
-        """Asks the processor's clock only where workers could matter: that is a call of the system on every step.
+        """Start a gap. Reads the processor's clock, which is a system call, only where the loader has worker processes.
 
         Args:
             short: A gap before that was too short to be unusual, and what the loop worked before it.
@@ -142,7 +142,7 @@ class UsualGaps:
             self._cpu_at_gap = self._cpu_seconds()
 
     def leave_gap(self) -> None:
-        """A phase begins; the processor time in it is not the gap's."""
+        """A phase begins; its processor time does not belong to the gap."""
         if self._has_workers:
             self._cpu_at_phase = self._cpu_seconds()
 
@@ -151,7 +151,7 @@ class UsualGaps:
             self._cpu_at_gap += self._cpu_seconds() - self._cpu_at_phase
 
     def is_outside(self, gap_seconds: float, work_seconds: float, has_seen_other_work: bool) -> bool:
-        """Whether the gap that has just ended was something else than waiting for a batch.
+        """Whether the gap that has just ended was time outside steps rather than waiting for a batch.
 
         Args:
             gap_seconds: How long it was.
@@ -190,11 +190,11 @@ Segments = tuple[tuple[Any, Any], ...]
 """Pairs of marks; their lengths add up to the step."""
 
 _APART, _WORK, _GAP, _WAIT, _OWN = range(5)
-"""What the loop is doing; `_OWN` is the monitor's own work after a step. Before the first step it is apart."""
+"""States of the loop: in a phase or before the first step, in a step, in a gap, fetching a batch, in the monitor."""
 
 
 class StepClock:
-    """Cuts the time of a run into steps and what lies between them.
+    """Divides the time of a run into steps, input waits, phases and gaps.
 
     Steps and waits are in marks of the timer (events on an accelerator); phases and gaps are host time.
 
@@ -216,7 +216,7 @@ class StepClock:
         on_wait_unknown: Callable[[], None] = lambda: None,
         seconds_before_first_step: float = 0.0,
     ) -> None:
-        """Begin apart from any step.
+        """Start outside any step.
 
         Args:
             timer: Marks the ends of steps.
@@ -231,11 +231,11 @@ class StepClock:
         self._timer = timer
         self._clock = clock
         self._marks_by_clock = timer.mark is clock
-        """Whether a mark is the host's time, so that one reading serves as both."""
+        """Whether marks are host times, so that one reading of the clock serves as both."""
         self._thread = threading.get_ident()
         self._usual = UsualGaps()
         self._short_gap: tuple[float, float] | None = None
-        """Before the step under way, and the work before it: remembered when the next gap begins, to do less here."""
+        """The gap before the current step, and the work before that gap; recorded when the next gap begins."""
         self._start: Any = None
         self._segments: list[tuple[Any, Any]] = []
         self._gap_at = 0
@@ -260,7 +260,7 @@ class StepClock:
         self._waits: list[tuple[Any, Any]] = []
         self._arrivals = self._micro_batches = 0
         self._is_unclear = False
-        """Whether a part of the step's wait may lie in a gap that was taken out, or is not known at all."""
+        """Whether part of the step's wait is unknown, or lies in a gap that was taken out of the step."""
 
     def start_step(self, has_batch: bool = True) -> None:
         """A step is opened, or its next micro-batch begins.
@@ -302,11 +302,11 @@ class StepClock:
         return None if self._busy_time is None else self._busy_time.typical(step_seconds)
 
     def micro_batch(self) -> None:
-        """The step under way has been given a batch."""
+        """Count a micro-batch of the current step."""
         self._micro_batches += 1
 
     def end_micro_batch(self) -> None:
-        """The work on a micro-batch has ended, and the loop goes for the next one."""
+        """End the work on a micro-batch and begin the gap before the next one."""
         if self._busy_time is not None:
             self._busy_time.leave()
         self._end_work()
@@ -338,7 +338,7 @@ class StepClock:
         return segments, waits
 
     def begin_gap(self) -> None:
-        """The loop goes for its next batch: after `end_step`, once the monitor's own work is done."""
+        """Begin the gap before the next batch: after `end_step` and the monitor's own work."""
         now = self._clock()
         if self._depth:
             self._before_phase = _GAP
@@ -363,7 +363,7 @@ class StepClock:
         return tuple(self._waits) if is_known else None
 
     def begin_wait(self) -> bool:
-        """A batch is being fetched; False when that is not the training's own wait: in a phase, or another thread."""
+        """Begin to fetch a batch. Returns False in a phase or in another thread, where the fetch is not timed."""
         if self._depth or self._state == _WAIT or threading.get_ident() != self._thread:
             return False
         self._fetches_are_timed = True
@@ -377,7 +377,7 @@ class StepClock:
         return True
 
     def end_wait(self, *, has_batch: bool = True) -> None:
-        """The fetching has ended, with a batch or without. The step or the gap in which it began goes on."""
+        """End the fetch, with a batch or without, and return to the step or gap in which it began."""
         before = self._before_wait
         self._has_batch = has_batch
         if before == _APART:  # the first batch is waited for before the first step
@@ -396,7 +396,7 @@ class StepClock:
 
     @contextmanager
     def apart(self) -> Iterator[list[float]]:
-        """Time that is not the step's. Yields a list that gets the seconds; nested, the outermost counts."""
+        """Take time out of the step. Yields a list that receives the seconds; only the outermost use counts."""
         self._leave()
         began = self._clock()
         seconds: list[float] = []
@@ -410,14 +410,14 @@ class StepClock:
             self._come_back()
 
     def book(self) -> float:
-        """Take the gap under way, or what is left of it since the last booking, out of the next step; its seconds."""
+        """Take the current gap, since the last booking, out of the next step; returns its seconds."""
         if self._state != _GAP:
             return 0.0
         self._turn(_GAP)
         return self._take_gap_out()
 
     def begin_own_work(self) -> tuple[int, float] | None:
-        """The monitor has something else to do in a gap; give what is returned to `end_own_work`."""
+        """Begin work of the monitor in a gap; pass the returned value to `end_own_work`."""
         if self._state != _GAP or self._start is None:
             return None
         self._turn(_GAP)
@@ -437,7 +437,7 @@ class StepClock:
         self._gap_at += len(own)
 
     def other_work(self) -> None:
-        """The model was called without gradients. In a gap, that is no waiting for a batch."""
+        """Note a call of the model without gradients: a gap that contains one is not only waiting for a batch."""
         if self._state == _GAP:
             self._has_seen_other_work = True
 
@@ -465,7 +465,7 @@ class StepClock:
         return not is_outside
 
     def _cut(self) -> None:
-        """The step goes on in a new segment."""
+        """End the current segment of the step and begin the next one."""
         mark = self._timer.mark()
         self._segments.append((self._start, mark))
         self._start = mark
@@ -482,7 +482,7 @@ class StepClock:
         self._state, self._since = state, now
 
     def _go(self, state: int) -> None:
-        """As `_turn`; in a phase, once that has ended."""
+        """Change the state; in a phase, the state that follows it."""
         if self._depth:
             self._before_phase = state
         else:

@@ -14,7 +14,7 @@ from torch import nn
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
-from flopwatch.monitor.outlets import first_line
+from flopwatch.monitor.output import first_line
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.session import rank_and_world_size
 from flopwatch.records.run import Number, Summary

@@ -46,7 +46,7 @@ def keep(value: Any) -> Any:
     into it. Anything that holds more than one number is dropped at once: a window of such values could fill the memory.
     """
     try:
-        if type(value) is not torch.Tensor:  # asking for DTensor takes 5 µs after a training step, as much as detach()
+        if type(value) is not torch.Tensor:  # isinstance(DTensor) takes 5 µs after a training step
             if not isinstance(value, torch.Tensor):
                 return value if type(value) in _NUMBERS else _keep_object(value)
             if isinstance(value, DTensor):
@@ -57,7 +57,7 @@ def keep(value: Any) -> Any:
             value = value.detach()
         if value.is_cpu:
             try:
-                return tuple.__new__(Kept, (value, tensor_version(value)))  # without the Python function that Kept() is
+                return tuple.__new__(Kept, (value, tensor_version(value)))  # quicker than Kept(), a Python function
             except RuntimeError:  # a tensor of inference mode has no version
                 pass
         return _keep_copy(value)
@@ -81,15 +81,15 @@ def _keep_object(value: Any) -> Any:
 
 
 def read_now(value: Any) -> float | None:
-    """A value that is read while the device may be waited for; None where it is not a single real number."""
+    """Read a value, waiting for the device if necessary; None where it is not a single real number."""
     try:
         return None if value is None else float(value)
-    except Exception:  # code of the user's
+    except Exception:  # user code, such as __float__
         return None
 
 
 def _keep_sharded(value: DTensor) -> Kept:
-    """A norm of sharded parameters. Reading one that is not the same everywhere would take a collective: left out."""
+    """A norm of sharded parameters. One that is not replicated is left out: reading it would take a collective."""
     is_whole = all(placement.is_replicate() for placement in value.placements)
     local = value.to_local().detach()
     return _keep_copy(local) if is_whole and local.numel() == 1 else _NOT_A_NUMBER
@@ -210,7 +210,7 @@ class DatasetMetrics:
                 sums[:, _JUDGED].index_add_(0, rows, judged.to(sums.dtype))
 
     def take(self) -> dict[str, Number]:
-        """The sums that have arrived; those of now go on their way."""
+        """Return the sums that have arrived, and send the current ones on their way."""
         arrived: dict[str, Number] = {}
         if self._late is not None and self._late.are_there():
             arrived, self._late = self._values(self._late.read()[0]), None
@@ -244,7 +244,7 @@ class DatasetMetrics:
 
 
 def _judged(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right and judged predictions of each sample."""
+    """Correct predictions and labelled positions of each sample."""
     samples = len(labels)
     counts = (labels != IGNORED_LABEL).reshape(samples, -1)
     right = (logits.argmax(-1) == labels).reshape(samples, -1) & counts
@@ -355,7 +355,7 @@ class Window:
         """None where one batch was written into or cannot be read: nothing is known of the step's work then."""
         try:
             looked_at = [self._look_at(reading) for reading in readings]
-        except Exception as error:  # a type or a tensor class that cannot be computed with
+        except Exception as error:  # a dtype or tensor class without the needed ops
             self._batch_failure = error
             return None
         known = [reading for reading in looked_at if reading is not None]
@@ -406,13 +406,13 @@ class Window:
                 if isinstance(value, Kept) and (len(read) != 1 or not value.is_unchanged()):
                     raise ValueError
                 values.setdefault(name, float(read[0]))  # a learning rate given twice is that of the argument
-            except Exception:  # code of the user's: costs this value, and nothing else
+            except Exception:  # user code, such as __float__: costs this value, and nothing else
                 self._left_out.add(name)
         return values
 
 
 def passed_seconds(steps: Sequence[NotedStep], timer: StepTimer) -> float:
-    """Time of the steps, as far as the device has got."""
+    """Time of the steps, up to the last mark that the device has reached."""
     marks = [mark for step in steps for mark in step.segments or () if timer.has_passed(mark[1])]
     return sum(timer.seconds(start, end) for start, end in marks)
 
@@ -450,7 +450,7 @@ def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -
 
 
 def _sum_known(amounts: Sequence[int | None]) -> int | None:
-    """Unknown as soon as one is."""
+    """The sum; None when there are no amounts or one is unknown."""
     if len(amounts) == 1:
         return amounts[0]
     known = [amount for amount in amounts if amount is not None]

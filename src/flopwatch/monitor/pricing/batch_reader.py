@@ -135,7 +135,7 @@ class BatchReader:
         self._reads_targets = self._reads_targets or reads
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
-        """Look at a batch. `lengths` are those of its documents, where the batch itself does not say."""
+        """Read a batch's layout. `lengths` are those of its documents, where the batch does not contain them."""
         tensors: Mapping[str, Any] = batch if type(batch) is dict or isinstance(batch, Mapping) else named(batch)
         key: list[Any] = []
         for name, value in tensors.items():
@@ -155,7 +155,7 @@ class BatchReader:
                 if not tensor.is_cpu or tensor.is_inference():
                     return self._measured(plan, tensors, documents)
                 held[name] = tensor, tensor_version(tensor)
-            # Without the Python function that Reading() is: 5 µs less after a training step.
+            # Quicker than Reading(), a Python function, by 5 µs after a training step.
             return tuple.__new__(Reading, (plan, None, None, None, None, None, None, documents, held))
         return self._measured(plan, tensors, documents)
 
@@ -236,7 +236,7 @@ def _two_dimensional(tensors: Mapping[str, Any], name: str, seq_len: int | None)
 
 
 def _inner_sizes(value: Any) -> Any:
-    """The sizes of what lies deeper: lists of images, targets in dicts."""
+    """Sizes of nested values: lists of images, targets in dicts."""
     return describe(value).sizes if isinstance(value, list | tuple | Mapping) else None
 
 
@@ -322,7 +322,7 @@ def is_mask_only(batch: Any) -> bool:
 
 
 def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> Any:
-    """Packed rows as plain ones, nothing that `forward` does not know; a mask alone becomes a batch of its shape."""
+    """The batch as `forward` takes it: without packing and unknown names; a mask alone becomes a batch of its shape."""
     if isinstance(batch, Mapping):
         tensors = {name: value for name, value in batch.items() if name not in PACKING or _is_multimodal(value)}
         if is_mask_only(batch):

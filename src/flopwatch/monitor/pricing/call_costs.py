@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from flopwatch.clock import Clock
-from flopwatch.monitor import notices
+from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.output import Tell
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.monitor.pricing.certificates import Certificates, StepCalls
 from flopwatch.monitor.pricing.law_book import CallPrice, FlopMode, LawBook, LawOffer

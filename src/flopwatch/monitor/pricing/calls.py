@@ -76,7 +76,7 @@ class CallKind:
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """What must be the same for one law to hold."""
+        """The properties that all calls under one law share."""
         return self.description.structure, self.has_grad, self.is_training, self.autocast, self.trainable
 
 
@@ -102,7 +102,7 @@ class CallListener:
         self.calls: list[tuple[CallKind, Any]] = []
         """Calls since the step began, with their arguments where `keeps_next` or the kind asks for them."""
         self.backwards = 0
-        """How often gradients have reached each of a few parameters since the step began, in one number."""
+        """How often gradients reached each of a few parameters since the step began, as digits of one number."""
         self._kinds: dict[Any, tuple[CallKind, None]] = {}
         self._last_key: Any = None
         self._last_call: tuple[CallKind, None] | None = None
@@ -119,7 +119,7 @@ class CallListener:
         self.forget()
         self.look_at_parameters()
         if compiled_call(model) is not None and type(model).__module__.startswith("torch.nn"):
-            # Compiled in place, a container of torch's own would be compiled in another way with a hook.
+            # A container of torch that was compiled in place would be compiled differently with a hook.
             self.is_compiled = True
             return
         self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
@@ -162,7 +162,7 @@ class CallListener:
         self._last_key = self._last_call = None
 
     def begin_step(self) -> None:
-        """What was called before belongs to no step."""
+        """Drop earlier calls: they belong to no step."""
         self.calls, self.backwards = [], 0
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class CallListener:
     def _looked_up(
         self, key: list[Any], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[CallKind, None] | None:
-        """The call of this key, made when it is new; None where something in the key cannot be hashed."""
+        """The kind of call for this key, created if it is new; None if part of the key cannot be hashed."""
         quick = tuple(key)
         try:
             call = self._kinds.get(quick)
@@ -219,7 +219,7 @@ class CallListener:
 
 
 def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments of a call as a batch; positional ones beside named ones go by their names."""
+    """The arguments of a call as a batch; positional arguments get their names where others are named."""
     plain = {name: value for name, value in kwargs.items() if name not in PACKING or _has_axes(value)}
     if not args:
         return plain
@@ -250,7 +250,7 @@ def _quick(value: Any) -> Any:
 
 
 class _Hook:
-    """What is registered with the module. A copy of the model (an average of its weights) copies no monitor along."""
+    """The registered hook. A copy of the model, such as a weight average, gets a hook without a monitor."""
 
     def __init__(self, listener: CallListener | None) -> None:
         self._listener = listener
@@ -276,7 +276,7 @@ class _Hook:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_compilation(hook: _Hook) -> int:
-    """Run by the compiler while it reads the hook: leaves nothing in the compiled function."""
+    """Run by the compiler while it traces the hook; adds nothing to the compiled function."""
     listener = hook._listener
     if listener is not None:
         listener.is_compiled = True
@@ -357,7 +357,7 @@ class OutsideCalls:
 
     def end(self) -> OutsideWork:
         """End the step; returns what was noted in it."""
-        is_whole, self._is_on = self._is_on, False  # off, where a call of the model has raised instead of returning
+        is_whole, self._is_on = self._is_on, False  # off if a call of the model has raised
         for table, key in (self._calls, self._returns):
             table.pop(key, None)
         notes = self._notes
@@ -379,14 +379,14 @@ class OutsideCalls:
         if module is self._model:
             self._step_aside()
         elif self.is_listening and len(self._notes) < _MOST_NOTED and current_graph_task_id() == -1:
-            # In a backward pass modules run only once more what they ran before.
+            # In a backward pass, modules only recompute.
             weight = own_parameters(module).get("weight")
             shapes = [fact for value in args for fact in _facts(value)]
             kind = module.__class__, torch.is_grad_enabled()
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
 
     def _step_aside(self) -> None:
-        """Until the model returns. Where it raises instead, the step ends without having been seen."""
+        """Take the hook off until the model returns. If it raises instead, the step counts as not seen."""
         self._is_on = False
         table, key = self._calls
         table.pop(key, None)
@@ -416,7 +416,7 @@ def _facts(value: Any) -> Iterator[Any]:
 
 
 class _Place(NamedTuple):
-    """Where a hook is kept. It is put there and taken away on every step; registering it takes ten times as long."""
+    """The table slot of a hook. Setting and clearing the slot on every step takes a tenth of registering the hook."""
 
     table: Any
     key: int
@@ -429,7 +429,7 @@ def _place_of(handle: RemovableHandle) -> _Place:
 
 
 class _OutsideHook:
-    """What is registered with torch: an error of ours ends the noting, not the call."""
+    """The registered hook; an error in it must not reach the training."""
 
     def __init__(self, calls: OutsideCalls) -> None:
         self._calls = calls
@@ -446,6 +446,6 @@ class _OutsideHook:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_outside_compilation(hook: _OutsideHook) -> int:
-    """Run by the compiler while it reads the hook: leaves nothing in the compiled function."""
+    """Run by the compiler while it traces the hook; adds nothing to the compiled function."""
     hook._calls.has_met_compiled_code = True
     return 0

@@ -24,7 +24,7 @@ _MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
 _MOST_WAITING = 64
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
-"""Steps of a pattern that must have cost what their calls cost before others are taken to do so too."""
+"""Counted steps of a pattern that must equal their price before the pattern's other steps count as exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class Certificates:
         self._kinds: dict[Hashable, _Counted] = {}
         self._patterns: dict[Hashable, _Ratios] = {}
         self.runs_more = False
-        """True once a counted step has cost something else than its calls."""
+        """True once a counted step has cost more or less than its calls."""
         self.version = 0
         """Raised whenever a verdict may change."""
         self._graphs: dict[Hashable, int] = {}
         self._other_graphs: set[Hashable] = set()
 
     def look_at_graph(self, kind: Hashable, products: int, *, is_counted: bool) -> None:
-        """Hold the products in the graph of a step's loss against those of a step of this kind that was counted."""
+        """Compare the products in the graph of a step's loss with those of a counted step of this kind."""
         if is_counted and len(self._graphs) < _MOST_KINDS:
             self._graphs[kind] = products
         elif self._graphs.get(kind, products) != products:
@@ -163,10 +163,6 @@ class Certificates:
         costs = [{count.phases.total for count in known.counts} for known in alike]
         return all(len(cost) == 1 for cost in costs) and len(set().union(*costs)) > 1
 
-    def forget(self) -> None:
-        self._kinds.clear()
-        self._patterns.clear()
-
 
 def _differs(known: _Counted) -> bool:
     return any(
@@ -219,7 +215,7 @@ class StepCalls:
 
     @property
     def kind(self) -> tuple[tuple[CallKind, ...], tuple[int | None, int], int | None]:
-        """Steps of the same kind run the same, as far as is seen."""
+        """Identifies steps that run the same, as far as the monitor sees."""
         return self.kinds, self.nodes, self.outside.sized
 
     def prices(self, book: LawBook) -> list[CallPrice] | None:
@@ -229,7 +225,7 @@ class StepCalls:
 
     @property
     def pattern(self) -> tuple[object, ...]:
-        """The same without sizes."""
+        """`kind` without sizes."""
         return tuple(kind.family for kind in self.kinds), self.nodes, self.outside.unsized
 
 
@@ -244,7 +240,7 @@ class WatchPlan:
     """
 
     def __init__(self, *, is_alone: bool) -> None:
-        """`is_alone`: else all ranks count the same steps, those of the schedule."""
+        """With `is_alone` False, all ranks count the same steps, those of the schedule."""
         self._is_alone = is_alone
         self.not_before = 0
         self._watches = self._futile_watches = 0
@@ -288,7 +284,7 @@ class WatchPlan:
         if self._watches >= _MOST_WATCHES + steps * _SHARE_WATCHED or self._futile_watches > 1:
             return False
         seen = *calls.kind, certificates.version
-        if seen == self._settled:  # as the step before
+        if seen == self._settled:  # the same as the step before
             return False
         if not certificates.needs_another(calls.kind, calls.pattern):
             self._settled = seen
@@ -296,7 +292,7 @@ class WatchPlan:
         return self._is_met_in_a_row(calls.kind, steps)
 
     def _is_met_in_a_row(self, kind: Any, steps: int) -> bool:
-        """Whether the next step is likely of this kind too. What is done every fiftieth step is met 50 steps later."""
+        """Whether the next step is likely of this kind; one that recurs after a gap is expected after the same gap."""
         if len(self._last_met) >= _MOST_WAITING:
             self._last_met, self._due = {}, set()
         gap = steps - self._last_met.get(kind, steps)

@@ -1,6 +1,7 @@
 """The FLOP laws of a live run: fitted when a kind of call is first met, checked on request, within a time allowance."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -18,7 +19,7 @@ from flopwatch.flops.steering import CHANCE
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.model_library_internals import attention_implementation
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.output import Tell
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
@@ -28,7 +29,7 @@ _SHARE_FOR_NEW_SHAPES = 0.01
 _LEAST_ALLOWANCE_SECONDS = 10.0
 _SHARE_FOR_CHECKS = 0.0005
 _DRAWS = 8
-"""Counts of a model that chance steers: enough for a spread."""
+"""Counts of a model whose cost is random, to estimate mean and spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class LawBook:
         if not self._may_count():
             self.refused += 1
             return None
-        with _Stopwatch(self._clock, self._spend):
+        with self._paid():
             price = self._learnt(model, kind, example)
         self._prices[kind] = price
         self._packed_runs_apart = "flash" in attention_implementation(model)
@@ -127,12 +128,12 @@ class LawBook:
         """The price of this very call, where values steer it; an estimate when the allowance is used up."""
         if not self._may_count():
             return self._spread_price(kind)
-        with _Stopwatch(self._clock, self._spend):
+        with self._paid():
             count = self._count(model, kind, example)
         return self._noted_count(kind, count)
 
     def offer(self) -> LawOffer:
-        """What other ranks need to price their own calls. Shapes counted one by one stay where the model is."""
+        """The laws that other ranks need to price their calls; shapes counted one by one stay on this rank."""
         laws = {
             family: [replace(law, count_shape=None) for law in laws if law.coefficients]
             for family, laws in self._laws.items()
@@ -145,19 +146,19 @@ class LawBook:
         self._packed_runs_apart = offer.packed_runs_apart
 
     def renewed(self) -> "LawBook":
-        """The model has changed: a book without laws, with what is left of the allowance."""
+        """A book without laws and with the rest of the allowance, for a model that has changed."""
         book = LawBook(self._clock, **self._options)
         book._began, book._first_seconds, book._check_seconds = self._began, self._first_seconds, self._check_seconds
         book.count_seconds, book.refused = self.count_seconds, self.refused
         return book
 
     def check(self, model: nn.Module, kind: CallKind, example: Any, *, within_allowance: bool) -> bool | None:
-        """Count this very call and compare; None when it was not done."""
+        """Count this call and compare it with its price; None without an exact price or allowance."""
         price = self.price(kind)
         if price is None or price.reason or (within_allowance and not self._may_check()):
             return None
         before = self.count_seconds
-        with _Stopwatch(self._clock, self._spend):
+        with self._paid():
             count = self._count(model, kind, example)
             grids = _grids_of(example)
             executed = price.executed
@@ -244,7 +245,7 @@ class LawBook:
             return self._count(model, kind, batch)
 
     def _noted_count(self, kind: CallKind, count: FlopCount) -> CallPrice:
-        """A count that holds for its own batch, kept for the spread of such counts."""
+        """The price of a count that holds for its own batch only; also extends the spread of such counts."""
         total = count.forward_flops + count.backward_flops
         low, high = self._spreads.get(kind, (total, total))
         self._spreads[kind] = min(low, total), max(high, total)
@@ -284,7 +285,7 @@ class LawBook:
     def _widened(
         self, law: FlopLaw, model: nn.Module, kind: CallKind, batch: Any, values: Mapping[str, int]
     ) -> FlopLaw | None:
-        """Twice as much at once, so that slowly growing sizes do not cost a count each; both parities are tried."""
+        """Double the range at once, so that slowly growing sizes cost few counts; odd and even sizes are tried."""
         if _phases(self._count(model, kind, batch)) != _formula(law, _shape(law, values)):
             return None
         domain = dict(law.domain)
@@ -337,22 +338,16 @@ class LawBook:
     def _elapsed(self) -> float:
         return self._clock() - self._began
 
-    def _spend(self, seconds: float) -> None:
-        self.count_seconds += seconds
-        if not self._first_seconds:
-            self._first_seconds = seconds
-
-
-class _Stopwatch:
-    def __init__(self, clock: Clock, report: Callable[[float], None]) -> None:
-        self._clock = clock
-        self._report = report
-
-    def __enter__(self) -> None:
-        self._start = self._clock()
-
-    def __exit__(self, *_: object) -> None:
-        self._report(self._clock() - self._start)
+    @contextmanager
+    def _paid(self) -> Iterator[None]:
+        """Time that counting takes from the training."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - began
+            self.count_seconds += seconds
+            self._first_seconds = self._first_seconds or seconds
 
 
 def _shape(law: FlopLaw, values: Mapping[str, int]) -> StepShape:
@@ -362,7 +357,7 @@ def _shape(law: FlopLaw, values: Mapping[str, int]) -> StepShape:
 
 
 def _formula(law: FlopLaw, shape: StepShape) -> PhaseFlops:
-    """The law's answer, whether it covers the shape or not."""
+    """The law's value, also outside its domain."""
     return replace(law, domain={}).cost(shape)
 
 
@@ -437,7 +432,7 @@ class FlopMode:
         return self.book is not None and self.frequency > 0 and step > 0 and step % self.frequency == 0
 
     def start_counting(self) -> bool:
-        """From estimates to counts, if that is still to come."""
+        """Replace estimates by counts, if that has not happened yet."""
         if self.later is None:
             return False
         self.book, self.later = self.later, None
@@ -495,7 +490,7 @@ def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> Fl
 
 
 def _is_exact(law: FlopLaw) -> bool:
-    """Without a formula each shape is counted as it comes, which is as exact as the count."""
+    """A law without a formula counts each shape when it comes, which is as exact as the count."""
     is_counted = not law.coefficients and law.method != "estimate" and law.coverage in (None, 1.0)
     return law.exact or (is_counted and not law.per_batch and not law.doubts)
 

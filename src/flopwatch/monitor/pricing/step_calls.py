@@ -8,9 +8,9 @@ from torch import nn
 
 from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import describe
-from flopwatch.monitor import notices
+from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.notices import NoticeText, Tell
+from flopwatch.monitor.output import NoticeText, Tell
 from flopwatch.monitor.pricing.batch_reader import (
     MADE_UP,
     BatchLayout,

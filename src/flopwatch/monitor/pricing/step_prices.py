@@ -9,9 +9,9 @@ from torch import nn
 
 from flopwatch.errors import InputError
 from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
-from flopwatch.monitor import notices
+from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.output import Tell
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.call_costs import CallCosts
 from flopwatch.monitor.pricing.certificates import Certificates, StepCalls

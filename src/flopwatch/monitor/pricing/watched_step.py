@@ -48,7 +48,7 @@ _WHOLE = frozenset(
         "upsample_bicubic2d",
     )
 )
-"""Ops that are not the same to the last bit when they are taken apart under a mode."""
+"""Ops whose result changes in the last bits when they are decomposed under a mode."""
 _KNUTH = 2_654_435_761
 _LOOK_AHEAD = 64
 
@@ -129,7 +129,7 @@ _dynamo: list[Any] = []
 
 
 def obstacle() -> str | None:
-    """Why a step cannot be counted as it runs, here and now."""
+    """Why the current step cannot be counted as it runs; None when it can."""
     if may_compile():
         return "compiled code runs in this process or will, and counting a step as it runs would end its compilation"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -138,7 +138,7 @@ def obstacle() -> str | None:
 
 
 class WatchedStep:
-    """One step under the mode, from its making to `end`."""
+    """One step under the mode, from the constructor to `end`."""
 
     def __init__(self, attention: AttentionConvention) -> None:
         self._mode = _PassingMode(attention)
@@ -155,7 +155,7 @@ class WatchedStep:
 
     @property
     def is_paused(self) -> bool:
-        """True while what runs is not the step's: evaluation, our own counting."""
+        """True during evaluation and our own counting, which are not part of the step."""
         return self._mode.is_paused
 
     @is_paused.setter
@@ -180,7 +180,7 @@ class WatchedStep:
         )
 
     def _leave(self) -> str | None:
-        """Torch takes off whatever mode is on top. Where a mode of the training has ended in between, it took ours."""
+        """Leaving a mode pops the top one, so a mode of the training that ended in the step has popped ours."""
         now = _modes_now()
         if now and now[-1] is self._mode:
             self._mode.__exit__(None, None, None)
@@ -233,7 +233,7 @@ class _PassingMode(CountingMode):
         if short_op_name(func) in METADATA_OPS:
             return NotImplemented
         if torch.is_inference_mode_enabled() and can_decompose(func) and not _has_kernel(func, _device_types(args)):
-            # Ops arrive that torch takes apart only below us. Most are the same taken apart here; these are not.
+            # Composite ops arrive undecomposed. Decomposing them here is harmless, except for those in `_WHOLE`.
             if short_op_name(func) not in _WHOLE and find_formula(func) is None:
                 with self:
                     return func.decompose(*args, **kwargs)
@@ -262,7 +262,7 @@ class _PassingMode(CountingMode):
         self._runs_again = False
 
     def _meet_whole(self, func: OpOverload) -> None:
-        """Under inference mode ops arrive that are made of others, and are left whole: their parts are not known."""
+        """Under inference mode composite ops arrive undecomposed, so what they run is unknown."""
         if find_formula(func) is None and not costs_nothing(func):
             self.failure = f"{op_name(func)} runs under inference mode, where its parts are not seen"
 
@@ -270,7 +270,7 @@ class _PassingMode(CountingMode):
         self._add_uncounted(func.name(), args)
 
     def enter_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """With a closure (L-BFGS, Lightning) the whole step runs inside, and nothing is taken for the optimizer's."""
+        """Note an optimizer step. With a closure (L-BFGS, Lightning) the whole training step runs inside it."""
         self._closures.append(any(callable(value) for value in (*args[1:], *kwargs.values())))
 
     def leave_optimizer(self, *_: Any) -> None:
@@ -300,7 +300,7 @@ def _device_types(args: tuple[Any, ...]) -> frozenset[str]:
 
 @cache
 def _has_kernel(func: OpOverload, device_types: frozenset[str]) -> bool:
-    """Whether an op runs as it is on these devices: taken apart, `silu_backward` has other last bits."""
+    """Whether an op has a kernel on these devices: decomposed, `silu_backward` differs in the last bits."""
     return has_kernel(func, device_types)
 
 
@@ -333,11 +333,11 @@ _PRODUCTS = (
 )
 _MOST_NODES = 50_000
 _MOST_OUTSIDE = 256
-"""Nodes looked at on every step of a loop with products outside the model."""
+"""Most nodes visited per step, in loops with products outside the model."""
 
 
 def _last_node(loss: Any) -> Any:
-    """The node that made the loss; None without a graph, and for a tensor class that refuses to say."""
+    """The node that made the loss; None without a graph, and for a tensor class that does not expose it."""
     try:
         return loss.grad_fn if isinstance(loss, torch.Tensor) else None
     except Exception:

@@ -8,9 +8,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from flopwatch.monitor import notices
+from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
-from flopwatch.monitor.notices import Tell
+from flopwatch.monitor.output import Tell
 from flopwatch.monitor.ranks import group
 from flopwatch.monitor.ranks.busy_time import BusyTime, StallSampler, profile_of
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
