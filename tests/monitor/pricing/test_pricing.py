@@ -59,3 +59,18 @@ def test_batches_met_before_the_laws_came_are_priced_too_whatever_their_length()
 
     for length, step in zip(lengths, steps, strict=True):
         assert other.flops_of(step).model == flopwatch.count_flops(model, batch_of(length)).model_flops
+
+
+def test_a_rank_whose_calls_were_seen_keeps_the_laws_it_has_adopted():
+    """What a look at the model compares must not depend on whether calls were seen before or after the laws came."""
+    model = load_model("tiny")
+    logging, other = Rank(model), Rank(model, waits_for_laws=True)
+    logging.note(32, 0)
+    model(**batch_of(32))  # both listen
+    other.note(32, 0)
+    other.costs.adopt(logging.costs.offer())
+    laws = other.costs.book.laws
+
+    assert other.noter.look_at_model() is None
+    assert laws
+    assert other.costs.book.laws == laws
