@@ -161,9 +161,7 @@ def test_flags_of_other_commands_keep_their_names(monkeypatch: pytest.MonkeyPatc
     assert seen == [["watch", "run", "--refresh", "2"]]
 
 
-@pytest.mark.parametrize(
-    "config", [{"seq_len": 9, "warmup_steps": 2}, {"monitoring": {"seq_len": 9, "warmup_steps": 2}}]
-)
+@pytest.mark.parametrize("section", [None, "monitoring"])
 def test_the_monitor_understands_the_words_of_the_sweep(section: str | None) -> None:
     words = {"seq_len": 9, "warmup_steps": 2}
     read, problems = read_config({section: words} if section else words)

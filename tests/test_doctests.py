@@ -10,7 +10,7 @@ import pytest
 import flopwatch
 
 PACKAGE = Path(flopwatch.__file__).parent
-_PROMPT = re.compile(r"^\s*>>> ", re.MULTILINE)
+_PROMPT = re.compile(r"^\s*>>> (?!.*doctest: \+SKIP)", re.MULTILINE)
 
 
 def modules_with_examples() -> list[str]:

@@ -1,7 +1,12 @@
-"""The light side does not load torch. Asked in a fresh interpreter: the import linter cannot see lazy names."""
+"""The light side does not load torch, in a fresh interpreter because the import linter cannot see lazy names.
 
+Tests and benchmarks do not import each other.
+"""
+
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +67,26 @@ def test_nothing_heavy_is_loaded(statement):
 )
 def test_looking_at_a_device_loads_torch_so_the_check_above_can_fail(statement):
     assert "torch" in heavy_modules_after(statement)
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def imported_roots(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize(("user", "other"), [("tests", "benchmarks"), ("benchmarks", "tests"), ("testbeds", "tests")])
+def test_tests_and_benchmarks_share_testbeds_and_nothing_else(user, other):
+    shared = {"testbeds", *(path.stem for path in (ROOT / user).iterdir())}
+    theirs = {path.stem for path in (ROOT / other).iterdir()} - shared
+    found = {
+        (str(file.relative_to(ROOT)), name)
+        for file in (ROOT / user).rglob("*.py")
+        for name in theirs.intersection(imported_roots(file))
+    }
+    assert found == set()

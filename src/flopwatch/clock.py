@@ -1,9 +1,9 @@
-"""The only file that reads time; everything else is handed a clock."""
+"""The clock that all others get as an argument, so that tests can pass their own."""
 
 import time
 from collections.abc import Callable
 
 Clock = Callable[[], float]
-"""Seconds that never go back, as `time.perf_counter`."""
+"""Returns seconds that never go back, as `time.perf_counter` does."""
 
 monotonic_seconds: Clock = time.perf_counter

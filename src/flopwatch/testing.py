@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from flopwatch.clock import monotonic_seconds
 from flopwatch.errors import InputError
-from flopwatch.hardware.table import DeviceFacts
+from flopwatch.hardware.peaks import DeviceFacts
 from flopwatch.records.run import Record
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.records.trial_files import trial_folder, write_json
+from flopwatch.records.trial_files import RESULT, STARTED, trial_folder, write_json
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial
 
@@ -262,7 +262,7 @@ class InProcessEngine:
             self.submitted.append(trial.name)
             result = self._run(trial)
             if result is not None:
-                write_json(trial_folder(trial.sweep, trial.name) / "result.json", result.to_json())
+                write_json(trial_folder(trial.sweep, trial.name) / RESULT, result.to_json())
             self._ended.append(trial.name)
 
     def wait(self, seconds: float) -> Sequence[Ended]:
@@ -307,7 +307,7 @@ class FlakyEngine(InProcessEngine):
     def _answer(self, trial: Trial) -> TrialResult | None:
         chance = Random(f"{trial.name} {len(trial.earlier_attempts)} {self._seed}").random()
         if chance < self._share_lost:
-            write_json(trial_folder(trial.sweep, trial.name) / "started.json", {"pid": 0, "host": "n1"})
+            write_json(trial_folder(trial.sweep, trial.name) / STARTED, {"pid": 0, "host": "n1"})
             return None
         facts: dict[str, float] = {"runner_pid": getpid(), "runner_rss_bytes": _own_rss_bytes()}
         facts["end_monotonic_seconds"] = monotonic_seconds()

@@ -15,9 +15,9 @@ from flopwatch.integrations.accelerate import AccelerateMonitor
 from flopwatch.integrations.fabric import monitor_for
 from flopwatch.integrations.hugging_face import FlopwatchCallback as TrainerMonitor
 from flopwatch.integrations.lightning import FlopwatchCallback as LightningMonitor
-from support.integrations.tiny_hf import hf_trainer
-from support.integrations.tiny_lightning import ImageModule, lightning_trainer
-from support.integrations.tiny_sft import sft_trainer
+from testbeds.frameworks.tiny_hf import hf_trainer
+from testbeds.frameworks.tiny_lightning import ImageModule, lightning_trainer
+from testbeds.frameworks.tiny_sft import sft_trainer
 from testbeds.loops.audit import STEPS, Audit
 from testbeds.loops.models import WIDTH, llama, mlp, sgd, text
 

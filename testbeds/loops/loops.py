@@ -1,16 +1,18 @@
 """The table of loops: what is run, and what is expected of its rows."""
 
-from testbeds.loops import backwards as backwards
-from testbeds.loops import changing as changing
-from testbeds.loops import compiled as compiled
-from testbeds.loops import frameworks as frameworks
-from testbeds.loops import generative as generative
-from testbeds.loops import multimodal as multimodal
-from testbeds.loops import now_and_then as now_and_then
-from testbeds.loops import optimizers as optimizers
-from testbeds.loops import outside as outside
-from testbeds.loops import several_models as several_models
-from testbeds.loops import supervised as supervised
+from testbeds.loops import (
+    backwards,
+    changing,
+    compiled,
+    frameworks,
+    generative,
+    multimodal,
+    now_and_then,
+    optimizers,
+    outside,
+    several_models,
+    supervised,
+)
 from testbeds.loops.audit import Loop
 
 CHANCE = "chance or activations steer the cost"

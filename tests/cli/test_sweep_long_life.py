@@ -75,7 +75,7 @@ def test_a_detached_sweep_runs_in_a_session_of_its_own_and_says_how_to_see_it(tm
     assert "another sweep is running" in flopwatch(*words(HOLD), "--detach", code=2)
     (tmp_path / "go").touch()
     seen = flopwatch("sweep", "attach", "s")
-    assert "Nothing runs the sweep in s any more. Next: flopwatch report s" in seen
+    assert "No process runs the sweep in s any more. Next: flopwatch report s" in seen
     assert set(outcomes(tmp_path / "s").values()) == {"ok"}
     assert "Next: flopwatch report s" in (tmp_path / "s" / "runner.log").read_text()
 
@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_the_viewer_and_not_the_sweep(tmp_path, detached):
             break
     os.close(main)
     assert viewer.wait(30) == 0
-    assert "The sweep goes on. See it again" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    assert "The sweep is still running. Show it again" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
     assert detached[1].is_running()
     (tmp_path / "go").touch()
     flopwatch("sweep", "attach", "s")
@@ -104,15 +104,15 @@ def test_ctrl_c_leaves_the_viewer_and_not_the_sweep(tmp_path, detached):
 
 def test_stop_finishes_what_runs_and_a_second_one_ends_it(tmp_path, detached):
     until(lambda: left_behind(tmp_path / "s"))
-    assert "what runs is finished; again ends it" in flopwatch("sweep", "stop", "s")
+    assert "it finishes running trials; stop again to end them" in flopwatch("sweep", "stop", "s")
     until(lambda: json.loads((tmp_path / "s" / "runner.json").read_text())["stopping"] == "finish")
     assert detached[1].is_running()
-    assert "what runs is ended" in flopwatch("sweep", "stop", "s")
+    assert "it ends running trials" in flopwatch("sweep", "stop", "s")
     psutil.wait_procs([detached[1]], timeout=30)
     until(lambda: json.loads((tmp_path / "s" / "runner.json").read_text())["stopping"] == "over")
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "cancelled"}
     assert left_behind(tmp_path / "s") == []
-    assert "nothing runs the sweep in s" in flopwatch("sweep", "stop", "s", code=2)
+    assert "no process runs the sweep in s" in flopwatch("sweep", "stop", "s", code=2)
     assert "3 trials left" in flopwatch("sweep", "attach", "s", code=1)
 
 
@@ -125,8 +125,8 @@ def test_a_detached_sweep_that_cannot_begin_says_why(tmp_path):
 def test_a_killed_runner_is_not_taken_for_one_that_runs(tmp_path, detached):
     detached[1].kill()
     until(lambda: not psutil.pid_exists(detached[1].pid) or detached[1].status() == psutil.STATUS_ZOMBIE)
-    assert "Nothing runs the sweep" in flopwatch("sweep", "attach", "s", code=1)
-    assert "nothing runs the sweep in s" in flopwatch("sweep", "stop", "s", code=2)
+    assert "No process runs the sweep" in flopwatch("sweep", "attach", "s", code=1)
+    assert "no process runs the sweep in s" in flopwatch("sweep", "stop", "s", code=2)
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def test_sigterm_ends_it_and_writes_what_is_known(tmp_path):
     process.send_signal(signal.SIGTERM)
     text = process.communicate(timeout=40)[0].decode()
     assert process.returncode == 130
-    assert "3 trials left; the same command goes on." in text
+    assert "3 trials left; run the same command again to resume." in text
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "cancelled"}
     assert left_behind(tmp_path / "s") == []
 
 
 def test_after_the_budget_the_rest_is_left_and_the_status_says_so(tmp_path):
     text = flopwatch(*words("sleep 1.5"), "--budget", "1s", code=75)
-    assert "The budget is used up: 2 trials left; the same command goes on." in text
+    assert "The budget is used up: 2 trials left; run the same command again to resume." in text
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "ok"}
     assert "not a span of time" in flopwatch(*words("true"), "--budget", "soon", code=2)
 
@@ -162,7 +162,7 @@ def test_after_the_budget_the_rest_is_left_and_the_status_says_so(tmp_path):
 def test_a_supervisor_that_is_killed_is_tried_again_as_often_as_asked(tmp_path):
     """Its parent is killed by the trial itself, each time it runs."""
     text = flopwatch(*words("kill -9 $PPID; sleep 300", "1"), "--retries", "1", code=1)
-    assert "trying again (1 of 1)" in text
+    assert "retrying (1 of 1)" in text
     (result,) = read_results(tmp_path / "s").values()
     assert (result.outcome, len(result.earlier_attempts)) == ("lost", 1)
     assert left_behind(tmp_path / "s") == []

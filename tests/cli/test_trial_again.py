@@ -38,7 +38,9 @@ def test_the_printed_command_works_from_another_folder(tmp_path, monkeypatch):
     assert (tmp_path / "started/s/logs/Command_bs1_seq8.log").read_text() == f"{tmp_path / 'started'}\n"
     monkeypatch.chdir(tmp_path / "started")
     code, text = run(*words)
-    assert (code, "1 of 1 trials are done already" in text) == (0, True), "the sweep knows the new result as its own"
+    assert (code, "1 of 1 trials already have results" in text) == (0, True), (
+        "the sweep knows the new result as its own"
+    )
 
 
 def test_a_good_result_stands_when_the_next_attempt_fails(tmp_path):
@@ -50,7 +52,7 @@ def test_a_good_result_stands_when_the_next_attempt_fails(tmp_path):
     code, text = run("trial", "--spec", str(sweep / "trials/Command_bs1_seq8/spec.json"))
     assert code == 1
     assert "error (left with exit code 1)" in text
-    assert "The earlier result (ok) stands" in text
+    assert "The earlier result (ok) was kept" in text
     assert json.loads((sweep / "trials/Command_bs1_seq8/result.json").read_text()) == before
     assert (sweep / "logs/Command_bs1_seq8.log").read_text() == "first\n"
     assert [result.outcome for result in read_results(sweep).values()] == ["ok"]

@@ -129,12 +129,12 @@ def test_a_device_is_no_matrix():
 
 def test_20_000_colliding_names_are_different_and_take_no_quadratic_time():
     specs = [TrialSpec("command", "x", 1, 8, label="Command", steps=steps) for steps in range(1, 20_001)]
-    seconds = {}
-    for count in (4_000, 20_000):
-        began = time.perf_counter()
+    seconds = {4_000: [], 20_000: []}
+    for count in (4_000, 20_000) * 3:
+        began = time.process_time()
         assert len(set(trial_names(specs[:count]))) == count
-        seconds[count] = time.perf_counter() - began
-    assert seconds[20_000] < 12 * seconds[4_000], "25 times where it is quadratic"
+        seconds[count].append(time.process_time() - began)
+    assert min(seconds[20_000]) < 12 * min(seconds[4_000]), "25 times where it is quadratic"
 
 
 def flopwatch(*words):

@@ -6,7 +6,7 @@ from torch import nn
 
 import flopwatch
 from flopwatch.flops.formulas.registry import compute_type, type_of_product
-from flopwatch.hardware.table import DTYPES, canonical_dtype
+from flopwatch.hardware.peaks import DTYPES, canonical_dtype
 from flopwatch.records.flops import PhaseFlops
 
 X = torch.randn(8, 16)

@@ -198,7 +198,7 @@ def test_labels_of_another_length_are_mentioned() -> None:
     law = flopwatch.fit_flops_law(BY_NAME["t5"].build(), BY_NAME["t5"].batch(2, 32))
 
     assert law.exact
-    assert "'labels' has a length of its own, 16 in the example" in law.notes[0]
+    assert "'labels' has its own length, 16 in the example" in law.notes[0]
 
 
 def test_a_singular_system_has_no_solution() -> None:

@@ -3,7 +3,7 @@ import torch
 
 from flopwatch import InputError
 from flopwatch.hardware import matmul_dtype
-from flopwatch.hardware.table import canonical_dtype
+from flopwatch.hardware.peaks import canonical_dtype
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from flopwatch.hardware.cpu import CpuFacts, peak_of_cpu, read_cpu
-from flopwatch.hardware.table import Unknown
+from flopwatch.hardware.peaks import Unknown
 
 SAPPHIRE_RAPIDS = "fma avx2 avx512f avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8"
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.hardware.peaks import find_accelerator, similar_products
-from flopwatch.hardware.table import DTYPES, DeviceFacts, Unknown, load_accelerators
+from flopwatch.hardware.peaks import DTYPES, DeviceFacts, Unknown, find_accelerator, load_accelerators, similar_products
 
 EXAMPLES = [
     (row["id"], example if isinstance(example, dict) else {"name": example})

@@ -5,8 +5,8 @@ import torch
 from accelerate import Accelerator
 
 from flopwatch.integrations.accelerate import AccelerateMonitor
-from support.integrations import tiny_run as tiny_run
-from support.integrations.tiny_hf import logged_rows
+from testbeds.frameworks import tiny_run
+from testbeds.frameworks.tiny_hf import logged_rows
 
 
 def train(accelerator, folder, *, model=None, epochs=range(tiny_run.EPOCHS), at_end=lambda monitor: None, **options):

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 import flopwatch
 from flopwatch.integrations.fabric import monitor_for
-from support.integrations import tiny_run as tiny_run
+from testbeds.frameworks import tiny_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
 

@@ -9,8 +9,8 @@ from transformers import Trainer, TrainerCallback
 
 import flopwatch
 from flopwatch.integrations.hugging_face import FlopwatchCallback
-from support.integrations import tiny_run as tiny_run
-from support.integrations.tiny_hf import hf_trainer, quick_callback
+from testbeds.frameworks import tiny_run
+from testbeds.frameworks.tiny_hf import hf_trainer, quick_callback
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
 

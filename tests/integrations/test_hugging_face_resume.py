@@ -4,8 +4,8 @@ import pytest
 
 from flopwatch.integrations.hugging_face import FlopwatchCallback
 from flopwatch.testing import FakeClock
-from support.integrations import tiny_run as tiny_run
-from support.integrations.tiny_hf import hf_trainer, logged_rows, quick_callback
+from testbeds.frameworks import tiny_run
+from testbeds.frameworks.tiny_hf import hf_trainer, logged_rows, quick_callback
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from flopwatch.integrations.accelerate import AccelerateMonitor
 from flopwatch.integrations.fabric import monitor_for
 from flopwatch.integrations.lightning import FlopwatchCallback as LightningCallback
 from support.integrations.slow_loader import MICRO_BATCHES, SlowBatches, SlowLinear, Truth
-from support.integrations.tiny_hf import hf_trainer, quick_callback
-from support.integrations.tiny_lightning import lightning_trainer
+from testbeds.frameworks.tiny_hf import hf_trainer, quick_callback
+from testbeds.frameworks.tiny_lightning import lightning_trainer
 
 POINTS = 2.0
 
@@ -177,7 +177,7 @@ class SlowRows(SlowBatches):
     """The same in a collate function."""
 
     def collate(self, examples):
-        from support.integrations import tiny_run as tiny_run
+        from testbeds.frameworks import tiny_run
 
         began = time.perf_counter()
         time.sleep(self._seconds)

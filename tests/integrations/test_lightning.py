@@ -12,9 +12,9 @@ from torch import nn
 
 from flopwatch.integrations.lightning import FlopwatchCallback
 from flopwatch.testing import FakeClock
-from support.integrations import tiny_run as tiny_run
-from support.integrations.tiny_hf import logged_rows
-from support.integrations.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
+from testbeds.frameworks import tiny_run
+from testbeds.frameworks.tiny_hf import logged_rows
+from testbeds.frameworks.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
 
 
 class TestRows:

@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch._dynamo.utils import counters
 
 from flopwatch.integrations.lightning import FlopwatchCallback
-from support.integrations import tiny_run as tiny_run
-from support.integrations.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
+from testbeds.frameworks import tiny_run
+from testbeds.frameworks.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import flopwatch
-from support.integrations import tiny_run as tiny_run
+from testbeds.frameworks import tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
 
 def test_trl_sft_trainer(tmp_path: Path) -> None:
     """But for the head, which TRL does not run on a document's last position."""
-    from support.integrations.tiny_sft import model_flops
+    from testbeds.frameworks.tiny_sft import model_flops
 
     assert totals(trl(tmp_path)) == {**tiny_run.truth(), "total/model_flops": model_flops()}
 
@@ -92,7 +92,7 @@ def train_by_hand(
 
 def hugging_face(folder: Path) -> Mapping[str, Any]:
     from flopwatch.integrations.hugging_face import FlopwatchCallback
-    from support.integrations.tiny_hf import hf_trainer
+    from testbeds.frameworks.tiny_hf import hf_trainer
 
     callback = FlopwatchCallback()
     hf_trainer(folder, callback).train()
@@ -101,7 +101,7 @@ def hugging_face(folder: Path) -> Mapping[str, Any]:
 
 def trl(folder: Path) -> Mapping[str, Any]:
     from flopwatch.integrations.hugging_face import FlopwatchCallback
-    from support.integrations.tiny_sft import sft_trainer
+    from testbeds.frameworks.tiny_sft import sft_trainer
 
     callback = FlopwatchCallback()
     sft_trainer(folder, callback).train()
@@ -130,7 +130,7 @@ def accelerate(folder: Path) -> Mapping[str, Any]:
 
 def lightning(folder: Path) -> Mapping[str, Any]:
     from flopwatch.integrations.lightning import FlopwatchCallback
-    from support.integrations.tiny_lightning import TextModule, lightning_trainer
+    from testbeds.frameworks.tiny_lightning import TextModule, lightning_trainer
 
     callback = FlopwatchCallback()
     lightning_trainer(folder, callback).fit(TextModule(), tiny_run.loader())

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from flopwatch.integrations.hugging_face import FlopwatchCallback
-from support.integrations import tiny_run as tiny_run
-from support.integrations.tiny_hf import logged_rows
-from support.integrations.tiny_sft import model_flops, sft_trainer
+from testbeds.frameworks import tiny_run
+from testbeds.frameworks.tiny_hf import logged_rows
+from testbeds.frameworks.tiny_sft import model_flops, sft_trainer
 
 pytestmark = [
     pytest.mark.slow,

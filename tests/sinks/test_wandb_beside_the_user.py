@@ -68,6 +68,10 @@ WAYS = {
 }
 
 
+TRUTHS = {}
+"""By way of logging, the user's rows without us: one run of it for all tests."""
+
+
 @pytest.fixture
 def logged(tmp_path):
     """Runs the script with or without our sink; gives the user's file and the others."""
@@ -109,7 +113,8 @@ def rows_of(path):
 @pytest.mark.parametrize("opened_first", [False, True], ids=["ours opened after", "ours opened before"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_users_rows_are_as_without_us_and_ours_are_complete(logged, way, opened_first):
-    truth = rows_of(files(logged(way, with_ours=False))["user"])
+    truth = TRUTHS.get(way) or rows_of(files(logged(way, with_ours=False))["user"])
+    TRUTHS[way] = truth
     found = files(logged(way, opened_first=opened_first))
     assert rows_of(found["user"]) == truth
     ours = rows_of(found["flopwatch"])

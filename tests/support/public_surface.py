@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flopwatch.compat import MOVED_MODULES
+
 ROOT = Path(__file__).parents[2]
 FROZEN = ROOT / "tests/data/public_surface.json"
 PACKAGES = [
@@ -59,7 +61,7 @@ def documented_names(pages: dict[str, str]) -> list[str]:
         found.update(DOTTED.findall(text))
         for module, names in DEEP_IMPORT.findall(text):
             found.update(f"{module}.{name.strip()}" for name in names.split(","))
-    return sorted(name for name in found if _exists(name))
+    return sorted(name for name in found if name not in MOVED_MODULES and _exists(name))
 
 
 def find(dotted: str) -> Any:

@@ -27,8 +27,6 @@ from flopwatch.sweep.runner.waiting import LateResults, SilentSupervisors
 from flopwatch.sweep.supervisor import supervise as supervisor
 from flopwatch.sweep.supervisor.leftovers import group_tag
 from flopwatch.testing import FakeClock
-from reliability.never_twice import Campaign, make_ready
-from reliability.never_twice import run as kill_again_and_again
 from support.sweeping import left_behind
 from testbeds.wait_until import wait_until
 
@@ -363,14 +361,3 @@ def test_a_sign_of_life_is_never_half_of_two(tmp_path):
     for _ in range(30):
         sign.beat()
         assert json.loads((tmp_path / "beat").read_bytes())["state"] == "alive"
-
-
-@pytest.mark.slow
-def test_whoever_is_killed_and_whenever_nothing_runs_twice_and_nothing_is_left(tmp_path):
-    """The short form of `benchmarks/reliability/never_twice.py`: two at once would be told by the trials themselves."""
-    make_ready(tmp_path)
-    tally = kill_again_and_again(
-        Campaign(tmp_path, ["--engine", "local", "--jobs", "2"], "shell", trials=4), kills=1, seed=0, longest=1.0
-    )
-    assert tally.is_clean, tally
-    assert tally.met_a_running_trial >= 2, "kills that meet nothing show nothing"

@@ -11,7 +11,7 @@ from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import trial_folder, write_json
 from flopwatch.sweep.attempts import prepare_after_requeue
-from support.engines import contract as contract
+from support.engines import contract
 
 
 def life(restarts, job="12", task="0"):

@@ -25,8 +25,8 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 # Batches are described on every step, so long lists and large arrays are reduced to a hash.
 _LONG, _MOST_ELEMENTS = 32, 4096
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+# Objects nested deeper than this, or in a cycle, are described by their type.
 _DEEPEST = 6
-"""Objects nested deeper than this, or in a cycle, are described by their type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ def _described_list(items: Any, sizes: list[int], depth: int) -> Any:
     for item in items:
         own: list[int] = []
         apart.append((_described(item, own, depth + 1), own))
+    # At depth 0 a list holds the arguments of the model, which differ even if they look alike.
     if depth > 0 and apart and apart[0][1] and all(each == apart[0] for each in apart[1:]):
         sizes.append(len(apart))
         sizes.extend(apart[0][1])
@@ -92,6 +93,7 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
     if type(value).__module__ == "numpy":
         return "value", name, str(getattr(value, "dtype", "")), getattr(value, "shape", ()), _numpy_hash(value)
     if callable(value) or isinstance(value, type):
+        # Closures of one function over different values behave differently.
         own_values = _described([*_closed_over(value)], sizes, depth + 1)
         return "object", name, getattr(value, "__qualname__", ""), id(getattr(value, "__code__", None)), own_values
     held = getattr(value, "__dict__", None)
@@ -339,6 +341,7 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 IGNORED_LABEL = -100
 """The label that torch's cross entropy and transformers leave out of the loss."""
+# A fixed seed, so that fitting twice gives the same law.
 _SEED = 20_24
 
 

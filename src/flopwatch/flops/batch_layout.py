@@ -160,12 +160,14 @@ def _rows_per_sample(slot: Slot, batch_size: int) -> int | None:
     is_inside_list = slot.dim == 0 and "." in slot.path and slot.path.rpartition(".")[2].isdigit()
     if slot.size == batch_size and not is_inside_list:
         return 1
+    # Only pixels (rank 4) may have several rows per sample, one per image.
     return slot.size // batch_size if slot.size % batch_size == 0 and slot.rank == 4 and not is_inside_list else None
 
 
 def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_too: bool) -> Layout:
     """Make dimensions after the first variable: those of integers (token ids, masks), and of floats of equal size."""
     main = next((name for name in MAIN_SEQUENCE if any(slot.path == name for slot in slots)), None)
+    # Equal sizes are taken for one length; `fit.separate_lengths` tests whether they are.
     variables = list(plain.variables)
     sizes: dict[int, str] = {seq_len: LENGTHS[0]}
     for index, slot in enumerate(slots):
@@ -230,6 +232,7 @@ def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         return value.narrow(dim, 0, size)
     if dim == 0 and size % have == 0:
         return torch.cat([value] * (size // have))
+    # A repeated position has valid token ids.
     last = value.narrow(dim, have - 1, 1)
     shape = list(value.shape)
     shape[dim] = size - have
@@ -283,11 +286,13 @@ class Sample:
         tensors = named(self.one)
         per_patch = tensors["pixel_values"].shape[1]
         counts = [prod(grid) // self.merge**2 for grid in grids]
+        # The last token is text. It separates the images and fills the rest of the sequence.
         text = int(tensors["input_ids"][0, -1])
         ids = [text]
         for count in counts:
             ids += [self.image_tokens[0]] * count + [text]
         row = torch.tensor([ids + [text] * (length - len(ids))])
+        # A trace only needs the shape of pixels.
         pixels = torch.empty(sum(map(prod, grids)), per_patch, device="meta")
         other = {
             **self.batch({SAMPLES: 1, "s": row.shape[1]}),

@@ -66,6 +66,7 @@ class Stream:
         return max(1, prod(leaving))
 
 
+# Heads that get one pooled vector per image.
 _AFTER_POOLING = {"classifier", "fc", "head", "visual_projection"}
 
 
@@ -144,6 +145,7 @@ def _sides(module: nn.Module, name: str, dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
 
 
+# Names in transformers' configs for the number of active experts per token.
 _ACTIVE_EXPERTS = (
     "num_experts_per_tok",
     "top_k",
@@ -152,6 +154,7 @@ _ACTIVE_EXPERTS = (
     "moe_top_k",
     "num_selected_experts",
 )
+# Names of projections in the attention modules of transformers and timm.
 _QUERY = ("q_proj", "q_b_proj", "query", "q", "wq", "to_q", "query_proj", "q_lin")
 _OUTPUT = ("o_proj", "out_proj", "o", "wo", "dense", "c_proj", "proj", "to_out", "out_lin")
 _VALUE = ("value", "v_proj", "v")
@@ -188,6 +191,7 @@ def count_by_estimate(
             backward *= 2  # both operands of each product are activations
         elif product.trained:
             backward += product.multiply_adds
+        # A gradient is needed for the input only if something before it is trained.
         any_trained_before = any_trained_before or product.trained
         flops = PhaseFlops(2 * product.multiply_adds, 2 * backward if training else 0)
         by_module[product.module] = by_module.get(product.module, PhaseFlops()) + flops

@@ -27,8 +27,8 @@ from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.records.flops import AttentionConvention, FlopCount
 
+# With more different rows than this, fitting a law takes fewer traces than counting each row.
 _MOST_KINDS_COUNTED = 8
-"""With more different rows than this, fitting a law takes fewer traces than counting each row."""
 _TARGET_MASK, _TARGET = "decoder_attention_mask", "labels"
 
 
@@ -52,6 +52,7 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
     columns = real_columns(batch, layout)
     rows = [_row(batch, layout, columns, index) for index in range(layout.sizes[SAMPLES])]
     kinds = [_kind(row, columns, index, alone=bool(count.steered_by)) for index, row in enumerate(rows)]
+    # A cost that is not a sum over samples (a contrastive loss) needs a law instead of single rows.
     is_additive = _is_additive(batch, rows, counted, count)
     if len(set(kinds)) <= _MOST_KINDS_COUNTED and is_additive:
         return _sum_of_rows(rows, kinds, counted)

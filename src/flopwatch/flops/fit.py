@@ -46,12 +46,14 @@ def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fracti
     return [row[-1] for row in rows]
 
 
+# A quadratic needs three different lengths, and the held-out ones must differ from them.
 _SHORTEST_SPAN = 12
+# Words in names of settings at whose values the formula of a model's cost may change.
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")
-"""Words in names of settings at whose values the formula of a model's cost may change."""
+# Each edge takes two more traces.
 _MOST_EDGES = 2
+# Samples of the largest probed batch; in a trace more samples take no more time.
 _MANY = 16
-"""Samples of the largest probed batch; in a trace more samples take no more time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ def _first_that_holds(
             if coefficients and wrong is None:
                 return counts.law(coefficients, _dtype_coefficients(counts, attempt), _domain(attempt))
             reason = f"{wrong.values}" if wrong else reason
+        # The model takes these shapes but no formula holds; a layout with fewer variables would not help.
         if takes_shapes:
             break
     note = f"no polynomial of the shape predicts {reason}; shapes are counted on demand, {CACHED_SHAPES} are kept"
@@ -165,6 +168,7 @@ def _follows_values_of(name: str, batch: Any, counts: ShapeCounts, own: FlopCoun
         tried += 1
         if (count.forward_flops, count.backward_flops) != (own.forward_flops, own.backward_flops):
             return True
+    # If the model rejected every altered batch nothing is known, so values are assumed to matter.
     return not tried
 
 
@@ -242,6 +246,7 @@ def _range_of(sample: Sample, name: str) -> tuple[int, int]:
 def _levels(sample: Sample, name: str) -> tuple[int, int, int]:
     """Three lengths to fit on, of both parities, so that a cost which depends on parity (a stride of 2) shows."""
     shortest, longest = _range_of(sample, name)
+    # Away from both ends of the range, where the held-out lengths are.
     low, middle, high = (shortest + round((longest - shortest) * share) for share in (0.2, 0.45, 0.8))
     return low, middle + (1 if (middle - low) % 2 == 0 and middle + 1 < high else 0), high
 
@@ -282,6 +287,7 @@ def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepS
     side = sample.merge
     fit_grids: list[list[Grid]] = [[(1, 2 * side, 2 * side)], [(1, 3 * side, 4 * side)], [(1, 2 * side, 2 * side)] * 2]
     other_grids: list[list[Grid]] = [[(1, side, 5 * side)], [(1, 4 * side, 6 * side), (1, 2 * side, 3 * side)]]
+    # The largest probe below has 30 placeholders and 3 text tokens around its images.
     length = _range_of(sample, "s")[1] + 40
 
     def with_grids(grids: list[Grid], batch_size: int = 1) -> StepShape:
@@ -301,6 +307,7 @@ def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
         for name, value in shape.values.items():
             met.setdefault(name, []).append(value)
     domain = {name: (min(values), max(values)) for name, values in met.items()}
+    # Batch norm may refuse a single sample, so it is not always probed; the polynomial includes it.
     return domain | {SAMPLES: (1, domain[SAMPLES][1])}
 
 

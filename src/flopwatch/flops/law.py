@@ -41,6 +41,7 @@ class StepShape:
         return {SAMPLES: self.batch_size, **main, **dict(self.others)}
 
 
+# Names of the terms in samples and main sequence; terms with other sequences are spelled out, such as `n*s*t`.
 _EXPONENTS: Mapping[str, Mapping[str, int]] = {
     "samples": {"n": 1},
     "positions": {"n": 1, "s": 1},
@@ -50,7 +51,6 @@ _EXPONENTS: Mapping[str, Mapping[str, int]] = {
     "length": {"s": 1},
     "length squared": {"s": 2},
 }
-"""Names of the terms in samples and main sequence; terms with other sequences are spelled out, such as `n*s*t`."""
 _NAMES = {tuple(sorted(powers.items())): name for name, powers in _EXPONENTS.items()}
 
 _IMAGE_TERMS: Mapping[str, Callable[[Sequence[Grid]], int]] = {
@@ -205,6 +205,7 @@ class FlopLaw:
 
     def cost(self, shape: StepShape) -> PhaseFlops:
         """The FLOPs that a step of this shape executes, by phase; a shape outside the domain is counted."""
+        # The formula is only verified inside the domain; outside it the shape is counted.
         if self.coefficients and (self.covers_shape(shape) or self.count_shape is None):
             if not self.covers_shape(shape):
                 raise InputError(
@@ -220,6 +221,7 @@ class FlopLaw:
         """The same by the type that the products run in; empty where it is not known."""
         if not self.coefficients or not self.covers_shape(shape):
             return dict(self.count_shape.by_dtype(shape)) if self.count_shape is not None else {}
+        # A single type has the whole cost, so no coefficients are stored for it.
         if len(self.dtypes) == 1:
             return {next(iter(self.dtypes)): self.cost(shape)}
         return {
@@ -247,8 +249,10 @@ class FlopLaw:
                 return _IMAGE_TERMS[term](grids)
             powers = exponents_of(term)
             samples = powers.pop(SAMPLES, 0)
+            # Linear in n: every sample adds the term at its own lengths.
             if samples == 1:
                 return sum(prod(int(row.get(name, 0) ** power) for name, power in powers.items()) for row in rows)
+            # Paid once per step, or for all pairs of samples: the term at the greatest lengths.
             return int(len(rows) ** samples) * prod(
                 int(longest.get(name, 0) ** power) for name, power in powers.items()
             )
@@ -274,6 +278,7 @@ class FlopLaw:
             others: Lengths of other sequences of each document.
             image_grids: All images in them; without it, each has the images of the example.
         """
+        # The sums of length⁰, length¹ and length² over all documents, indexed by the exponent of s.
         powers_of_main = (documents.count, documents.tokens, documents.squares)
         row_length = documents.tokens if longest is None else longest
         once = StepShape(rows, row_length, self._grids(image_grids, documents.count), tuple(others))
@@ -323,6 +328,7 @@ class FlopLaw:
             return cost.forward + cost.backward
         if image_grids is not None:
             raise InputError("this model is counted sample by sample, and which images belong to which is not known")
+        # Without a formula each sample is counted alone, which leaves out what compares samples.
         costs = [self.cost(self._shape(1, length, None)) for length in lengths]
         return sum(cost.forward + cost.backward for cost in costs)
 
@@ -363,8 +369,8 @@ class FlopLaw:
         }
 
 
+# Terms with integer factors, and their common divisor: a live run evaluates the law on every step.
 _Terms = tuple[list[tuple[str, int]], int]
-"""Terms with integer factors, and their common divisor: a live run evaluates the law on every step."""
 
 
 def _whole_numbers(coefficients: Mapping[str, Fraction]) -> _Terms:

@@ -127,6 +127,7 @@ def copied_batch(batch: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 WITHOUT_AUTOCAST = "the model could not be followed under autocast, so the types of its products are not known"
 
+# Weak keys, so that a counted model can be freed.
 _memories: "WeakKeyDictionary[nn.Module, ReplayMemory]" = WeakKeyDictionary()
 
 
@@ -192,6 +193,7 @@ class _Trace:
         try:
             return self._counted(replay=replay)
         except MeasurementError as error:
+            # torch's message when flex_attention needs a backward pass on the CPU.
             if "FlexAttention" not in str(error):
                 raise
             return replace(self, keep_whole=True)._counted(replay=replay)
@@ -214,6 +216,7 @@ class _Trace:
             self._run(faker, stack, mode, steering, replay.attach)
             return _as_count("trace", replay.tally(), stack, mode, self.attention, steering)
         except Exception as error:
+            # Replay may have caused the failure; a full trace decides.
             if replay.failed_like_the_model(error, in_backward=mode.in_backward):
                 raise
             self.memory.is_refused = isinstance(error, ReplayRefusedError)
@@ -288,6 +291,7 @@ def _count_by_first_that_works(
 ) -> FlopCount:
     try:
         traced = count_by_trace(model, batch, autocast=autocast, **options)
+        # A real step can count inside threads, a trace cannot.
         if THREADS not in {op.op for op in traced.uncounted} or step_obstacle(model) is not None:
             return traced
         trace_error = MeasurementError("it starts threads, in which fake tensors are not seen")

@@ -19,6 +19,7 @@ from flopwatch.records.flops import FlopCount, Method, PhaseFlops
 
 # Enough for the lengths a training meets again; a cost is a few integers, so memory is no concern.
 CACHED_SHAPES = 256
+# A law is only as good as its least trusted count.
 _LEAST_TRUSTED_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
 
 
@@ -38,6 +39,7 @@ class ShapeCounts:
     """
 
     def __init__(self, model: nn.Module, sample: Sample, options: dict[str, Any]) -> None:
+        # A law may live longer than its model, and must not keep the weights in memory.
         self._model = weakref.ref(model)
         self.sample = sample
         self._options = options
@@ -123,6 +125,7 @@ class ShapeCounts:
             self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
         if count.method == "estimate":
             self.doubts["the counts are estimates"] = None
+        # These notes mean that the number itself may be off.
         for doubt in (ONE_RANKS_SHARE, MAY_RUN_AGAIN, CANNOT_TELL, NOT_FOLLOWED):
             if doubt in count.notes:
                 self.doubts[doubt] = None
@@ -151,7 +154,7 @@ class ShapeCounts:
     def _other_lengths(layout: Layout) -> list[str]:
         """Notes on sequences with their own length, such as a decoder's, which `seq_len` does not mean."""
         return [
-            f"{path!r} has a length of its own, {layout.sizes[name]} in the example, whatever seq_len is"
+            f"{path!r} has its own length, {layout.sizes[name]} in the example, which seq_len does not change"
             for name in layout.lengths
             if name != "s"
             for path in layout.paths_along(name)

@@ -26,24 +26,26 @@ Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 CHANCE = "a random draw"
 WEIGHTS = "activations"
 ONE_DRAW = "a random draw steers what the model computes: this is the count of one draw, and another may differ"
+# Attributes that are set on tensors during a count.
 _ORIGIN = "_flopwatch_origin"
 _SIZED = "_flopwatch_sized_by"
+# What these libraries read was reviewed: checks, positions and logging, which do not change the cost.
 _LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "peft", "accelerate", "trl", "opacus", "lightning")
 _NOTHING: frozenset[str] = frozenset()
 _UNIFORM = "_flopwatch_is_uniform"
 _aten = torch.ops.aten
 _UNIFORM_DRAWS = {_aten.rand, _aten.rand_like, _aten.uniform, _aten.uniform_}
 _COMPARISONS = {_aten.lt, _aten.le, _aten.gt, _aten.ge}
+# Ops whose output size depends on values, but which torch does not tag as such.
 _SIZES_BY_VALUE = {"aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::repeat_interleave"}
-"""Ops whose output size depends on values, but which torch does not tag as such."""
+# Ops whose number of products depends on their input's values.
 _PRODUCTS_BY_VALUE = {"aten::linalg_matrix_exp"}
-"""Ops whose number of products depends on their input's values."""
+# They return values to Python without an op that a dispatch mode would see.
 _PYTHON_READS = {
     torch.Tensor.tolist,
     torch.Tensor.numpy,
     torch.Tensor.__array__,
 }
-"""They return values to Python without an op that a dispatch mode would see."""
 
 
 class Steering:
@@ -102,6 +104,7 @@ class Steering:
             origin = origin | {CHANCE}
         if not origin:
             return
+        # The comparison has the same result for every draw.
         if _is_certain(func, args):
             origin = origin - {CHANCE}
         if op_name(func) in _PRODUCTS_BY_VALUE:
@@ -122,6 +125,7 @@ class Steering:
 
 def _is_library_reading() -> bool:
     """Whether the reader of a value is a library whose reads were reviewed, as opposed to the model's own code."""
+    # Skips this function, `_note_read`, and the method that called it.
     frame = sys._getframe(3)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -6,8 +6,8 @@ Torch is loaded only when a device of this machine is read or measured.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flopwatch.hardware.peaks import DeviceFacts
 from flopwatch.hardware.resolve import explain_unknown, list_peaks, peak_flops, product_notes
-from flopwatch.hardware.table import DeviceFacts
 
 if TYPE_CHECKING:
     from flopwatch.hardware.device import matmul_dtype, read_device

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flopwatch.hardware.table import Unknown, read_table
+from flopwatch.hardware.peaks import Unknown, read_table
 from flopwatch.records.flops import Peak
 
 _IDENTITY = {"vendor_id": "vendor_id", "family": "cpu family", "model": "model", "arm_part": "CPU part"}

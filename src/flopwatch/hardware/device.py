@@ -7,7 +7,7 @@ import torch
 
 from flopwatch.errors import InputError
 from flopwatch.hardware.cpu import read_cpu
-from flopwatch.hardware.table import DeviceFacts, canonical_dtype
+from flopwatch.hardware.peaks import DeviceFacts, canonical_dtype
 from flopwatch.records.reading import first_line
 
 _GIB = 2**30

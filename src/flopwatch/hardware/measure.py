@@ -15,7 +15,7 @@ import torch
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import InputError, MeasurementError
 from flopwatch.hardware.device import find_device, matmul_dtype, read_device
-from flopwatch.hardware.table import DeviceFacts, canonical_dtype
+from flopwatch.hardware.peaks import DeviceFacts, canonical_dtype
 from flopwatch.records.flops import Confidence, Peak
 
 # The search is pure arithmetic: timer and clock are arguments.

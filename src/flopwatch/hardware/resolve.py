@@ -5,8 +5,15 @@ import os
 from typing import TYPE_CHECKING
 
 from flopwatch.errors import InputError
-from flopwatch.hardware.peaks import find_accelerator, peak_of_record, similar_products
-from flopwatch.hardware.table import DTYPES, DeviceFacts, Unknown, canonical_dtype
+from flopwatch.hardware.peaks import (
+    DTYPES,
+    DeviceFacts,
+    Unknown,
+    canonical_dtype,
+    find_accelerator,
+    peak_of_record,
+    similar_products,
+)
 from flopwatch.records.flops import Peak
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Monitors for Hugging Face, Accelerate, Lightning and Fabric."""

@@ -169,9 +169,9 @@ def ranks_absent(ranks: Sequence[int]) -> NoticeText:
     return NoticeText(
         "warning",
         "ranks_absent",
-        f"no monitor of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} has joined this run, so "
-        "its totals lack those ranks; make the same monitors, in the same order and with the same logging_rank, on "
-        "every rank",
+        f"no monitor of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} joined this run before "
+        "it ended, so its totals lack those ranks; create the same monitors on every rank, in the same order and with "
+        "the same logging_rank",
     )
 
 

@@ -1,4 +1,4 @@
-"""The values that cross seams: frozen, and each with a JSON form. Never loads torch."""
+"""The results of counting and of the peak lookup: frozen records with a JSON form. Standard library only."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,16 +11,16 @@ Confidence = Literal["high", "medium", "low"]
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What a device can do at best, and who says so.
+    """The peak of a device, with its source.
 
     Attributes:
         flops_per_s: Dense FLOP/s of one device as the framework enumerates it.
-        device: The product, or the name the device gives itself.
+        device: The product, or the name that the device reports.
         dtype: The compute type: `bf16`, `fp16`, `tf32`, `fp32`, `fp8`, ...
         source: Where the figure comes from, in words.
-        kind: `datasheet`, `derived` (units x rate x clock), `measured` (best GEMM) or `override` (the user said so).
-        confidence: How far the source can be trusted.
-        fraction: Share of the whole device that is visible (MIG slices, AMD partitions); 1.0 for a whole device.
+        kind: `datasheet`, `derived` (units x rate x clock), `measured` (best GEMM) or `override` (by the user).
+        confidence: How reliable the source is.
+        fraction: Visible share of the device (MIG slices, AMD partitions); 1.0 for a whole device.
     """
 
     flops_per_s: float
@@ -37,7 +37,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class PhaseFlops:
-    """FLOPs that ran, by phase. `recompute` is what checkpointing and fused attention run a second time."""
+    """Executed FLOPs by phase. `recompute` is what checkpointing and fused attention run a second time."""
 
     forward: int = 0
     backward: int = 0
@@ -68,26 +68,26 @@ class FlopCount:
     """The FLOPs of one step.
 
     Attributes:
-        model_flops: What the mathematics needs: forward and needed backward, no recomputation, no padding.
-        hardware_flops: What is executed: forward, backward, recomputation, padding.
+        model_flops: FLOPs that the mathematics needs: forward and the needed backward, no recomputation, no padding.
+        hardware_flops: Executed FLOPs: forward, backward, recomputation, padding.
         forward_flops: Executed in the forward pass, padding included.
         backward_flops: Executed in the backward pass, padding included, recomputation not.
         recompute_flops: Executed a second time: activation checkpointing, fused attention's backward.
-        padding_flops: The part of forward and backward spent on tokens that `attention_mask` calls padding.
-        coverage: Share of the matmul-like op calls that had a formula; None where no op was seen (`estimate`).
+        padding_flops: The part of forward and backward spent on tokens that `attention_mask` marks as padding.
+        coverage: Share of the matmul-like op calls that had a formula; None if no op was seen (`estimate`).
         uncounted: The ops without a formula, with module and shapes.
         by_op: Executed FLOPs by op.
         by_module: Executed FLOPs by the innermost module that ran them; `""` is the model itself.
         method: How the number was found.
         attention: Which pairs of positions count: all (`full`) or those not masked (`causal`).
-        notes: What a reader must know before using the number: fallbacks, what could not be told.
-        steered_by: What decides sizes inside the model besides shapes: arguments of the batch whose values do,
+        notes: What to know before using the number: fallbacks, and what could not be determined.
+        steered_by: What decides sizes inside the model besides shapes: names of arguments whose values do,
             `a random draw`, `activations`.
-        values_read: The same for values that Python has read, and may have decided with.
-        mode_risks: Ops whose last bits may differ while a dispatch mode is on, so that a training with them is never
-            counted as it runs.
-        by_dtype: Executed FLOPs by the type the products ran in (`bf16`, `fp32`, `int8`, ...; fp32 also where the
-            device may take tf32 for it); empty where no op was seen.
+        values_read: The same for values that Python code has read and may use in decisions.
+        mode_risks: Ops whose last bits may differ under a dispatch mode; a training with such ops is never counted as
+            it runs.
+        by_dtype: Executed FLOPs by the type the products ran in (`bf16`, `fp32`, `int8`, ...; fp32 also if the device
+            may use tf32 for it); empty if no op was seen.
     """
 
     model_flops: int
@@ -110,7 +110,7 @@ class FlopCount:
 
     @property
     def is_lower_bound(self) -> bool:
-        """True when some matmul-like op had no formula, so the truth is higher."""
+        """True if some matmul-like op had no formula, so that the true count is higher."""
         return bool(self.uncounted)
 
     def to_json(self) -> dict[str, Any]:

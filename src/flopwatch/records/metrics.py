@@ -1,7 +1,7 @@
-"""Every number a run logs: its key, unit and meaning, defined once. Never loads torch.
+"""Every metric a run logs: its key, unit and meaning. Also goodput, which is computed from them. Standard library only.
 
-`basic` metrics go out with every logging window, the others with every detailed one (`detailed_log_every`).
-A number that is not known has no key in the row; it is never 0.
+`basic` metrics are in every row, the others in detailed rows only (`detailed_log_every`). An unknown metric has no key
+in the row; it is never 0.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,8 +22,8 @@ class Metric:
     Attributes:
         key: Its name in every sink, such as `perf/mfu`.
         unit: `1` for a share between 0 and 1, `%`, `s`, `FLOP`, `FLOP/s`, `tokens`, `tokens/s`, ...
-        description: What it says, in one sentence.
-        basic: True when it is part of every row.
+        description: What it means, in one sentence.
+        basic: True if it is part of every row.
     """
 
     key: str
@@ -78,7 +78,7 @@ _ALL = (
     Metric(
         "ranks/reporting",
         "ranks",
-        "Ranks behind the row's numbers; fewer than all: they are the logging rank's own.",
+        "Ranks included in the row; if fewer than all, the numbers are the logging rank's own.",
         basic=True,
     ),
     Metric("ranks/own_seconds_mean", "s", "Time per step a rank is busy itself, mean over ranks."),
@@ -94,11 +94,16 @@ _ALL = (
     ),
     Metric("ranks/longest_input_wait_percent", "%", "perf/input_wait_percent of the rank that waits longest."),
     Metric("ranks/longest_input_wait_rank", "rank", "Which rank that is."),
-    Metric("ranks/straggler", "rank", "The rank the others wait for, where one stands out.", basic=True),
-    Metric("ranks/straggler_excess_percent", "%", "Its own time above the others' mean, of the step time.", basic=True),
+    Metric("ranks/straggler", "rank", "The slow rank, if a single rank slows the job down.", basic=True),
+    Metric(
+        "ranks/straggler_excess_percent",
+        "%",
+        "Its busy time above the other ranks' mean, as a share of the step.",
+        basic=True,
+    ),
     Metric("ranks/straggler_input_percent", "%", "The part of the excess spent waiting for input.", basic=True),
     Metric("ranks/straggler_compute_percent", "%", "The part of the excess spent computing.", basic=True),
-    Metric("ranks/straggler_host_percent", "%", "The part of the excess spent standing still.", basic=True),
+    Metric("ranks/straggler_host_percent", "%", "The part of the excess in which its thread was blocked.", basic=True),
     Metric("total/steps", "steps", "Optimizer steps since the first start."),
     Metric("total/samples", "samples", "Samples since the first start."),
     Metric("total/tokens", "tokens", "All positions since the first start.", basic=True),
@@ -122,12 +127,14 @@ _ALL = (
     Metric("time/productive_seconds", "s", "Time in steps that count, without input wait, compilation and stalls."),
     Metric("time/start_up_seconds", "s", "From the start of each process to the beginning of its first step."),
     Metric(
-        "time/compile_seconds", "s", "What the work of warm-up steps took beyond the typical; part of warm_up_seconds."
+        "time/compile_seconds",
+        "s",
+        "How much longer warm-up steps worked than typical ones; part of warm_up_seconds.",
     ),
-    Metric("time/stall_seconds", "s", "What the work of a step of more than 5 times the median took beyond it."),
+    Metric("time/stall_seconds", "s", "Time beyond the median in steps that worked more than 5 times the median."),
     Metric("time/restart_seconds", "s", "From the last record of a session to the start of the next one's process."),
     Metric("time/rerun_seconds", "s", "Time in steps that were run again from a checkpoint."),
-    Metric("time/other_seconds", "s", "Wall time that none of the classes explains."),
+    Metric("time/other_seconds", "s", "Wall time in none of the other classes."),
 )
 
 METRICS = {metric.key: metric for metric in _ALL}
@@ -135,12 +142,12 @@ METRICS = {metric.key: metric for metric in _ALL}
 _OF_DATASETS = {
     "loss": Metric("dataset/*/loss", "", "Mean loss of this dataset's samples in the window.", basic=True),
     "accuracy": Metric("dataset/*/accuracy", "1", "Share of this dataset's predictions that are right.", basic=True),
-    "samples": Metric("dataset/*/samples", "samples", "Samples of this dataset behind the two."),
+    "samples": Metric("dataset/*/samples", "samples", "Number of this dataset's samples in the window."),
 }
 
 
 def find_metric(key: str) -> Metric:
-    """The definition of a key; what a user logs on top has no unit and is basic.
+    """The definition of a key. Metrics that only the user logs have no unit and are basic.
 
     >>> find_metric("perf/step_time").unit
     's'
@@ -162,13 +169,13 @@ def find_metric(key: str) -> Metric:
 
 
 APART = ("eval", "checkpoint", "pause", "count", "outside")
-"""Between steps: phases, and `outside`, what was seen there without a name."""
+"""Classes of time between steps: phases, and `outside` for time in no phase."""
 LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun")
-"""Every class of time that makes no progress, except `other`, which is what remains."""
+"""Every class of unproductive time except `other`, which is the remainder."""
 _OF_STEPS = ("train", "input_wait", "warm_up", "compile", "stall")
-"""Go back with the steps when a run returns to a checkpoint; everything else has been spent for good."""
+"""When a run returns to a checkpoint, these return to their values at the checkpoint; other times do not."""
 _STALL_FACTOR = 5.0
-"""A step this many times longer than the median of recent ones was held up: a stopped process, a hung file system."""
+"""A step that works this many times longer than the median was stalled, for example by a hung file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +186,7 @@ class Goodput:
         share: Productive time over wall time.
         wall_seconds: Since the start of the run's first process.
         productive_seconds: In steps that count, without waiting for input, compilation and stalls.
-        lost_seconds: By class; `other` is what no class explains.
+        lost_seconds: Unproductive time by class; `other` is in no class.
     """
 
     share: float
@@ -194,7 +201,7 @@ class Goodput:
 
 
 def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
-    """Goodput of a ledger's times; None where the run's first start is not known.
+    """Goodput of a ledger's times; None if the run's first start is unknown.
 
     >>> found = goodput_of({"wall": 100.0, "train": 80.0, "compile": 5.0, "eval": 12.0, "input_wait": 15.0})
     >>> found.share, found.lost_seconds
@@ -205,7 +212,7 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
         return None
     lost = {name: seconds[name] for name in LOST if name in seconds}
     at_work = seconds.get("train", 0.0) - lost.get("compile", 0.0) - lost.get("stall", 0.0)
-    if "input_wait" in lost:  # logs of earlier versions counted a long wait as stalled, too
+    if "input_wait" in lost:  # logs of earlier versions counted a long wait as a stall too
         lost["input_wait"] = min(lost["input_wait"], max(at_work, 0.0))
     productive = at_work - lost.get("input_wait", 0.0)
     lost["other"] = wall - productive - sum(lost.values())
@@ -213,12 +220,12 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
 
 
 def typical_seconds(steps: Collection[float]) -> float | None:
-    """The median work of recent steps that are no warm-up, without input wait; None without any."""
+    """The median working time of recent steps, without warm-up and input wait; None without steps."""
     return median(steps) if steps else None
 
 
 def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> tuple[str, float] | None:
-    """What the work of a step, input wait not included, took beyond the typical one, and its class.
+    """How much longer a step worked than a typical one, without input wait, and the class of that time.
 
     None for an ordinary step.
 
@@ -234,14 +241,14 @@ def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> 
 
 
 def carried_seconds(resumed: Mapping[str, float], last: Mapping[str, float]) -> dict[str, float]:
-    """The times a new session begins with.
+    """The times with which a new session begins.
 
-    Time in steps continues from the checkpoint; what the earlier session spent on steps after it becomes `rerun`. Time
-    outside steps is that of the earlier session's last sign of life, since nobody gives it back.
+    Time in steps continues from the checkpoint, and time that the earlier session spent on later steps becomes `rerun`.
+    Time outside steps continues from the earlier session's last record, because it is spent in any case.
 
     Args:
-        resumed: The ledger at the step the run resumes after.
-        last: The ledger at the last sign of life.
+        resumed: The ledger at the step after which the run resumes.
+        last: The ledger of the earlier session's last record.
 
     Example:
         >>> carried_seconds({"train": 40.0, "eval": 3.0}, {"train": 50.0, "eval": 6.0, "restart": 2.0})

@@ -1,4 +1,8 @@
-"""Read files that anybody may have damaged: regular ones only, never waiting. Standard library only."""
+"""Reads files, records and texts that may be damaged or hostile, and never blocks. Standard library only.
+
+Files outlive the program that wrote them: a record may have more or fewer fields, and a disk or a person may have
+damaged it. Supervisors start with this module, so it imports little.
+"""
 
 import contextlib
 import json
@@ -17,7 +21,7 @@ from flopwatch.errors import FlopwatchError
 
 _LARGEST_JSON = 1 << 30
 _LARGEST_LINE = 1 << 28
-"""A log is bounded and a result holds its tail; what is larger is garbage, and would fill the memory."""
+"""Our files are far smaller; a larger one is garbage and would fill the memory."""
 
 
 class UnreadableError(FlopwatchError):
@@ -26,11 +30,11 @@ class UnreadableError(FlopwatchError):
 
 @contextlib.contextmanager
 def opened_regular(file: Path) -> Iterator[BinaryIO]:
-    """A regular file, open for reading. Never waits, as opening a FIFO would; follows links.
+    """Open a regular file for reading, following links. Never blocks, as opening a FIFO would.
 
     Raises:
-        FileNotFoundError: There is nothing.
-        UnreadableError: There is something else, or it may not be read.
+        FileNotFoundError: It does not exist.
+        UnreadableError: It is not a regular file, or it may not be read.
     """
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -50,11 +54,11 @@ def opened_regular(file: Path) -> Iterator[BinaryIO]:
 
 
 def load_json(file: Path) -> Any:
-    """The content.
+    """The content of a JSON file.
 
     Raises:
-        FileNotFoundError: There is nothing.
-        UnreadableError: There is something that is no JSON.
+        FileNotFoundError: It does not exist.
+        UnreadableError: It cannot be read, or it is not JSON.
     """
     with opened_regular(file) as stream:
         if os.fstat(stream.fileno()).st_size > _LARGEST_JSON:
@@ -69,7 +73,7 @@ def load_json(file: Path) -> Any:
 
 
 def read_json(file: Path) -> Any:
-    """The content; None when there is no such file, or when it is no JSON (somebody else's half-written one)."""
+    """The content of a JSON file; None if it does not exist or is not JSON (another process may be writing it)."""
     try:
         return load_json(file)
     except (FileNotFoundError, UnreadableError):
@@ -77,13 +81,13 @@ def read_json(file: Path) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The same of a file that holds an object; empty when it does not."""
+    """The object in a JSON file; empty if there is none."""
     content = read_json(file)
     return content if isinstance(content, dict) else {}
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines that are whole; a torn one is left out."""
+    """The objects of a JSON Lines file, without torn lines."""
     try:
         for _, content in numbered_lines(file):
             if isinstance(content, dict):
@@ -93,11 +97,11 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    """Every line's number and content, None for one that is no JSON; empty lines are none.
+    """The number and content of every line of a JSON Lines file except empty ones; None for a line that is not JSON.
 
     Raises:
-        FileNotFoundError: There is nothing.
-        UnreadableError: There is something that cannot be read.
+        FileNotFoundError: It does not exist.
+        UnreadableError: It cannot be read.
     """
     with opened_regular(file) as stream:
         number, is_rest = 0, False
@@ -130,26 +134,22 @@ def tail(file: Path, size: int = 6000) -> str:
     return text if start == 0 else whole_lines if whole_lines.strip() else f"… {text}"
 
 
-# Read JSON back into a dataclass, field by field, by its annotations. Standard library only: supervisors use it.
-#
-# Files outlive the program that wrote them: a record may have fields more and fewer, and a disk or a person may have
-# damaged it. Fields nobody knows are left out, missing ones get their defaults, and a value of the wrong type is told
-# by name, so that nothing half read goes on into a table.
-#
-# A class may have a method `why_broken`: what no annotation can say, such as that a batch is at least 1.
+# Records: JSON is read into a dataclass field by field, by its annotations. Unknown fields are left out, missing ones
+# get their defaults, and a value of the wrong type raises an error that names the field. A class may have a method
+# `why_broken` for conditions that annotations cannot express, such as that a batch has at least 1 sample.
 
 
 T = TypeVar("T")
 Read = Callable[[Any], Any]
 
 MAY_BE_INFINITE = {"may_be_infinite": True}
-"""Metadata of a field whose infinity means something; elsewhere a number is finite or not known."""
+"""Metadata of a field in which infinity is a value; in other fields a number that is not finite is unknown."""
 
 _LARGEST_INTEGER = 10**30
-"""Beyond any count of FLOPs or bytes; far larger ones cannot even be made a float."""
+"""Larger than any count of FLOPs or bytes; integers beyond 1e308 cannot be converted to float."""
 
 _DEEPEST = 60
-"""Levels in what is kept as it is: json reads a thousand, and writing that again fails."""
+"""Levels of nesting that are accepted: json reads about a thousand, but fails to write them again."""
 
 
 class BrokenRecordError(FlopwatchError, ValueError):
@@ -157,20 +157,20 @@ class BrokenRecordError(FlopwatchError, ValueError):
 
 
 def read_record(kind: type[T], content: Any) -> T:
-    """The record.
+    """Build a record of this class from JSON.
 
     Raises:
-        BrokenRecordError: A field is missing that has no default, or a value has the wrong type.
+        BrokenRecordError: A field without a default is missing, or a value has the wrong type.
     """
     record: T = _record_reader(kind)(content)  # type: ignore[arg-type]
     return record
 
 
 def clean_value(value: Any) -> Any:
-    """Any JSON, if it can be written again.
+    """Any JSON value, if it can be written again.
 
     Raises:
-        BrokenRecordError: It is too deep, or has numbers nobody can calculate with.
+        BrokenRecordError: It is nested too deeply, or has integers that are too large.
     """
     return _anything(value)
 
@@ -193,7 +193,7 @@ def _record_reader(kind: Any) -> Read:
             if name in content:
                 value = content[name]
                 try:
-                    # Half the fields of a record are not known, and a call for each would take as long as the rest.
+                    # Half of the fields are usually None, and calling a reader for each would double the time.
                     values[name] = None if value is None and may_be_none else read_value(value)
                 except BrokenRecordError as error:
                     raise BrokenRecordError(f"{name}{_joint(error)}{error}") from None
@@ -210,12 +210,12 @@ def _record_reader(kind: Any) -> Read:
 
 
 def _joint(error: BrokenRecordError) -> str:
-    """`spec.steps is ...`, or `spec: it has no ...`."""
+    """What joins a field's name and an error inside it: `spec.steps is ...`, or `spec: it has no ...`."""
     return "." if not str(error).startswith(("is ", "it ", "its ")) else " " if str(error).startswith("is ") else ": "
 
 
 def _field_reader(annotation: Any, field: "Field[Any]") -> Read:
-    """Of a value that is not None."""
+    """The reader of a field's value, which is not None."""
     if field.metadata.get("may_be_infinite"):
         return _any_float
     return _known_value(annotation) if type(None) in get_args(annotation) else _reader(annotation)
@@ -241,7 +241,7 @@ def _reader(annotation: Any) -> Read:
 
 
 def _known_value(annotation: Any) -> Read:
-    """Of one type or None, which is all that records here have; whoever calls it has seen to None."""
+    """The reader of the one type in `X | None`; the caller has handled None. Records have no other unions."""
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     if len(kinds) != 1:
         raise TypeError(f"no reader for {kinds}")
@@ -269,7 +269,7 @@ def _sequence(read: Read) -> Read:
 def _mapping(annotation: Any) -> Read:
     read = _reader(annotation)
     if annotation is Any:
-        # The whole of it at once: depth is counted from here.
+        # The mapping is read as one value, so that its depth is counted from here.
         return lambda value: _anything(value) if type(value) is dict else _raise(_wrong(value, "an object"))
 
     def read_all(value: Any) -> Any:
@@ -278,7 +278,7 @@ def _mapping(annotation: Any) -> Read:
         found = {}
         for name, item in value.items():
             if type(item) is float and not isfinite(item):
-                continue  # not a number: not known
+                continue  # NaN and infinity stand for an unknown value
             try:
                 found[_text(name)] = read(item)
             except BrokenRecordError as error:
@@ -299,7 +299,7 @@ def _text(value: Any) -> str:
 
 
 def _writable(value: str) -> str:
-    """Half a surrogate pair is allowed in JSON, and in no file or terminal."""
+    """Replaces lone surrogates: JSON allows them, but files and terminals do not."""
     return value.encode(errors="replace").decode()
 
 
@@ -336,7 +336,7 @@ def _any_float(value: Any) -> float:
 
 
 def _anything(value: Any, depth: int = 0) -> Any:
-    """As it is, if it can be written again."""
+    """The value unchanged, if it can be written again."""
     kind = type(value)
     if kind is str:
         return value if value.isascii() else _writable(value)
@@ -360,15 +360,13 @@ def _is_short(value: Any) -> bool:
     return value is None or isinstance(value, str | float | bool) or (isinstance(value, int) and abs(value) < 10**20)
 
 
-# Text from outside, made harmless to show and to keep: messages, names, log lines. Standard library only.
-#
-# Whatever a trial, a scheduler or a file said passes through here before it reaches a person. What is shown goes to
-# rich as `Text`, never as markup.
+# Texts: messages, names and log lines of trials, schedulers and files pass through here before they are shown or
+# stored. They go to rich as `Text`, never as markup.
 
 
 _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-# C0 and C1 but tab and newline, direction marks (they reorder what stands beside them), line separators, what has no
-# width (but the joiners that emoji need), surrogates.
+# C0 and C1 control codes except tab and newline, direction marks (they reorder the text around them), line separators,
+# zero-width characters except the joiners that emoji need, and surrogates.
 _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2064\u2066-\u206f"
     "\ufeff\ufff9-\ufffb\ud800-\udfff\ufffe\uffff\U000e0000-\U000e007f]"
@@ -376,20 +374,20 @@ _HARMFUL = re.compile(
 
 
 def plain(text: str) -> str:
-    r"""What a person would see, with what cannot be seen spelled out.
+    r"""The text as a terminal would show it, with invisible characters escaped.
 
     >>> plain("\x1b[31mred\x1b[0m, 10 %\r20 %\x07, \u202eevil")
     '20 %\\x07, \\u202eevil'
     """
     text = _ESCAPE_SEQUENCES.sub("", text).replace("\r\n", "\n")
-    if "\r" in text:  # a progress bar drew over itself: the last state is what one would see
+    if "\r" in text:  # a progress bar overwrites its line: keep the last state
         text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     return _HARMFUL.sub(_spelled_out, text)
 
 
 def one_line(text: str, most: int | None = None) -> str:
-    """As `plain`, on one line; cut to so many characters where a place has no room for more."""
-    # Cut before and after: 50 MB need not be read to show 300, and what is spelled out grows.
+    """The result of `plain` on one line, cut to `most` characters."""
+    # Cut before escaping, so that 50 MB are not read to show 300 characters, and after it, because escaping adds some.
     line = " ".join(plain(text if most is None else text[: 4 * most]).split())
     return line if most is None or (len(line) <= most and len(text) <= 4 * most) else f"{line[:most].rstrip()}…"
 
@@ -409,7 +407,7 @@ def first_line(said: object, most: int | None = None) -> str:
 
 
 def cut(text: str, most: int = 4000) -> str:
-    """Of a text that is too long its beginning and its end, and how long it was.
+    """The text, or the beginning and the end of a text that is too long, with its length.
 
     >>> cut("a" * 50, 20)
     'aaaaaaaaaa … (50 characters in all, cut to 20) … aaaaaaaaaa'

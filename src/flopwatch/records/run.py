@@ -1,7 +1,7 @@
-"""What a run tells its sinks: frozen records, each with a JSON form. Never loads torch.
+"""The records of a run's log, which the monitor sends to its sinks: frozen, with a JSON form. Standard library only.
 
-A run's log is a list of them: one `RunStart` per session, a `Provenance` whenever the origin of the numbers changes,
-a `Row` per logging window, a `Notice` when something must be said, a `Summary` at the end.
+A log has one `RunStart` per session, a `Provenance` whenever the origin of the numbers changes, a `Row` per logging
+window, a `Notice` for each message to the user, and a `Summary` at the end of a session.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ Number: TypeAlias = int | float
 Level = Literal["info", "warning", "error"]
 
 FORMAT = 1
-"""Of the log; a reader refuses a newer one."""
+"""The format of the log. A log with a newer format is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,13 @@ class RunStart:
         unix_time: When it began.
         output_dir: The run's folder.
         resumed_after_step: The last step of the earlier session that counts; None for a fresh start.
-        total_steps: How many steps are planned, where known.
-        rank: Of this process; 0 for a single one.
-        world_size: Processes of the training.
-        config: The monitor's configuration as it was understood.
-        environment: Versions, host, device: what a reader needs to repeat the run. Under torchrun also which job and
-            which attempt.
-        ledger: The run's totals when the session began, for the local log: what was lost up to here is known even if
-            the session dies before its first row.
+        total_steps: The number of planned steps, if it is known.
+        rank: The rank of this process; 0 for a single process.
+        world_size: Number of processes of the training.
+        config: The monitor's configuration with all defaults.
+        environment: Versions, host and device, so that the run can be repeated; under torchrun also job and attempt.
+        ledger: The run's totals when the session began, in the local log only. They are known from here even if the
+            session dies before its first row.
     """
 
     session: str
@@ -57,17 +56,17 @@ class Provenance:
     """Where the numbers of the following rows come from.
 
     Attributes:
-        step: The first step it holds for.
+        step: The first step to which it applies.
         mode: `estimate`, `profiler`, `smart` or `hybrid`.
-        method: How FLOPs are found: `trace`, `step`, `estimate`, `flops_fn`; None while they are not known.
-        exact: True when the count of `model(batch)` is exact. Whether the steps ran nothing else, each row says.
+        method: How FLOPs are found: `trace`, `step`, `estimate`, `flops_fn`; None while they are unknown.
+        exact: True if the count of `model(batch)` is exact. Each row says whether its steps ran anything else.
         attention: `full` or `causal`.
-        coverage: Share of the matmul-like op calls that had a formula; None where no op was seen.
+        coverage: Share of the matmul-like op calls that had a formula; None if no op was seen.
         law: FLOPs per term and phase as decimal fractions in text, such as {"forward": {"positions": "7168"}};
-            empty when shapes are counted one by one.
-        peak: The denominator (`Peak.to_json()`), or None when nobody knows it.
-        device_count: Devices whose peaks are summed.
-        notes: What a reader must know.
+            empty if shapes are counted one by one.
+        peak: The denominator (`Peak.to_json()`); None if it is unknown.
+        device_count: Number of devices whose peaks are summed.
+        notes: What to know before using the numbers.
     """
 
     step: int
@@ -94,22 +93,22 @@ class Row:
     Attributes:
         step: Its last step.
         unix_time: When it was closed.
-        values: Metric key (see `flopwatch.records.metrics`) to value. What is not known has no key.
-        detailed: True when it carries more than the basic metrics.
+        values: Metric key (see `flopwatch.records.metrics`) to value. An unknown metric has no key.
+        detailed: True if it has more than the basic metrics.
         steps: The window's steps in columns of equal length: `step`, `seconds`, `tokens`, `real_tokens`,
             `trainable_tokens`, `samples`, `model_flops`, `hardware_flops`, `recompute_flops`, `input_wait_seconds`,
-            `warm_up`, `loss`; a column nobody knows is left out, an unknown cell is None. For the local log, so that
-            any single step can be audited.
-        ledger: The run's totals so far, for the local log: a resume continues from them.
-        skip: Names of sinks that are not to get this row (`skip_wandb=True`).
-        all_ranks: Samples, tokens and FLOPs of the window over all ranks, where there are several: the columns are the
+            `warm_up`, `loss`. An unknown column is left out, and an unknown cell is None. In the local log only, so
+            that every single step can be checked.
+        ledger: The run's totals so far, in the local log only. A resume continues from them.
+        skip: Names of sinks that do not get this row (`skip_wandb=True`).
+        all_ranks: Samples, tokens and FLOPs of the window over all ranks, if there are several; the columns are the
             logging rank's own.
-        exact: True when every FLOP of the row's steps was counted op by op on this very kind of step, or follows from
-            a law inside the range it was verified on, and nothing that the steps ran was left out. False when they
-            are a lower bound, one draw or an estimate; None when there are none.
+        exact: True if every FLOP of the row's steps was counted op by op on this kind of step, or follows from a law
+            inside its verified range, and the steps ran nothing else. False for a lower bound, a single random draw or
+            an estimate; None if there are no FLOPs.
         notes: Why it is not exact.
-        peak: What MFU was divided by: `flops_per_s` of one device, over the types that the steps ran in, and `dtype`,
-            the type of most of the work; None where it is not known.
+        peak: The denominator of MFU: `flops_per_s` of one device, averaged over the types that the steps ran in, and
+            `dtype`, the type of most of the work; None if it is unknown.
     """
 
     step: int
@@ -128,7 +127,7 @@ class Row:
 
     @property
     def steps_done(self) -> int:
-        """Of those planned. Some count their steps from 0, and a resume without its totals counts few of them."""
+        """Steps done of those planned: the larger count, because numbers may begin at 0 and totals may be lost."""
         return max(self.step, int(self.ledger.get("steps", 0)))
 
     def to_json(self) -> dict[str, Any]:
@@ -151,10 +150,10 @@ PARTIAL_ROW = "partial_row"
 
 @dataclass(frozen=True, slots=True)
 class PartialRow(Row):
-    """The steps that are in no row yet when a checkpoint is saved: for the local log only, and without values.
+    """The steps that no row has yet when a checkpoint is saved: in the local log only, and without values.
 
-    The row that follows in the same session has these steps again. Only where none follows, because the run was
-    killed, does this one count.
+    The next row of the session contains these steps again. This record counts only if there is no next row, because
+    the run was killed.
     """
 
     def to_json(self) -> dict[str, Any]:
@@ -163,12 +162,12 @@ class PartialRow(Row):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something a person should read: an alarm, a part that failed and was switched off.
+    """A message to the user: an alarm, or a part that failed and was switched off.
 
     Attributes:
-        step: When; None before the first step.
+        step: The step at which it was given; None before the first step.
         level: `info`, `warning` or `error`.
-        code: A short name that stays the same: `mfu_above_peak`, `coverage_below_1`, `sink_failed`, `rows_dropped`, ...
+        code: A short, stable name: `mfu_above_peak`, `coverage_below_1`, `sink_failed`, `rows_dropped`, ...
         message: What happened, with the value, and what to do next.
     """
 
@@ -185,19 +184,19 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The session's end.
+    """The end of a session.
 
     Attributes:
-        step: The last step; None when there was none.
-        unix_time: When.
-        values: The totals and the session's own rates, under the keys of `flopwatch.records.metrics`.
+        step: The last step; None if there was none.
+        unix_time: When the session ended.
+        values: The totals and the session's rates, under the keys of `flopwatch.records.metrics`.
         notices: How often each notice was given, by code.
-        failed_parts: What was switched off, and why.
-        dropped_rows: Rows that a full queue swallowed, by sink.
+        failed_parts: Parts that were switched off, with the reason.
+        dropped_rows: Number of rows dropped because a queue was full, by sink.
         ended_by: The exception that ended it, such as `RuntimeError: ...` or `KeyboardInterrupt` (Ctrl-C); None for a
-            session that ended by itself.
-        exact: Whether every row of the session was exact (see `Row.exact`); None when no row had FLOPs.
-        notes: Why not, as the rows said it.
+            session that ended normally.
+        exact: Whether every row of the session was exact (see `Row.exact`); None if no row had FLOPs.
+        notes: Why not, from the rows.
     """
 
     step: int | None

@@ -1,7 +1,7 @@
-"""Every result of a sweep, from its list and from its trials' own folders, and what of them is damaged.
+"""Reads a sweep's folder: the list of trials, all results, and what is damaged. Standard library only; writes nothing.
 
-The list is an index that a runner appends to; the truth of a trial is in its folder. Either may be damaged, gone or
-behind the other, and a result that is whole in one of them is never lost. Reads only.
+A trial's folder is authoritative, and `results.jsonl` is an index to which the runner appends. Either may be damaged,
+missing or older than the other; a result that is intact in one of them is never lost.
 """
 
 import os
@@ -15,20 +15,15 @@ from flopwatch.records.reading import BrokenRecordError, UnreadableError, load_j
 from flopwatch.records.trial import FORMAT, UNSETTLED, TrialJob, TrialResult, is_trial_name
 from flopwatch.records.trial_files import LOCK, RESULT, RESULTS, RUNNERS, SPEC, SWEEP, TRIALS
 
-# The two files that say what a sweep holds, read as far as they can be: a trial's result and the list of trials.
-#
-# Standard library only: supervisors start with it.
-
-
 _LATEST_UNIX_TIME = 1e11
-"""Some thousand years ahead; what is beyond it is no time."""
+"""About the year 5138; a larger value is not a time."""
 
 
 class NewerFormatError(FlopwatchError):
-    """Written by a newer flopwatch: to be left alone.
+    """A newer flopwatch wrote the record, so it is neither read nor overwritten.
 
     Attributes:
-        format: Of the record.
+        format: The record's format.
     """
 
     def __init__(self, found: int) -> None:
@@ -37,7 +32,7 @@ class NewerFormatError(FlopwatchError):
 
 
 def result_from(content: Any) -> TrialResult:
-    """A result's record.
+    """Build a result from the content of a `result.json` or of a line of `results.jsonl`.
 
     Raises:
         NewerFormatError: A newer flopwatch wrote it.
@@ -47,7 +42,7 @@ def result_from(content: Any) -> TrialResult:
 
 
 def trial_job_from(content: Any) -> TrialJob:
-    """The record of a `spec.json`; raises as `result_from`."""
+    """Build the record of a `spec.json`; raises the same errors as `result_from`."""
     return read_record(TrialJob, _of_this_format(content))
 
 
@@ -62,14 +57,14 @@ def _of_this_format(content: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TrialList:
-    """What `sweep.json` holds.
+    """The content of `sweep.json`.
 
     Attributes:
-        trials: Entries that have a name, by it, as they are.
-        engine: What ran it.
-        created: Unix time of the plan.
-        trouble: Why the file, or some of it, cannot be read; empty when all is well.
-        newer_format: Its format, when a newer flopwatch wrote it.
+        trials: The entries that have a name, unchanged, by their names.
+        engine: The engine's name.
+        created: Unix time at which the plan was written.
+        trouble: Why the file, or part of it, cannot be read; empty if it is intact.
+        newer_format: The file's format, if a newer flopwatch wrote it.
     """
 
     trials: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -80,7 +75,7 @@ class TrialList:
 
 
 def read_trial_list(sweep: Path) -> TrialList:
-    """The sweep's plan, as far as it can be read."""
+    """Read `sweep.json`; damaged parts are left out and reported in `trouble`."""
     try:
         content = load_json(sweep / SWEEP)
     except FileNotFoundError:
@@ -111,7 +106,7 @@ def _newer_format(content: Mapping[str, Any]) -> int | None:
 
 
 def read_result(file: Path) -> TrialResult | None:
-    """The trial's end; None while there is none that can be read."""
+    """Read a trial's `result.json`; None if there is none, or none that can be read."""
     try:
         return load_result(file)
     except (FileNotFoundError, BrokenRecordError, NewerFormatError):
@@ -119,10 +114,10 @@ def read_result(file: Path) -> TrialResult | None:
 
 
 def load_result(file: Path) -> TrialResult:
-    """The trial's end, from its own folder.
+    """Read a trial's `result.json`.
 
     Raises:
-        FileNotFoundError: It has none.
+        FileNotFoundError: The trial has no result.
         NewerFormatError: A newer flopwatch wrote it.
         BrokenRecordError: It is damaged.
     """
@@ -140,16 +135,16 @@ _MOST_NAMES = 5
 
 @dataclass(slots=True)
 class SweepResults:
-    """What lies in a sweep's folder.
+    """The content of a sweep's folder.
 
     Attributes:
-        trial_list: What `sweep.json` says.
-        results: The newest end of every trial that has one that can be read, by name.
-        unlisted: Names of those that are not in the list: their runner died before it noted them.
-        damaged: Trials of which something is left and nothing can be read, with the reason.
-        newer: Trials that a newer flopwatch wrote, with their format. They are left alone.
-        broken_lines: Numbers of the lines of the list that cannot be read.
-        list_trouble: Why the list of results as a whole cannot be read.
+        trial_list: The content of `sweep.json`.
+        results: The newest readable result of every trial, by name.
+        unlisted: Names of trials whose result is not in `results.jsonl`, because their runner died before writing it.
+        damaged: Trials whose files cannot be read, with the reason.
+        newer: Trials that a newer flopwatch wrote, with their format. They are neither read nor overwritten.
+        broken_lines: Numbers of the lines of `results.jsonl` that cannot be read.
+        list_trouble: Why `results.jsonl` as a whole cannot be read.
     """
 
     trial_list: TrialList
@@ -166,7 +161,7 @@ class SweepResults:
 
 
 def gather_results(sweep: Path) -> SweepResults:
-    """Everything that can be read; raises InputError when this is no sweep's folder."""
+    """Read everything that is intact; raises InputError if this is not the folder of a sweep."""
     if not is_sweep_folder(sweep):
         raise InputError(
             f"{sweep} is not the folder of a sweep: it has no {SWEEP}; name the folder `flopwatch sweep` wrote"
@@ -182,19 +177,19 @@ def gather_results(sweep: Path) -> SweepResults:
 
 
 def read_results(sweep: Path) -> dict[str, TrialResult]:
-    """Every finished trial by name, the newest end of each."""
+    """The newest result of every finished trial, by name."""
     return gather_results(sweep).results
 
 
 def is_sweep_folder(sweep: Path) -> bool:
-    """Whether a sweep wrote there; one that lost its lists still has its trials."""
+    """Whether a sweep wrote this folder. A sweep that lost its lists is recognised by its trials."""
     return any(os.path.lexists(sweep / name) for name in (SWEEP, RESULTS, RUNNERS, LOCK)) or any(
         os.path.lexists(sweep / TRIALS / name / file) for name in _trial_folders(sweep) for file in (RESULT, SPEC)
     )
 
 
 def _read_list(file: Path, found: SweepResults) -> set[tuple[str, str, float | None]]:
-    """The list of results; what is returned are the attempts it knows."""
+    """Read `results.jsonl` into `found`; returns the attempts it lists, as (name, key, start)."""
     attempts: set[tuple[str, str, float | None]] = set()
     try:
         for number, content in numbered_lines(file):
@@ -223,7 +218,7 @@ def _read_list(file: Path, found: SweepResults) -> set[tuple[str, str, float | N
 
 
 def _worth_opening(sweep: Path, found: SweepResults) -> list[str]:
-    """Trials whose own result may say more than the list: 10,000 files are not opened where the list says it all."""
+    """Trials whose own result may be newer than the list, so that 10,000 files are not opened without need."""
     try:
         noted = (sweep / RESULTS).stat().st_mtime
     except OSError:
@@ -237,7 +232,7 @@ def _worth_opening(sweep: Path, found: SweepResults) -> list[str]:
 
 
 def _trial_folders(sweep: Path) -> dict[str, float]:
-    """When each trial's folder last changed."""
+    """The names of the trials' folders, with the time at which each last changed."""
     folders = {}
     try:
         with os.scandir(sweep / TRIALS) as entries:
@@ -250,7 +245,7 @@ def _trial_folders(sweep: Path) -> dict[str, float]:
 
 
 def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[str, str, float | None]]) -> None:
-    """The trial's own result, where the list does not know of this attempt."""
+    """Take the trial's own result if the list does not have this attempt."""
     try:
         own = load_result(sweep / TRIALS / name / RESULT)
     except FileNotFoundError:
@@ -272,7 +267,7 @@ def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[s
 
 
 def troubles(found: SweepResults) -> tuple[str, ...]:
-    """What a person must know of the folder's state, a sentence each; nothing when all is well."""
+    """Describe what is damaged in the folder, one sentence each; empty if everything is intact."""
     told = []
     if found.damaged:
         example = next(iter(found.damaged.items()))

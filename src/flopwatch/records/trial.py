@@ -1,6 +1,6 @@
-"""A trial and how it ended: frozen records, each with a JSON form. Standard library only: supervisors start with it.
+"""A trial's configuration and its result: frozen records with a JSON form. Standard library only: supervisors use them.
 
-A sweep is many trials; `sweep` writes these records, `report` reads them, and neither knows the other.
+`sweep` writes these records and `report` reads them; the two packages do not import each other.
 """
 
 import json
@@ -11,37 +11,37 @@ from typing import Any, Literal, TypeAlias
 from flopwatch.records.reading import MAY_BE_INFINITE, read_record
 
 FORMAT = 1
-"""Of spec.json and result.json; a reader refuses a newer one."""
+"""The format of spec.json and result.json. A file with a newer format is not read."""
 
 Outcome: TypeAlias = Literal[
     "ok",  # ran to its end and was measured
     "oom_device",  # the accelerator's memory did not suffice
     "oom_host",  # the host's memory, or the limit set on it, did not suffice
-    "crash",  # ended by a signal nobody of us sent
+    "crash",  # ended by a signal that flopwatch did not send
     "timeout",  # took longer than the wall limit
     "hang",  # made no progress for longer than the no-progress limit
-    "error",  # raised an exception, or left with an exit code
+    "error",  # raised an exception, or exited with a status other than 0
     "unsupported",  # this trainer cannot train this model
     "invalid",  # the configuration itself cannot be used
     "cancelled",  # stopped by the user, or with the runner
     "lost",  # its supervisor vanished: node failure, preemption
-    "oom_inferred",  # not run: a smaller one was out of memory already
-    "skipped",  # not run: left out by a rule of the sweep
+    "oom_inferred",  # not run, because a smaller trial was out of memory
+    "skipped",  # not run, because a rule of the sweep excludes it
 ]
 
 FAILED: tuple[Outcome, ...] = ("crash", "timeout", "hang", "error", "invalid", "lost")
-"""What `--only failed` runs again; an out-of-memory is a result, and what was cancelled every resume runs again."""
+"""What `--only failed` runs again. Out of memory is a result, and every resume runs cancelled trials again."""
 
 HostMethod: TypeAlias = Literal[
-    "high_water",  # the kernel's own mark of the one process: every moment
-    "samples",  # of several processes what they held together, looked at several times a second
-    "rss",  # as samples, but pages that processes share count once for each: this system does not tell them apart
+    "high_water",  # the kernel's high-water mark of a single process, which misses no moment
+    "samples",  # the sum over several processes, sampled several times a second
+    "rss",  # as samples, but shared pages count once per process, because this system does not report PSS
 ]
 
 OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
 
 UNSETTLED: tuple[Outcome, ...] = ("cancelled", "lost", "skipped")
-"""Run again by every resume: they say nothing about the configuration."""
+"""Every resume runs these again, because they say nothing about the configuration."""
 
 AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
 """Phases in which flopwatch measures, after the training steps: failing there does not fail the trial."""
@@ -73,18 +73,18 @@ class TrialSpec:
         model: A preset, the path of a Hugging Face config, or `package.module:function`; unused by a command.
         batch_size: Samples per step.
         seq_len: Positions per sample.
-        label: How the trainer is called in names and tables, such as `DPGhostClippingTrainer`.
+        label: The trainer's name in trial names and tables, such as `DPGhostClippingTrainer`.
         command: The shell command of a `command` trainer, with `{batch_size}`, `{seq_len}` and `{model}` filled in.
         dtype: What matmuls compute in: `fp32`, or `bf16` by autocast.
         device: `cpu`, `cuda`, ...; `auto` is the accelerator if there is one.
         steps: Measured steps.
-        warmup_steps: Steps before them, apart.
+        warmup_steps: Steps before the measured ones.
         checkpointing: With gradient checkpointing.
-        seed: Of the weights and of the batch.
+        seed: Seed of the weights and of the batch.
         threads: CPU threads of the worker; None leaves it to the slot.
         gpus: Accelerators of the trial on each of its nodes; a fraction shares one.
         cpus: Cores the trial asks of an engine that reserves them; None is the engine's default.
-        options: What else the trainer takes, such as `max_grad_norm`.
+        options: Further arguments of the trainer, such as `max_grad_norm`.
         trace: Whether one step is recorded as a Kineto trace.
         limits: When it is ended.
         nodes: Machines of the trial; above 1 its processes are started by torchrun on each.
@@ -92,8 +92,8 @@ class TrialSpec:
         layout: How several processes share the training: `ddp` or `fsdp`; None for a single process.
         batch: `package.module:function` that makes the batch; None makes one from the model's inputs.
         micro_batch_size: Samples that are in memory at once; None is the whole batch.
-        privacy: Of the training whose epsilon is asked for: `dataset_size` or `sample_rate`, `epochs` or `steps`,
-            `delta`, `accountant`, `target_epsilon`; nothing for a trainer that is not private.
+        privacy: The training whose epsilon is computed: `dataset_size` or `sample_rate`, `epochs` or `steps`, `delta`,
+            `accountant`, `target_epsilon`; empty for a trainer that is not private.
     """
 
     trainer: str
@@ -131,7 +131,7 @@ class TrialSpec:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrialSpec":
-        """Raises BrokenRecordError for what cannot be one; fields it does not know are left out."""
+        """Build it from JSON. Unknown fields are ignored; raises BrokenRecordError for wrong or missing ones."""
         return read_record(cls, content)
 
     def why_broken(self) -> str | None:
@@ -140,12 +140,12 @@ class TrialSpec:
         return None
 
     def measured_settings(self) -> dict[str, Any]:
-        """What changes the measurement; a new label or time limit does not."""
+        """The settings that change the measurement; labels and time limits do not."""
         content = self.to_json()
         for name in ("label", "trace", "limits"):
             del content[name]
-        # A setting that came later than format 1 counts only where it is used: the keys of older sweeps stay what
-        # they were, and their trials are not measured again.
+        # Settings added after 0.1.0 count only if they are used, so that the keys of older sweeps do not change and
+        # their trials are not measured again.
         for name, value in _LATER_SETTINGS.items():
             if content[name] == value:
                 del content[name]
@@ -163,13 +163,13 @@ _LATER_SETTINGS: Mapping[str, Any] = {
 
 
 def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
-    """The trial's identity: a hash of its configuration and of what it runs on.
+    """The trial's identity: a hash of its configuration and of its environment.
 
     >>> spec = TrialSpec("standard", "tiny", 4, 512)
     >>> content_key(spec, {"torch": "2.13.0"}) == content_key(spec, {"torch": "2.14.0"})
     False
     """
-    import hashlib  # 5 ms that supervisors do without
+    import hashlib  # takes 5 ms, and supervisors do not need it
 
     content = json.dumps({"spec": spec.measured_settings(), "environment": dict(environment)}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:20]
@@ -177,14 +177,14 @@ def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of the measured steps, warm-up apart.
+    """Seconds of the measured steps, without warm-up.
 
     Attributes:
         count: Measured steps.
         median: Their median; `low` and `high` are its 95 % bootstrap interval.
         p10: Tenth percentile, and so on.
         first: The very first step, with compilation and allocation.
-        unstable: True when the interval is wider than 5 % of the median, so small differences mean nothing.
+        unstable: True if the interval is wider than 5 % of the median, so that small differences are not significant.
     """
 
     count: int
@@ -198,25 +198,25 @@ class StepTimes:
     unstable: bool
 
     def why_broken(self) -> str | None:
-        return None if min(self.median, self.low, self.high) > 0 else "it has steps that took no time"
+        return None if min(self.median, self.low, self.high) > 0 else "it has steps of 0 seconds or less"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Most memory held, in bytes; None where this device does not tell.
+    """Peak memory in bytes; None if the device does not report it.
 
     Attributes:
-        allocated_bytes: By tensors on the accelerator.
-        reserved_bytes: By torch's allocator on the accelerator.
-        alloc_retries: How often the allocator had to free its cache first: above 0 it barely fits.
-        device_bytes: What the accelerator has.
-        rss_bytes: Of sweeps before `host_bytes`: resident memory, pages that processes share counted once for each.
+        allocated_bytes: Held by tensors on the accelerator.
+        reserved_bytes: Reserved by torch's allocator on the accelerator.
+        alloc_retries: How often the allocator had to free its cache first; above 0 the trial barely fits.
+        device_bytes: Total memory of the accelerator.
+        rss_bytes: In sweeps of 0.1.0, before `host_bytes`: resident memory, with shared pages counted once per process.
         baseline_bytes: Host memory of the worker before the model was built.
         by_phase: Peak in `build`, `forward`, `backward`, `optimizer`: allocated on an accelerator, host memory of the
             worker's own process on a CPU.
-        host_bytes: Host memory of the trial's whole process tree from the building of the model to its last step, each
-            page counted once (PSS); of a command in its whole life.
-        host_method: How that was found, a `HostMethod`; a later version may know others.
+        host_bytes: Host memory of the trial's process tree from building the model to the last step, with each page
+            counted once (PSS); for a command over its whole life.
+        host_method: How it was measured, a `HostMethod`; later versions may have others.
     """
 
     allocated_bytes: int | None = None
@@ -231,7 +231,7 @@ class MemoryUse:
 
     @property
     def host_peak_bytes(self) -> int | None:
-        """Host memory, of older sweeps as they had it."""
+        """Host memory; for older sweeps their resident memory."""
         return self.host_bytes if self.host_bytes is not None else self.rss_bytes
 
     @property
@@ -247,7 +247,7 @@ class MemoryUse:
             self.host_peak_bytes,
             self.baseline_bytes,
         )
-        return "it has less than no memory" if any(size is not None and size < 0 for size in sizes) else None
+        return "it has a negative amount of memory" if any(size is not None and size < 0 for size in sizes) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +255,13 @@ class StepCost:
     """FLOPs of one step.
 
     Attributes:
-        model_flops: Of the standard training step: the mathematics, whichever trainer ran.
-        hardware_flops: What this trainer executes, second passes of DP-SGD included.
+        model_flops: FLOPs of the standard training step, whichever trainer ran.
+        hardware_flops: FLOPs that this trainer executes, including second passes of DP-SGD.
         method: How the model FLOPs were found.
         attention: `full` or `causal`.
         coverage: Share of the matmul-like op calls that had a formula.
         is_lower_bound: True when some had none.
-        peak: The denominator (`Peak.to_json()`), None when nobody knows it.
+        peak: The denominator (`Peak.to_json()`); None if it is unknown.
         mfu: model FLOPs / (median seconds x peak); None without a peak.
         hfu: The same with hardware FLOPs.
         notes: What a reader must know.
@@ -286,13 +286,13 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class PrivacySpent:
-    """What a private training of so many steps would spend, by one of Opacus's accountants.
+    """The privacy budget that a training of this many steps spends, by one of Opacus's accountants.
 
     Attributes:
-        epsilon: For the delta beside it; None where there is none, and `note` says why.
-        delta: Probability of more than epsilon.
+        epsilon: Epsilon for `delta`; None if it cannot be computed, and `note` says why.
+        delta: Probability that epsilon is exceeded.
         noise_multiplier: Standard deviation of the noise over the clipping bound.
-        sample_rate: Chance of a sample to be in a batch.
+        sample_rate: Probability that a sample is in a batch.
         steps: Steps of the whole training, not of the trial.
         accountant: `rdp`, `prv` or `gdp`.
         note: What a reader must know, such as a warning of Opacus's.
@@ -309,21 +309,21 @@ class PrivacySpent:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a trial measured, as far as it came.
+    """The measurements of a trial, up to where it ended.
 
     Attributes:
-        parameters: Of the model.
+        parameters: Number of the model's parameters.
         steps: Times of its steps; None before the first measured one.
         phase_seconds: Median seconds of `forward`, `backward` and `optimizer`.
         samples_per_s: Batch size over the median.
         tokens_per_s: Positions over the median; None where samples are not sequences.
-        memory: Most memory held.
-        cost: FLOPs and MFU; None when they were not counted.
+        memory: Peak memory.
+        cost: FLOPs and MFU; None if they were not counted.
         trace: The Kineto trace, relative to the sweep's folder.
         extra: Further numbers by name, such as those a command reported.
-        privacy: What the training would spend; None where it is not private, or where that was not asked for.
-        not_measured: Why, by phase, for what came after the steps and failed: `memory`, `flops`, `trace`. It costs a
-            trial nothing else.
+        privacy: The privacy budget; None for a training that is not private, or if `privacy` was not given.
+        not_measured: Phases after the steps that failed (`memory`, `flops`, `trace`), with the reason. The trial's
+            other measurements stay valid.
     """
 
     parameters: int | None = None
@@ -340,35 +340,36 @@ class Measured:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Measured":
-        """Raises BrokenRecordError for what cannot be one."""
+        """Build it from JSON; raises BrokenRecordError for wrong or missing fields."""
         return read_record(cls, content)
 
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """How a trial ended.
+    """The result of a trial.
 
     Attributes:
-        name: Of the trial within its sweep, such as `StandardTrainer_bs4_seq512`.
-        key: Hash of its configuration and of what it ran on.
+        name: The trial's name within its sweep, such as `StandardTrainer_bs4_seq512`.
+        key: Hash of its configuration and its environment.
         spec: Its configuration.
-        outcome: One word.
-        reason: One line for a person.
-        evidence: What the outcome rests on: `killed_by` (only when flopwatch did), `exit_code`, `signal`, `exception`,
-            `oom_kills`, `memory_limit`, `hint`; of a scheduler `state` or `error`; of several processes `rank`.
+        outcome: One of the words of `Outcome`.
+        reason: One line that explains the outcome.
+        evidence: The facts behind the outcome: `killed_by` (only if flopwatch killed it), `exit_code`, `signal`,
+            `exception`, `oom_kills`, `memory_limit`, `hint`; from a scheduler `state` or `error`; with several
+            processes `rank`.
         phase: Where it was: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`, `privacy`, `trace`,
             `done`.
         step: The last step it began in that phase; None outside of steps.
-        measured: What it measured until then.
-        unix_time: When it began; None when it did not run.
-        seconds: From start to end of the worker; None when it did not run.
+        measured: Its measurements until then.
+        unix_time: When it began; None if it did not run.
+        seconds: From start to end of the worker; None if it did not run.
         environment: Versions, host, device, clocks, git.
-        command: Runs just this trial again, from the sweep's folder.
+        command: The command that runs only this trial again, from the sweep's folder.
         log_tail: The last lines of its log.
-        stacks: What all threads did when it was ended for want of progress.
+        stacks: The stacks of all threads when it was ended because it made no progress.
         earlier_attempts: How attempts before this one ended, oldest first: `outcome`, `reason`, `host`, `unix_time`,
             `seconds`, `folder`; only those that were lost and tried again in the same run of the sweep.
-        attempt: The token of the attempt, as in `spec.json`: a late result of an earlier one is told apart by it.
+        attempt: The token of the attempt, as in `spec.json`; it identifies late results of earlier attempts.
     """
 
     name: str
@@ -395,15 +396,16 @@ class TrialResult:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrialResult":
-        """Raises BrokenRecordError for what cannot be one. A life of less than no time is not known: earlier
-        versions took the system's clock, which may jump.
+        """Build it from JSON; raises BrokenRecordError for wrong or missing fields.
+
+        Negative and absurd durations become None: earlier versions used the system's clock, which may jump.
         """
         result = read_record(cls, content)
         is_absurd = result.seconds is not None and not 0 <= result.seconds < _LONGEST_LIFE_SECONDS
         return replace(result, seconds=None) if is_absurd else result
 
     def why_broken(self) -> str | None:
-        return None if is_trial_name(self.name) else f"its name {self.name[:40]!r} is none of a trial"
+        return None if is_trial_name(self.name) else f"its name {self.name[:40]!r} cannot be the name of a trial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,14 +437,14 @@ class TrialJob:
         return asdict(self)
 
     def why_broken(self) -> str | None:
-        return None if is_trial_name(self.name) else f"its name {self.name[:40]!r} is none of a trial"
+        return None if is_trial_name(self.name) else f"its name {self.name[:40]!r} cannot be the name of a trial"
 
 
 _LONGEST_LIFE_SECONDS = 10 * 365 * 86400.0
 
 
 def is_trial_name(name: str) -> bool:
-    """Whether it can be a folder of its own under `trials`.
+    """Whether it can be the name of a folder under `trials`.
 
     >>> is_trial_name("standard_bs1_seq8"), is_trial_name("../x")
     (True, False)

@@ -22,10 +22,7 @@ def summarise(sweep: str | Path) -> "SweepSummary":
     Raises:
         InputError: It is not the folder of a sweep.
 
-    Example:
-        >>> summary = summarise("flopwatch-sweep")  # doctest: +SKIP
-        >>> summary.totals.by_outcome  # doctest: +SKIP
-        {'ok': 14, 'oom_host': 2}
+    `summarise("flopwatch-sweep").totals.by_outcome` is, for example, `{'ok': 14, 'oom_host': 2}`.
     """
     from flopwatch.report.analysis.summarise import summarise as summarise_capture
     from flopwatch.report.capture import capture_sweep

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor, percent
+from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor, percent, plural
 from flopwatch.records.reading import one_line, plain
 from flopwatch.report.contents import (
     CLASSES_APART,
@@ -61,14 +61,14 @@ def choices_table(group: Group) -> RenderableType:
 
 def tie_sentences(group: Group) -> list[str]:
     tied = [choice for choice in group.choices if choice.tied]
-    told = [
+    notes_shown = [
         f"≈ seq {choice.seq_len}, {_PRIVACY_WORDS[choice.privacy]}: {one_line(choice_sentence(choice))}"
         for choice in tied[:MOST_TIES]
     ]
     notes = [(choice, choice_notes(choice)) for choice in group.choices if choice.fastest.alloc_retries]
-    told += [f"! seq {c.seq_len}, {_short(c.fastest)}: {note}" for c, note in notes[:MOST_TIES]]
+    notes_shown += [f"! seq {c.seq_len}, {_short(c.fastest)}: {note}" for c, note in notes[:MOST_TIES]]
     more = max(len(tied) - MOST_TIES, 0) + max(len(notes) - MOST_TIES, 0)
-    return [*told, f"{more} more such notes"] if more else told
+    return [*notes_shown, plural(more, "more note")] if more else notes_shown
 
 
 def trainers_table(trainers: Sequence[TrainerTotals]) -> RenderableType:

@@ -61,10 +61,7 @@ def run(
     Raises:
         InputError: The matrix, an option or the folder cannot be used.
 
-    Example:
-        >>> results = run({"trainers": ["standard"], "models": ["tiny"]}, "my-sweep")  # doctest: +SKIP
-        >>> {name: result.outcome for name, result in results.items()}  # doctest: +SKIP
-        {'StandardTrainer_bs4_seq512': 'ok', ...}
+    For example, `run({"trainers": ["standard"], "models": ["tiny"]})["StandardTrainer_bs4_seq512"].outcome` is `'ok'`.
     """
     import warnings
 

@@ -20,13 +20,13 @@ from typing import Any
 from flopwatch.records.reading import BrokenRecordError, UnreadableError, opened_regular, read_json, read_record
 from flopwatch.records.trial_files import HEARTBEAT, STARTED, SUPERVISOR_HEARTBEAT
 
-BEAT_SECONDS = 5.0
+BEAT_SECONDS = 5.0  # far below `visible_seconds`, so that one lost write does not look like silence
 WITHDRAWN = "withdrawn"
 """Stands in a claim in place of an attempt: no supervisor may start this trial any more."""
 
-_GUARD_SECONDS = 1.0
+_GUARD_SECONDS = 1.0  # the guard reads the pipe once a second
 _LIVENESS_BYTES = 160  # longer than any content, so that a rewrite never leaves bytes of an earlier one
-_HEARTBEAT_BYTES = 96
+_HEARTBEAT_BYTES = 96  # longer than any content, for the same reason
 _ENDED = "ended"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import InputError
+from flopwatch.number_format import byte_size
 from flopwatch.records.reading import BrokenRecordError
 from flopwatch.records.sweep_results import read_results, read_trial_list
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY, TrialResult, TrialSpec
@@ -18,8 +19,6 @@ from flopwatch.sweep.host.environment import available_bytes, safe_limit_bytes
 from flopwatch.sweep.runner.observing import Observer, Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted
 from flopwatch.sweep.runner.run import Refusal, run_plan
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +43,12 @@ def with_host_limit(folder: Path, spec: TrialSpec) -> HostLimit:
         return HostLimit(spec, "")
     earlier = _earlier_limit(folder, spec)
     if earlier is not None:
-        return HostLimit(_limited(spec, earlier), f"limit {earlier / GIB:.2f} GiB, as when this fit began")
+        return HostLimit(_limited(spec, earlier), f"limit {byte_size(earlier)}, as when this fit began")
     available = available_bytes()
     if available is None:
         raise InputError("the available memory of this host is unknown; give a limit, such as --memory 8GiB")
     limit = safe_limit_bytes(available)
-    reason = f"limit {limit / GIB:.2f} GiB: the {available / GIB:.2f} GiB available on this host, less a margin"
+    reason = f"limit {byte_size(limit)}: the {byte_size(available)} available on this host, less a margin"
     return HostLimit(_limited(spec, limit), reason)
 
 
@@ -136,7 +135,7 @@ def _refuse_too_little_memory(spec: TrialSpec) -> None:
     limit, available = spec.limits.memory_bytes, available_bytes()
     if _is_on_cpu(spec) and limit is not None and available is not None and limit > available:
         raise InputError(
-            f"the limit of {limit / GIB:.2f} GiB is more than the {available / GIB:.2f} GiB available on this host; "
+            f"the limit of {byte_size(limit)} is more than the {byte_size(available)} available on this host; "
             "free some memory, or give a smaller --memory and a new --output"
         )
 

@@ -60,7 +60,7 @@ from flopwatch.sweep.claims import (
 from flopwatch.sweep.host.environment import fingerprint
 
 _FOLDERS = (TRIALS, LOGS, RUNS, RUNNERS)
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.5  # between two looks at the heartbeat of another runner
 _WATCHER = LivenessWatcher()
 """Heartbeats of all supervisors as this process has seen them: only a reader's own clock can measure silence."""
 

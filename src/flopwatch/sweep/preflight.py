@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import BrokenRecordError, read_json, read_lines, read_record
+from flopwatch.records.reading import BrokenRecordError, read_lines, read_record
 from flopwatch.records.trainer_names import COMMAND
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import PREFLIGHT, append_line, log_file, write_json
@@ -121,23 +121,12 @@ def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
         )
 
 
-def read_preflight(sweep: Path) -> dict[Pair, PreflightResult]:
-    """The stored results of the sweep's preflight; empty if there are none."""
-    content = read_json(sweep / PREFLIGHT)
-    results = map(_result, content if isinstance(content, list) else ())
-    return {result.pair: result for result in results if result is not None}
-
-
 def _result(content: Any) -> PreflightResult | None:
     """None if the record is damaged, because its pair is then unknown."""
     try:
         return read_record(PreflightResult, content)
     except BrokenRecordError:
         return None
-
-
-def write_preflight(sweep: Path, results: Iterable[PreflightResult]) -> None:
-    write_json(sweep / PREFLIGHT, [result.to_json() for result in results])
 
 
 def run_preflight(
@@ -164,7 +153,7 @@ def run_preflight(
         found = _progress(sweep, ending) | found  # results of an earlier process take precedence
         if time.monotonic() >= deadline or not any(_pair(content) in found for content in left):
             found = {_pair(content): _not_known(content, ending) for content in requests.values()} | found
-    write_preflight(sweep, found.values())
+    write_json(sweep / PREFLIGHT, [result.to_json() for result in found.values()])
     for name in (REQUEST, PROGRESS):
         (sweep / name).unlink(missing_ok=True)
     return found

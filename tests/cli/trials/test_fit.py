@@ -37,7 +37,7 @@ def test_a_fit_says_the_largest_and_the_fastest_batch(fit):
     assert lines[0].startswith("batch 1: ok, ")
     assert any("oom_host" in line for line in lines)
     said = next(line for line in lines if line.startswith("Largest batch that fits: "))
-    largest, too_large = map(int, re.fullmatch(r".*: (\d+) \((\d+) does not; 0\.20 GiB limit\)\.", said).groups())
+    largest, too_large = map(int, re.fullmatch(r".*: (\d+) \((\d+) does not; 200 MiB limit\)\.", said).groups())
     assert 15 <= largest <= 25, "200 MiB, 8 MiB for each sample"
     assert largest >= 0.95 * (too_large - 1)
     assert any(line.startswith("Fastest: ") and "samples/s" in line for line in lines)
@@ -74,7 +74,7 @@ def test_without_a_limit_the_available_memory_is_taken_and_said(fit):
 def test_a_limit_below_a_batch_of_one_says_that_nothing_fits(fit):
     status, printed, _ = fit("--memory", "8MiB")
     assert status == 1
-    assert "No batch fits: even 1 is out of memory: 0.01 GiB limit." in printed
+    assert "No batch fits: even a batch of 1 runs out of memory: 8.00 MiB limit." in printed
 
 
 def test_a_failing_trial_is_told_with_its_reason(fit, tmp_path):
@@ -88,7 +88,7 @@ def test_a_failing_trial_is_told_with_its_reason(fit, tmp_path):
     ("arguments", "said"),
     [
         (("--max-batch", "0"), "--max-batch must be 1 or more, got 0"),
-        (("seed=1,2", "--memory", "1GiB"), "a fit is of one configuration, these settings make 2"),
+        (("seed=1,2", "--memory", "1GiB"), "a fit is of one configuration, and these settings make 2"),
         (("--memory", "much"), "is not an amount of memory"),
     ],
 )
@@ -132,10 +132,10 @@ def found_with(probes, **known):
 def test_a_batch_that_fits_after_retries_is_told_to_fit_barely():
     bare = Probe(93, True, "ok", "", 2 << 30, 2 << 30, samples_per_s=410.0, is_bare=True)
     found = found_with([bare, Probe(94, False, "oom_device")], largest=93, too_large=94, fastest=93)
-    assert probe_line(bare) == "batch 93: ok, barely fits, 2 GiB, 410.0 samples/s"
+    assert probe_line(bare) == "batch 93: ok, barely fits, 2.00 GiB, 410 samples/s"
     assert sentences(found, 4096) == [
         "Largest batch that fits, barely: 93 (94 does not; 2.00 GiB of the device).",
-        "Fastest: 93, 410.0 samples/s.",
+        "Fastest: 93, 410 samples/s.",
     ]
 
 
@@ -144,14 +144,14 @@ def test_the_smaller_of_two_equally_fast_batches_is_named():
     found = found_with(probes, largest=64, fastest=32, as_fast=64)
     assert sentences(found, 64) == [
         "No limit found up to 64: a batch of 64 fits.",
-        "Fastest: 32, 410.0 samples/s (64 is not measurably faster).",
+        "Fastest: 32, 410 samples/s (64 is not measurably faster).",
     ]
 
 
 def test_a_batch_at_the_edge_of_the_limit_may_fail_another_time_and_that_is_said():
     probes = [Probe(8, True, "ok", "", 990 << 20, 1000 << 20), Probe(9, False, "oom_host", capacity_bytes=1000 << 20)]
     said = sentences(found_with(probes, largest=8, too_large=9), 4096)
-    assert said[1:] == ["At 99.0 % of the limit it may fail another time: the same trial differs by up to 3 %."]
+    assert said[1:] == ["It uses 99.0 % of the limit and may fail another time: the same trial varies by up to 3 %."]
     far = [Probe(8, True, "ok", "", 900 << 20, 1000 << 20), probes[1]]
     assert len(sentences(found_with(far, largest=8, too_large=9), 4096)) == 1
 
@@ -159,4 +159,4 @@ def test_a_batch_at_the_edge_of_the_limit_may_fail_another_time_and_that_is_said
 def test_an_edge_that_was_seen_on_both_sides_is_told_as_such():
     probes = [Probe(7, True, "ok"), Probe(8, False, "oom_host"), Probe(9, True, "ok")]
     said = sentences(found_with(probes, largest=7, too_large=8), 4096)
-    assert said[1] == "The edge is not sharp: 9 ran as well, though 8 did not."
+    assert said[1] == "The limit is not sharp: a batch of 9 ran, although 8 did not."

@@ -77,7 +77,7 @@ def test_a_dry_run_predicts_from_what_ran(tmp_path):
     flopwatch(*words, "batch_size=1,2")
     text = flopwatch(*words, "batch_size=1,2,3,4", "--dry-run")
     assert "4 trials, 2 to run" in text
-    assert "from 2 trials that ran here" in text
+    assert "estimated from 2 trials in this folder" in text
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_dry_run_predicts_from_what_ran(tmp_path):
         (["--engine", "local", "--engine-option", "speed=9"], "does not take"),
         (["--only", "bad"], "--only takes failed, oom, missing"),
         (["--limit", "9:2"], "no slice"),
-        (["--jobs", "4000", "--gpu-ids", ""], "every trial needs a core"),
+        (["--jobs", "4000", "--gpu-ids", ""], "every trial needs at least one core"),
         (["--exclude", "speed>1"], "no 'speed' to compare"),
         (["--memory", "much"], "not an amount of memory"),
         (["-o", "/proc/nowhere/s"], "cannot write to"),
@@ -150,7 +150,7 @@ def test_one_interrupt_finishes_what_runs(tmp_path):
     text = process.communicate(timeout=30)[0].decode()
     assert process.returncode == 130
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "ok"}
-    assert "2 trials left; the same command goes on." in text
+    assert "2 trials left; run the same command again to resume." in text
 
 
 def test_two_interrupts_end_it(tmp_path):
@@ -187,7 +187,7 @@ def test_a_trial_of_a_command(tmp_path):
     assert "error (left with exit code 5)" in text
     assert "working" in text
     spec = tmp_path / "s" / "trials" / "Command_bs4_seq512" / "spec.json"
-    assert f"again: flopwatch trial --spec {spec}" in text
+    assert f"run again: flopwatch trial --spec {spec}" in text
     content = json.loads(flopwatch("trial", "--spec", str(spec), "--json", code=1))
     assert content["evidence"]["exit_code"] == 5
     assert (tmp_path / "s" / "earlier" / "Command_bs4_seq512.1" / "log.txt").read_text() == "working\n"

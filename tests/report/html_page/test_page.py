@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from flopwatch.number_format import byte_size, percent, step_time
 from flopwatch.report.html_page.page import report_page
 from support.few_results import ended, ran, summary_of
 from support.hostile_sweep import HOSTILE, OWNED, hostile_results
@@ -161,3 +162,19 @@ def test_a_browser_draws_200_rows_of_many(tmp_path):
     rows = re.search(r'<table id="trials">.*?<tbody>(.*?)</tbody>', dom, re.DOTALL)[1]
     assert rows.count("<tr") == 200
     assert "200 of 1,200" in dom
+
+
+@pytest.mark.slow
+def test_the_page_s_script_writes_numbers_as_everything_else_does(tmp_path):
+    """The script has its own few lines for numbers, because Python cannot run in a browser."""
+    results = [make_result(spec) for spec in example_specs()]
+    ok = [result for result in results if result.outcome == "ok"][:40]
+    dom = dumped_dom(report_page(summary_of(*ok)), tmp_path)
+    rows = re.search(r'<table id="trials">.*?<tbody>(.*?)</tbody>', dom, re.DOTALL)[1]
+    drawn = {cells[0]: cells for row in rows.split("</tr>") if (cells := re.findall(r"<td[^>]*>(.*?)</td>", row))}
+    assert len(drawn) == len(ok)
+    for result in ok:
+        shown, cost = [html.unescape(cell).lstrip("~") for cell in drawn[result.name]], result.measured.cost
+        rounded = [float(f"{value:.4g}") for value in (result.measured.steps.median, cost.mfu, cost.hfu)]
+        expected = [step_time(rounded[0]), byte_size(result.measured.memory.peak_bytes), *map(percent, rounded[1:])]
+        assert [shown[7], *shown[9:12]] == expected

@@ -14,7 +14,7 @@ from flopwatch.errors import InputError
 from flopwatch.records.sweep_results import read_result
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.engines.slots import SlotPool, visible_gpus
-from support.engines import contract as contract
+from support.engines import contract
 from support.engines.contract import folder_of, make_trials, run_all
 
 

@@ -14,7 +14,7 @@ from flopwatch.sweep.engines import ray_task
 from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.ray import RayEngine, fits, spare
 from flopwatch.sweep.host import processes as process_tree
-from support.engines import contract as contract
+from support.engines import contract
 from testbeds.real_ray import need_ray, real_ray
 from testbeds.wait_until import wait_until
 
@@ -67,7 +67,7 @@ def test_a_killed_ray_worker_takes_its_trial_along(tmp_path):
     assert ending_from_evidence(evidence)[0] == "lost"
     assert contract.outcome(trial) == "cancelled"
     assert contract.left_behind([trial]) == []
-    assert not psutil.wait_procs([supervisor, guard], timeout=10)[1]
+    assert not psutil.wait_procs([supervisor, guard], timeout=60)[1]
 
 
 @on_ray
@@ -231,7 +231,7 @@ def test_supervisors_of_a_killed_runner_are_waited_for(tmp_path):
 RUNNER = """
 import sys, time
 from pathlib import Path
-from support.engines import contract as contract
+from support.engines import contract
 from testbeds.wait_until import wait_until
 from flopwatch.sweep.engines.ray import RayEngine
 sweep = Path(sys.argv[1])

@@ -6,7 +6,7 @@ import pytest
 
 from flopwatch.errors import InputError
 from flopwatch.sweep.engines.ray import RayEngine
-from support.engines import many_nodes as many_nodes
+from support.engines import many_nodes
 from testbeds.real_ray import ray_cluster
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from flopwatch.sweep.folder import Trial, prepare
 from flopwatch.sweep.host import processes as process_tree
-from support.engines import contract as contract
+from support.engines import contract
 from testbeds.wait_until import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm")]

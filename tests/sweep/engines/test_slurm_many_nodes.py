@@ -3,7 +3,7 @@
 import pytest
 
 from flopwatch.sweep.engines.slurm import SlurmEngine
-from support.engines import many_nodes as many_nodes
+from support.engines import many_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 

@@ -12,7 +12,7 @@ from flopwatch.sweep.engines import slurm_commands
 from flopwatch.sweep.engines import slurm_submission as slurm_outbox
 from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.slurm import SlurmEngine
-from support.engines import contract as contract
+from support.engines import contract
 from testbeds.wait_until import wait_until
 
 STANDBY = "sbatch: error: Batch job submission failed: Slurm controller in standby mode"

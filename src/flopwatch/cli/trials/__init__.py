@@ -1,0 +1,1 @@
+"""The commands that run trials: `trial`, `fit`, `sweep`."""

@@ -194,6 +194,7 @@ def _positions_first_sizes(call: OpCall) -> AttentionSizes:
     query, key, value = _operands(call)
     query_lengths = _lengths(call, query, ("cum_seq_q", "cu_seqlens_q", "cu_seq_q"))
     key_lengths = _lengths(call, key, ("cum_seq_k", "cu_seqlens_k", "cu_seq_k")) or query_lengths
+    # `custom_mask_type` of aten is 0 without a mask, 1 and 2 for the two alignments of a causal one.
     causal = call.attention == "causal" and bool(
         call.arguments.get("is_causal") or call.arguments.get("causal") or call.arguments.get("custom_mask_type")
     )
@@ -242,6 +243,7 @@ def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
     """Pairs that the mask allows, or None if it is fake, so that its values cannot be read."""
     if isinstance(mask, FakeTensor) or mask.device.type == "meta":
         return None
+    # An additive mask has 0 for allowed pairs and about the minimum of its type for others.
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     # A mask with fewer heads or rows is broadcast.
     return int(torch.count_nonzero(allowed)) * (full_pairs // allowed.numel())
@@ -249,6 +251,7 @@ def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
 
 SCORES_MAY_MASK = "a score_mod of flex_attention may mask pairs too: only its block mask is taken into account"
 
+# 16 MiB of booleans.
 _MOST_PAIRS_AT_ONCE = 2**24
 
 

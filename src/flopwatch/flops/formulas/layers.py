@@ -88,12 +88,13 @@ def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
     """
     data, into_gates, from_state = (call.arguments[name] for name in ("input", "weight1", "weight2"))
     tokens, samples = prod(data.shape[:-1]), call.arguments["hx_"].shape[-2]
-    asked = call.needs_grad if len(call.needs_grad) > 5 else (True,) * 6
+    # The inputs of the node: data, two matrices, two biases, initial states.
+    wanted = call.needs_grad if len(call.needs_grad) > 5 else (True,) * 6
     into_gates_flops, from_state_flops = 2 * tokens * prod(into_gates.shape), 2 * tokens * prod(from_state.shape)
-    spared = into_gates_flops * (not asked[0])
-    spared += into_gates_flops * (not asked[1])
-    spared += from_state_flops * (not asked[2])
-    spared += 2 * samples * prod(from_state.shape) * (not asked[5])
+    spared = into_gates_flops * (not wanted[0])
+    spared += into_gates_flops * (not wanted[1])
+    spared += from_state_flops * (not wanted[2])
+    spared += 2 * samples * prod(from_state.shape) * (not wanted[5])
     return OpFlops(2 * (into_gates_flops + from_state_flops) - spared, spared)
 
 

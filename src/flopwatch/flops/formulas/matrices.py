@@ -19,6 +19,7 @@ def matmul_flops(rows: int, contracted: int, columns: int) -> int:
 def _mm(call: OpCall) -> int:
     left = call.arguments["self"]
     (rows, contracted), columns = left.shape, call.arguments["mat2"].shape[1]
+    # Two fp4 numbers are packed into one element.
     numbers_per_element = 2 if left.dtype is torch.float4_e2m1fn_x2 else 1
     return matmul_flops(rows, contracted * numbers_per_element, columns)
 
@@ -198,7 +199,7 @@ def _bitsandbytes_4bit(call: OpCall) -> int:
     return int(2 * prod(call.arguments["A"].shape) * call.arguments["shapeB"][0])
 
 
-STORED_NUMBERS = "products of sparse matrices count the numbers that are stored in them: another batch may store others"
+STORED_NUMBERS = "products of sparse matrices count by stored elements, of which another batch may have more or fewer"
 
 _PRODUCTS = {
     "aten::mm": ("self", "mat2"),

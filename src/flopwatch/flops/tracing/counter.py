@@ -82,19 +82,9 @@ _READ_NO_VALUES = {
 _COPY_WHOLE = {_aten.clone, TO_COPY, PIN_MEMORY, _aten.lift_fresh_copy}
 _DEVICE = torch.ops.prim.device.default
 METADATA_OPS = {
-    "dim",
-    "is_contiguous",
-    "is_non_overlapping_and_dense",
-    "is_strides_like_format",
-    "numel",
-    "size",
-    "storage_offset",
-    "stride",
-    "sym_is_contiguous",
-    "sym_numel",
-    "sym_size",
-    "sym_storage_offset",
-    "sym_stride",
+    *("dim", "is_contiguous", "is_non_overlapping_and_dense", "is_strides_like_format", "numel", "size"),
+    *("storage_offset", "stride"),
+    *("sym_is_contiguous", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride"),
 }
 """They do no work. A mode must not handle them: an exception would cross C++ code that may not throw, and abort."""
 
@@ -227,6 +217,7 @@ class CountingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
+        # They query a tensor, for its device for example, and do no work.
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if short_op_name(func) in METADATA_OPS:
@@ -236,6 +227,7 @@ class CountingMode(TorchDispatchMode):
         if op_name(func) in RISKY:
             self.risky_ops.add(op_name(func))
         formula = find_formula(func)
+        # Torch switches a mode off inside its own handler; `with self` switches it on again for the parts.
         if formula is None and self._must_decompose(func, args):
             with self:
                 parts = func.decompose(*args, **kwargs)
@@ -372,6 +364,7 @@ class CountingMode(TorchDispatchMode):
         node = current_autograd_node()
         if node is None:
             return ()
+        # An edge without a node leads to an input that needs no gradient.
         return tuple(edge is not None for edge, _ in cast("Any", node).next_functions)
 
 

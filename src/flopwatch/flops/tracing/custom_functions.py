@@ -103,6 +103,7 @@ class Values:
         if self._follow_copy(func, args, out, in_backward):
             return
         key: Hashable = (func, *(self._part(leaf, in_backward) for leaf in leaves))
+        # Two draws are different values, unless the forward pass is repeated from its first draw.
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._draws[key] += 1
             key = key, self._draws[key]
@@ -181,15 +182,16 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 MAY_RUN_AGAIN = (
-    "a custom autograd function multiplies in its backward pass what may be the factors of its forward pass, but not "
-    "in the same tensors; this counts as recomputation"
+    "a custom autograd function multiplies in its backward pass what may be the factors of its forward pass, in other "
+    "tensors; this counts as recomputation"
 )
 CANNOT_TELL = (
-    "saved-tensor hooks give a custom autograd function other tensors than were saved, so that whether it computes its "
-    "products again cannot be told; they count as needed"
+    "saved-tensor hooks return other tensors than a custom autograd function has saved, so products that it recomputes "
+    "cannot be recognised; they count as needed"
 )
-NOT_FOLLOWED = "whether a custom autograd function computes its products again could not be followed"
+NOT_FOLLOWED = "products that a custom autograd function recomputes could not be recognised; they count as needed"
 
+# The arguments that are the two factors of a matrix product; an addend does not matter.
 _FACTORS = {
     "aten::_addmm_activation": ("mat1", "mat2"),
     "aten::addmm": ("mat1", "mat2"),
@@ -200,7 +202,6 @@ _FACTORS = {
     "aten::mm": ("self", "mat2"),
     "aten::mv": ("self", "vec"),
 }
-"""The arguments that are the two factors of a matrix product; an addend does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +237,8 @@ class CustomFunctions:
         self.doubt: str | None = None
         self._values = Values()
         self._forward: dict[Hashable, None] = {}
+        # Factors of forward products with the other factor's size; the value says if saved tensors were packed.
         self._partners: dict[Hashable, bool] = {}
-        """Factors of forward products with the other factor's size; the value says if saved tensors were packed."""
         self._packed_sizes: set[Hashable] = set()
         self._running: Hashable = None
         self._done_in_call: set[Hashable] = set()
@@ -263,6 +264,7 @@ class CustomFunctions:
         if call is None:
             self._values.note_outside(func, args, kwargs, out)
             return False
+        # Repetition is judged within one call of one function.
         if call.identity != self._running:
             self._running = call.identity
             self._done_in_call.clear()
@@ -272,6 +274,7 @@ class CustomFunctions:
         return again
 
     def _is_known(self, factors: list[_Factor], call: _Call) -> bool:
+        # A set, because both orders of the factors are the same product.
         key = frozenset((factor.role, factor.value) for factor in factors)
         if call.is_backward and key in self._forward:
             return True

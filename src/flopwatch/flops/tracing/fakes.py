@@ -83,6 +83,7 @@ ELEMENTWISE = {
     _aten.threshold_backward.default,
 }
 """For contiguous floating inputs of one type, the output is contiguous and of that type."""
+# Keyword arguments that do not change the type or shape of the output.
 _KEEP_THE_TYPE = {"alpha", "approximate"}
 _COPY_OPTIONS = {"dtype", "device", "memory_format", "non_blocking"}
 
@@ -114,12 +115,14 @@ def _elementwise(mode: FakeTensorMode, args: tuple[Any, ...]) -> FakeTensor | No
     if any(type(value) not in (FakeTensor, int, float, bool) for value in args):
         return None
     dtype = tensors[0].dtype
+    # The result has the shape of the largest operand if all others broadcast to it.
     largest = max(tensors, key=_size) if len(tensors) > 1 else tensors[0]
     for tensor in tensors:
         if tensor.dtype != dtype or not _is_plain(tensor) or not tensor.is_contiguous():
             return None
         if tensor is not largest and not _broadcasts(tensor.shape, largest.shape):
             return None
+    # Integers may be promoted to another type.
     if not dtype.is_floating_point:
         return None
     return _empty(mode, largest.shape, dtype)
@@ -325,6 +328,7 @@ class Faker:
     def _ctc_loss(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs = arguments["log_probs"]
         time, batch = log_probs.shape[:2]
+        # The kernel interleaves blanks with the target (Graves et al., ICML 2006), hence 2n + 1 states.
         longest = max(int(length) for length in arguments["target_lengths"])
         losses = self._empty(torch.Size([batch]), log_probs.dtype)
         return losses, self._empty(torch.Size([batch, time, 2 * longest + 1]), log_probs.dtype)

@@ -81,6 +81,7 @@ class HookCopies:
             hooks = getattr(module, table)
             copies = ((key, self._copy(hook)) for key, hook in hooks.items())
             kept[table] = OrderedDict((key, hook) for key, hook in copies if hook is not None)
+        # Options of hooks that were left out would refer to missing hooks.
         runs = {key for table in _FORWARD_TABLES for key in kept[table]}
         for table in HOOK_OPTION_TABLES:
             entries = getattr(module, table)

@@ -45,9 +45,11 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
     parts: list[Any] = []
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, FakeTensor):
+            # A layer may get the same tensor twice, which is another call than two equal ones.
             same = places.setdefault(id(leaf), place)
             parts.append((same, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
         elif isinstance(leaf, torch.Tensor):
+            # A real tensor has values: it must be the same object, and unwritten.
             parts.append((id(leaf), tensor_version(leaf)))
         elif isinstance(leaf, _PLAIN):
             parts.append((type(leaf), leaf))
@@ -67,6 +69,7 @@ def _is_only_looked_up(value: Any) -> bool:
 
 
 def _settings() -> tuple[Any, ...]:
+    # A model's own code may switch cuda's autocast, which the trace carries over to the CPU.
     autocast = tuple(
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from flopwatch.errors import FlopwatchError, InputError, MeasurementError, UntraceableError
 from flopwatch.flops.tracing.counter import CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
+from flopwatch.records.reading import first_line
 from flopwatch.torch_internals import engine_run_backward
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -344,6 +345,7 @@ def run_step(
                     "the loss does not depend on any parameter that requires a gradient; "
                     "unfreeze one, or pass training=False to count the forward pass"
                 )
+            # From here on, ops inside autograd belong to the backward pass of the step.
             mode.in_backward = True
             _backward(loss)
 
@@ -374,7 +376,7 @@ def failures_named(stack: ModuleStack, needs_values: tuple[type[Exception], ...]
     except FlopwatchError:
         raise
     except Exception as error:
-        what = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = first_line(error)
         where = f"module {stack.failed_in!r}" if stack.failed_in else "the model itself"
         if isinstance(error, needs_values):
             raise UntraceableError(f"{where} needs the value of an activation ({what})") from error

@@ -21,14 +21,14 @@ from flopwatch.torch_internals import HOOK_TABLES, MODULE_STATE, FakeTensor, own
 
 FEWEST_EQUAL = 6
 """Four layers of a kind are always traced, so replay does not pay for fewer."""
+# Larger real tensors count as different: comparing them would take longer than tracing the layer.
 _MOST_VALUES_COMPARED = 2**22
-"""Larger real tensors count as different: comparing them would take longer than tracing the layer."""
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PLAIN_TYPES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+# The adapter's path in the model; PEFT does not read it when the adapter runs.
 _PATH_IN_PEFT = "target_name"
-"""The adapter's path in the model; PEFT does not read it when the adapter runs."""
+# Tables in a config of transformers whose integer keys are not layer indices.
 _NAMES_OF_CLASSES = {"id2label"}
-"""Tables in a config of transformers whose integer keys are not layer indices."""
 
 _Position = tuple[str, ...]
 _Facts = dict[_Position, Any]
@@ -102,6 +102,7 @@ def _containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[
 
 def _may_repeat(children: list[nn.Module]) -> bool:
     """Whether there are enough children of one class that have children themselves, and none occurs twice."""
+    # Replaying a module without children, which is a single op, would save nothing.
     classes = Counter(type(child) for child in children if own_modules(child))
     return len(set(map(id, children))) == len(children) and max(classes.values(), default=0) >= FEWEST_EQUAL
 
@@ -218,6 +219,7 @@ def _index_positions(facts: list[_Facts]) -> set[_Position]:
     return {
         position
         for position, offsets in numbers.items()
+        # Two equal offsets may be a coincidence.
         if len(offsets) >= 3 and offsets[0] is not None and len(set(offsets)) == 1
     }
 
@@ -308,6 +310,8 @@ _NOTICED = (
     "eq ne lt le gt ge add radd sub rsub mul rmul mod rmod floordiv rfloordiv truediv rtruediv divmod rdivmod pow rpow "
     "and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert bool int float str repr format"
 )
+# Python looks operators up on the class, so each one needs a method there.
 for _name in _NOTICED.split():
     setattr(WatchedIndex, f"__{_name}__", _noticed(f"__{_name}__"))
+# An index may be the key of a dict, which is a lookup and no calculation.
 WatchedIndex.__hash__ = int.__hash__  # type: ignore[method-assign]

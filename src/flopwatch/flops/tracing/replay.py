@@ -135,6 +135,7 @@ class Replay:
 
     def _samples(self, kind: Kind) -> set[int]:
         count = len(kind.paths)
+        # The ends always run: the first layer may have inputs without gradients, the last one other outputs in use.
         return {0, count - 1} if kind.paths in self._memory.proven else {0, 1, count // 2, count - 1}
 
     def _called(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
@@ -152,6 +153,7 @@ class Replay:
 
     def _known_answer(self, call: _Call) -> Answer | None:
         layer = call.layer
+        # Hooks may have been added since the kind was found.
         if layer.must_run or layer.kind.obstacle or call.key is None or has_hooks(layer.modules):
             return None
         ran = self._ran.get((id(layer.kind), call.key), [])
@@ -196,6 +198,7 @@ class Replay:
         """Release the outputs to the model, and record which of them receive a gradient."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, torch.Tensor):
+                # An output may be used outside of the layer.
                 leaf.__dict__.pop(_MADE_IN, None)
                 if call.answer is not None and call.answer.is_differentiable(number):
                     leaf.register_hook(_gradient_noted(call, number))
@@ -210,6 +213,7 @@ class Replay:
         made: dict[int, torch.Tensor] = {n: self._faker.like(*facts) for n, facts in answer.tensors.items()}
         differentiable = [number for number in made if answer.is_differentiable(number)]
         if differentiable:
+            # Without an input that requires a gradient, autograd would not make a node.
             anchor = self._faker.like((1,), (1,), torch.float32).requires_grad_()
             inputs = [leaves[place] for place in answer.reached]
             wanted = tuple(made[number] for number in differentiable)
@@ -219,6 +223,7 @@ class Replay:
 
     def gradient_came(self, call: _Call, outputs: set[int]) -> set[int]:
         """Record that the backward pass reached a replayed call; returns the inputs that these gradients reach."""
+        # A replayed node has no derivative of its own, so double backward needs the real layers.
         if call.outputs_with_gradient or not outputs or torch.is_grad_enabled():
             raise ReplayRefusedError("a replayed layer was differentiated twice")
         call.outputs_with_gradient = outputs

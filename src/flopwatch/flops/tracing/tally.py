@@ -13,7 +13,7 @@ import torch
 from flopwatch.flops.formulas import OpFlops
 from flopwatch.records.flops import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
 
-UNMASKED_PRODUCTS = "attention written out as matrix products, if there is any, counts in full: its mask does not show"
+UNMASKED_PRODUCTS = "attention written as plain matrix products, if any, counts in full: its mask is not visible"
 
 UNKNOWN_TYPE = "unknown"
 
@@ -24,6 +24,7 @@ class Tally:
     """A running sum; `as_count` turns it into the result."""
 
     def __init__(self) -> None:
+        # By (op, module, compute type), then by phase.
         self._flops: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._counted_calls = 0
         self._uncounted: Counter[tuple[str, str, tuple[tuple[int, ...], ...]]] = Counter()
@@ -34,6 +35,7 @@ class Tally:
         self._counted_calls += 1
         cell = self._flops[op, module, flops.dtype or dtype or UNKNOWN_TYPE]
         cell[phase] += flops.needed
+        # Work that the mathematics does not need is in the hardware FLOPs only, like recomputation.
         cell["recompute"] += flops.extra
         self.note(flops.note)
 
@@ -48,6 +50,7 @@ class Tally:
     def as_count(self, method: Method, attention: AttentionConvention) -> FlopCount:
         by_op = self._grouped(0)
         if attention == "causal":
+            # All fused attention ops have one of these words in their names.
             is_fused = any("attention" in op or "attn" in op for op in by_op)
             if not is_fused or any("bmm" in op for op in by_op):
                 self.note(UNMASKED_PRODUCTS)

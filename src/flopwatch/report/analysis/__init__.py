@@ -1,0 +1,1 @@
+"""From a captured sweep to its summary. Pure functions on frozen records."""

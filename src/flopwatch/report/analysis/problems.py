@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flopwatch.number_format import byte_size, percent, plural
-from flopwatch.records.reading import listed
+from flopwatch.records.reading import first_line, listed
 from flopwatch.records.trial import StepCost, TrialResult, TrialSpec
 from flopwatch.report.analysis.cells import place_key, privacy_of, trainer_name
 from flopwatch.report.records import Environment, Failure
@@ -82,7 +82,7 @@ def normalised(message: str) -> str:
     >>> normalised("tried to allocate 2.50 GiB at 0x7f3a in /home/me/a.py, line 3")
     'tried to allocate N GiB at ADDRESS in PATH, line N'
     """
-    line = (message.strip().splitlines() or [""])[0][:300]
+    line = first_line(message, 300)
     line = re.sub(r"\b0x[0-9a-fA-F]+\b", "ADDRESS", line)
     line = re.sub(r"(?<![\w.])(?:~|\.{1,2})?/[^\s'\",;:)]+|\b[A-Za-z]:\\[^\s'\",;)]+", "PATH", line)
     return re.sub(r"(?<![A-Za-z_0-9])\d+(?:[.,]\d+)*", "N", line)
@@ -389,13 +389,13 @@ def retried_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
     results = list(results)
     retried = [result for result in results if result.earlier_attempts]
     attempts = sum(len(result.earlier_attempts) for result in retried)
-    told = [
+    attempted = [
         f"trials that took more than one attempt ({len(retried):,}, {attempts:,} lost; their files are in earlier/): "
         + listed([result.name for result in retried])
     ]
     left = [(result.name, files) for result in results if (files := _left_on_the_node(result))]
     stayed = [f"files of {name} stayed on their node, too large to be copied: {listed(files)}" for name, files in left]
-    return (*(told if retried else ()), *stayed)
+    return (*(attempted if retried else ()), *stayed)
 
 
 def _left_on_the_node(result: TrialResult) -> list[str]:

@@ -11,6 +11,7 @@ from flopwatch.report.records import Cell
 
 Quantity: TypeAlias = Literal["time", "samples_per_s", "memory", "mfu"]
 Verdict: TypeAlias = Literal["better", "worse", "not told apart", "too few steps"]
+"""As in the JSON of format 1; screens and Markdown say "no measurable difference" for `not told apart`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The report as one HTML page with SVG charts."""

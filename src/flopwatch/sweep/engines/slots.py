@@ -104,7 +104,7 @@ class SlotPool:
     def _take_cores(self, gpus: float) -> Slot | None:
         if gpus:
             raise InputError(
-                f"a trial needs {gpus:g} GPUs and this machine has none; leave `gpus` out, or name GPUs with --gpus"
+                f"a trial needs {gpus:g} GPUs and this machine has none; leave `gpus` out, or name GPUs with --gpu-ids"
             )
         for cores in self._core_sets:
             locked = [core for core in cores if self._lock(f"core-{core}")]

@@ -46,6 +46,19 @@ class Request:
     minutes: int | None
     nodes: int = 1
 
+    @property
+    def options(self) -> dict[str, object]:
+        """The options of sbatch; None leaves one out."""
+        return {
+            "nodes": self.nodes,
+            "ntasks": self.nodes,
+            "ntasks-per-node": 1 if self.nodes > 1 else None,
+            "cpus-per-task": self.cpus,
+            "gres": f"gpu:{self.gpus}" if self.gpus else None,
+            "mem": None if self.memory_megabytes is None else f"{self.memory_megabytes}M",
+            "time": self.minutes,
+        }
+
 
 def request_for(
     spec: TrialSpec, *, cpus: int | None, gpus: float, memory_megabytes: int | None, minutes: int | None
@@ -88,13 +101,7 @@ def script(
         "array": f"0-{tasks - 1}" + (f"%{parallelism}" if parallelism else ""),
         "output": str(names_file.with_suffix("")).replace("%", "%%") + "-%a.log",
         "partition": partition,
-        "nodes": request.nodes,
-        "ntasks": request.nodes,
-        "ntasks-per-node": 1 if request.nodes > 1 else None,
-        "cpus-per-task": request.cpus,
-        "gres": f"gpu:{request.gpus}" if request.gpus else None,
-        "mem": None if request.memory_megabytes is None else f"{request.memory_megabytes}M",
-        "time": request.minutes,
+        **request.options,
         "exclude": ",".join(avoid) or None,
         # Slurm runs the job again after preemption or a node failure; see flopwatch.sweep.attempts.
         "requeue": True,

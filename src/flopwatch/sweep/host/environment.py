@@ -28,8 +28,8 @@ _GROUP_FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
-_MARGIN = 0.10
-_LEAST_MARGIN_BYTES = 512 << 20
+_MARGIN = 0.10  # share of the available memory left to other processes
+_LEAST_MARGIN_BYTES = 512 << 20  # and no less than this
 
 OF_THIS_HOST = ("cpu", "gpus", "driver")
 """Keys of the facts that differ between the host that submits a trial and the one that runs it."""

@@ -324,7 +324,7 @@ def _kibibytes(rest: bytes) -> int:
 
 _V1_ROOT = Path("/sys/fs/cgroup/memory")
 _V2_ROOT = Path("/sys/fs/cgroup")
-_LEAST_SLACK_BYTES = 1 << 30
+_LEAST_SLACK_BYTES = 1 << 30  # for thread stacks and reserves of allocators, which RLIMIT_DATA counts
 
 
 @dataclass(frozen=True, slots=True)

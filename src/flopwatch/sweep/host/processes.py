@@ -29,7 +29,7 @@ TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
 ATTEMPT_MARK = "FLOPWATCH_TRIAL_ATTEMPT"
 """The same for one attempt, so that the guard of an earlier attempt does not kill a later one."""
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == "linux"
 
@@ -179,8 +179,8 @@ CORES = "FLOPWATCH_CORES"
 GPUS = "FLOPWATCH_GPUS"
 """Environment variable: the GPUs of a trial's slot. A worker with GPUs that finds none must not measure the CPU."""
 
-_STACKS_PATIENCE_SECONDS = 2.0
-_TERM_PATIENCE_SECONDS = 2.0
+_STACKS_PATIENCE_SECONDS = 2.0  # for faulthandler to write the stacks; a process stuck in the kernel never does
+_TERM_PATIENCE_SECONDS = 2.0  # for a command to clean up after SIGTERM
 
 
 def start_worker(

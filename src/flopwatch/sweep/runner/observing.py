@@ -97,8 +97,8 @@ class SafeObserver:
                 sys.stderr.write(f"flopwatch: the display failed ({text}); the sweep goes on without it\n")
 
 
-_EVERY_SECONDS = 1.0
-_MOST_NAMES = 100
+_EVERY_SECONDS = 1.0  # between two writes of `runner.json`
+_MOST_NAMES = 100  # running trials named in `runner.json`
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,12 @@ from flopwatch.sweep.runner.plan import (
 from flopwatch.sweep.runner.waiting import LateResults, Pause, ResultWriter, SilentSupervisors, is_transient
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
 
-_TICK_SECONDS = 0.25
-_IDLE_TICK_SECONDS = 0.05
+_TICK_SECONDS = 0.25  # how long an engine may wait for an end; also how soon Ctrl-C has an effect
+_IDLE_TICK_SECONDS = 0.05  # when nothing runs, only trials of other runners are waited for
 _ONE_FOLDERS_ERRORS = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 """Errors that concern the folder of one trial, so that the other trials can still run."""
 
-_LATEST_UNIX_TIME = 1e11
+_LATEST_UNIX_TIME = 1e11  # some thousand years ahead; anything beyond is a damaged file
 
 Refusal = Callable[[Trial], str | None]
 

@@ -137,7 +137,7 @@ _TRANSIENT = frozenset(
     )
 )
 
-_PAUSE_SECONDS = 5.0
+_PAUSE_SECONDS = 5.0  # between two tries on a full disk
 
 
 def is_transient(error: OSError) -> bool:

@@ -29,9 +29,9 @@ from flopwatch.sweep.spec.parsing import (
 )
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
 
-MOST_TRIALS = 100_000
+MOST_TRIALS = 100_000  # above it, a typo is more likely than a sweep of many months
 _MOST_MISTAKES = 5
-_LARGEST_FILE = 16 << 20
+_LARGEST_FILE = 16 << 20  # 100,000 lines of YAML are a few MiB
 
 
 def _as_list(value: Any) -> Any:

@@ -23,7 +23,7 @@ from flopwatch.records.trial import TrialSpec, content_key
 from flopwatch.sweep.spec.parsing import did_you_mean
 from flopwatch.sweep.trainers.options import read_options
 
-_WHOLE_KEY = 20
+_WHOLE_KEY = 20  # digits of a content key
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 
 
@@ -120,7 +120,7 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-.")[:60] or "x"
 
 
-_LARGEST_SOURCE = 1_000_000
+_LARGEST_SOURCE = 1_000_000  # bytes; parsing a larger, generated file takes seconds
 
 
 def check_attribute(what: str, name: str) -> None:
@@ -205,7 +205,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
 _PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
-_ALIKE = 0.75
+_ALIKE = 0.75  # similarity by difflib; its default of 0.6 takes {batch} or {date} for typos
 
 
 def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:

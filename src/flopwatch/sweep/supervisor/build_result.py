@@ -51,9 +51,9 @@ from flopwatch.sweep.supervisor.classify import (
     signal_name,
 )
 
-_LONGEST_TEXT = 20_000
+_LONGEST_TEXT = 20_000  # characters of a traceback; longer ones are cut
 _PHASES = ("forward", "backward", "optimizer")
-_LARGEST_NUMBER = 1e300
+_LARGEST_NUMBER = 1e300  # larger numbers overflow in sums and products
 _MOST_OF_PEAK = 1.05
 """A reported MFU may exceed 1 by this much, because datasheet peaks are not exact."""
 
@@ -62,8 +62,8 @@ _MOST_NUMBERS = 500
 
 REPORTED = "reported by the command"
 
-_RESAMPLES = 500
-_UNSTABLE_WIDTH = 0.05
+_RESAMPLES = 500  # enough for two digits of a 95 % interval, in 10 ms for 100 steps
+_UNSTABLE_WIDTH = 0.05  # of the median; see `StepTimes.unstable`
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _MEMORY_WORDS = re.compile(
     r"DefaultCPUAllocator: (?:can't|not enough) .*memory|\bMemoryError\b|exceeded memory limit",
     re.IGNORECASE,
 )
-_HINT_CHARACTERS = 200
+_HINT_CHARACTERS = 200  # one line of a terminal or two
 
 NEAR_LIMIT = 0.95
 """A process killed by SIGKILL or SIGABRT with this share of its limit in use is taken for out of memory."""

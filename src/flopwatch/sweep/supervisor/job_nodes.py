@@ -34,7 +34,7 @@ LISTENER = "FLOPWATCH_NODE_LISTENER"
 
 Message: TypeAlias = dict[str, Any]
 
-_LONGEST_LINE = 4 << 20
+_LONGEST_LINE = 4 << 20  # bytes; the stacks of all ranks of a node are the longest message
 
 
 def encoded(message: Message) -> bytes:
@@ -81,12 +81,12 @@ def read_lines_of(connection: socket.socket) -> Iterator[Message]:
         yield from messages
 
 
-_LONGEST_GREETING = 4096
-_MOST_STRANGERS = 256
-_CONNECT_SECONDS = 600.0
-_REPORTS_SECONDS = 5.0
-_EXIT_SECONDS = 12.0
-_STACKS_SECONDS = 5.0
+_LONGEST_GREETING = 4096  # bytes a connection may send before its secret
+_MOST_STRANGERS = 256  # connections without the secret at once
+_CONNECT_SECONDS = 600.0  # srun and Ray may take minutes to start processes on all nodes
+_REPORTS_SECONDS = 5.0  # for the reports of other nodes, which may name an earlier failure
+_EXIT_SECONDS = 12.0  # an agent kills its processes for at most 10 s
+_STACKS_SECONDS = 5.0  # an agent waits 2 s for its ranks
 
 
 @dataclass
@@ -314,7 +314,7 @@ def _close(peer: _Peer) -> None:
     peer.connection.close()
 
 
-_SRUN_SECONDS = 5.0
+_SRUN_SECONDS = 5.0  # for srun to notice that its tasks have ended
 
 
 @dataclass

@@ -19,8 +19,8 @@ from flopwatch.sweep.claims import this_boot
 from flopwatch.sweep.host.memory import group_places
 from flopwatch.sweep.host.processes import adopt_orphans, die_with_parent, kill_descendants, kill_marked
 
-_GROUP_PATIENCE_SECONDS = 5.0
-_MOST_FILES = 4096
+_GROUP_PATIENCE_SECONDS = 5.0  # a killed process leaves its cgroup only when the kernel has freed its memory
+_MOST_FILES = 4096  # descriptors closed in the guard; a supervisor has a few dozen
 _GUARD = Path(__file__).with_name("trial_guard.py")
 
 

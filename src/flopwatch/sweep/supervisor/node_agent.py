@@ -31,7 +31,7 @@ from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_a
 # Host memory of the processes on a further node of a trial, followed as the supervisor follows those on its own.
 
 
-_TICK_SECONDS = 0.2
+_TICK_SECONDS = 0.2  # as in `supervise.py`
 
 
 class NodeMemory:
@@ -73,9 +73,9 @@ class NodeMemory:
         return {"host_bytes": self._steps_peak.bytes, "host_method": self._steps_peak.method}
 
 
-_CONNECT_SECONDS = 120.0
-_STACKS_SECONDS = 2.0
-_STACKS_LENGTH = 20_000
+_CONNECT_SECONDS = 120.0  # a shared file system or name server may be slow right after a node starts
+_STACKS_SECONDS = 2.0  # as in `host/processes.py`
+_STACKS_LENGTH = 20_000  # characters of one rank
 
 
 class _Supervisor:

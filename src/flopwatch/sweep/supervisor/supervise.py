@@ -52,9 +52,9 @@ from flopwatch.sweep.supervisor.leftovers import become_guarded, clear_earlier_a
 if TYPE_CHECKING:
     from flopwatch.sweep.supervisor.job_nodes import RunningNodes
 
-_TICK_SECONDS = 0.2
-_SPEC_TICK_SECONDS = 0.25
-_SILENCE_SECONDS = 600.0
+_TICK_SECONDS = 0.2  # memory must be sampled several times a second to enforce a limit
+_SPEC_TICK_SECONDS = 0.25  # between two looks for a `spec.json` that is not visible yet
+_SILENCE_SECONDS = 600.0  # for a trial without limits
 _GUARD_PATIENCE_SECONDS = 30.0
 """Beyond the trial's limits, for a supervisor that is busy killing or reading; less than a runner's patience."""
 

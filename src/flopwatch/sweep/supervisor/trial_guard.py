@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 1.0  # how late a silent supervisor may be noticed
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

@@ -1,9 +1,7 @@
 """The batch of a trial: random or from a user's function, and its division into micro-batches."""
 
-import importlib
 import inspect
 import random
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch import nn
 
 from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.models.load import dummy_batch
+from flopwatch.sweep.trainers.protocol import load_object
 
 
 def trial_batch(
@@ -147,13 +146,7 @@ def _load(function: str) -> Any:
     module_name, colon, name = function.partition(":")
     if not colon or not module_name or not name:
         raise InputError(f"batch is 'package.module:function', got {function!r}")
-    sys.path.insert(0, "")  # as `python -m` does: a user's file is in the working directory
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot load the batch {function!r}: {error}") from error
-    finally:
-        sys.path.remove("")
+    found = load_object("batch", function)
     if not callable(found):
         raise InputError(f"batch {function!r} is a {type(found).__name__}, not a function")
     return found

@@ -90,17 +90,23 @@ def load_trainer(name: str) -> type[Trainer]:
     trainer, label = canonical_trainer(name)
     if trainer == COMMAND:
         raise InputError("a command is run by the shell and has no trainer class; give it as --command")
-    module_name = _BUILT_IN if trainer in LABELS else trainer.partition(":")[0]
+    if trainer in LABELS:
+        return getattr(importlib.import_module(_BUILT_IN), label)  # type: ignore[no-any-return]
+    found = load_object("trainer", trainer)
+    _check(name, found)
+    return found  # type: ignore[no-any-return]
+
+
+def load_object(kind: str, path: str) -> Any:
+    """The object of a `package.module:name`, also from the working directory."""
+    module_name, _, name = path.partition(":")
     sys.path.insert(0, "")  # as `python -m` does: a user's file is in the working directory
     try:
-        found = getattr(importlib.import_module(module_name), label)
+        return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot load the trainer {name!r}: {error}") from error
+        raise InputError(f"cannot load the {kind} {path!r}: {error}") from error
     finally:
         sys.path.remove("")
-    if trainer not in LABELS:
-        _check(name, found)
-    return found  # type: ignore[no-any-return]
 
 
 def _check(name: str, found: object) -> None:

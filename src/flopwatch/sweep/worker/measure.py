@@ -19,7 +19,7 @@ from flopwatch.models.load import load_model
 from flopwatch.optional import require
 from flopwatch.records.reading import read_lines
 from flopwatch.records.trial import Measured, MemoryUse, TrialSpec
-from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, write_json
+from flopwatch.records.trial_files import MEASURED, STEPS, of_rank, run_folder, write_json
 from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.host.memory import mapped_data_bytes, resident
 from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
@@ -68,7 +68,7 @@ def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks:
 class _TrialRun:
     def __init__(self, trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup) -> None:
         self.trial_dir, self.spec, self._heartbeat, self._ranks = trial_dir, spec, heartbeat, ranks
-        self.run_dir = trial_dir.parent.parent / "runs" / trial_dir.name
+        self.run_dir = run_folder(trial_dir.parent.parent, trial_dir.name)
         self.device = ranks.device(choose_device(spec.device))
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)

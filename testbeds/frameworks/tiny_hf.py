@@ -5,7 +5,7 @@ import json
 from transformers import Trainer, TrainingArguments
 
 from flopwatch.integrations.hugging_face import FlopwatchCallback
-from support.integrations import tiny_run as tiny_run
+from testbeds.frameworks import tiny_run
 
 
 def quick_callback(**options):

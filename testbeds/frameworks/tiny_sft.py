@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from support.integrations import tiny_run as tiny_run
+from testbeds.frameworks import tiny_run
 
 HIDDEN, INTERMEDIATE, KEY_VALUE, WORDS, LAYERS = 64, 96, 32, 128, 2
 """Sizes of the tiny Llama (`architectures.text_sizes`): 4 heads of 16, 2 of them for keys and values."""

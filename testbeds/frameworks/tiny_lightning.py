@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flopwatch.integrations.lightning import FlopwatchCallback
-from support.integrations import tiny_run as tiny_run
+from testbeds.frameworks import tiny_run
 
 
 def quick_callback(**options):
