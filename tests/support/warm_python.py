@@ -76,7 +76,8 @@ class WarmProcess:
     def end(self) -> None:
         """Kill it if it still runs, and wait for it."""
         if self.returncode is None:
-            self.send_signal(signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended just now
+                self.send_signal(signal.SIGKILL)
             self.wait()
 
 
