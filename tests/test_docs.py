@@ -102,3 +102,13 @@ def test_the_version_is_the_newest_in_the_changelog() -> None:
     newest = re.search(r"^## \[(\d+\.\d+\.\d+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert newest[1] == __version__
+
+
+def test_the_ways_through_the_house_name_files_that_exist_and_are_short() -> None:
+    """docs/house.md, "Follow a batch" and "Follow a trial": at most 10 and 14 files."""
+    text = (ROOT / "docs/house.md").read_text(encoding="utf-8")
+    for name, most in (("batch", 10), ("trial", 14)):
+        table = text.split(f"<!-- way of a {name} -->")[1].split("<!-- end -->")[0]
+        files = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", table, re.MULTILINE)
+        assert 5 < len(files) <= most
+        assert [file for file in files if not (ROOT / "src/flopwatch" / file).is_file()] == []

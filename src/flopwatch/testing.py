@@ -1,4 +1,4 @@
-"""Fakes for tests of code that uses flopwatch: devices that are not here, a clock that stands still, a sink that fails.
+"""Fakes for tests of code that uses flopwatch: devices, a clock, a sink that fails, engines without processes.
 
 Nothing in the package imports this module.
 """
@@ -40,7 +40,7 @@ FAKE_DEVICES = {
 
 
 def fake_device(product: str) -> DeviceFacts:
-    """A device that is not here, for `peak_flops(device=...)`.
+    """A device that this machine does not have, for `peak_flops(device=...)`.
 
     >>> fake_device("a100-mig-1g.5gb").unit_count
     14
@@ -51,13 +51,13 @@ def fake_device(product: str) -> DeviceFacts:
 
 
 def fake_torch(facts: DeviceFacts) -> Any:
-    """As much of torch as device reading asks for, answering as on a machine with this one device.
+    """The part of torch that reading a device uses, as on a machine with this one device.
 
     >>> from flopwatch.hardware import read_device
     >>> read_device("cuda:0", fake_torch(fake_device("h100"))) == fake_device("h100")
     True
     """
-    import torch  # kept out of the module: most fakes do without
+    import torch  # inside the function, because most fakes do not need it
 
     def properties(device: object) -> SimpleNamespace:
         major, minor = facts.compute_capability or (9, 4)
@@ -89,7 +89,7 @@ def fake_torch(facts: DeviceFacts) -> Any:
 
 
 class FakeClock:
-    """A clock that moves only when told.
+    """A clock that only `advance` moves.
 
     >>> clock = FakeClock()
     >>> clock.advance(2.5)
@@ -108,7 +108,7 @@ class FakeClock:
 
 
 class FakeEvents:
-    """Events of a device that is not here: each passes so many seconds after it was recorded.
+    """Fake events of a device: each completes a fixed time after it was recorded.
 
     >>> clock = FakeClock()
     >>> events = FakeEvents(clock, lag_seconds=3.0)
@@ -120,7 +120,7 @@ class FakeEvents:
     True
 
     Attributes:
-        waits: How often somebody waited for one.
+        waits: How often `synchronize` was called.
     """
 
     def __init__(self, clock: FakeClock, lag_seconds: float = 0.0) -> None:
@@ -144,7 +144,7 @@ class FakeEvents:
 
 
 class FakeMatmul:
-    """Stands in for the timer of `measure_peak`: each shape runs at the rate a function says, and the clock moves.
+    """Replaces the timer of `measure_peak`: each shape runs at the rate that a function returns, and the clock moves.
 
     >>> clock = FakeClock()
     >>> time_matmul = FakeMatmul(clock, lambda shape: 1e9)
@@ -152,7 +152,7 @@ class FakeMatmul:
     (6.0, 6.0)
 
     Attributes:
-        timed: What was asked for: shape and number of calls.
+        timed: The calls so far: shape and number of products.
     """
 
     def __init__(self, clock: FakeClock, flops_per_s: "Callable[[Shape], float]") -> None:
@@ -170,7 +170,7 @@ class FakeMatmul:
 
 
 class RecordingSink:
-    """A sink that keeps what it is given, and fails as it is told.
+    """A sink that keeps its records, and fails, hangs or is slow on request.
 
     >>> from flopwatch.records.run import Notice
     >>> sink = RecordingSink()
@@ -179,14 +179,14 @@ class RecordingSink:
     'hello'
 
     Args:
-        name: Of the sink.
-        raises: Raised instead of taking a record.
-        fails_after: Records that are taken before it raises or hangs.
-        hangs: True to get stuck instead of taking a record, until `release` is called.
-        seconds_per_record: How slow it is.
+        name: The sink's name.
+        raises: The exception that `write` raises.
+        fails_after: Number of records that it takes before it raises or hangs.
+        hangs: True blocks in `write` until `release` is called.
+        seconds_per_record: How long each `write` takes.
 
     Attributes:
-        records: What came, in order.
+        records: The records so far, in order.
         flushes: How often it was flushed.
         closed: How often it was closed.
     """
@@ -227,12 +227,12 @@ class RecordingSink:
         self.closed += 1
 
     def release(self) -> None:
-        """End the hanging and the slowness."""
+        """Stop hanging and being slow."""
         self._released.set()
 
 
 class InProcessEngine:
-    """An engine without processes: `run` answers for every trial, at once.
+    """An engine without processes: `run` returns the result of every trial at once.
 
     >>> def run(trial):
     ...     return TrialResult(trial.name, trial.key, trial.spec, "ok")
@@ -240,8 +240,8 @@ class InProcessEngine:
     'in-process'
 
     Args:
-        run: Gives the trial's result; None is a supervisor that vanished without one.
-        room: Trials it takes at once.
+        run: Returns the trial's result; None means that the supervisor vanished without one.
+        room: Number of trials it takes at once.
     """
 
     name = "in-process"
@@ -287,17 +287,17 @@ class InProcessEngine:
 
 
 class FlakyEngine(InProcessEngine):
-    """An engine without processes whose trials do nothing and are lost now and then, as if their node had failed.
+    """An engine without processes whose trials do nothing, and are sometimes lost as if their node had failed.
 
-    Which attempts are lost depends on the trial's name, its attempt and the seed, so that a new runner meets the same.
+    Which attempts are lost depends on the trial's name, the attempt and the seed, so that every runner sees the same.
 
     >>> FlakyEngine(share_lost=0.5).name
     'in-process'
 
     Args:
-        share_lost: Probability of an attempt to be lost.
-        seed: Of which ones.
-        room: Trials it takes at once.
+        share_lost: Probability that an attempt is lost.
+        seed: Decides which attempts are lost.
+        room: Number of trials it takes at once.
     """
 
     def __init__(self, share_lost: float = 0.01, seed: int = 0, room: int = 8) -> None:
@@ -315,7 +315,7 @@ class FlakyEngine(InProcessEngine):
 
     def submit(self, trials: Sequence[Trial]) -> None:
         super().submit(trials)
-        self.submitted.clear()  # a week of names is none of a fake's business
+        self.submitted.clear()  # long sweeps would otherwise fill the memory with names
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         return [Ended(ended.name, {"state": "NODE_FAIL", "host": "n1"}) for ended in super().wait(seconds)]

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from flopwatch.cli.watch import WatchedRun
 from flopwatch.cli.watch_screen import draw_frame
+from flopwatch.runs.state import WatchedRun
 from support.make_run_log import Accounts, Story, session, write_log
 
 SPENT = {"wall": 10_000.0, "train": 8_100.0, "compile": 100.0, "eval": 400.0, "restart": 900.0, "start_up": 500.0}

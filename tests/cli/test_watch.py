@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.cli.watch import ThinnedCurve, WatchedRun, WatchFeed
 from flopwatch.cli.watch_panels import draw_curve
 from flopwatch.cli.watch_screen import draw_frame
 from flopwatch.records.run import Notice, Row, RunStart
 from flopwatch.runs import read_log
+from flopwatch.runs.state import ThinnedCurve, WatchedRun, WatchFeed
 from support.make_run_log import Accounts, Story, session, summary_of, to_line, write_log, write_run
 
 LOG = "training_log.jsonl"

@@ -4,6 +4,7 @@
 `python -m support.public_surface --update`, in `tests/`, writes the frozen list of `tests/test_public_surface.py` anew.
 """
 
+import ast
 import dataclasses
 import inspect
 import json
@@ -133,12 +134,21 @@ def _exists(dotted: str) -> bool:
 
 
 def _is_own(module: ModuleType, name: str, value: Any) -> bool:
-    """Whether the module defines it; constants have no `__module__`, so those in capitals count as its own."""
+    """Whether the module lists or defines this public name."""
     if name.startswith("_") or isinstance(value, ModuleType):
         return False
-    if name in getattr(module, "__all__", ()) or name.isupper():
-        return True
-    return getattr(value, "__module__", None) == module.__name__
+    if hasattr(module, "__all__"):
+        return name in module.__all__
+    return getattr(value, "__module__", None) == module.__name__ or name in _constants(module)
+
+
+def _constants(module: ModuleType) -> set[str]:
+    """Names that the module assigns itself: numbers and texts do not know where they come from."""
+    targets: list[ast.expr] = []
+    for node in ast.parse(inspect.getsource(module)).body:
+        targets += node.targets if isinstance(node, ast.Assign) else []
+        targets += [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _commands() -> dict[str, list[str]]:

@@ -18,7 +18,6 @@ import typer
 
 from flopwatch.compat import with_new_flags
 from flopwatch.errors import FlopwatchError
-from flopwatch.records.reading import plain
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
@@ -66,6 +65,8 @@ def _leave_without_output(error: OSError) -> None:
 
 def print_error(message: str) -> None:
     """Print a message to stderr, in red on a terminal. Control characters from users or files are escaped."""
+    from flopwatch.records.reading import plain
+
     typer.secho(plain(message), fg="red", err=True)
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, step_time
-from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
 
 if TYPE_CHECKING:
     from flopwatch.report.comparison import SweepComparison
+    from flopwatch.runs.comparison import Comparison, Difference, Line, RunSteps
 
 
 def compare(
@@ -183,7 +183,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 }
 
 
-def print_comparison(comparison: Comparison) -> None:
+def print_comparison(comparison: "Comparison") -> None:
     """Print what differs, the table, and how the verdicts were reached."""
     typer.echo()
     for name, run in (("A", comparison.a), ("B", comparison.b)):
@@ -195,12 +195,12 @@ def print_comparison(comparison: Comparison) -> None:
     typer.echo()
 
 
-def _which_steps(run: RunSteps) -> str:
+def _which_steps(run: "RunSteps") -> str:
     left_out = f", {run.left_out:,} left out (warm-up, or no time)" if run.left_out else ""
     return f"{run.compared:,} steps compared{left_out}{'' if run.has_ended else ', the run has not ended'}"
 
 
-def _print_differences(differences: Sequence[Difference]) -> None:
+def _print_differences(differences: "Sequence[Difference]") -> None:
     typer.echo()
     if not differences:
         typer.echo(_wrapped("Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."))
@@ -222,7 +222,7 @@ def _fact(value: Any) -> str:
     return textwrap.shorten(text, _FACT_WIDTH, placeholder=" ...") if len(text) > _FACT_WIDTH else text
 
 
-def _print_table(lines: Sequence[Line]) -> None:
+def _print_table(lines: "Sequence[Line]") -> None:
     has_intervals = shutil.get_terminal_size().columns >= _WIDTH_FOR_INTERVALS
     heading = f"  {'':<{_LABEL_WIDTH}}{'A':>{_VALUE_WIDTH}}{'B':>{_VALUE_WIDTH}}{'change':>10}"
     typer.secho(f"\n{heading}{'99 % of draws':>20}" if has_intervals else f"\n{heading}", dim=True)
@@ -248,13 +248,13 @@ def _rate(value: float) -> str:
     return number(value, digits=4)
 
 
-def _change(line: Line) -> str:
+def _change(line: "Line") -> str:
     if line.change is None:
         return f"{UNKNOWN}   "
     return f"{_signed(line.change)} {'pt' if line.unit == '%' else '% '}"
 
 
-def _interval(line: Line) -> str:
+def _interval(line: "Line") -> str:
     return "" if line.low is None or line.high is None else f"{_signed(line.low)} to {_signed(line.high)}"
 
 
@@ -268,7 +268,7 @@ def _signed(change: float) -> str:
     return "0.0" if float(text) == 0 else text
 
 
-def _print_remarks(comparison: Comparison) -> None:
+def _print_remarks(comparison: "Comparison") -> None:
     remarks = [
         "Verdicts are based on the spread within each run, in blocks of consecutive steps; about one in twenty is "
         "wrong by chance. They do not cover what drifts over a whole run or changes from run to run, such as another "

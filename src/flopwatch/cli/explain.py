@@ -6,14 +6,16 @@ The text is not drawn with rich, which takes longer to load than everything else
 import shutil
 import textwrap
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flopwatch.number_format import percent
-from flopwatch.records.metrics import Goodput
-from flopwatch.records.run import Provenance
-from flopwatch.runs.explain import Division, Explanation, LawSum
+
+if TYPE_CHECKING:
+    from flopwatch.records.metrics import Goodput
+    from flopwatch.records.run import Provenance
+    from flopwatch.runs.explain import Division, Explanation, LawSum
 
 
 def explain(
@@ -52,7 +54,7 @@ _ROUNDING_SECONDS = 1e-9
 """Precision of the seconds in the log."""
 
 
-def print_explanation(explanation: Explanation) -> None:
+def print_explanation(explanation: "Explanation") -> None:
     """Print the result, its parts, and the division."""
     typer.secho(f"\n{_title(explanation)}", bold=True)
     typer.secho(explanation.log, dim=True)
@@ -77,16 +79,16 @@ def print_explanation(explanation: Explanation) -> None:
     typer.echo()
 
 
-def _of_one_rank(explanation: Explanation) -> str:
+def _of_one_rank(explanation: "Explanation") -> str:
     together = "" if explanation.all_ranks_mfu is None else f": MFU {percent(explanation.all_ranks_mfu, decimals=2)}"
     return f"of the logging rank's own steps; the window of all {explanation.world_size} ranks is in the log{together}"
 
 
-def _percent(division: Division | None) -> str:
+def _percent(division: "Division | None") -> str:
     return "unknown" if division is None else percent(division.share, decimals=2)
 
 
-def _title(explanation: Explanation) -> str:
+def _title(explanation: "Explanation") -> str:
     first, last = explanation.window
     session = f", session {explanation.session} of {explanation.sessions}" if explanation.sessions > 1 else ""
     if not explanation.is_window:
@@ -96,7 +98,7 @@ def _title(explanation: Explanation) -> str:
     return f"Steps {first:,} to {last:,} ({which} of them count{session})"
 
 
-def _flops(explanation: Explanation, which: str) -> Iterator[str]:
+def _flops(explanation: "Explanation", which: str) -> Iterator[str]:
     flops: int | None = getattr(explanation, f"{which}_flops")
     law: LawSum | None = getattr(explanation, f"{which}_law")
     if flops is None:
@@ -111,7 +113,7 @@ def _flops(explanation: Explanation, which: str) -> Iterator[str]:
         yield f"{flops / explanation.model_flops:.4f} x the model FLOPs: {_why_more(explanation, flops)}"
 
 
-def _why_more(explanation: Explanation, hardware_flops: int) -> str:
+def _why_more(explanation: "Explanation", hardware_flops: int) -> str:
     """What was executed beyond the model FLOPs: recomputation, padding, pairs of positions in different documents."""
     needed, again = explanation.model_flops or 0, explanation.recompute_flops
     is_padded = explanation.real_tokens is None or explanation.real_tokens != explanation.tokens
@@ -127,7 +129,7 @@ def _why_more(explanation: Explanation, hardware_flops: int) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _law(law: LawSum) -> Iterator[str]:
+def _law(law: "LawSum") -> Iterator[str]:
     """The terms as a table, whose lines begin with spaces."""
     rows = [(term.phase, f"{term.count:,}", term.name, _each(term.flops_each), f"{term.flops:,}") for term in law.terms]
     phase_width, count_width, name_width, each_width, flops_width = (
@@ -147,7 +149,7 @@ def _each(text: str) -> str:
     return f"{int(text):,}" if text.isdigit() else text
 
 
-def _without_law(provenance: Provenance) -> str:
+def _without_law(provenance: "Provenance") -> str:
     if not provenance.law:
         return _METHODS.get(provenance.method or "", "") + ", for each shape: there is no law"
     terms = (
@@ -158,7 +160,7 @@ def _without_law(provenance: Provenance) -> str:
     return f"by the law {'; '.join(terms)}. The log does not say how many of each the step had."
 
 
-def _seconds(explanation: Explanation) -> Iterator[str]:
+def _seconds(explanation: "Explanation") -> Iterator[str]:
     if explanation.seconds is None:
         yield f"unknown: {explanation.unknown['seconds']}"
     else:
@@ -175,7 +177,7 @@ def _seconds(explanation: Explanation) -> Iterator[str]:
     yield f"Excluded: pauses, evaluation, checkpoints, counting FLOPs.{so_far}"
 
 
-def _peak(explanation: Explanation) -> Iterator[str]:
+def _peak(explanation: "Explanation") -> Iterator[str]:
     provenance = explanation.provenance
     if provenance is None or provenance.peak is None:
         yield f"unknown: {explanation.unknown['peak']}"
@@ -189,7 +191,7 @@ def _peak(explanation: Explanation) -> Iterator[str]:
     yield "1 device" if devices == 1 else f"{devices} devices, {devices * peak['flops_per_s']:,.0f} FLOP/s in all"
 
 
-def _tokens(explanation: Explanation) -> Iterator[str]:
+def _tokens(explanation: "Explanation") -> Iterator[str]:
     if explanation.tokens is None:
         yield "unknown: " + explanation.unknown.get("tokens", "all steps are left out")
         return
@@ -206,7 +208,7 @@ def _tokens(explanation: Explanation) -> Iterator[str]:
         yield f"{explanation.tokens / explanation.seconds:,.1f} positions per second"
 
 
-def _counting(explanation: Explanation) -> Iterator[str]:
+def _counting(explanation: "Explanation") -> Iterator[str]:
     provenance = explanation.provenance
     if provenance is None:
         yield "unknown: the log does not say how FLOPs were counted"
@@ -225,7 +227,7 @@ def _counting(explanation: Explanation) -> Iterator[str]:
         yield f"{explanation.torn_lines} torn lines in the log were skipped"
 
 
-def _goodput(goodput: Goodput) -> Iterator[str]:
+def _goodput(goodput: "Goodput") -> Iterator[str]:
     yield f"{percent(goodput.share, decimals=2)} of {goodput.wall_seconds:,.1f} s since the first process started"
     losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
     if losses:
@@ -242,7 +244,7 @@ def _coverage(coverage: float | None) -> str:
     return "coverage 100 %: every matmul-like op had a formula"
 
 
-def _print_division(name: str, numerator: str, division: Division | None, explanation: Explanation) -> None:
+def _print_division(name: str, numerator: str, division: "Division | None", explanation: "Explanation") -> None:
     typer.echo()
     if division is None:
         missing = [what for what in ("model_flops", "seconds", "peak") if what in explanation.unknown]
@@ -262,7 +264,7 @@ def _print_division(name: str, numerator: str, division: Division | None, explan
         typer.secho("      more than the peak: the peak, the count or the time is wrong", fg="yellow")
 
 
-def _compared(division: Division, logged: float, steps: int) -> str:
+def _compared(division: "Division", logged: float, steps: int) -> str:
     difference = logged / division.share - 1 if division.share else 0.0
     if abs(difference) <= _ROUNDING_SECONDS * (1 + steps / division.seconds):
         return f"the log says the same: {logged:.6g}"

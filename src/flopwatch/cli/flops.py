@@ -11,14 +11,13 @@ import typer
 
 from flopwatch.number_format import flop_prefix, flop_rate, percent
 from flopwatch.number_format import flops as flop_text
-from flopwatch.records.flops import Peak
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from torch import nn
 
-    from flopwatch.records.flops import FlopCount
+    from flopwatch.records.flops import FlopCount, Peak
 
 
 _METHODS = {
@@ -288,7 +287,7 @@ _LABEL_WIDTH = 12
 _SMALLEST_IN_TFLOPS = 1e13
 
 
-def print_peaks(peaks: list[Peak], notes: str = "") -> None:
+def print_peaks(peaks: "list[Peak]", notes: str = "") -> None:
     """Print the peaks of one device and their sources. Without rich: its import takes as long as the whole command."""
     typer.secho(f"\n{peaks[0].device}\n", bold=True)
     _print_figures(peaks)
@@ -298,7 +297,7 @@ def print_peaks(peaks: list[Peak], notes: str = "") -> None:
     typer.echo()
 
 
-def _print_figures(peaks: list[Peak]) -> None:
+def _print_figures(peaks: "list[Peak]") -> None:
     in_tflops = max(peak.flops_per_s for peak in peaks) >= _SMALLEST_IN_TFLOPS
     unit, heading = (1e12, "dense TFLOP/s") if in_tflops else (1e9, "dense GFLOP/s")
     width = max(len("dtype"), *(len(peak.dtype) for peak in peaks))
@@ -311,7 +310,7 @@ def _rounded(figure: float) -> str:
     return f"{figure:,.1f}" if figure >= 10 else f"{figure:.3f}"
 
 
-def _explanations(peaks: list[Peak], notes: str) -> list[tuple[str, str]]:
+def _explanations(peaks: "list[Peak]", notes: str) -> list[tuple[str, str]]:
     first = peaks[0]
     explained: list[tuple[str, str]] = [("kind", first.kind), ("confidence", first.confidence)]
     if first.fraction < 1:

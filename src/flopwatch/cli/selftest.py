@@ -1,4 +1,4 @@
-"""Three checks a user can run on their own machine: the count, the monitor, and what it costs."""
+"""The checks of `flopwatch selftest`: the count, the monitor, and the cost of monitoring."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _BATCH_SIZE, _SEQ_LEN = 4, 64
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: what was looked at, whether it holds, and the figures."""
+    """The result of one check: its name, whether it passed, and the figures."""
 
     name: str
     passed: bool
@@ -26,7 +26,7 @@ class Check:
 
 
 def run_checks() -> Iterator[Check]:
-    """Each check as it is done; about ten seconds together."""
+    """Yields the result of each check; all of them take about ten seconds."""
     for check in (check_count, check_monitor, check_cost):
         try:
             yield check()
@@ -35,14 +35,14 @@ def run_checks() -> Iterator[Check]:
 
 
 def check_count() -> Check:
-    """A linear layer costs 2 x samples x inputs x outputs forward, and as much for the gradient of its weight."""
+    """A linear layer costs 2 x samples x inputs x outputs forward, and the same for its weight's gradient."""
     counted = count_flops(torch.nn.Linear(64, 32), torch.randn(8, 64)).model_flops
     expected = 2 * (2 * 8 * 64 * 32)
     return Check("FLOPs of a known layer", counted == expected, f"{counted:,} counted, {expected:,} by hand")
 
 
 def check_monitor() -> Check:
-    """A training ends bit for bit where it ends without the monitor, and every step was priced."""
+    """A training has bit for bit the same weights with and without the monitor, and every step has FLOPs."""
     with tempfile.TemporaryDirectory() as folder:
         monitor = TrainingMonitor(folder, strict=True, peak_flops_per_s=1e12)
         with monitor:
@@ -56,7 +56,7 @@ def check_monitor() -> Check:
 
 
 def check_cost() -> Check:
-    """The monitor's own time against the steps'."""
+    """The monitor's own time is below 5 % of the step time."""
     with tempfile.TemporaryDirectory() as folder, TrainingMonitor(folder, peak_flops_per_s=1e12) as monitor:
         seconds: list[float] = []
         _train(monitor, seconds.append)

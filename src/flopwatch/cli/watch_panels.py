@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from flopwatch.cli.watch import WatchedRun
 from flopwatch.number_format import count, duration, flop_rate, number, percent, step_time
 from flopwatch.records.metrics import goodput_of
+from flopwatch.runs.state import WatchedRun
 
 _TIME_PARTS = {
     "compute": ("green", "█"),

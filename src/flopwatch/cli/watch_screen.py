@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
-from flopwatch.cli.watch import State, WatchedRun
 from flopwatch.cli.watch_panels import cards, curves, flops_bar, line, paragraph, spread, time_bar
 from flopwatch.number_format import duration, flop_rate, percent
 from flopwatch.records.run import Notice
+from flopwatch.runs.state import State, WatchedRun
 
 _STATES: Mapping[State, tuple[str, str]] = {
     "no log": ("○", "yellow"),

@@ -22,7 +22,7 @@ from flopwatch.records.metrics import APART, LOST, carried_seconds, typical_seco
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.runs import read_around, rows_from_end
 from flopwatch.runs.lines import TornLineError, lines_from_end, parse_object
-from flopwatch.runs.process import identify_process
+from flopwatch.runs.state import identify_process
 from flopwatch.version import __version__
 
 # The wall clock of a session: when its process started, and what time it is. The edge to the operating system.

@@ -352,8 +352,8 @@ def _anything(value: Any, depth: int = 0) -> Any:
 
 
 def _wrong(value: Any, wanted: str) -> BrokenRecordError:
-    told = repr(value[:40] if isinstance(value, str) else value) if _is_short(value) else type(value).__name__
-    return BrokenRecordError(f"is {told}, not {wanted}")
+    shown = repr(value[:40] if isinstance(value, str) else value) if _is_short(value) else type(value).__name__
+    return BrokenRecordError(f"is {shown}, not {wanted}")
 
 
 def _is_short(value: Any) -> bool:

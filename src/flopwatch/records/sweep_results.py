@@ -268,33 +268,35 @@ def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[s
 
 def troubles(found: SweepResults) -> tuple[str, ...]:
     """Describe what is damaged in the folder, one sentence each; empty if everything is intact."""
-    told = []
+    sentences = []
     if found.damaged:
         example = next(iter(found.damaged.items()))
-        told.append(
+        sentences.append(
             f"{_counted(len(found.damaged), 'trial is', 'trials are')} damaged and counted as missing: "
             f"{_some(list(found.damaged))} ({example[0]}: {example[1]}); the same sweep runs them again"
         )
     if found.newer:
-        told.append(
+        sentences.append(
             f"{_counted(len(found.newer), 'trial was', 'trials were')} written by a newer flopwatch (format "
             f"{max(found.newer.values())}) and left alone: {_some(list(found.newer))}; update flopwatch to read them"
         )
     if found.broken_lines:
         numbers = _some([str(number) for number in found.broken_lines])
-        told.append(
+        sentences.append(
             f"{_counted(len(found.broken_lines), 'line', 'lines')} of {RESULTS} cannot be read ({numbers}); "
             "the trials' own files were read instead"
         )
     if found.list_trouble:
-        told.append(f"{RESULTS} cannot be read: {found.list_trouble}; the trials' own files were read instead")
+        sentences.append(f"{RESULTS} cannot be read: {found.list_trouble}; the trials' own files were read instead")
     if found.trial_list.newer_format is not None:
-        told.append(
+        sentences.append(
             f"{SWEEP} was written by a newer flopwatch (format {found.trial_list.newer_format}); update flopwatch"
         )
     elif found.trial_list.trouble:
-        told.append(f"{SWEEP} is damaged: {found.trial_list.trouble}; trials that have not run may be missing here")
-    return tuple(told)
+        sentences.append(
+            f"{SWEEP} is damaged: {found.trial_list.trouble}; trials that have not run may be missing here"
+        )
+    return tuple(sentences)
 
 
 def _counted(number: int, one: str, many: str) -> str:

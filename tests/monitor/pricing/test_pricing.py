@@ -34,8 +34,8 @@ class Rank:
         self.pricer = StepPricer(config, self.costs, None, tell)
         self.noter.set_model(model)
 
-    def note(self, length, step):
-        reading = self.noter.read(batch_of(length), None)
+    def note(self, batch, step):
+        reading = self.noter.read(batch, None)
         return reading, self.noter.end_step([reading], step, lambda: None)
 
     def flops_of(self, step):
@@ -48,9 +48,9 @@ class Rank:
 def test_batches_met_before_the_laws_came_are_priced_too_whatever_their_length():
     model = load_model("tiny")
     logging, other = Rank(model), Rank(model, waits_for_laws=True)
-    logging.note(32, 0)
+    logging.note(batch_of(32), 0)
     lengths = (32, 8, 90, 300, 120)
-    steps = [other.note(length, number) for number, length in enumerate(lengths)]
+    steps = [other.note(batch_of(length), number) for number, length in enumerate(lengths)]
     assert other.flops_of(steps[0]) is None
 
     other.costs.adopt(logging.costs.offer())
@@ -59,3 +59,18 @@ def test_batches_met_before_the_laws_came_are_priced_too_whatever_their_length()
 
     for length, step in zip(lengths, steps, strict=True):
         assert other.flops_of(step).model == flopwatch.count_flops(model, batch_of(length)).model_flops
+
+
+def test_a_rank_whose_calls_were_seen_keeps_the_laws_it_has_adopted():
+    """What a look at the model compares must not depend on whether calls were seen before or after the laws came."""
+    model, batch = torch.nn.Linear(8, 8), torch.zeros(4, 8)
+    logging, other = Rank(model), Rank(model, waits_for_laws=True)
+    model(batch).sum().backward()  # both listen
+    logging.note(batch, 0)
+    other.note(batch, 0)
+    other.costs.adopt(logging.costs.offer())
+    laws = other.costs.book.laws
+
+    assert other.noter.look_at_model() is None
+    assert laws
+    assert other.costs.book.laws == laws

@@ -279,12 +279,12 @@ class StepNoter:
         if not costs.can_count:
             self._given = []
             return NO_CALLS
+        if self._listener.has_been_called:
+            costs.see_calls()
         kinds, examples, doubt = self._calls(seen, readings)
         if costs.waits_for_laws:
             costs.keep_waiting(kinds)
             return StepCalls(kinds, (None,) * len(kinds), doubt, count)
-        if self._listener.has_been_called:
-            costs.see_calls()
         own_prices = tuple(costs.learn(kind, example) for kind, example in zip(kinds, examples, strict=True))
         if kinds:
             self._check(kinds[0], examples[0], step, settle_earlier_windows)

@@ -1,0 +1,346 @@
+"""The state of a run: what its records say so far, and whether the process that writes them still runs.
+
+Processes are identified on Linux; elsewhere it is unknown whether they run.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
+from flopwatch.runs.finding import NoLogError, find_log
+from flopwatch.runs.reading import LogFollower
+from flopwatch.spread import percentile
+
+_STATE_FIELD, _START_FIELD = 0, 19
+"""Indices in /proc/PID/stat after the command's name (man 5 proc_pid_stat, fields 3 and 22)."""
+_DEAD_STATES = ("Z", "X")
+
+
+def identify_process() -> dict[str, Any]:
+    """What identifies this process among all others; empty where that is unknown.
+
+    A process ID alone is not enough: IDs are reused, and other machines and containers have the same ones.
+    """
+    try:
+        return {
+            "pid": os.getpid(),
+            "start_ticks": int(_stat_fields(os.getpid())[_START_FIELD]),
+            "boot_id": _boot_id(),
+            "pid_namespace": os.readlink("/proc/self/ns/pid"),
+        }
+    except (OSError, ValueError, IndexError):
+        return {}
+
+
+def is_gone(process: Mapping[str, Any]) -> bool:
+    """True only if the process has certainly ended, which only the same machine and container can see.
+
+    >>> is_gone(identify_process())
+    False
+    """
+    try:
+        is_seen_from_here = process["boot_id"] == _boot_id() and process["pid_namespace"] == os.readlink(
+            "/proc/self/ns/pid"
+        )
+        return bool(is_seen_from_here and _has_ended(int(process["pid"]), int(process["start_ticks"])))
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        return False
+
+
+def _has_ended(pid: int, start_ticks: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    fields = _stat_fields(pid)
+    return fields[_STATE_FIELD] in _DEAD_STATES or int(fields[_START_FIELD]) != start_ticks
+
+
+def _stat_fields(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class WatchFeed:
+    """Reads a run's log at every call of `look`. The folder, the log and its first record may not exist yet.
+
+    Attributes:
+        run: The state of the run.
+        place: The folder or file to watch, as the user wrote it.
+    """
+
+    def __init__(self, run_dir: str, unix_time: Callable[[], float]) -> None:
+        self.run = WatchedRun()
+        self.place = run_dir
+        self.unix_time = unix_time
+        self._follower: LogFollower | None = None
+        self._replaced = 0
+        self._has_looked = False
+
+    def look(self, *, must_exist: bool = False) -> None:
+        """Read what was appended to the log.
+
+        Raises:
+            InputError: There are several logs, or one in a newer format; with `must_exist` also where there is none.
+        """
+        if self._follower is None:
+            try:
+                self._follower = LogFollower(find_log(self.place))
+            except NoLogError:
+                if must_exist:
+                    raise
+                return
+        records = self._follower.poll()
+        if self._follower.times_replaced > self._replaced:
+            self._replaced = self._follower.times_replaced
+            self.run = WatchedRun()
+        is_new = False
+        for record in records:
+            self.run.add(record)
+            is_new = True
+        if is_new and self._has_looked:
+            # By the clock of this machine: that of the training may differ.
+            self.run.heard_unix_time = self.unix_time()
+        self._has_looked = True
+
+
+State = Literal["no log", "starting", "running", "silent", "died", "ended", "stopped", "failed"]
+
+CURVES = ("training/loss", "perf/mfu_percent", "perf/step_time")
+_MOST_POINTS = 1024
+_MOST_NOTICES = 20
+_SHORTEST_SILENCE_SECONDS = 30.0
+_WINDOWS_OF_SILENCE = 3
+_PERCENTILE_STEPS = 512
+"""As many as the metric `perf/step_time_p50` uses."""
+_TIMES = (
+    *("train", "input_wait", "warm_up", "eval", "checkpoint", "pause", "count"),
+    *("start_up", "restart", "rerun", "wall"),
+)
+_LEAST_SHARE_PERCENT = 1e-9
+"""A smaller difference of shares is rounding error."""
+
+
+class ThinnedCurve:
+    """A curve of any length in at most 1,024 points: when it is full, each pair of neighbours becomes its mean.
+
+    >>> curve = ThinnedCurve(most_points=4)
+    >>> for step in range(6):
+    ...     curve.add(step, 10.0 * step)
+    >>> curve.points()
+    [(0.5, 5.0), (2.5, 25.0), (4.5, 45.0)]
+
+    Attributes:
+        ends: The first and the last step.
+    """
+
+    def __init__(self, most_points: int = _MOST_POINTS) -> None:
+        self._most_points = most_points
+        self._merged = 1
+        self._points: list[tuple[float, float]] = []
+        self._waiting: list[tuple[float, float]] = []
+        self.ends = (0, 0)
+
+    def add(self, step: int, value: float) -> None:
+        """Add a point, unless it is not finite."""
+        if not isfinite(value):
+            return
+        self.ends = (self.ends[0] if self._points or self._waiting else step, step)
+        self._waiting.append((step, value))
+        if len(self._waiting) < self._merged:
+            return
+        self._points.append(_mean(self._waiting))
+        self._waiting = []
+        if len(self._points) >= self._most_points:
+            self._points = [_mean(self._points[index : index + 2]) for index in range(0, len(self._points), 2)]
+            self._merged *= 2
+
+    def drop_after(self, step: float) -> None:
+        """Remove the points after a step, which were run again."""
+        self._points = [point for point in self._points if point[0] <= step]
+        self._waiting = [point for point in self._waiting if point[0] <= step]
+
+    def points(self) -> list[tuple[float, float]]:
+        return [*self._points, *([_mean(self._waiting)] if self._waiting else [])]
+
+
+def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
+    return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
+
+
+def _timed_seconds(row: Row) -> list[float]:
+    seconds = row.steps.get("seconds", ())
+    warm_up = row.steps.get("warm_up") or [False] * len(seconds)
+    return [value for value, is_warm_up in zip(seconds, warm_up, strict=False) if value is not None and not is_warm_up]
+
+
+def _without_noise(share_percent: float) -> float:
+    return share_percent if share_percent > _LEAST_SHARE_PERCENT else 0.0
+
+
+class WatchedRun:
+    """What is known about a run from the records read so far. Its size does not depend on the length of the run.
+
+    Attributes:
+        start: The start of the last session.
+        sessions: The number of sessions.
+        provenance: How the newest numbers were found.
+        row: The newest window.
+        loss: The step and value of the newest known loss.
+        notices: The last notices.
+        summary: The end of the last session; None while it runs.
+        curves: The curve of each metric over the run.
+        heard_unix_time: When the last record was written.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self.start: RunStart | None = None
+        self.sessions = 0
+        self.provenance: Provenance | None = None
+        self.row: Row | None = None
+        self.loss: tuple[int, float] | None = None
+        self.notices: deque[Notice] = deque(maxlen=_MOST_NOTICES)
+        self.summary: Summary | None = None
+        self.curves = {key: ThinnedCurve() for key in CURVES}
+        self.heard_unix_time = -inf
+        self._first_row: Row | None = None
+        self._steps_per_row = 1
+        self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
+
+    def add(self, record: Record) -> None:
+        """Add the next record of the log."""
+        if isinstance(record, RunStart):
+            self._begin_session(record)
+        elif isinstance(record, Row):
+            self._add_row(record)
+        elif isinstance(record, Provenance):
+            self.provenance = record
+        elif isinstance(record, Notice):
+            self.notices.append(record)
+        else:
+            self.summary = record
+        if isinstance(record, RunStart | Row | Summary):
+            self.heard_unix_time = record.unix_time
+
+    def _begin_session(self, start: RunStart) -> None:
+        if start.resumed_after_step is None:
+            self._forget()
+        else:
+            for curve in self.curves.values():
+                curve.drop_after(start.resumed_after_step)
+        self.start, self.summary, self._first_row = start, None, None
+        self.sessions += 1
+
+    def _add_row(self, row: Row) -> None:
+        if self.row is not None and row.step > self.row.step:
+            self._steps_per_row = len(row.steps.get("step", ())) or row.step - self.row.step
+        self.row = row
+        self._first_row = self._first_row or row
+        if "training/loss" in row.values:
+            self.loss = row.step, row.values["training/loss"]
+        self._recent_seconds.extend(_timed_seconds(row))
+        for key, curve in self.curves.items():
+            if key in row.values:
+                curve.add(row.step, row.values[key])
+
+    def value(self, key: str) -> Number | None:
+        """A value of the newest window only, so that all values on the screen were measured together."""
+        return None if self.row is None else self.row.values.get(key)
+
+    def step_time_percentiles(self) -> dict[str, float]:
+        """Percentiles of the last steps; empty if no step was timed."""
+        ordered = sorted(self._recent_seconds)
+        return {f"p{percent}": percentile(ordered, percent / 100) for percent in (50, 90, 99)} if ordered else {}
+
+    def seconds_spent(self) -> dict[str, float]:
+        """Seconds in each phase since the first start, by the newest window."""
+        ledger = self.row.ledger.get("seconds", {}) if self.row is not None else {}
+        return {
+            name: float(ledger.get(name, 0.0) if ledger else self.value(f"time/{name}_seconds") or 0.0)
+            for name in _TIMES
+        }
+
+    def flops_shares(self) -> dict[str, float]:
+        """What the executed FLOPs of the newest window were used for, in percent; empty when unknown."""
+        useful, again = self._useful_percent(), self.value("perf/recompute_percent")
+        if useful is None:
+            return {}
+        rest = _without_noise(100 - useful - (again or 0.0))
+        if again is None:
+            return {"useful": useful, "recompute or padding": rest}
+        return {"useful": useful, "recompute": again, self._name_of_the_rest(): rest}
+
+    def _useful_percent(self) -> float | None:
+        """Over all ranks if they have reported, else over the steps of the logging rank."""
+        row = self.row
+        if row is None:
+            return None
+        if row.all_ranks:
+            known = [(row.all_ranks.get("model_flops"), row.all_ranks.get("hardware_flops"))]
+        else:
+            columns = row.steps.get("model_flops", ()), row.steps.get("hardware_flops", ())
+            known = list(zip(*columns, strict=False))
+        counted = [(model, hardware) for model, hardware in known if model is not None and hardware is not None]
+        executed = sum(hardware for _, hardware in counted)
+        return 100 * sum(model for model, _ in counted) / executed if executed else None
+
+    def _name_of_the_rest(self) -> str:
+        """The name for FLOPs that are neither useful nor recomputed: padding, or pairs across packed documents."""
+        padding = self.value("perf/padding_percent")
+        if padding is None:
+            return "padding"
+        return "padding" if padding else "pairs across documents"
+
+    @property
+    def wall_seconds_per_step(self) -> float | None:
+        """Wall time per step of this session, with everything between the steps."""
+        if self.row is None or self._first_row is None or self.row.step <= self._first_row.step:
+            return None
+        return (self.row.unix_time - self._first_row.unix_time) / (self.row.step - self._first_row.step)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated time until the planned end, at the pace of this session."""
+        pace = self.wall_seconds_per_step
+        if pace is None or self.row is None or self.start is None or self.start.total_steps is None or self.summary:
+            return None
+        return max(self.start.total_steps - self.row.steps_done, 0) * pace
+
+    def silent_seconds(self, unix_time: float) -> float:
+        """Time since the last record."""
+        return max(unix_time - self.heard_unix_time, 0.0)
+
+    def state(self, unix_time: float) -> State:
+        """The state of the run.
+
+        It is `silent` if it has logged nothing for much longer than a window takes: it may evaluate, hang or be dead.
+        It has `died` if its process is gone without having logged an end, which only its own machine can see.
+        """
+        if self.start is None and self.row is None:
+            return "no log"
+        if self.summary is not None:
+            return self._state_at_the_end(self.summary)
+        if self.start is not None and is_gone(self.start.environment.get("process", {})):
+            return "died"
+        window_seconds = (self.wall_seconds_per_step or 0.0) * self._steps_per_row
+        limit_seconds = max(_SHORTEST_SILENCE_SECONDS, _WINDOWS_OF_SILENCE * window_seconds)
+        if self.silent_seconds(unix_time) > limit_seconds:
+            return "silent"
+        return "starting" if self._first_row is None else "running"
+
+    def _state_at_the_end(self, summary: Summary) -> State:
+        if summary.ended_by is None:
+            return "ended"
+        return "stopped" if summary.ended_by.startswith("KeyboardInterrupt") else "failed"
