@@ -115,11 +115,11 @@ def function_lengths(tree: ast.Module) -> Iterator[int]:
 
 
 def files_on_the_way(page: str, heading: str) -> int | None:
-    """Files of `src` that the page names under this heading, each once; None without such a heading."""
+    """Files in the numbered rows of the table under this heading, each once; None without such a heading."""
     found = re.search(rf"^#+ {heading}[^\n]*\n(.*?)(?=^#+ |\Z)", page, re.DOTALL | re.MULTILINE)
     if found is None:
         return None
-    steps = re.findall(r"^\s*\d+\. .*?`([\w/]+\.py)`", found[1], re.MULTILINE)
+    steps = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", found[1], re.MULTILINE)
     return len(set(steps))
 
 

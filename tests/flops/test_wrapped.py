@@ -36,8 +36,9 @@ def plain_flops(batch: Batch) -> int:
     return flopwatch.count_flops(ARCHITECTURE.build(), batch).model_flops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-@pytest.mark.parametrize("method", ["trace", pytest.param("step", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["trace", "step"])
 def test_a_compiled_model_stays_compiled(warm: bool, method: str, batch: Batch, plain_flops: int) -> None:
     model = torch.compile(ARCHITECTURE.build(), backend="aot_eager")
     if warm:
@@ -51,6 +52,7 @@ def test_a_compiled_model_stays_compiled(warm: bool, method: str, batch: Batch, 
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_compiled_parts_of_a_model_stay_compiled(batch: Batch, plain_flops: int) -> None:
     model = ARCHITECTURE.build()
     layers = model.model.layers  # type: ignore[union-attr]

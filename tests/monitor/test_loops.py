@@ -11,8 +11,12 @@ from testbeds.loops.loops import LOOPS
 PENDING = "so far|no step of this kind|times the FLOPs of the model's calls"
 
 
+QUICK = {loop.name for loop in [loop for loop in LOOPS if not loop.is_slow][::6]}
+"""Every sixth in `make test`, all of them in CI."""
+
+
 def marks_of(loop: Loop) -> list[pytest.MarkDecorator]:
-    marks = [pytest.mark.slow] if loop.is_slow else []
+    marks = [] if loop.name in QUICK else [pytest.mark.slow]
     return marks if loop.hole is None else [*marks, pytest.mark.xfail(strict=True, reason=loop.hole)]
 
 
