@@ -66,13 +66,13 @@ def make_monitor(case, mode, folder, rank, model):
 
 def break_monitor(case: str, rank: int) -> None:
     """The monitor of one rank fails from the disturbed step on."""
-    from flopwatch.monitor import run as core
+    from flopwatch.monitor.run import MonitoredRun
     from flopwatch.monitor.ranks import link
 
     def fails(*_args, **_options):
         raise ValueError("broken by the test")
 
-    note = core.Core.note_step
+    note = MonitoredRun.note_step
 
     def note_until(self, step, *arguments):
         return (fails if step >= DISTURBED_STEP else note)(self, step, *arguments)
@@ -86,7 +86,7 @@ def break_monitor(case: str, rank: int) -> None:
             yield report
 
     if case == f"note_step_raises_on_{rank}":
-        core.Core.note_step = note_until
+        MonitoredRun.note_step = note_until
     if case == f"thread_raises_on_{rank}":
         link.RankLink._own_reports = own_until
     if case == f"thread_never_starts_on_{rank}":
