@@ -4,9 +4,9 @@ python benchmarks/accuracy/model_size.py 7b 70b
 """
 
 import json
-import resource
 import sys
 import time
+from pathlib import Path
 
 import torch
 import transformers
@@ -34,7 +34,9 @@ def measure(name: str) -> dict[str, object]:
     start = time.perf_counter()
     count = flopwatch.count_flops(model, {"input_ids": ids, "labels": ids})
     seconds = time.perf_counter() - start
-    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    # Not ru_maxrss: Linux carries that of the parent over fork and exec, so a large parent would be measured.
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    peak_gib = int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1]) / 2**20
     facts = {"model": name, "model_flops": count.model_flops, "method": count.method}
     return {**facts, "seconds": seconds, "peak_gib": peak_gib}
 

@@ -156,7 +156,7 @@ def test_after_the_budget_the_rest_is_left_and_the_status_says_so(tmp_path):
     text = flopwatch(*words("sleep 1.5"), "--budget", "1s", code=75)
     assert "The budget is used up: 2 trials left; run the same command again to resume." in text
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "ok"}
-    assert "not a span of time" in flopwatch(*words("true"), "--budget", "soon", code=2)
+    assert "is not a duration" in flopwatch(*words("true"), "--budget", "soon", code=2)
 
 
 def test_a_supervisor_that_is_killed_is_tried_again_as_often_as_asked(tmp_path):

@@ -28,7 +28,7 @@ def test_a_word_in_a_log_leaves_nothing_out_and_is_shown(tmp_path):
     assert [result.outcome for result in results.values()] == ["error", "error"], "the larger one is run too"
     assert all(result.evidence["hint"] == "CUDA out of memory in optional autotune" for result in results.values())
     (failure,) = summarise(capture_sweep(tmp_path / "s")).failures
-    assert "log tells of memory" in failure.cause
+    assert "log mentions memory" in failure.cause
     assert any("CUDA out of memory in optional autotune" in line for line in failure.advice)
     assert any("metrics.json" in line for line in failure.advice)
 
