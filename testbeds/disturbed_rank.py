@@ -66,8 +66,8 @@ def make_monitor(case, mode, folder, rank, model):
 
 def break_monitor(case: str, rank: int) -> None:
     """The monitor of one rank fails from the disturbed step on."""
-    from flopwatch.monitor.run import MonitoredRun
     from flopwatch.monitor.ranks import link
+    from flopwatch.monitor.run import MonitoredRun
 
     def fails(*_args, **_options):
         raise ValueError("broken by the test")

@@ -157,7 +157,8 @@ def _flops(model: "nn.Module", batch_size: int, seq_length: int, mode: str) -> i
             return law.model_flops(batch_size, seq_length if has_length else None)
     if mode == "hybrid":
         warnings.warn(
-            "mode hybrid: this version reads no hardware counters; FLOPs are counted as in mode profiler", stacklevel=4
+            "mode hybrid: this version of flopwatch reads no hardware counters; FLOPs are counted as in mode profiler",
+            stacklevel=4,
         )
     return count_flops(model, batch).model_flops
 

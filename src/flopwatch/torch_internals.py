@@ -173,7 +173,7 @@ current_autograd_node: Callable[[], Any] = required(
 next_sequence_nr: Callable[[], int] = required(
     _AUTOGRAD, "_get_sequence_nr", "to attribute the backward pass to modules"
 )
-# The same for the live monitor, which compares steps by it. Missing: None, and steps are compared by their calls alone.
+# The live monitor compares steps by this number too; in a release without it, by their calls alone (None).
 recorded_operations: Callable[[], int | None] = getattr(_AUTOGRAD, "_get_sequence_nr", lambda: None)
 # The number a node got when its forward op ran.
 sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")

@@ -252,7 +252,7 @@ class FlopLaw:
             # Linear in n: every sample adds the term at its own lengths.
             if samples == 1:
                 return sum(prod(int(row.get(name, 0) ** power) for name, power in powers.items()) for row in rows)
-            # Paid once per step, or for all pairs of samples: the term at the greatest lengths.
+            # A cost per step, or over all pairs of samples, is its term at the greatest lengths of the batch.
             return int(len(rows) ** samples) * prod(
                 int(longest.get(name, 0) ** power) for name, power in powers.items()
             )

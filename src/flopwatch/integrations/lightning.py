@@ -168,7 +168,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     @harmless
     def _end(self) -> None:
-        self._note_totals()  # a checkpoint may follow
+        self._note_totals()  # Lightning may save a checkpoint next, which must hold this step
         self._phases.close()
         while self._put_back:
             self._put_back.pop()()

@@ -260,7 +260,7 @@ class RowMaker:
         return job_values(complete, self._layout.data_parallel_size) | straggler_values(self.straggler)
 
     def _is_detailed(self, step: int) -> bool:
-        """The first row, then every `detailed_log_every` steps."""
+        """Whether this row has the details: the first has, then one every `detailed_log_every` steps."""
         if self._config.reduced_logging or step < self._next_detailed:
             return False
         every = self._config.detailed_log_every

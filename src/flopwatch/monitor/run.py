@@ -218,7 +218,7 @@ class MonitoredRun:
                 self._readings.append(self.noter.read(batch, lengths))
                 if self._flops_fn is not None:
                     self._user_flops = (self._user_flops or 0) + checked_flops(self._flops_fn, batch)
-            except Exception as error:  # costs this step's tokens, not its time and loss
+            except Exception as error:  # a failure here loses this step's tokens, not its time and loss
                 self.failed("batch", error)
         try:
             calls = self.noter.end_step(self._readings, step, self.close_window, loss)

@@ -51,7 +51,7 @@ def edge_of_parabola(points: Sequence[Point], capacity: int) -> int | None:
     bend = (slope12 - slope01) / (x2 - x0)
     if bend <= 0:
         return None
-    # y = y2 + slope (x - x2) + bend (x - x2)^2, solved for the capacity above x2
+    # Solve y2 + slope (x - x2) + bend (x - x2)^2 = capacity for x, and take the root above x2
     slope = slope12 + bend * (x2 - x1)
     root = slope**2 + 4 * bend * (capacity - y2)
     return math.floor(x2 + (math.sqrt(root) - slope) / (2 * bend) + 1e-9) if root >= 0 else None

@@ -239,7 +239,7 @@ def has_begun(sweep: Path, name: str) -> bool:
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
-    """Whether a supervisor of this trial may be alive. For one on another host this stays True for some time."""
+    """Whether a supervisor of this trial may be alive. On another host its death shows only after some silence."""
     folder = trial_folder(sweep, name)
     return _WATCHER.is_alive(folder / STARTED, folder / SUPERVISOR_HEARTBEAT)
 

@@ -45,7 +45,7 @@ class Verdict:
 
 @dataclass
 class _Ratios:
-    """What the counted steps of one pattern cost, in multiples of the price of their calls."""
+    """The FLOPs of the counted steps of one pattern, each divided by the sum of the prices of its calls."""
 
     steps: int = 0
     unknown: int = 0

@@ -52,7 +52,7 @@ def split_messages(buffer: bytes) -> tuple[list[Message], bytes]:
     """
     *lines, rest = buffer.split(b"\n")
     if len(rest) > _LONGEST_LINE:
-        raise ValueError(f"a line longer than {_LONGEST_LINE} bytes")
+        raise ValueError(f"the peer sent a line longer than {_LONGEST_LINE} bytes")
     messages = [json.loads(line) for line in lines]
     if not all(isinstance(message, dict) for message in messages):
         raise ValueError("not an object")

@@ -122,7 +122,9 @@ class _TrialRun:
         self.measured = replace(self.measured, memory=with_peaks(self.measured.memory, self.device))
         held, limit = self.measured.memory.host_bytes, self.spec.limits.memory_bytes
         if held is not None and limit is not None and held - mapped_data_bytes("self") > limit:
-            raise HostLimitError(f"it held {held / 2**20:,.0f} MiB in its steps, its limit is {limit / 2**20:,.0f} MiB")
+            raise HostLimitError(
+                f"its steps held {held / 2**20:,.0f} MiB, more than its limit of {limit / 2**20:,.0f} MiB"
+            )
         self._has_all_steps = True
         self.save()
 
