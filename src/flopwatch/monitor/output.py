@@ -371,10 +371,6 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
     return outlets
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def json_ready(value: Any) -> Any:
     """A configuration as plain JSON values."""
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ from flopwatch.clock import Clock
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import effective_peak
-from flopwatch.monitor.output import Outlets, TraceCapture, first_line, json_ready, open_outlets
+from flopwatch.monitor.output import Outlets, TraceCapture, json_ready, open_outlets
 from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.call_costs import CallCosts
 from flopwatch.monitor.pricing.certificates import NO_CALLS
@@ -41,6 +41,7 @@ from flopwatch.monitor.window import (
     price_step,
     read_now,
 )
+from flopwatch.records.reading import first_line
 from flopwatch.records.run import Number, RunStart, Summary
 from flopwatch.sinks.protocol import Sink
 

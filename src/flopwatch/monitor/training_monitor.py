@@ -14,9 +14,9 @@ from torch import nn
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.monitor.config import MonitorConfig, read_config, refuse_problems
-from flopwatch.monitor.output import first_line
 from flopwatch.monitor.run import DEVICE_SECONDS, MonitoredRun
 from flopwatch.monitor.session import rank_and_world_size
+from flopwatch.records.reading import first_line
 from flopwatch.records.run import Number, Summary
 from flopwatch.sinks.protocol import Sink
 
@@ -603,4 +603,5 @@ def _named(error: BaseException | None) -> str | None:
         return None
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"{name}: {first_line(error)}" if str(error).strip() else name
+    line = first_line(error)
+    return name if line == kind.__name__ else f"{name}: {line}"
