@@ -1,8 +1,10 @@
 """Draws comments, docstrings and messages at random from src, for a reader who does not know the code.
 
     python benchmarks/house/language_sample.py --count 30 --seed 1
+    python benchmarks/house/language_sample.py --all --below sinks
 
-Each is printed with its place. The three kinds are drawn in equal numbers, since there are far more docstrings than
+Each is printed with its place and with the code that a reader has before the eyes beside it: the line of a comment and
+the two that follow, the line that a docstring belongs to. A message stands alone, as on a screen. The three kinds are drawn in equal numbers, since there are far more docstrings than
 comments. A message is a text that a person may be shown: what is raised, warned, logged or printed, and the help of an
 option. Texts of fewer than four words are left out.
 """
@@ -14,7 +16,7 @@ import random
 import re
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +47,7 @@ class Text:
     kind: str
     place: str
     words: str
+    code: str = ""
 
 
 def comments(text: str, place: str) -> Iterator[Text]:
@@ -104,13 +107,27 @@ def literal(node: ast.expr) -> str:
     return ""
 
 
-def texts(source: Path) -> list[Text]:
+def texts(source: Path, below: str = "") -> list[Text]:
+    """All texts of the package in the file or folder named by `below`."""
     found: list[Text] = []
     for path in sorted(source.rglob("*.py")):
         text, place = path.read_text(encoding="utf-8"), str(path.relative_to(source.parent))
-        tree = ast.parse(text)
-        found += [*comments(text, place), *docstrings(tree, place), *messages(tree, place)]
+        if place.startswith(f"src/flopwatch/{below}"):
+            tree = ast.parse(text)
+            all_kinds = [*comments(text, place), *docstrings(tree, place), *messages(tree, place)]
+            found += [replace(one, code=_beside(one, text.splitlines())) for one in all_kinds]
     return [text for text in found if len(text.words.split()) >= FEWEST_WORDS]
+
+
+def _beside(text: Text, lines: list[str]) -> str:
+    number = int(text.place.rpartition(":")[2]) - 1
+    if text.kind == "comment":
+        code = [line for line in lines[number : number + 12] if not line.lstrip().startswith("#")]
+        return "\n".join(code[:3])
+    if text.kind == "docstring":
+        before = [line for line in lines[:number] if line.strip()]
+        return before[-1] if before else ""
+    return ""
 
 
 def draw(found: list[Text], count: int, seed: int) -> list[Text]:
@@ -127,10 +144,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--all", action="store_true", help="print every text instead of drawing some")
+    parser.add_argument("--below", default="", help="a file or folder below src/flopwatch")
     options = parser.parse_args()
-    for number, text in enumerate(draw(texts(ROOT / "src"), options.count, options.seed), 1):
+    found = texts(ROOT / "src", options.below)
+    for number, text in enumerate(found if options.all else draw(found, options.count, options.seed), 1):
         words = "\n    ".join(line.strip() for line in text.words.strip().splitlines())
-        print(f"{number}. {text.kind}, {text.place}\n    {words}\n")
+        code = "".join(f"    | {line}\n" for line in text.code.splitlines())
+        print(f"{number}. {text.kind}, {text.place}\n{code}    {words}\n")
 
 
 if __name__ == "__main__":
