@@ -3,10 +3,10 @@
     python benchmarks/house/language_sample.py --count 30 --seed 1
     python benchmarks/house/language_sample.py --all --below sinks
 
-Each is printed with its place and with the code that a reader has before the eyes beside it: the line of a comment and
-the two that follow, the line that a docstring belongs to. A message stands alone, as on a screen. The three kinds are drawn in equal numbers, since there are far more docstrings than
-comments. A message is a text that a person may be shown: what is raised, warned, logged or printed, and the help of an
-option. Texts of fewer than four words are left out.
+Each is printed with its place and the code that a reader sees beside it: the line of a comment and the two that follow,
+or the line that a docstring belongs to. A message stands alone, as on a screen. The three kinds are drawn in equal
+numbers, since there are far more docstrings than comments. A message is a text that a person may be shown: what is
+raised, warned, logged or printed, and the help of an option. Texts of fewer than four words are left out.
 """
 
 import argparse
