@@ -69,7 +69,8 @@ def _refuse_slower(comparison: "Comparison", percent: float) -> None:
             f"and there are {comparison.a.compared} in A and {comparison.b.compared} in B: train for longer"
         )
     is_slower = line.verdict == "slower" and line.change < -percent
-    said = f"{line.label} {line.change:+.1f} % ({line.verdict}), and {percent:g} % slower is allowed"
+    verdict = _SHORT.get(line.verdict or "", line.verdict)
+    said = f"{line.label} {line.change:+.1f} % ({verdict}), and {percent:g} % slower is allowed"
     typer.secho(f"{'failed' if is_slower else 'passed'}: {said}", fg="red" if is_slower else None, err=True)
     if is_slower:
         raise typer.Exit(1)
@@ -165,8 +166,8 @@ _WIDEST = 100
 _WIDTH_FOR_INTERVALS = 98
 _GOOD = ("faster", "steadier")
 _BAD = ("slower", "less steady")
-_SHORT = {"no measurable difference": "no clear difference", "too few steps to tell": "too few steps"}
-"""Verdicts that would not fit a terminal of 80 columns."""
+_SHORT = {"no difference that can be told": "no clear difference", "too few steps to tell": "too few steps"}
+"""What the text says for verdicts of the JSON that would not fit a terminal of 80 columns."""
 _LABEL_WIDTH = 20
 _VALUE_WIDTH = 12
 _FACT_WIDTH = 30

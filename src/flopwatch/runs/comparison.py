@@ -156,8 +156,9 @@ def recompute_percent(log: RunLog) -> float | None:
     return sum(share * flops for share, flops in shares) / executed if executed else None
 
 
-NO_DIFFERENCE = "no measurable difference"
+NO_DIFFERENCE = "no difference that can be told"
 TOO_FEW = "too few steps to tell"
+"""Both are values of the JSON, which scripts read, so their words must not change."""
 CONFIDENCE = 0.99
 _DRAWS = 1000
 _MOST_STEPS_DRAWN = 50
@@ -180,8 +181,8 @@ class Line:
         change: From A to B in percent of A; in percentage points where the unit is `%`, because such a share may be 0.
         low: Lower end of the 99 % interval of the change.
         high: Its upper end.
-        verdict: What B is: `faster`, `slower`, `higher`, `lower`, ..., `no measurable difference` or `too few steps to
-            tell`; None where nothing is judged.
+        verdict: What B is: `faster`, `slower`, `higher`, `lower`, `steadier`, `less steady`, `NO_DIFFERENCE` or
+            `TOO_FEW`; None for a measure without a verdict.
     """
 
     key: str
