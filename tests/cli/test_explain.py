@@ -175,19 +175,19 @@ def test_the_first_step_has_no_time_and_says_why(flopwatch, tmp_path):
     write_run(tmp_path, 10)
     status, out, _ = flopwatch("explain", str(tmp_path), "--step", "1")
     assert status == 0
-    assert "unknown: the step has no beginning" in " ".join(out.split())
+    assert "unknown: the start of the step was not measured" in " ".join(out.split())
     assert "MFU unknown: without seconds there is nothing to divide" in out
 
 
 @pytest.mark.parametrize(
     ("story", "reasons"),
     [
-        (Story(knows_peak=False), ["the peak of NVIDIA H100 80GB HBM3 is not in the table; pass peak_flops_per_s="]),
-        (Story(knows_flops=False), ["FLOPs had not been found by then"]),
-        (Story(knows_tokens=False), ["the batch's shape was not given; pass batch= or attention_mask="]),
+        (Story(knows_peak=False), ["flopwatch has no peak FLOP/s for NVIDIA H100 80GB HBM3: pass peak_flops_per_s="]),
+        (Story(knows_flops=False), ["FLOPs were not yet counted when this was logged"]),
+        (Story(knows_tokens=False), ["the shape of the batch was not logged: pass batch= or attention_mask="]),
         (
             Story(knows_peak=False, knows_flops=False, knows_tokens=False),
-            ["is not in the table", "MFU unknown: without model FLOPs and peak"],
+            ["has no peak FLOP/s for", "MFU unknown: without model FLOPs and peak"],
         ),
     ],
 )
@@ -299,8 +299,8 @@ def test_json_carries_the_same_numbers(flopwatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "51"], "step 51 is not in .*: it has steps 1 to 50"),
-        (["--step", "0"], "step 0 is not in .*: it has steps 1 to 50"),
+        (["--step", "51"], "step 51 is not in .*: the log has steps 1 to 50"),
+        (["--step", "0"], "step 0 is not in .*: the log has steps 1 to 50"),
     ],
 )
 def test_a_step_that_is_not_in_the_log_ends_with_status_2_and_those_that_are(flopwatch, tmp_path, arguments, message):

@@ -39,8 +39,8 @@ def report(
 ) -> None:
     """What a sweep found: what to run, memory and time and MFU of every trainer, what failed and why."""
     from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
-    from flopwatch.report.analysis.summarise import summarise
     from flopwatch.report.capture import capture_sweep
+    from flopwatch.report.summary import summarise
 
     metrics = _metrics(metric)
     refuse_two_on_standard_output(csv, parquet, as_json=as_json)

@@ -21,7 +21,7 @@ from flopwatch.monitor.output import Tell
 from flopwatch.records.metrics import APART, LOST, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.runs import read_around, rows_from_end
-from flopwatch.runs.lines import TornLineError, lines_from_end, parse_object
+from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object
 from flopwatch.runs.state import identify_process
 from flopwatch.version import __version__
 

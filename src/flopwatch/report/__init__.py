@@ -1,4 +1,4 @@
-"""What a sweep found, from its folder: `load(DIR)` returns a table of trials, `summarise(DIR)` the analysis."""
+"""Read the results of a sweep: `load(DIR)` returns a table of trials, `summarise(DIR)` the content of the report."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +24,8 @@ def summarise(sweep: str | Path) -> "SweepSummary":
 
     `summarise("flopwatch-sweep").totals.by_outcome` is, for example, `{'ok': 14, 'oom_host': 2}`.
     """
-    from flopwatch.report.analysis.summarise import summarise as summarise_capture
     from flopwatch.report.capture import capture_sweep
+    from flopwatch.report.summary import summarise as summarise_capture
 
     return summarise_capture(capture_sweep(Path(sweep).expanduser()))
 

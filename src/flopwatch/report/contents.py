@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from flopwatch.number_format import UNKNOWN, byte_size, number, percent, plural, step_time
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
-from flopwatch.report.analysis.summarise import MOST_COLUMNS
-from flopwatch.report.analysis.verdicts import differ_measurably
 from flopwatch.report.records import Cell, Choice, Crossover, FrontierPoint, Group, PrivacyRow, Quantity, SweepSummary
+from flopwatch.report.summary import MOST_COLUMNS
+from flopwatch.report.verdicts import differ_measurably
 
 MATRIX_NOTES = (
     "Bold marks the best of its privacy class, where the difference is measurable.",

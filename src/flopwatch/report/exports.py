@@ -17,8 +17,8 @@ from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor,
 from flopwatch.optional import require_package
 from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import FAILED, TrialResult
-from flopwatch.report.analysis.cells import MOST_FINITE
 from flopwatch.report.capture import Capture
+from flopwatch.report.cells import MOST_FINITE
 from flopwatch.report.contents import (
     CLASSES_APART,
     HEADINGS,

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias, overload
 
 from flopwatch.optional import require_package
 from flopwatch.records.trial import MemoryUse, PrivacySpent, StepCost, StepTimes, TrialResult, TrialSpec
-from flopwatch.report.analysis.cells import MOST_FINITE, make_cell, missing_cell, privacy_of
 from flopwatch.report.capture import Capture, capture_sweep
+from flopwatch.report.cells import MOST_FINITE, make_cell, missing_cell, privacy_of
 from flopwatch.report.records import Cell
 
 Kind: TypeAlias = Literal["text", "integer", "number", "flag"]

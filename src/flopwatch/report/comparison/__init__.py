@@ -1,4 +1,4 @@
-"""Two sweeps compared trial by trial. Pure arithmetic on two folders; never loads torch.
+"""Compare two sweeps trial by trial. Nothing here imports torch.
 
 >>> from pathlib import Path
 >>> from flopwatch.report.capture import capture_sweep

@@ -1,4 +1,4 @@
-"""From a captured sweep to its summary: groups of comparable trials, and totals. Pure."""
+"""Summarise a sweep: groups of comparable trials, totals, failures and warnings."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, PrivacySpent, TrialResult, TrialSpec
-from flopwatch.report.analysis.cells import (
+from flopwatch.report.capture import Capture
+from flopwatch.report.cells import (
     column_names,
     group_key,
     group_settings,
@@ -21,7 +22,7 @@ from flopwatch.report.analysis.cells import (
     trainer_name,
     trainer_order,
 )
-from flopwatch.report.analysis.problems import (
+from flopwatch.report.problems import (
     denominators,
     distinct_environments,
     group_failures,
@@ -31,12 +32,12 @@ from flopwatch.report.analysis.problems import (
     peak_warnings,
     retried_warnings,
 )
-from flopwatch.report.analysis.verdicts import choose, cost_factors, find_crossovers, frontier, pareto_trials
-from flopwatch.report.capture import Capture
 from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals, TrialRow
+from flopwatch.report.verdicts import choose, cost_factors, find_crossovers, frontier, pareto_trials
 
 MOST_COLUMNS = 16
-"""Of a group; more columns side by side cannot be read, and the pairs to search for crossovers grow with the square."""
+"""A table shows at most this many trainers. With more, crossovers are not searched, because the number of pairs of
+trainers grows quadratically."""
 
 
 class _Member(NamedTuple):
@@ -46,7 +47,7 @@ class _Member(NamedTuple):
 
 
 def summarise(capture: Capture) -> SweepSummary:
-    """Everything that the report shows."""
+    """Compute everything that the report shows."""
     results = list(capture.results.values())
     members = _grouped(capture)
     varying = _varying([group_settings(group[0].spec) for group in members])
@@ -74,7 +75,7 @@ def summarise(capture: Capture) -> SweepSummary:
 
 
 def _grouped(capture: Capture) -> list[list[_Member]]:
-    """Groups of comparable trials, those with the most `ok` trials first."""
+    """Divide the trials into groups of comparable trials, the group with the most `ok` trials first."""
     specs = {name: result.spec for name, result in capture.results.items()} | dict(capture.missing)
     columns = column_names(specs)
     groups: dict[tuple[Any, ...], list[_Member]] = defaultdict(list)
@@ -116,7 +117,7 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
 
 
 def _with_like_peaks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """Without the peaks of trials that report host memory, where others of the group report an accelerator's."""
+    """Remove peaks of host memory if other trials report accelerator memory, because the two are not comparable."""
     if not any(cell.device_bytes for cell in cells):
         return tuple(cells)
     return tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in cells)
@@ -126,7 +127,8 @@ def _too_many(columns: int) -> tuple[str, ...]:
     if columns <= MOST_COLUMNS:
         return ()
     return (
-        f"{columns:,} columns of trainers, options or seeds: the first {MOST_COLUMNS} are shown, without crossovers",
+        f"there are {columns:,} combinations of trainers, options and seeds: only the first {MOST_COLUMNS} are shown, "
+        "and crossovers are not computed",
     )
 
 
@@ -160,7 +162,7 @@ def _warnings(groups: Sequence[Group], by_outcome: Mapping[str, int]) -> tuple[s
 
 
 def privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow, ...]:
-    """One row for each batch size and privacy spent, with all trainers that spend it; from (column, result) pairs."""
+    """Group (column, result) pairs by batch size and privacy spent; each row names the trainers that spend it."""
     found: dict[tuple[int, PrivacySpent], list[str]] = {}
     for column, result in trials:
         if result.outcome == "ok" and result.measured.privacy is not None:
@@ -170,7 +172,7 @@ def privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow,
 
 
 _LONGEST_SWEEP_SECONDS = 5 * 365 * 86400.0
-"""Longer spans come from a wrong clock, such as that of a machine without a battery, which starts in 1970."""
+"""A longer duration means that a clock is wrong, for example that it was reset to 1970."""
 
 
 def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
@@ -188,7 +190,7 @@ def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
 
 
 def _wall_seconds(lives: Sequence[tuple[float | None, float]]) -> float | None:
-    """From the first start to the last end, by the clocks of all hosts; None if one of them is clearly wrong."""
+    """Return the time from the first start to the last end; None if the clock of a host is clearly wrong."""
     ran = [(start, start + seconds) for start, seconds in lives if start is not None]
     if not ran:
         return None
@@ -197,7 +199,7 @@ def _wall_seconds(lives: Sequence[tuple[float | None, float]]) -> float | None:
 
 
 def was_tried(result: TrialResult) -> bool:
-    """Whether the outcome says something about the trainer, unlike one of a refused or cancelled trial."""
+    """Whether the trial ran, so that it counts for the success rate of its trainer. Cancelled trials do not count."""
     if result.outcome == "invalid":
         return result.unix_time is not None
     return result.outcome not in (*NOT_RUN, "cancelled")
@@ -247,7 +249,9 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
 
 
 def _shared_configurations(by_trainer: Sequence[Sequence[TrialResult]]) -> set[str]:
-    """Configurations that every trainer ran: a trainer that ran only small ones would otherwise seem to need little."""
+    """Return the configurations that every trainer ran. Only over these are mean peaks comparable, because a trainer
+    that fails at large sizes would otherwise have a small mean.
+    """
     if len(by_trainer) < 2:
         return set()
     ran = [
