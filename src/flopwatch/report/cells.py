@@ -122,9 +122,7 @@ MOST_FINITE = sys.float_info.max
 
 
 def make_cell(result: TrialResult, column: str) -> Cell:
-    """Collect the measurements of a trial. They are None unless the trial is `ok`, because a trial that ended early may
-    not have reached its peak memory.
-    """
+    """Collect the measurements of a trial; only of an `ok` trial, because others may not have reached their peak."""
     spec, measured = result.spec, result.measured
     place = (result.name, column, privacy_of(spec), spec.batch_size, spec.seq_len, str(result.outcome))
     if result.outcome != "ok":
@@ -156,25 +154,16 @@ def missing_cell(name: str, spec: TrialSpec, column: str) -> Cell:
 
 
 def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None) -> TrialRow:
+    of_cell = ("trainer", "outcome", "is_unstable", "tokens_per_s", "samples_per_s", "peak_bytes", "mfu", "hfu")
+    of_spec = ("model", "dtype", "checkpointing", "batch_size", "seq_len")
     return TrialRow(
+        **{name: getattr(cell, name) for name in of_cell},
+        **{name: getattr(spec, name) for name in of_spec},
         name=cell.trial,
         group=group,
-        trainer=cell.trainer,
-        model=spec.model,
-        dtype=spec.dtype,
-        checkpointing=spec.checkpointing,
-        batch_size=spec.batch_size,
-        seq_len=spec.seq_len,
-        outcome=cell.outcome,
         reason=result.reason if result else "planned, but has no result yet",
         total_seconds=positive(result.seconds) if result else None,
         step_seconds=cell.seconds,
-        is_unstable=cell.is_unstable,
-        tokens_per_s=cell.tokens_per_s,
-        samples_per_s=cell.samples_per_s,
-        peak_bytes=cell.peak_bytes,
-        mfu=cell.mfu,
-        hfu=cell.hfu,
         command=result.command if result else "",
         trace=result.measured.trace if result else None,
         epsilon=positive(result.measured.privacy.epsilon) if result and result.measured.privacy else None,
@@ -188,9 +177,7 @@ def positive(value: Any) -> Any:
 
 
 def _knows_peak(result: TrialResult) -> bool:
-    """Whether the peak memory was measured on the device of the trial. For a trial on an accelerator, a peak of host
-    memory does not tell whether the trial fits.
-    """
+    """Whether the peak was measured on the device of the trial. A peak of host memory says nothing about a GPU."""
     on_cpu = str(result.environment.get("device", "cpu")).startswith("cpu")
     return on_cpu or result.measured.memory.reserved_bytes is not None
 

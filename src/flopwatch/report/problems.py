@@ -149,11 +149,7 @@ def advice_for(result: TrialResult, cause: str, largest_ok: int | None) -> tuple
     by_outcome: Mapping[str, Callable[[], tuple[str, ...]]] = {
         "oom_device": lambda: _out_of_memory(result, largest_ok),
         "oom_host": lambda: (*_host_limit(result), *_out_of_memory(result, largest_ok)),
-        "crash": lambda: (
-            _BY_SIGNAL.get(
-                cause, "Run the command below to see the crash; the end of the log shows where it happened."
-            ),
-        ),
+        "crash": lambda: (_BY_SIGNAL.get(cause, "Run the command below to see the crash, and read the log."),),
         "hang": lambda: _hang(result),
         "timeout": lambda: _timeout(result),
         "error": lambda: _error(cause),

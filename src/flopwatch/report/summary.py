@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, PrivacySpent, TrialResult, TrialSpec
+from flopwatch.report import problems, verdicts
 from flopwatch.report.capture import Capture
 from flopwatch.report.cells import (
     column_names,
@@ -22,18 +23,7 @@ from flopwatch.report.cells import (
     trainer_name,
     trainer_order,
 )
-from flopwatch.report.problems import (
-    denominators,
-    distinct_environments,
-    group_failures,
-    host_memory_warnings,
-    incomplete_warnings,
-    mixed_warnings,
-    peak_warnings,
-    retried_warnings,
-)
-from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals, TrialRow
-from flopwatch.report.verdicts import choose, cost_factors, find_crossovers, frontier, pareto_trials
+from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals
 
 MOST_COLUMNS = 16
 """A table shows at most this many trainers. With more, crossovers are not searched, because the number of pairs of
@@ -61,16 +51,16 @@ def summarise(capture: Capture) -> SweepSummary:
         totals=totals,
         trainers=trainer_totals(results, capture.missing.values()),
         groups=groups,
-        failures=group_failures(results, _largest_ok(results)),
-        environments=distinct_environments(results),
+        failures=problems.group_failures(results, _largest_ok(results)),
+        environments=problems.distinct_environments(results),
         preflight=capture.preflight,
         warnings=(
             *capture.troubles,
             *_warnings(groups, totals.by_outcome),
-            *incomplete_warnings(results),
-            *retried_warnings(results),
+            *problems.incomplete_warnings(results),
+            *problems.retried_warnings(results),
         ),
-        rows=_rows(members),
+        rows=tuple(make_row(m.cell, m.spec, place, m.result) for place, group in enumerate(members) for m in group),
     )
 
 
@@ -100,16 +90,16 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         batch_sizes=tuple(sorted({cell.batch_size for cell in cells})),
         seq_lens=tuple(sorted({cell.seq_len for cell in cells})),
         cells=cells,
-        choices=choose(cells),
-        cost_factors=cost_factors(cells),
-        frontier=frontier(cells),
-        crossovers=find_crossovers(cells, trainers) if len(trainers) <= MOST_COLUMNS else (),
-        pareto=pareto_trials(cells),
-        denominators=denominators(results),
+        choices=verdicts.choose(cells),
+        cost_factors=verdicts.cost_factors(cells),
+        frontier=verdicts.frontier(cells),
+        crossovers=verdicts.find_crossovers(cells, trainers) if len(trainers) <= MOST_COLUMNS else (),
+        pareto=verdicts.pareto_trials(cells),
+        denominators=problems.denominators(results),
         warnings=(
-            *mixed_warnings(results),
-            *peak_warnings(results),
-            *host_memory_warnings(results),
+            *problems.mixed_warnings(results),
+            *problems.peak_warnings(results),
+            *problems.host_memory_warnings(results),
             *_too_many(len(trainers)),
         ),
         privacy_spent=privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),
@@ -124,20 +114,10 @@ def _with_like_peaks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
 
 
 def _too_many(columns: int) -> tuple[str, ...]:
-    if columns <= MOST_COLUMNS:
-        return ()
-    return (
-        f"there are {columns:,} combinations of trainers, options and seeds: only the first {MOST_COLUMNS} are shown, "
-        "and crossovers are not computed",
+    words = (
+        f"there are {columns:,} combinations of trainers, options and seeds: only the first {MOST_COLUMNS} are shown"
     )
-
-
-def _rows(groups: Sequence[Sequence[_Member]]) -> tuple[TrialRow, ...]:
-    return tuple(
-        make_row(member.cell, member.spec, place, member.result)
-        for place, group in enumerate(groups)
-        for member in group
-    )
+    return (f"{words}, and crossovers are not computed",) if columns > MOST_COLUMNS else ()
 
 
 def _varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -249,9 +229,7 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
 
 
 def _shared_configurations(by_trainer: Sequence[Sequence[TrialResult]]) -> set[str]:
-    """Return the configurations that every trainer ran. Only over these are mean peaks comparable, because a trainer
-    that fails at large sizes would otherwise have a small mean.
-    """
+    """Return the configurations that every trainer ran. Mean peaks of trainers are comparable only over these."""
     if len(by_trainer) < 2:
         return set()
     ran = [

@@ -48,13 +48,12 @@ def differ_measurably(first: Cell, second: Cell, quantity: Quantity) -> bool:
     if quantity == "memory":
         peaks = first.peak_bytes or 0, second.peak_bytes or 0
         return max(peaks) > (1 + MEMORY_RESOLUTION) * min(peaks)
-    return _ends_before(first, second) or _ends_before(second, first)
+    return ends_before(first.high_seconds, second.low_seconds) or ends_before(second.high_seconds, first.low_seconds)
 
 
-def _ends_before(first: Cell, second: Cell) -> bool:
-    if first.high_seconds is None or second.low_seconds is None:
-        return False
-    return first.high_seconds * (1 + PROCESS_NOISE) < second.low_seconds * (1 - PROCESS_NOISE)
+def ends_before(high: float | None, low: float | None) -> bool:
+    """Whether an interval that ends at `high` is below one that begins at `low`, after widening both by 2 %."""
+    return high is not None and low is not None and high * (1 + PROCESS_NOISE) < low * (1 - PROCESS_NOISE)
 
 
 def interpolated(low: _Point, high: _Point) -> float:
@@ -85,6 +84,10 @@ def _points(first: dict[int, Cell], second: dict[int, Cell], quantity: Quantity)
 def _along(
     points: Sequence[_Point], first: str, second: str, quantity: Quantity, axis: Axis, fixed: int
 ) -> Iterator[Crossover]:
+    def crossover(low: _Point, high: _Point, at: float | None, equal_at: tuple[int, ...], claimed: bool) -> Crossover:
+        below, above = (first, second) if low.log_ratio < 0 else (second, first)
+        return Crossover(quantity, axis, fixed, below, above, low.value, high.value, at, equal_at, claimed)
+
     decided = [place for place, point in enumerate(points) if point.is_decided]
     covered: set[int] = set()
     for low, high in pairwise(decided):
@@ -92,29 +95,14 @@ def _along(
             between = tuple(point.value for point in points[low + 1 : high])
             covered.update(range(low, high))
             at = None if between else interpolated(points[low], points[high])
-            yield _crossover(points[low], points[high], (first, second), (quantity, axis, fixed), at, between)
+            yield crossover(points[low], points[high], at, between, True)
     for place, (below, above) in enumerate(pairwise(points)):
         if place not in covered and _crosses(below, above):
-            names = (first, second), (quantity, axis, fixed)
-            yield _crossover(below, above, *names, None, (), is_claimed=False)
+            yield crossover(below, above, None, (), False)
 
 
 def _crosses(low: _Point, high: _Point) -> bool:
     return (low.log_ratio < 0 < high.log_ratio) or (high.log_ratio < 0 < low.log_ratio)
-
-
-def _crossover(
-    low: _Point,
-    high: _Point,
-    names: tuple[str, str],
-    where: tuple[Quantity, Axis, int],
-    at: float | None,
-    equal_at: tuple[int, ...],
-    *,
-    is_claimed: bool = True,
-) -> Crossover:
-    below, above = names if low.log_ratio < 0 else names[::-1]
-    return Crossover(*where, below, above, low.value, high.value, at, equal_at, is_claimed)
 
 
 NEAR = 0.9
@@ -129,9 +117,7 @@ def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
 
 
 def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """Return the trials for which no trial of the same privacy class and sequence length has both more throughput and
-    less memory.
-    """
+    """Return the trials on the Pareto front of throughput and memory, per privacy class and sequence length."""
     places = _by_place(cell for cell in cells if cell.samples_per_s is not None and cell.peak_bytes is not None)
     best: list[str] = []
     for members in places.values():

@@ -1,10 +1,4 @@
-"""Compare two training runs by their logs: which settings differ, and how speed, MFU and other measures changed.
-
->>> from flopwatch.runs import find_log, read_log
->>> comparison = compare(read_log(find_log("before")), read_log(find_log("after")))  # doctest: +SKIP
->>> comparison.line("tokens_per_second").verdict  # doctest: +SKIP
-'faster'
-"""
+"""Compare two training runs by their logs: which settings differ, and how speed, MFU and other measures changed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -156,9 +156,7 @@ def find_log(run_dir: str | Path) -> Path:
 
 
 def _checked(path: Path) -> Path:
-    """Return the path, or raise InputError if none of the first lines is a record. An empty file is accepted, because
-    the run may not have written its first record yet.
-    """
+    """Raise InputError if none of the first lines is a record. A file may be empty, because a run may just start."""
     with path.open("rb") as file:
         lines = [line for _, line in zip(range(_LINES_LOOKED_AT), _whole_lines(file), strict=False)]
     if lines and not any(_is_record(line) for line in lines):

@@ -17,15 +17,8 @@ from flopwatch.spread import median, percentile
 class SteadyStep(NamedTuple):
     """A step that can be compared, because it was timed and is not warm-up. Unknown values are None.
 
-    Attributes:
-        seconds: Step time, including the wait for the batch.
-        input_wait_seconds: The part of `seconds` spent waiting for the batch.
-        samples: Number of samples in the batches of the step.
-        tokens: Number of positions in these batches, including padding.
-        real_tokens: Number of positions without padding.
-        model_flops: The numerator of MFU.
-        hardware_flops: The numerator of HFU.
-        peak_flops_per_s: Sum of the peaks of all devices.
+    `seconds` includes `input_wait_seconds`, `tokens` includes padding while `real_tokens` does not, and
+    `peak_flops_per_s` is the sum over all devices.
     """
 
     seconds: float
@@ -52,19 +45,13 @@ def step_count(log: RunLog) -> int:
 
 
 def _of_row(row: Row, provenance: Provenance | None) -> Iterator[SteadyStep]:
-    peak = None if provenance is None else _whole_peak(provenance)
+    peak = float(provenance.peak["flops_per_s"]) * provenance.device_count if provenance and provenance.peak else None
     numbers = row.steps.get("step", ())
     nothing: Sequence[Any] = [None] * len(numbers)
     columns = [*(row.steps.get(name, nothing) for name in _COLUMNS), [peak] * len(numbers)]
     for is_warm_up, *cells in zip(row.steps.get("warm_up", nothing), *columns, strict=True):
         if cells[0] and not is_warm_up:
             yield SteadyStep(*cells)
-
-
-def _whole_peak(provenance: Provenance) -> float | None:
-    if provenance.peak is None:
-        return None
-    return float(provenance.peak["flops_per_s"]) * provenance.device_count
 
 
 Unit = Literal["s", "tokens/s", "samples/s", "steps/s", "%", "% of peak", "x", "per step"]

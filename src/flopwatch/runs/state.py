@@ -187,10 +187,6 @@ def _timed_seconds(row: Row) -> list[float]:
     return [value for value, is_warm_up in zip(seconds, warm_up, strict=False) if value is not None and not is_warm_up]
 
 
-def _without_noise(share_percent: float) -> float:
-    return share_percent if share_percent > _LEAST_SHARE_PERCENT else 0.0
-
-
 class WatchedRun:
     """The state of a run according to the records read so far. Its memory does not grow with the length of the run.
 
@@ -260,9 +256,7 @@ class WatchedRun:
                 curve.add(row.step, row.values[key])
 
     def value(self, key: str) -> Number | None:
-        """Return a metric of the newest window, or None. Older windows are ignored, so that all values on the screen
-        belong to the same steps.
-        """
+        """Return a metric of the newest window only, so that all values on the screen belong to the same steps."""
         return None if self.row is None else self.row.values.get(key)
 
     def step_time_percentiles(self) -> dict[str, float]:
@@ -279,13 +273,12 @@ class WatchedRun:
         }
 
     def flops_shares(self) -> dict[str, float]:
-        """Return in percent how the executed FLOPs of the newest window divide into useful FLOPs, recomputation and
-        the rest; empty if the FLOPs are unknown.
-        """
+        """Return the percentages of useful, recomputed and other FLOPs in the newest window; empty if unknown."""
         useful, again = self._useful_percent(), self.value("perf/recompute_percent")
         if useful is None:
             return {}
-        rest = _without_noise(100 - useful - (again or 0.0))
+        rest = 100 - useful - (again or 0.0)
+        rest = rest if rest > _LEAST_SHARE_PERCENT else 0.0
         if again is None:
             return {"useful": useful, "recompute or padding": rest}
         return {"useful": useful, "recompute": again, self._name_of_the_rest(): rest}
@@ -305,14 +298,9 @@ class WatchedRun:
         return 100 * sum(model for model, _ in counted) / executed if executed else None
 
     def _name_of_the_rest(self) -> str:
-        """Name the FLOPs that are neither useful nor recomputed.
-
-        Without padding they are attention between positions of different documents that are packed into one sample.
-        """
-        padding = self.value("perf/padding_percent")
-        if padding is None:
-            return "padding"
-        return "padding" if padding else "pairs across documents"
+        """Name the FLOPs that are neither useful nor recomputed."""
+        # Without padding, they are attention between different documents that are packed into one sample.
+        return "pairs across documents" if self.value("perf/padding_percent") == 0 else "padding"
 
     @property
     def wall_seconds_per_step(self) -> float | None:

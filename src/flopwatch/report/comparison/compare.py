@@ -103,9 +103,7 @@ def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
 
 
 def _settings(spec: TrialSpec) -> dict[str, str]:
-    """Return the settings that affect a measurement, as JSON text. Settings that did not exist yet when an older sweep
-    was written have their default.
-    """
+    """Return the settings that affect a measurement as JSON text. Settings that an old sweep lacks have defaults."""
     found = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name not in _NO_SETTINGS}
     found["memory_bytes"] = spec.limits.memory_bytes
     options = spec.options if isinstance(spec.options, Mapping) else {}
@@ -150,9 +148,7 @@ def _shown(value: str | None) -> str | None:
 def _matched(
     a: Sequence[Entry], b: Sequence[Entry], key: Any, *, prefer_names: bool = False
 ) -> list[tuple[Entry, Entry]]:
-    """Pair trials with equal keys, each trial at most once. With `prefer_names`, trials of the same name are paired
-    first.
-    """
+    """Pair trials with equal keys, each trial at most once; with `prefer_names`, first those with equal names."""
     waiting: dict[Any, deque[Entry]] = defaultdict(deque)
     for entry in b:
         waiting[key(entry)].append(entry)

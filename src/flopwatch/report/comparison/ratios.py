@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from flopwatch.report.cells import MOST_FINITE
 from flopwatch.report.records import Cell
-from flopwatch.report.verdicts import MEMORY_RESOLUTION, PROCESS_NOISE, throughput_interval
+from flopwatch.report.verdicts import MEMORY_RESOLUTION, ends_before, throughput_interval
 
 Quantity: TypeAlias = Literal["time", "samples_per_s", "memory", "mfu"]
 Verdict: TypeAlias = Literal["better", "worse", "not told apart", "too few steps"]
@@ -212,14 +212,10 @@ def _ratio(a: _Figure, b: _Figure, quantity: Quantity) -> Ratio | None:
 def _verdict(a: _Figure, b: _Figure, quantity: Quantity) -> Verdict:
     if quantity == "memory":
         is_decided = max(a.value, b.value) > (1 + MEMORY_RESOLUTION) * min(a.value, b.value)
-    elif a.low is None or a.high is None or b.low is None or b.high is None:
+    elif None in (a.low, a.high, b.low, b.high):
         return "too few steps"
     else:
-        is_decided = _ends_before(a.high, b.low) or _ends_before(b.high, a.low)
+        is_decided = ends_before(a.high, b.low) or ends_before(b.high, a.low)
     if not is_decided:
         return "not told apart"
     return "better" if (b.value > a.value) == _MORE_IS_BETTER[quantity] else "worse"
-
-
-def _ends_before(high: float, low: float) -> bool:
-    return high * (1 + PROCESS_NOISE) < low * (1 - PROCESS_NOISE)

@@ -6,7 +6,7 @@ The text does not use rich, because rich would interpret square brackets in mess
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import typer
 
@@ -23,7 +23,7 @@ from flopwatch.report.comparison.ratios import (
     SweepComparison,
     Verdict,
 )
-from flopwatch.report.exports import escaped, json_document, record_fields
+from flopwatch.report.exports import escaped, json_document, markdown_table, record_fields
 
 TITLES: dict[Quantity, str] = {"time": "time", "samples_per_s": "samples/s", "memory": "memory", "mfu": "MFU"}
 _WORDS: dict[Quantity, dict[Verdict, str]] = {
@@ -42,9 +42,7 @@ HOW_DECIDED = (
 
 
 def shown_quantities(comparison: SweepComparison) -> list[Quantity]:
-    """Return the quantities to show. Samples per second are shown only if some pair has no step times, because
-    otherwise they say the same as the step times.
-    """
+    """Return the quantities to show. Samples per second are redundant if all pairs have step times."""
     known = [quantity for quantity in QUANTITIES if quantity in comparison.overall]
     has_rate_alone = any("samples_per_s" in pair.ratios and "time" not in pair.ratios for pair in comparison.pairs)
     return [quantity for quantity in known if quantity != "samples_per_s" or has_rate_alone]
@@ -104,9 +102,7 @@ def overall_text(quantity: Quantity, found: Overall) -> str:
 
 
 def outcome_changes(comparison: SweepComparison) -> list[tuple[str, str, list[Pair]]]:
-    """Group pairs by their outcomes in A and B, if those differ. Trials that no longer run come first, then the most
-    frequent changes.
-    """
+    """Group pairs whose outcomes differ by these outcomes; trials that no longer run come first."""
     found: dict[tuple[str, str], list[Pair]] = {}
     for pair in comparison.changed_outcomes:
         found.setdefault((pair.outcome_a, pair.outcome_b), []).append(pair)
@@ -157,7 +153,7 @@ def _differences(differences: Sequence[Difference]) -> Iterator[str]:
         return
     yield "### Differences between the sweeps\n"
     rows = ((one.what, one.a or UNKNOWN, one.b or UNKNOWN) for one in differences)
-    yield from _table(("", "A", "B"), (tuple(map(escaped, row)) for row in rows), 3)
+    yield from markdown_table(("", "A", "B"), (tuple(map(escaped, row)) for row in rows), "lll")
 
 
 def _overall(comparison: SweepComparison) -> Iterator[str]:
@@ -178,7 +174,7 @@ def _overall(comparison: SweepComparison) -> Iterator[str]:
         for quantity in shown
         if quantity in found
     )
-    yield from _table(("trainer", "", "geometric mean", "pairs"), cells, 2)
+    yield from markdown_table(("trainer", "", "geometric mean", "pairs"), cells, "ll")
 
 
 def _pairs(comparison: SweepComparison) -> Iterator[str]:
@@ -188,7 +184,7 @@ def _pairs(comparison: SweepComparison) -> Iterator[str]:
     ran = sum(bool(pair.ratios) for pair in comparison.pairs)
     yield f"### Trials{'' if ran == len(pairs) else f' ({len(pairs)} of {ran:,}, the largest differences)'}\n"
     head = ("trial", *(word for quantity in shown for word in (TITLES[quantity], "")))
-    yield from _table(head, (_pair_cells(pair, shown) for pair in pairs), 1)
+    yield from markdown_table(head, (_pair_cells(pair, shown) for pair in pairs), "l")
     yield f"<sub>{HOW_DECIDED}</sub>\n"
 
 
@@ -217,13 +213,6 @@ def _outcomes(comparison: SweepComparison) -> Iterator[str]:
             trials = listed([escaped(pair.trial) for pair in pairs], MOST_NAMES)
             yield f"- {escaped(before)} → {escaped(after)}, {len(pairs):,}: {trials}"
         yield ""
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"| {' | '.join(':--' if place < left else '--:' for place in range(len(head)))} |"
-    yield from (f"| {' | '.join(row)} |" for row in rows)
-    yield ""
 
 
 _WIDEST = 110
