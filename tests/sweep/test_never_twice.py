@@ -23,7 +23,7 @@ from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, create_exclusi
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, result_file
 from flopwatch.sweep.host.memory import group_places, limit_memory
-from flopwatch.sweep.runner.waiting import LateResults, SilentSupervisors
+from flopwatch.sweep.runner.run import LateResults, SilentSupervisors
 from flopwatch.sweep.supervisor import supervise as supervisor
 from flopwatch.sweep.supervisor.leftovers import group_tag
 from flopwatch.testing import FakeClock

@@ -245,7 +245,7 @@ def test_a_real_trial_is_measured(tmp_path):
 def test_a_sweep_that_waits_for_a_slot_says_for_whose(tmp_path):
     from contextlib import closing
 
-    from flopwatch.sweep.engines.slots import SlotPool
+    from flopwatch.sweep.engines.local import SlotPool
 
     with closing(SlotPool((), 1, tmp_path / "other")) as pool:
         assert pool.take(0) is not None
