@@ -150,7 +150,7 @@ def flopwatch(*words):
         (["--jobs", "4000"], "every trial needs at least one core"),
         (["--gpu-ids", "77"], "names the device with that number"),
         (["--trainers", "nosuch:Class"], "there is no module 'nosuch'"),
-        (["retry_on=foo"], "--retry-on takes"),
+        (["retry_on=foo"], "--retry-on must be one of"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, words, told):

@@ -94,7 +94,7 @@ def test_a_dry_run_predicts_from_what_ran(tmp_path):
         (["none.yaml"], "cannot read the matrix none.yaml"),
         (["--engine", "cloud"], "there is no engine 'cloud'"),
         (["--engine", "local", "--engine-option", "speed=9"], "does not take"),
-        (["--only", "bad"], "--only takes failed, oom, missing"),
+        (["--only", "bad"], "--only must be one of failed, oom, missing"),
         (["--limit", "9:2"], "no slice"),
         (["--jobs", "4000", "--gpu-ids", ""], "every trial needs at least one core"),
         (["--exclude", "speed>1"], "no 'speed' to compare"),

@@ -91,7 +91,7 @@ def test_what_is_done_with_an_end(outcome, earlier, is_stopping, policy, expecte
 
 @pytest.mark.parametrize("also", ["ok", "oom_host", "invalid", "eror", ""])
 def test_only_failures_can_be_asked_for(also):
-    with pytest.raises(InputError, match="--retry-on takes crash, timeout, hang, error, lost"):
+    with pytest.raises(InputError, match="--retry-on must be one of crash, timeout, hang, error, lost"):
         retry_policy(2, ["error", also])
 
 
