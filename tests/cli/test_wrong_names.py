@@ -147,8 +147,8 @@ def flopwatch(*words):
     ("words", "told"),
     [
         (["--engine", "k8s"], "there is no engine 'k8s'"),
-        (["--jobs", "4000"], "every trial needs at least one core"),
-        (["--gpu-ids", "77"], "names the device with that number"),
+        (["--jobs", "4000"], "each trial needs a core"),
+        (["--gpu-ids", "77"], "there is no GPU number 77"),
         (["--trainers", "nosuch:Class"], "there is no module 'nosuch'"),
         (["retry_on=foo"], "--retry-on must be one of"),
     ],

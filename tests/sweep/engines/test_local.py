@@ -87,7 +87,7 @@ def test_more_gpus_than_there_are_is_an_error(tmp_path, gpus, asked):
 
 
 def test_more_jobs_than_cores_is_an_error(tmp_path):
-    with pytest.raises(InputError, match="every trial needs at least one core"):
+    with pytest.raises(InputError, match="each trial needs a core"):
         SlotPool((), 1000, tmp_path)
 
 
