@@ -163,7 +163,7 @@ def test_a_slot_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", "/proc/nowhere")
     code, text = flopwatch("sweep", "--command", "true", "batch_size=1", "seq_len=8")
     assert code == 2
-    assert "name another folder with FLOPWATCH_SLOT_DIR" in text
+    assert "set FLOPWATCH_SLOT_DIR to another folder" in text
     assert "Traceback" not in text
 
 
