@@ -87,4 +87,4 @@ def test_an_engine_that_saw_nothing_explains_nothing():
 
 
 def test_a_folder_the_node_cannot_write_to_is_named_as_the_cause():
-    assert "file system the nodes share" in ending_from_evidence({"state": "FAILED", "signal": 53})[1]
+    assert "folder that all nodes share" in ending_from_evidence({"state": "FAILED", "signal": 53})[1]
