@@ -1,6 +1,6 @@
 """The default engine runs trials on this machine: one per GPU, or one per set of CPU cores.
 
-A slot is a GPU, or a set of cores, for one trial. A lock file per GPU and core prevents that two sweeps use the same.
+A slot is a GPU, or a set of cores, for one trial. A lock file per GPU and core keeps two sweeps from using it.
 """
 
 import contextlib
@@ -268,7 +268,7 @@ def _open_lock(name: str) -> IO[str]:
     return os.fdopen(handle, "r+", encoding="utf-8", errors="replace")
 
 
-_CANCEL_PATIENCE_SECONDS = 20.0  # a supervisor may need so long to kill its trial and write the result
+_CANCEL_PATIENCE_SECONDS = 20.0  # a supervisor may need this long to kill its trial and write the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,9 +355,8 @@ class LocalEngine:
             running = self._running[name]
             running.process.kill()
             claimed = read_json(trial_folder(running.trial.sweep, name) / STARTED)
-            if isinstance(claimed, dict) and is_alive_here(
-                claimed
-            ):  # SIGKILL to the guard does not reach the supervisor
+            # The SIGKILL above ended the guard, but not the supervisor.
+            if isinstance(claimed, dict) and is_alive_here(claimed):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(claimed["pid"], signal.SIGKILL)
             process_tree.kill_marked(trial_folder(running.trial.sweep.resolve(), name))
@@ -368,8 +367,7 @@ class LocalEngine:
         return time.monotonic() > self._give_up.get(running.trial.name, math.inf)
 
     def withdraw(self) -> Sequence[str]:
-        """Return nothing, because all submitted trials have begun."""
-        return ()
+        return ()  # all submitted trials have begun
 
     def cancel(self) -> None:
         for running in self._running.values():
@@ -407,7 +405,6 @@ def _start(trial: Trial, slot: Slot) -> "subprocess.Popen[bytes]":
 
 
 def _is_gone(running: _Running) -> bool:
-    """Whether the guard process and the supervisor have ended."""
     return running.process.poll() is not None and not is_supervised(running.trial.sweep, running.trial.name)
 
 

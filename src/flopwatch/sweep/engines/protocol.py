@@ -57,14 +57,12 @@ def _text(value: Any) -> str:
 
 
 class Engine(Protocol):
-    """Starts supervisors. All calls come from one thread."""
+    """The methods of an engine. The runner calls all of them in the same thread."""
 
     name: str
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Prepare the engine. Return the names of unfinished trials of an earlier runner that this engine still runs;
-        `wait` must report their ends too.
-        """
+        """Prepare the engine. Return the names of those unfinished trials of an earlier runner that still run."""
 
     def room(self, next_up: TrialSpec) -> int:
         """Return how many trials like this one the engine accepts now; 0 if it is full."""
@@ -73,7 +71,7 @@ class Engine(Protocol):
         """Start these trials, at most as many as `room` returned."""
 
     def wait(self, seconds: float) -> Sequence[Ended]:
-        """Wait until a trial ends, at most so many seconds. Return the trials that ended since the last call."""
+        """Wait until a trial ends, but at most `seconds`. Return the trials that ended since the last call."""
 
     def end(self, names: Sequence[str]) -> None:
         """Kill these trials with SIGKILL, because their supervisors do not respond. `wait` must report their ends

@@ -25,7 +25,6 @@ from flopwatch.sweep.engines.ray_internals import (
     has_node_records,
     import_ray,
     in_environment,
-    join,
     local_environment,
     node_of,
     start_local,
@@ -34,7 +33,7 @@ from flopwatch.sweep.folder import Trial, has_begun, is_supervised
 
 _NODES_EVERY_SECONDS = 5.0  # time between two reads of the list of nodes
 _GET_SECONDS = 60.0  # timeout for reading the value of a finished task, which may be on another node
-_LEAVE_SECONDS = 30.0  # after the end of a task, its supervisor may need so long to kill the trial's processes
+_LEAVE_SECONDS = 30.0  # after the end of a task, its supervisor may need this long to kill the trial's processes
 _TICK_SECONDS = 0.05
 
 
@@ -114,7 +113,7 @@ class RayEngine:
             start_local(self._ray, *self._local)
         else:
             try:
-                join(self._ray, self._address)
+                self._ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise InputError(f"cannot connect to a Ray cluster at {self._address!r}: {error}") from error
         self._opened.callback(self._ray.shutdown)

@@ -127,10 +127,6 @@ def _has_parameter(function: Any, name: str) -> bool:
     return any(one.name == name or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
 
-def join(ray: Any, address: str) -> None:
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-
-
 def publish_node(token: str, name: str) -> None:
     """Store in Ray's key-value store on which node this task runs.
 
@@ -176,12 +172,8 @@ def _key(token: str, name: str) -> bytes:
 class RayOutage:
     """Suppresses errors while a cluster does not answer, for example because its head node restarts.
 
-    Args:
-        can_come_back: False for a local Ray, which does not restart after a failure.
-        clock: Returns the time in seconds.
-
-    Attributes:
-        since: Time at which the outage began; None while Ray answers.
+    `can_come_back` is False for a local Ray, which does not restart after a failure. `since` is the time at which the
+    outage began; None while Ray answers.
     """
 
     def __init__(self, *, can_come_back: bool, clock: Clock = monotonic_seconds) -> None:

@@ -45,12 +45,10 @@ class Order:
 
     Attributes:
         sweep: Path of the sweep's folder on the runner's host.
-        name: Name of the trial.
         token: Content of the file FOLDER_TOKEN in that folder.
         spec: Content of `trials/NAME/spec.json`.
         cwd: Working directory of the runner, from which trainers are imported.
         environment: Environment variables for the trial.
-        nodes: Number of nodes of the trial.
         need: The Ray resources that the trial needs on each node.
     """
 
@@ -223,14 +221,7 @@ def on_bundle(group: Any, index: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AgentOrder:
-    """The argument of the tasks of all nodes but the first.
-
-    Attributes:
-        order: The argument of the first node's task.
-        node: Number of this node in the trial, from 1.
-        address: Host and port of the supervisor.
-        token: The secret that the supervisor expects.
-    """
+    """The argument of the tasks of all nodes but the first. `address` and `token` are those of the supervisor."""
 
     order: Order
     node: int

@@ -37,9 +37,9 @@ from flopwatch.sweep.folder import Trial, attempt_of, has_begun, is_supervised, 
 _TICK_SECONDS = 0.05
 _SQUEUE_EVERY_SECONDS = 1.0
 _FILES_PER_TICK = 256  # Checking more result files at once would load a shared file system.
-_GIVE_UP_SECONDS = 30.0  # Slurm's accounting may need so long to report a task that left the queue.
+_GIVE_UP_SECONDS = 30.0  # Slurm's accounting may need this long to report a task that left the queue.
 _WITHDRAW_EVERY_SECONDS = 5.0
-_AVOID_SECONDS = 600.0  # After so long, a retried trial may use its failed node again, as no other may become free.
+_AVOID_SECONDS = 600.0  # After this time a retried trial may use its failed node again, if no other became free.
 _LARGEST_ARRAY = 1000  # Slurm's default MaxArraySize is 1001, which allows indices up to 1000.
 _TAIL_BYTES = 4000
 
@@ -48,9 +48,8 @@ _TAIL_BYTES = 4000
 class _Task:
     """A submitted trial.
 
-    Attributes:
-        gone_since: Time at which the task was first missing in Slurm's queue; None if it is in the queue.
-        avoids_until: Time from which the task may run on the node of its failed attempt; None if it may now.
+    `gone_since` is the time at which the task was first missing in Slurm's queue; None if it is in the queue. From
+    `avoids_until` on, the task may run on the node of its failed attempt; None means at any time.
     """
 
     trial: Trial
@@ -91,8 +90,8 @@ class SlurmEngine:
         patience_hours: float = 24.0,
     ) -> None:
         self._partition, self._parallelism, self._extra = partition, array_parallelism, dict(extra or {})
-        self._minutes, self._memory_megabytes = time_minutes, memory_megabytes
-        self._gpus, self._cpus = gpus_per_trial, cpus_per_trial
+        self._defaults: dict[str, Any] = {"cpus": cpus_per_trial, "gpus": gpus_per_trial, "minutes": time_minutes}
+        self._defaults["memory_megabytes"] = memory_megabytes
         self._queue_ahead = queue_ahead
         self._tasks: dict[str, _Task] = {}
         self._turn: deque[str] = deque()
@@ -139,7 +138,7 @@ class SlurmEngine:
         """Submit one array for all trials that request the same resources. The outbox retries failed submissions."""
         by_request: dict[tuple[Request, tuple[str, ...]], list[Trial]] = {}
         for trial in trials:
-            by_request.setdefault((self._request(trial.spec), trial.avoid), []).append(trial)
+            by_request.setdefault((request_for(trial.spec, **self._defaults), trial.avoid), []).append(trial)
         for (request, avoid), alike in by_request.items():
             self._outbox.add(self._array(request, avoid, alike))
         self._send()
@@ -151,10 +150,6 @@ class SlurmEngine:
             for index, trial in enumerate(array.trials):
                 until = time.monotonic() + _AVOID_SECONDS if trial.avoid else None
                 self._add(_Task(trial, f"{job}_{index}", _log(array.names, index), avoids_until=until))
-
-    def _request(self, spec: TrialSpec) -> Request:
-        memory, minutes = self._memory_megabytes, self._minutes
-        return request_for(spec, cpus=self._cpus, gpus=self._gpus, memory_megabytes=memory, minutes=minutes)
 
     def _array(self, request: Request, avoid: Sequence[str], trials: Sequence[Trial]) -> Array:
         names = self._folder / f"{uuid.uuid4().hex[:12]}.names"

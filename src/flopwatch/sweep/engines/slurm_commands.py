@@ -21,13 +21,7 @@ _NOT_OVER = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "RE
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A task in Slurm's queue.
-
-    Attributes:
-        task: Number of the array job and index of the task, such as `12_0`.
-        is_pending: Whether the task has not started.
-        script: Path of its batch script.
-    """
+    """A task in Slurm's queue. `task` is the number of the array job and the index of the task, such as `12_0`."""
 
     task: str
     is_pending: bool
@@ -36,15 +30,10 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Accounted:
-    """How a task ended according to Slurm. None means unknown.
+    """How the batch script of a task ended according to Slurm. None means unknown.
 
-    Attributes:
-        state: Slurm's state, such as `COMPLETED`, `FAILED`, `TIMEOUT` or `NODE_FAIL`.
-        exit_code: Exit code of the batch script.
-        signal: Signal that ended the batch script.
-        max_rss_bytes: Largest memory of one of the task's steps.
-        elapsed_seconds: Time from the start to the end of the task.
-        node: Node or nodes of the task.
+    `state` is for example `COMPLETED`, `FAILED`, `TIMEOUT` or `NODE_FAIL`. `max_rss_bytes` is the largest memory of one
+    of the task's steps.
     """
 
     state: str
@@ -158,8 +147,8 @@ def job_list(tasks: Iterable[str]) -> Sequence[str]:
     return sorted({task.partition("_")[0] for task in tasks}, key=int)
 
 
-_COMMAND_SECONDS = 60.0  # a busy controller may need tens of seconds to answer
-_JOBS_PER_CALL = 500  # more jobs could make the command line too long
+_COMMAND_SECONDS = 60.0  # A busy controller may need tens of seconds to answer.
+_JOBS_PER_CALL = 500  # More jobs could make the command line too long.
 
 # Messages of slurm_strerror and of sbatch about a wrong request. All other errors may be temporary.
 _BAD_REQUEST = re.compile(

@@ -18,10 +18,10 @@ from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial
 
 _TIME_MARGIN_SECONDS = 120.0
-"""Is added to the trial's own time limit, so that the supervisor ends the trial before Slurm does and writes why."""
+"""Slurm's time limit is this much larger than the trial's own, so that the supervisor ends the trial first."""
 
 _MEMORY_MARGIN_BYTES = 256 << 20
-"""Is added to the trial's own memory limit for the memory of the supervisor, and so that Slurm's limit is larger."""
+"""Slurm's memory limit is this much larger than the trial's own, because the supervisor needs memory too."""
 
 _FULL_PAUSE_SECONDS = 20.0  # Time until the next submission if the user has reached a limit of jobs.
 _FIRST_PAUSE_SECONDS = 2.0  # Time after the first other error. It doubles with each further error.
@@ -132,10 +132,7 @@ class Array:
         trials: The trials in the order of the tasks. All request the same resources.
         names: Path of the file with their names. The script is in the same folder.
         write_script: Writes the script. The argument says whether to exclude the nodes of failed attempts.
-        tries: Number of failed submissions.
-        since: Time of the first failed submission.
-        next_try: Time of the next submission.
-        message: Slurm's last error message.
+        tries: Number of failed submissions, of which the first was at the time `since`.
         is_full: Whether the last error was a limit of the user's jobs. Then the submission is retried without end.
     """
 

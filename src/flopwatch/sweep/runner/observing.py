@@ -103,12 +103,9 @@ class RunnerState:
     """The content of `runner.json`.
 
     Attributes:
-        pid: Process id of the runner.
-        host: Name of the runner's host.
         process_start: Start time of the runner (see `process_start`), because the kernel may reuse its pid.
         engine_state: What `Engine.state` returned, such as `3 queued`.
         running: For at most 100 running trials, by name: seconds since the trial started.
-        running_count: Number of all running trials.
         waiting: Number of trials that the engine has not been given yet.
         stopping: Why the runner starts no more trials: `finish`, `kill`, `budget`, or `over` if it has exited. Empty
             while it starts trials.
@@ -242,9 +239,8 @@ class Follower:
         self._file = sweep / RESULTS
         self._offset = self._file.stat().st_size if self._file.is_file() else 0
         self._trials = _listed_trials(sweep)
-        results = read_results(sweep)
-        settled = {name: result for name, result in results.items() if result.outcome not in UNSETTLED}
-        kept = {name: result for name, result in settled.items() if name in self._trials}
+        results = {name: result for name, result in read_results(sweep).items() if name in self._trials}
+        kept = {name: result for name, result in results.items() if result.outcome not in UNSETTLED}
         todo = tuple(trial for name, trial in self._trials.items() if name not in kept)
         self.plan = Plan(tuple(self._trials.values()), todo, kept)
         self._last: RunnerState | None = None

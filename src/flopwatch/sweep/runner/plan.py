@@ -128,13 +128,10 @@ def record_unlisted(sweep: Path, plan: Plan) -> None:
 
 
 def _is_wanted(result: TrialResult | None, only: str | None) -> bool:
-    if only == "failed":
-        return result is not None and result.outcome in FAILED
-    if only == "oom":
-        return result is not None and result.outcome in OUT_OF_MEMORY
-    if only == "missing":
-        return result is None
-    return result is None or result.outcome in UNSETTLED
+    if result is None:
+        return only in (None, "missing")
+    wanted = {None: UNSETTLED, "failed": FAILED, "oom": OUT_OF_MEMORY, "missing": ()}[only]
+    return result.outcome in wanted
 
 
 def _check_unchanged(sweep: Path, trials: Sequence[Trial], listed: TrialList, *, may_change: frozenset[str]) -> None:
@@ -191,16 +188,11 @@ def _slice(text: str | None) -> slice:
 def match_memory_limits(
     trials: Sequence[Trial], earlier: Mapping[str, TrialResult], key_of: Callable[[TrialSpec], str]
 ) -> tuple[tuple[Trial, ...], frozenset[str]]:
-    """Find the trials whose memory limit is larger than in their earlier result.
-
-    Args:
-        trials: All trials of the sweep.
-        earlier: The latest result of each trial, by name.
-        key_of: Returns the content key of a configuration, which identifies its result.
+    """Compare the memory limit of each trial with that of its earlier result, and find those with a larger limit now.
 
     Returns:
-        All trials, and the names of those that ran out of memory under the smaller limit. The other trials keep the
-        smaller limit and thereby their results, because more memory would not change these.
+        All trials, and the names of those that ran out of memory under a smaller limit. Other trials with a smaller
+        earlier limit get it back, and so keep their results, because more memory would not change these.
     """
     raised, found = [], []
     for trial in trials:
@@ -241,13 +233,7 @@ class RetryPolicy:
     outcomes: tuple[Outcome, ...] = ("lost",)
 
     def tries_again(self, result: TrialResult, earlier: int, *, is_stopping: bool = False) -> bool:
-        """Whether a trial with this result and so many earlier attempts is retried.
-
-        >>> from flopwatch.records.trial import TrialSpec
-        >>> lost = TrialResult("t", "key", TrialSpec("standard", "tiny", 1, 1), "lost")
-        >>> RetryPolicy(most=2).tries_again(lost, earlier=1), RetryPolicy(most=2).tries_again(lost, earlier=2)
-        (True, False)
-        """
+        """Whether a trial with this result and this number of earlier attempts is retried."""
         return not is_stopping and result.outcome in self.outcomes and earlier < self.most
 
 
@@ -255,11 +241,7 @@ DEFAULT_POLICY = RetryPolicy()
 
 
 def retry_policy(most: int, also: Sequence[str] = ()) -> RetryPolicy:
-    """Make a policy that retries lost trials, and trials with one of the outcomes `also`.
-
-    >>> retry_policy(3, ["error", "crash"]).outcomes
-    ('lost', 'crash', 'error')
-    """
+    """Make a policy that retries lost trials, and trials with one of the outcomes `also`."""
     allowed = [outcome for outcome in FAILED if outcome != "invalid"]
     if unknown := [word for word in also if word not in allowed]:
         raise InputError(f"--retry-on must be one of {', '.join(allowed)}, not {', '.join(unknown)}")
@@ -270,9 +252,6 @@ def hosts_to_avoid(attempts: Sequence[Attempt]) -> tuple[str, ...]:
     """Return the node that the next attempt must not use: that of the last attempt, if the node may have failed.
 
     Earlier nodes are allowed again, because a trial that excludes all nodes could never run.
-
-    >>> hosts_to_avoid([{"host": "n1"}, {"host": "n2", "state": "NODE_FAIL"}]), hosts_to_avoid([])
-    (('n2',), ())
     """
     if not attempts or attempts[-1].get("state") in _NOT_THE_NODE:
         return ()
@@ -281,11 +260,7 @@ def hosts_to_avoid(attempts: Sequence[Attempt]) -> tuple[str, ...]:
 
 
 def is_larger(spec: TrialSpec, failed: TrialSpec) -> bool:
-    """Whether a trial is the failed trial with a larger batch size or sequence length, so that it needs more memory.
-
-    >>> is_larger(TrialSpec("ghost", "1b", 8, 512), TrialSpec("ghost", "1b", 4, 512))
-    True
-    """
+    """Whether a trial is the failed trial with a larger batch size or sequence length, so that it needs more memory."""
     if spec.batch_size < failed.batch_size or spec.seq_len < failed.seq_len:
         return False
     same = replace(spec, batch_size=failed.batch_size, seq_len=failed.seq_len)
@@ -327,17 +302,8 @@ OVER_BUDGET = 75
 
 
 def exit_status(plan: Plan, counts: Mapping[str, int], *, was_stopped: bool, is_over_budget: bool = False) -> int:
-    """Return the exit status of a sweep.
-
-    Args:
-        plan: The trials of the sweep.
-        counts: Number of trials that ended in this run, by outcome.
-        was_stopped: The user pressed Ctrl-C.
-        is_over_budget: The time budget was used up before all trials had started.
-
-    Returns:
-        130 or 75 if trials are left because of Ctrl-C or the budget. Otherwise 1 if a trial failed in this run or an
-        earlier one, and 0 if none failed.
+    """Return the exit status of a sweep: 130 or 75 if trials are left because of Ctrl-C or the time budget; otherwise
+    1 if a trial failed in this run or an earlier one; otherwise 0. `counts` is the number of ended trials by outcome.
     """
     if was_stopped and trials_left(plan, counts):
         return STOPPED  # the status that shells give a command ended by Ctrl-C, so `sweep && report` stops here

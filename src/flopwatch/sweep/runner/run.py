@@ -58,12 +58,9 @@ class LateResults:
         self._deadlines: dict[str, float] = {}
 
     def ready(self, ended: Iterable[Ended], running: Mapping[str, Trial], *, is_patient: bool = True) -> list[Ended]:
-        """Add ended trials and return all of those kept so far whose outcome is certain.
+        """Add the trials whose end the engine has just reported. Return those kept so far whose outcome is certain.
 
-        Args:
-            ended: Trials whose end the engine has just reported.
-            running: The running trials, by name. Other trials in `ended` are ignored.
-            is_patient: False returns all trials at once, because the sweep is being cancelled.
+        With `is_patient` False, because the sweep is being cancelled, return all of them.
         """
         for end in ended:
             if end.name in running:
@@ -73,18 +70,14 @@ class LateResults:
 
     def is_over(self, trial: Trial) -> bool:
         """Whether the trial's result is visible, or no supervisor runs the trial and no result can appear later."""
-        is_over = self._is_over(trial)
-        if is_over:
-            self._deadlines.pop(trial.name, None)
-        return is_over
-
-    def _is_over(self, trial: Trial) -> bool:
         deadline = self._deadlines.setdefault(trial.name, self._clock() + visible_seconds())
-        if own_result(trial.sweep, trial.name) is not None:
-            return True
-        if is_supervised(trial.sweep, trial.name):
-            return False
-        return self._clock() > deadline or not _may_have_begun_elsewhere(trial_folder(trial.sweep, trial.name))
+        if own_result(trial.sweep, trial.name) is None:
+            if is_supervised(trial.sweep, trial.name):
+                return False
+            if self._clock() <= deadline and _may_have_begun_elsewhere(trial_folder(trial.sweep, trial.name)):
+                return False
+        del self._deadlines[trial.name]
+        return True
 
 
 def _may_have_begun_elsewhere(folder: Path) -> bool:
@@ -264,11 +257,9 @@ class _Run:
 
     Attributes:
         waiting: Trials that the engine has not been given yet, in the order in which they start.
-        running: Trials that the engine runs, by name.
         elsewhere: Trials that an earlier runner started and whose supervisors may still run. The engine does not know
             them.
         out_of_memory: Results which prove that larger trials would run out of memory too.
-        counts: Number of results so far, by outcome.
     """
 
     plan: Plan

@@ -62,8 +62,8 @@ _MOST_NUMBERS = 500
 
 REPORTED = "reported by the command"
 
-_RESAMPLES = 500  # gives two correct digits of a 95 % bootstrap interval and takes 10 ms for 100 steps
-_UNSTABLE_WIDTH = 0.05  # step times are unstable if the interval is wider than this share of the median
+_RESAMPLES = 500  # This gives two correct digits of a 95 % bootstrap interval and takes 10 ms for 100 steps.
+_UNSTABLE_WIDTH = 0.05  # Step times are unstable if the interval is wider than this share of the median.
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,8 @@ class Collected:
     """The content of the files that a worker or a user's command wrote.
 
     Attributes:
-        measured: The measurements.
-        environment: Versions of the software and the name of the device.
         is_done: Whether the worker wrote that it has finished.
-        has_all_steps: Whether the worker measured all steps. False for a command, which does not report its steps.
+        has_all_steps: Whether the worker measured all steps. Always False for a command.
         reported_outcome: The outcome that a command wrote to `metrics.json`; None if it wrote none.
     """
 
@@ -173,39 +171,28 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
 
 
 def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit, collected: Collected) -> ExitFacts:
-    status = worker_exit.status
-    facts = ExitFacts(
+    """Collect the facts about the end of a trial.
+
+    For several processes, use the exit status of the rank that failed first, because torchrun's hides the cause.
+    """
+    job = worker_exit.job_end
+    status = worker_exit.status if job.first is None else job.first.status
+    has_exception = job.first is None or job.first.exception is not None
+    return ExitFacts(
         own_kill=worker_exit.own_kill,
         own_kill_detail=worker_exit.own_kill_detail,
         exit_code=status if status is not None and status >= 0 else None,
         signal_number=-status if status is not None and status < 0 else None,
-        has_finished=collected.is_done,
+        has_finished=collected.is_done and job.first is None,
         has_finished_steps=collected.has_all_steps,
         is_command=spec.trainer == "command",
-        exception=_read_exception(trial_folder(sweep, name)),
+        exception=_read_exception(trial_folder(sweep, name)) if has_exception else None,
         reported=collected.reported_outcome,
-        oom_kills=worker_exit.oom_kills,
+        oom_kills=worker_exit.oom_kills + job.oom_kills,
         has_own_group=worker_exit.memory_limit.get("by") == "cgroup",
         held_bytes=worker_exit.lower_bound_bytes or None,
         limit_bytes=spec.limits.memory_bytes,
         log_tail=tail(log_file(sweep, name)),
-    )
-    return _of_first_failure(facts, worker_exit.job_end)
-
-
-def _of_first_failure(facts: ExitFacts, job: JobEnd) -> ExitFacts:
-    """Replace the exit status of torchrun by that of the rank that failed first, because torchrun hides the cause."""
-    oom_kills = facts.oom_kills + job.oom_kills
-    if job.first is None:
-        return replace(facts, oom_kills=oom_kills)
-    status = job.first.status
-    return replace(
-        facts,
-        exit_code=status if status is not None and status >= 0 else None,
-        signal_number=-status if status is not None and status < 0 else None,
-        exception=facts.exception if job.first.exception is not None else None,
-        oom_kills=oom_kills,
-        has_finished=False,
     )
 
 

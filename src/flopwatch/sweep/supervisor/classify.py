@@ -48,7 +48,6 @@ class ExitFacts:
         has_own_group: Whether no other trial shares this cgroup.
         held_bytes: Lower bound of the peak host memory; None if unknown.
         limit_bytes: Limit of host memory; None without a limit.
-        log_tail: The end of the trial's log.
     """
 
     own_kill: OwnKill | None = None
@@ -138,11 +137,6 @@ def memory_hint(facts: ExitFacts, outcome: Outcome) -> str | None:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal.
-
-    >>> signal_name(11)
-    'SIGSEGV'
-    """
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -157,11 +151,8 @@ def _exception_text(exception: Mapping[str, Any]) -> str:
 class RankEnd:
     """The end of one rank.
 
-    Attributes:
-        rank: Number of the rank.
-        host: Name of its host.
-        status: Exit code, or the negative number of the signal that ended the rank; None if the rank did not start.
-        exception: `type`, `message`, `outcome`, `unix_time` and `lost_peer` of its exception; None without one.
+    `status` is its exit code, or the negative number of the signal that ended it; None if the rank did not start.
+    `exception` is the content of its exception file; None without one.
     """
 
     rank: int
@@ -230,18 +221,14 @@ class WorkerExit:
     """What the supervisor knows about the end of its worker process.
 
     Attributes:
-        pid: Process id of the worker.
         status: Exit code, or the negative number of the signal that ended the worker; None if it survived SIGKILL.
         own_kill: The outcome for which the supervisor killed the worker; None if it did not kill it.
         own_kill_detail: The reason for this kill as a text.
         stacks: The Python stacks of the worker's threads before the kill.
         host_peak: Peak host memory of all its processes: until the last step, or until the end for a command.
         lower_bound_bytes: Lower bound of the peak host memory, without file pages.
-        oom_kills: Number of processes that the kernel killed for memory.
         memory_limit: The kind of memory limit, and the peaks that the supervisor sampled and the kernel counted.
         unkillable_pids: Processes that survived SIGKILL because they are blocked in the kernel.
-        unix_time: Start of the worker, in seconds since 1970.
-        seconds: Run time of the worker.
         job_end: The end of the ranks, for a trial of several processes.
     """
 

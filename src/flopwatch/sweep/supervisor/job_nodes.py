@@ -106,12 +106,7 @@ class _Peer:
 
 
 class JobNodes:
-    """Waits until the agents of all nodes have connected, then starts their ranks and collects their reports.
-
-    Args:
-        nodes: Number of nodes.
-        environment: Environment variables of the supervisor; may hold LISTENER and TOKEN.
-    """
+    """Waits until the agents of all nodes have connected, then starts their ranks and collects their reports."""
 
     def __init__(self, nodes: int, environment: Mapping[str, str] = os.environ) -> None:
         self.nodes = nodes
@@ -320,14 +315,7 @@ _SRUN_SECONDS = 5.0  # srun may need so long to notice that its tasks have ended
 
 @dataclass
 class RunningNodes:
-    """The nodes of a running trial.
-
-    Attributes:
-        trial_dir: The trial's folder.
-        nodes: The connections to the agents.
-        agent: The agent of the first node.
-        srun: Slurm's srun, which runs the agents of the other nodes; None under other engines.
-    """
+    """A running trial: the agent of its first node, and under Slurm the srun that runs the agents of the others."""
 
     trial_dir: Path
     nodes: JobNodes
@@ -342,9 +330,6 @@ class RunningNodes:
                 f"srun exited with code {self.srun.returncode}; its error message is at the end of the log"
             )
         return self.nodes.is_over
-
-    def stacks(self) -> str:
-        return self.nodes.stacks()
 
     def finish(self, *, at_once: bool) -> JobEnd:
         """End all nodes, and write the exception of the rank that failed first to `exception.json`."""
@@ -364,17 +349,18 @@ def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd
     nodes, folder = JobNodes(spec.nodes), trial_folder(sweep, name)
     secret = {TOKEN: nodes.token}
     agent = start_worker(sweep, name, spec, limit, cwd, nodes.agent_command(folder, 0), secret)
-    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):
-        return RunningNodes(folder, nodes, agent)
+    running = RunningNodes(folder, nodes, agent)
+    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):  # a Ray task has started the other agents
+        return running
     if "SLURM_JOB_ID" not in os.environ:
         nodes.give_up(f"a trial with {spec.nodes} nodes needs --engine slurm or --engine ray")
-        return RunningNodes(folder, nodes, agent)
+        return running
     command = [*srun_command(spec), *nodes.agent_command(folder, "slurm", os.uname().nodename)]
     try:
-        return RunningNodes(folder, nodes, agent, start_worker(sweep, name, spec, limit, cwd, command, secret))
+        running.srun = start_worker(sweep, name, spec, limit, cwd, command, secret)
     except OSError as error:
         nodes.give_up(f"cannot start srun on the first node of the Slurm job: {error}")
-        return RunningNodes(folder, nodes, agent)
+    return running
 
 
 def srun_command(spec: TrialSpec) -> list[str]:

@@ -90,12 +90,11 @@ def _remove_group(folder: Path) -> None:
                 os.kill(int(pid), signal.SIGKILL)
         try:
             folder.rmdir()
+            return
         except FileNotFoundError:
             return
         except OSError:
             time.sleep(0.01)
-        else:
-            return
 
 
 def main(sweep: Path, name: str, supervisor: int, status: int, reason: str) -> None:

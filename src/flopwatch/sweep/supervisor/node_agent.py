@@ -34,12 +34,8 @@ _TICK_SECONDS = 0.2  # the same as in `supervise.py`
 class NodeMemory:
     """Samples the host memory of this node's ranks in a thread, and kills the ranks if they exceed their limit.
 
-    On the first node the supervisor does this.
-
-    Args:
-        trial_dir: The trial's folder.
-        rank: The first rank of this node. Its heartbeat file contains the phase of the trial.
-        limit_bytes: Limit for all processes of the node together; None means no limit.
+    On the first node the supervisor does this. `rank` is the first rank of the node, whose heartbeat file contains the
+    phase of the trial. The limit is for all processes of the node together; None means no limit.
     """
 
     def __init__(self, trial_dir: Path, rank: int, limit_bytes: int | None) -> None:

@@ -53,11 +53,11 @@ from flopwatch.sweep.supervisor.leftovers import become_guarded, clear_earlier_a
 if TYPE_CHECKING:
     from flopwatch.sweep.supervisor.job_nodes import RunningNodes
 
-_TICK_SECONDS = 0.2  # the memory must be sampled several times a second to enforce a limit
-_SPEC_TICK_SECONDS = 0.25  # time between two tries to read a `spec.json` that is not visible yet
-_SILENCE_SECONDS = 600.0  # longest time without a heartbeat of the supervisor
+_TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enforce a limit.
+_SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
+_SILENCE_SECONDS = 600.0  # This is the longest allowed time between two heartbeats of a supervisor.
 _GUARD_PATIENCE_SECONDS = 30.0
-"""The guard waits so much longer than `allowed_silence` for a supervisor that is busy. The runner waits even longer."""
+"""The guard kills a supervisor this much later than `allowed_silence`. The runner waits even longer."""
 
 _SLURM_SIGNAL_SECONDS = 0.5
 _SLURM_SUCCESS_SECONDS = 0.05
@@ -93,11 +93,9 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
         return 0
     try:
         supervise(sweep, name, cancel=lambda: stop[0] if stop else None, attempt=attempt, guard=guard)
-    except AlreadyStartedError as error:
+    except (AlreadyStartedError, UnusableSpecError) as error:
         errors.write(f"flopwatch: {error}; nothing was run\n")
-    except UnusableSpecError as error:
-        errors.write(f"flopwatch: {error}; nothing was run\n")
-        return 1
+        return int(isinstance(error, UnusableSpecError))
     return 0
 
 
@@ -340,7 +338,7 @@ def _kill_worker(
     sigterm_first = trial.spec.trainer == "command" and watch.own_kill != "oom_host"
     wants_stacks = watch.own_kill not in ("cancelled", "oom_host")
     if nodes and wants_stacks:
-        watch.stacks, wants_stacks = nodes.stacks(), False
+        watch.stacks, wants_stacks = nodes.nodes.stacks(), False
     stacks = end_worker(worker, trial.folder, sigterm_first=sigterm_first, wants_stacks=wants_stacks)
     watch.stacks = watch.stacks or stacks
 
@@ -380,8 +378,8 @@ def _deleted_places(sweep: Path, name: str, claim_handle: int) -> tuple[str, ...
     if not sweep.is_dir():
         return ("the sweep's folder",)
     try:
-        is_folder_gone = os.fstat(claim_handle).st_nlink == 0  # a deleted file has no links
-    except OSError:  # ESTALE of a network file system
+        is_folder_gone = os.fstat(claim_handle).st_nlink == 0  # A deleted file has no links.
+    except OSError:  # A network file system raises ESTALE for a deleted file.
         is_folder_gone = True
     is_log_gone = not os.path.lexists(log_file(sweep, name))
     return (*(("its folder",) if is_folder_gone else ()), *(("its log",) if is_log_gone else ()))

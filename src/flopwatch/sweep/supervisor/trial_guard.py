@@ -23,9 +23,8 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def main(supervisor: int, pipe: int, trial: list[str]) -> None:
     def forward(number: int, frame: object) -> None:
-        os.kill(
-            supervisor, signal.SIGTERM
-        )  # the pid cannot be reused yet, because waitpid is called after these handlers are removed
+        # The pid cannot be reused yet, because waitpid is called after these handlers are removed.
+        os.kill(supervisor, signal.SIGTERM)
 
     for number in _FORWARDED:
         signal.signal(number, forward)
