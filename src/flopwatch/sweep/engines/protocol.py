@@ -220,12 +220,16 @@ def _how_it_left(evidence: Mapping[str, Any], state: str, error: str) -> str:
     if error:
         return f"its supervisor could not be run: {error}" + (f": {detail}" if detail else "")
     if signal:
-        return f"its supervisor was killed by {f'signal {signal}' if isinstance(signal, int) else signal}"
+        return f"its supervisor was killed by {signal_text(signal)}"
     if exit_code:
         return f"its supervisor left with exit code {exit_code} and wrote no result"
     if state:
         return f"its supervisor wrote no result; Slurm reports the state {state}"
     return "its supervisor ended without a result, for an unknown reason"
+
+
+def signal_text(signal: Any) -> str:
+    return f"signal {signal}" if isinstance(signal, int) else str(signal)
 
 
 def _last_line(log: str) -> str:

@@ -31,9 +31,9 @@ from flopwatch.sweep.engines.ray_internals import (
 )
 from flopwatch.sweep.folder import Trial, has_begun, is_supervised
 
-_NODES_EVERY_SECONDS = 5.0  # time between two reads of the list of nodes
-_GET_SECONDS = 60.0  # timeout for reading the value of a finished task, which may be on another node
-_LEAVE_SECONDS = 30.0  # after the end of a task, its supervisor may need this long to kill the trial's processes
+_NODES_EVERY_SECONDS = 5.0  # This is the time between two reads of the list of nodes.
+_GET_SECONDS = 60.0  # Reading the value of a finished task may take long, because it may be on another node.
+_LEAVE_SECONDS = 30.0  # After the end of a task, its supervisor may need this long to kill the trial's processes.
 _TICK_SECONDS = 0.05
 
 
@@ -105,9 +105,7 @@ class RayEngine:
         return [trial.name for trial in still_there]
 
     def _connect(self) -> None:
-        if (
-            self._ray.is_initialized()
-        ):  # the calling program has connected to Ray and may need the connection after the sweep
+        if self._ray.is_initialized():  # the calling program has connected to Ray and will disconnect itself
             return
         if self._address is None:
             start_local(self._ray, *self._local)

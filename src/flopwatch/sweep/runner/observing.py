@@ -94,8 +94,8 @@ class SafeObserver:
                 sys.stderr.write(f"flopwatch: the display failed ({text}); the sweep continues without a display\n")
 
 
-_WRITE_SECONDS = 1.0  # time between two writes of `runner.json`
-_MOST_NAMES = 100  # `runner.json` names at most this many running trials
+_WRITE_SECONDS = 1.0  # This is the time between two writes of `runner.json`.
+_MOST_NAMES = 100  # The file names at most this many running trials.
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def runner_file(sweep: Path) -> Iterator[RunnerFile]:
 
 
 _SILENCE_SECONDS = 90.0
-"""A runner on another host whose `runner.json` did not change for so long is taken for dead. The runner writes the file
+"""A runner on another host counts as dead if its `runner.json` did not change for this time. The runner writes the file
 every second, but a network file system may show the change up to a minute late."""
 
 

@@ -302,15 +302,15 @@ OVER_BUDGET = 75
 
 
 def exit_status(plan: Plan, counts: Mapping[str, int], *, was_stopped: bool, is_over_budget: bool = False) -> int:
-    """Return the exit status of a sweep: 130 or 75 if trials are left because of Ctrl-C or the time budget; otherwise
-    1 if a trial failed in this run or an earlier one; otherwise 0. `counts` is the number of ended trials by outcome.
+    """Return 130 or 75 if trials are left because of Ctrl-C or the time budget. Otherwise return 1 if a trial failed in
+    this run or an earlier one, and 0 if none failed. `counts` is the number of ended trials by outcome.
     """
     if was_stopped and trials_left(plan, counts):
         return STOPPED  # the status that shells give a command ended by Ctrl-C, so `sweep && report` stops here
     if is_over_budget and trials_left(plan, counts):
         return OVER_BUDGET
     is_red = trials_left(plan, counts) or any(outcome not in GREEN for outcome, count in counts.items() if count)
-    has_unreadable_results = any(name in plan.newer for name in plan.asked)  # written by a newer flopwatch
+    has_unreadable_results = any(name in plan.newer for name in plan.asked)  # a newer flopwatch wrote them
     return SOME_FAILED if is_red or failed_before(plan) or has_unreadable_results else DONE
 
 

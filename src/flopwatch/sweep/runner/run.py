@@ -203,8 +203,8 @@ class ResultWriter:
         return len(self._waiting)
 
 
-_TICK_SECONDS = 0.25  # longest call of `Engine.wait`, and so the longest time until Ctrl-C has an effect
-_IDLE_TICK_SECONDS = 0.05  # the same while the engine runs no trial
+_TICK_SECONDS = 0.25  # A call of `Engine.wait` takes at most this long, and so does the reaction to Ctrl-C.
+_IDLE_TICK_SECONDS = 0.05  # This is the limit of `Engine.wait` while the engine runs no trial.
 _ONE_FOLDERS_ERRORS = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 """Errors that concern the folder of one trial, so that the other trials can still run."""
 
@@ -257,8 +257,7 @@ class _Run:
 
     Attributes:
         waiting: Trials that the engine has not been given yet, in the order in which they start.
-        elsewhere: Trials that an earlier runner started and whose supervisors may still run. The engine does not know
-            them.
+        elsewhere: Trials of an earlier runner that the engine does not know and whose supervisors may still run.
         out_of_memory: Results which prove that larger trials would run out of memory too.
     """
 

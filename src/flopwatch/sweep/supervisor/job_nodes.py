@@ -35,7 +35,7 @@ LISTENER = "FLOPWATCH_NODE_LISTENER"
 
 Message: TypeAlias = dict[str, Any]
 
-_LONGEST_LINE = 4 << 20  # in bytes; the longest message holds the stacks of all ranks of a node
+_LONGEST_LINE = 4 << 20  # bytes, which is enough for the longest message: the stacks of all ranks of a node
 
 
 def encoded(message: Message) -> bytes:
@@ -83,9 +83,9 @@ def read_lines_of(connection: socket.socket) -> Iterator[Message]:
 
 
 _LONGEST_GREETING = 4096  # A connection that sends more bytes than this without the secret is closed.
-_MOST_STRANGERS = 256  # At most so many connections that have not sent the secret are open at once.
+_MOST_STRANGERS = 256  # At most this many connections that have not sent the secret are open at once.
 _CONNECT_SECONDS = 600.0  # Slurm and Ray may take minutes to start the agents on all nodes.
-_REPORTS_SECONDS = 5.0  # The supervisor waits so long for reports of other nodes, which may show an earlier failure.
+_REPORTS_SECONDS = 5.0  # The supervisor waits this long for reports of other nodes, which may show an earlier failure.
 _EXIT_SECONDS = 12.0  # An agent needs up to 10 s to kill its processes.
 _STACKS_SECONDS = 5.0  # An agent waits 2 s for the stacks of its ranks.
 
@@ -310,7 +310,7 @@ def _close(peer: _Peer) -> None:
     peer.connection.close()
 
 
-_SRUN_SECONDS = 5.0  # srun may need so long to notice that its tasks have ended
+_SRUN_SECONDS = 5.0  # srun may need this long to notice that its tasks have ended
 
 
 @dataclass

@@ -19,8 +19,8 @@ from flopwatch.sweep.claims import this_boot
 from flopwatch.sweep.host.memory import group_places
 from flopwatch.sweep.host.processes import adopt_orphans, die_with_parent, kill_descendants, kill_marked
 
-_GROUP_PATIENCE_SECONDS = 5.0  # a killed process stays in its cgroup until the kernel has freed its memory
-_MOST_FILES = 4096  # the guard closes all file descriptors below this; a supervisor has a few dozen
+_GROUP_PATIENCE_SECONDS = 5.0  # A killed process stays in its cgroup until the kernel has freed its memory.
+_MOST_FILES = 4096  # The guard closes all file descriptors below this number. A supervisor has a few dozen.
 _GUARD = Path(__file__).with_name("trial_guard.py")
 
 
@@ -51,7 +51,7 @@ def become_guarded(sweep: Path, name: str) -> int | None:
     os.close(reads)
     os.setsid()
     die_with_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # the guard died before the line above
+    if os.getppid() != parent:  # the guard ended before `die_with_parent` was called
         os.kill(os.getpid(), signal.SIGTERM)
     os.set_blocking(writes, False)
     return writes

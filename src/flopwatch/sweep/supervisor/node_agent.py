@@ -28,7 +28,7 @@ from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory
 from flopwatch.sweep.host.processes import PARENT
 from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive, read_lines_of
 
-_TICK_SECONDS = 0.2  # the same as in `supervise.py`
+_TICK_SECONDS = 0.2  # time between two samples, the same as in `supervise.py`
 
 
 class NodeMemory:
@@ -66,9 +66,9 @@ class NodeMemory:
         return {"host_bytes": self._steps_peak.bytes, "host_method": self._steps_peak.method}
 
 
-_CONNECT_SECONDS = 120.0  # a shared file system or name server may be slow right after a node starts
-_STACKS_SECONDS = 2.0  # the same as in `host/processes.py`
-_STACKS_LENGTH = 20_000  # the stacks of one rank are cut to this number of characters
+_CONNECT_SECONDS = 120.0  # A shared file system or name server may be slow right after a node starts.
+_STACKS_SECONDS = 2.0  # The agent waits this long for the stacks, the same time as in `host/processes.py`.
+_STACKS_LENGTH = 20_000  # The stacks of one rank are cut to this number of characters.
 
 
 class _Supervisor:
