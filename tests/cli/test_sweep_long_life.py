@@ -166,4 +166,4 @@ def test_a_supervisor_that_is_killed_is_tried_again_as_often_as_asked(tmp_path):
     (result,) = read_results(tmp_path / "s").values()
     assert (result.outcome, len(result.earlier_attempts)) == ("lost", 1)
     assert left_behind(tmp_path / "s") == []
-    assert "--retry-on takes crash" in flopwatch(*words("true"), "--retry-on", "ok", code=2)
+    assert "--retry-on must be one of crash" in flopwatch(*words("true"), "--retry-on", "ok", code=2)

@@ -221,8 +221,8 @@ def _matrix(words: list[str], flags: dict[str, Any], *, quick: bool) -> "Matrix"
 
 
 def _engine(name: str, options: list[str], jobs: int, gpus: str | None) -> "Engine":
+    from flopwatch.sweep.engines.local import check_gpus
     from flopwatch.sweep.engines.protocol import load_engine
-    from flopwatch.sweep.engines.slots import check_gpus
     from flopwatch.sweep.spec.parsing import parse_overrides
 
     settings = parse_overrides(options)
