@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from flopwatch.integrations.framework_internals import without_fabric_wrapper
+from flopwatch.library_internals import without_fabric_wrapper
 from flopwatch.monitor.training_monitor import TrainingMonitor
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
-from flopwatch.integrations.framework_internals import find_trainer, guarded_part
+from flopwatch.library_internals import find_trainer, guarded_part
 from flopwatch.monitor.training_monitor import TimedIterator, TrainingMonitor
 from flopwatch.optional import require
 

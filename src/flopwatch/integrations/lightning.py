@@ -14,7 +14,7 @@ from torch import nn
 
 from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
 from flopwatch.integrations.fabric import autocast_dtype
-from flopwatch.integrations.framework_internals import lightning_logs_this_step
+from flopwatch.library_internals import lightning_logs_this_step
 from flopwatch.monitor.training_monitor import TrainingMonitor
 from flopwatch.optional import require
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.library_internals import checked_mlflow_response, latest_mlflow_run, mlflow_request_sender
 from flopwatch.optional import require
 from flopwatch.records.run import Notice, Record, Row
 from flopwatch.sinks.protocol import TrialRun
-from flopwatch.sinks.tracker_internals import checked_mlflow_response, latest_mlflow_run, mlflow_request_sender
 
 MOST_METRICS = 1000
 """In one request, by MLflow's REST interface."""

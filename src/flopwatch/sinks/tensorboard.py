@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.library_internals import EventFormat
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
-from flopwatch.sinks.tracker_internals import EventFormat
 
 
 class TensorBoardSink:

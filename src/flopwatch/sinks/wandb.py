@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.library_internals import is_lost_wandb_service, wandb_run_hider
 from flopwatch.optional import require
 from flopwatch.records.metrics import STEP_KEY
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.sinks.protocol import TrialRun
-from flopwatch.sinks.tracker_internals import is_lost_wandb_service, wandb_run_hider
 
 _SUFFIX = "-flopwatch"
 
