@@ -94,7 +94,7 @@ def test_a_run_and_a_sweep_are_refused_in_both_orders(flopwatch, sweeps, tmp_pat
     for pair in ((sweeps[0], str(tmp_path / "run")), (str(tmp_path / "run"), sweeps[0])):
         status, out, err = flopwatch("compare", *pair)
         assert (status, out) == (2, "")
-        assert "compare two sweeps, or two runs" in err
+        assert "name two sweeps, or two runs" in err
 
 
 def test_markdown_of_two_runs_is_refused(flopwatch, tmp_path):

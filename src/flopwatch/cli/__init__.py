@@ -8,8 +8,10 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TextIO, cast
@@ -20,6 +22,7 @@ from flopwatch.compat import with_new_flags
 from flopwatch.errors import FlopwatchError
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
+_WIDEST_TEXT = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,6 +81,26 @@ def print_error(message: str) -> None:
     from flopwatch.records.reading import plain
 
     typer.secho(plain(message), fg="red", err=True)
+
+
+def text_width() -> int:
+    return min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
+
+
+def print_section(label: str, label_width: int, paragraphs: Iterable[str]) -> None:
+    """Print a label and, to the right of it, paragraphs wrapped to the terminal.
+
+    A paragraph that begins with a space is a line of a table. It is printed unwrapped, because a number that is broken
+    over two lines is hard to read.
+    """
+    indent = 2 + label_width
+    width = max(text_width() - indent, 20)
+    lines: list[str] = []
+    for paragraph in paragraphs:
+        wrapped = textwrap.wrap(paragraph, width, break_on_hyphens=False)
+        lines += [paragraph] if paragraph.startswith(" ") else [f"{'':{indent}}{line}" for line in wrapped]
+    typer.secho(f"  {label:<{label_width}}", dim=True, nl=False)
+    typer.echo("\n".join(lines)[indent:])
 
 
 class LastingStream:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flopwatch.cli import flag
+from flopwatch.cli import flag, text_width
 from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, step_time
 
 if TYPE_CHECKING:
@@ -170,7 +170,6 @@ def _fail_if_sweep_is_slower(comparison: "SweepComparison", percent: float) -> N
     typer.secho(f"passed: of {len(judged):,} pairs none is slower by more than {percent:g} %", err=True)
 
 
-_WIDEST = 100
 _WIDTH_FOR_INTERVALS = 98
 _GOOD = ("faster", "steadier")
 _BAD = ("slower", "less steady")
@@ -295,4 +294,4 @@ def _print_remarks(comparison: "Comparison") -> None:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, min(shutil.get_terminal_size().columns, _WIDEST))
+    return textwrap.fill(text, text_width())
