@@ -27,8 +27,8 @@ these modules are missing, `forward` is never replaced."""
 def outputs_are_captured() -> bool:
     """Whether transformers is collecting the outputs of inner modules, so that every inner module has to run.
 
-    Without `_active_collector` this is False: then tracing only one of several equal layers fails for a model that
-    returns hidden states, and the model is traced in full.
+    Without `_active_collector` this is False. Then a model that returns hidden states is traced in full, because
+    tracing only one of several equal layers fails.
     """
     collector = getattr(sys.modules.get(OUTPUT_CAPTURING), "_active_collector", None)
     return collector is not None and bool(collector.get())

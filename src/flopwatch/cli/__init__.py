@@ -76,6 +76,12 @@ def flag(text: str, *names: str, metavar: str | None = None) -> Any:
     return typer.Option(*names, help=text, metavar=metavar)
 
 
+def print_json(content: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(content, indent=2))
+
+
 def print_error(message: str) -> None:
     """Print a message to stderr, in red on a terminal. Control characters in the message are escaped."""
     from flopwatch.records.reading import plain

@@ -3,9 +3,6 @@
 Every command imports heavy packages inside its functions, so that `--help` stays quick.
 """
 
-import tempfile
-from collections.abc import Callable
-from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,6 +58,8 @@ def _check_count() -> tuple[bool, str]:
 
 def _check_monitor() -> tuple[bool, str]:
     """Training ends with bitwise equal parameters with and without the monitor, and all FLOPs are in the total."""
+    import tempfile
+
     import torch
 
     from flopwatch.flops.count import count_flops
@@ -69,8 +68,8 @@ def _check_monitor() -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         monitor = TrainingMonitor(folder, strict=True, peak_flops_per_s=1e12)
         with monitor:
-            watched = _train(monitor)
-        bare = _train(None)
+            watched, _ = _train(monitor)
+        bare, _ = _train(None)
     equal = all(torch.equal(a, b) for a, b in zip(watched.parameters(), bare.parameters(), strict=True))
     expected = count_flops(bare, _batch()).model_flops * _STEPS
     total = monitor.summary.values.get("total/model_flops") if monitor.summary else None
@@ -80,11 +79,13 @@ def _check_monitor() -> tuple[bool, str]:
 
 def _check_cost() -> tuple[bool, str]:
     """The monitor takes less than 5 % of the step time."""
+    import tempfile
+    from statistics import median
+
     from flopwatch.monitor.training_monitor import TrainingMonitor
 
     with tempfile.TemporaryDirectory() as folder, TrainingMonitor(folder, peak_flops_per_s=1e12) as monitor:
-        seconds: list[float] = []
-        _train(monitor, seconds.append)
+        _, seconds = _train(monitor)
         own = (monitor.own_seconds + monitor.thread_cpu_seconds) / _STEPS
     step_seconds = median(seconds)
     return own / step_seconds < 0.05, f"{1e6 * own:.0f} µs per step of {1e3 * step_seconds:.1f} ms"
@@ -97,13 +98,13 @@ def _batch() -> "dict[str, torch.Tensor]":
     return {"input_ids": ids, "labels": ids}
 
 
-def _train(
-    monitor: "TrainingMonitor | None", report_seconds: Callable[[float], None] = lambda seconds: None
-) -> "torch.nn.Module":
+def _train(monitor: "TrainingMonitor | None") -> "tuple[torch.nn.Module, list[float]]":
+    """Train a tiny model. Returns it, and the seconds of each step without the monitor's own time."""
     import torch
 
     from flopwatch.models.load import load_model
 
+    seconds: list[float] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = load_model("tiny", device="cpu")
@@ -117,10 +118,10 @@ def _train(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            report_seconds(monotonic_seconds() - began)
+            seconds.append(monotonic_seconds() - began)
             if monitor is not None:
                 monitor.log_step(number, 0, loss, None, 1e-3, batch=batch)
-    return model
+    return model, seconds
 
 
 app = typer.Typer(

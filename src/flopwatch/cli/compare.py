@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flopwatch.cli import flag, text_width
+from flopwatch.cli import flag, print_json, text_width
+from flopwatch.cli.report import write_file
+from flopwatch.errors import InputError
 from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, step_time
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ def compare(
     ] = None,
 ) -> None:
     """Compare the step time, rates and MFU of two runs or two sweeps, and tell differences from noise."""
-    from flopwatch.errors import InputError
     from flopwatch.runs import find_log, read_log
     from flopwatch.runs.comparison import compare as compare_logs
 
@@ -49,9 +50,7 @@ def compare(
         raise InputError("--md works only for two sweeps; leave it out to print text, or use --json")
     comparison = compare_logs(read_log(find_log(run_a)), read_log(find_log(run_b)))
     if as_json:
-        import json
-
-        typer.echo(json.dumps(comparison.to_json(), indent=2))
+        print_json(comparison.to_json())
     else:
         print_comparison(comparison)
     if fail_if_slower is not None:
@@ -59,11 +58,7 @@ def compare(
 
 
 def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
-    """Exit with status 1 if B is slower than A by more than `percent`; an error if the runs have too few steps.
-
-    The verdict goes to stderr, so that the output of `--json` stays valid JSON.
-    """
-    from flopwatch.errors import InputError
+    """Exit with status 1 if B is slower than A by more than `percent`. Prints to stderr, to keep `--json` valid."""
     from flopwatch.runs.comparison import speed_line
     from flopwatch.spread import FEWEST_STEPS
 
@@ -81,11 +76,7 @@ def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
 
 
 def is_sweep(path: str) -> bool:
-    """Whether the path is the folder of a sweep.
-
-    A folder with a results.jsonl but without a sweep.json can be a run with a log of that name.
-    """
-    from flopwatch.errors import InputError
+    """Whether the path is the folder of a sweep, and not that of a run whose log is called results.jsonl."""
     from flopwatch.records.sweep_results import is_sweep_folder
     from flopwatch.records.trial_files import SWEEP
     from flopwatch.runs import find_log
@@ -103,9 +94,6 @@ def is_sweep(path: str) -> bool:
 
 
 def refuse_mixed(a: str, b: str) -> None:
-    """Raise the error for a comparison of a run with a sweep."""
-    from flopwatch.errors import InputError
-
     sweep, other = (a, b) if is_sweep(a) else (b, a)
     if not Path(other).expanduser().exists():
         raise InputError(f"{other!r} does not exist; name the folder of a sweep to compare with the sweep {sweep!r}")
@@ -117,26 +105,18 @@ def refuse_mixed(a: str, b: str) -> None:
 
 def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if_slower: float | None) -> None:
     """Print or write the comparison of two sweeps; exit with status 1 if B is too slow."""
-    from flopwatch.errors import InputError
     from flopwatch.report.capture import capture_sweep
-    from flopwatch.report.comparison import compare_sweeps
+    from flopwatch.report.comparison import compare_sweeps, rendering
 
     if as_json and md == "-":
         raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
     comparison = compare_sweeps(capture_sweep(Path(a).expanduser()), capture_sweep(Path(b).expanduser()))
     if md is not None:
-        from flopwatch.cli.report import write_file
-        from flopwatch.report.comparison.rendering import comparison_markdown
-
-        write_file(md, comparison_markdown(comparison).encode("utf-8"))
+        write_file(md, rendering.comparison_markdown(comparison).encode("utf-8"))
     if as_json:
-        from flopwatch.report.comparison.rendering import comparison_json
-
-        typer.echo(comparison_json(comparison))
+        typer.echo(rendering.comparison_json(comparison))
     elif md is None:
-        from flopwatch.report.comparison.rendering import print_sweep_comparison
-
-        print_sweep_comparison(comparison)
+        rendering.print_sweep_comparison(comparison)
     if md not in (None, "-"):
         typer.echo(f"Written: {md}", err=as_json)
     if fail_if_slower is not None:
@@ -144,11 +124,7 @@ def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if
 
 
 def _fail_if_sweep_is_slower(comparison: "SweepComparison", percent: float) -> None:
-    """Exit with status 1 if a trial of B is slower by more than `percent` or no longer ends ok.
-
-    The verdict goes to stderr, so that the output of `--json` stays valid JSON.
-    """
-    from flopwatch.errors import InputError
+    """Exit with status 1 if a trial of B is slower by more than `percent` or no longer ends ok. Prints to stderr."""
     from flopwatch.records.reading import one_line
 
     rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
@@ -218,7 +194,7 @@ def _print_differences(differences: "Sequence[Difference]") -> None:
     what_width, a_width, b_width = (max(len(row[column]) for row in rows) for column in range(3))
     for what, a, b, touches in rows:
         typer.echo(f"  {what:<{what_width}}  {a:<{a_width}}  {b:<{b_width}}  ", nl=False)
-        typer.secho(f"touches {touches}", dim=True)
+        typer.secho(f"affects {touches}", dim=True)
 
 
 def _fact(value: Any) -> str:
@@ -240,20 +216,12 @@ def _print_table(lines: "Sequence[Line]") -> None:
         text = f"  {line.label:<{_LABEL_WIDTH}}{values}{_change(line):>12}{interval}"
         typer.echo(text if line.verdict else text.rstrip(), nl=not line.verdict)
         if line.verdict:
-            _print_verdict(line.verdict)
-
-
-def _print_verdict(verdict: str) -> None:
-    colour = "green" if verdict in _GOOD else "red" if verdict in _BAD else None
-    typer.secho(f"  {_SHORT.get(verdict, verdict)}", fg=colour, dim=verdict in _SHORT)
+            colour = "green" if line.verdict in _GOOD else "red" if line.verdict in _BAD else None
+            typer.secho(f"  {_SHORT.get(line.verdict, line.verdict)}", fg=colour, dim=line.verdict in _SHORT)
 
 
 def _value(value: float | None, unit: str) -> str:
-    return UNKNOWN if value is None else _FORMATS.get(unit, _rate)(value)
-
-
-def _rate(value: float) -> str:
-    return number(value, digits=4)
+    return UNKNOWN if value is None else _FORMATS[unit](value) if unit in _FORMATS else number(value, digits=4)
 
 
 def _change(line: "Line") -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flopwatch.cli import flag, print_section
+from flopwatch.cli import flag, print_json, print_section
+from flopwatch.errors import InputError
 from flopwatch.number_format import percent
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ def explain(
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
 ) -> None:
     """Print how a logged MFU was calculated: the FLOPs, the seconds, the peak, and the division."""
-    from flopwatch.errors import InputError
     from flopwatch.runs import find_log, read_around
     from flopwatch.runs.explain import explain_step, explain_window
 
@@ -32,9 +32,7 @@ def explain(
         raise InputError(f"{str(log.path)!r} has no logging window yet; the first one is written after log_every steps")
     explanation = explain_window(log, log.rows[-1]) if step is None else explain_step(log, step)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(explanation.to_json(), indent=2))
+        print_json(explanation.to_json())
     else:
         print_explanation(explanation)
 
@@ -147,9 +145,7 @@ def _each(text: str) -> str:
 
 def _without_law(provenance: "Provenance") -> str:
     if not provenance.law:
-        return (
-            _METHODS.get(provenance.method or "", "") + ", separately for each batch shape (no formula fits them all)"
-        )
+        return f"{_METHODS.get(provenance.method or '', '')}, separately for each batch shape (no formula fits all)"
     terms = (
         f"{phase}: " + " + ".join(f"{_each(each)} x {name}" for name, each in phase_terms.items())
         for phase, phase_terms in provenance.law.items()

@@ -1,5 +1,6 @@
 """`flopwatch flops` counts the FLOPs of a training step; `flopwatch peak` prints the peak FLOP/s of a device."""
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -7,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flopwatch.cli import flag, print_error, print_section
+from flopwatch.cli import flag, print_error, print_json, print_section
 from flopwatch.cli.trials.trial import MODEL_HELP
+from flopwatch.errors import InputError
 from flopwatch.number_format import flop_prefix, flop_rate, percent
 from flopwatch.number_format import flops as flop_text
 
@@ -35,9 +37,7 @@ def flops(
     checkpoint: Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")] = False,
     attention: Annotated[str, flag("full counts all pairs of positions, causal only those not masked.")] = "full",
     method: Annotated[str, flag("How to count: auto, trace, step or estimate.")] = "auto",
-    device: Annotated[
-        str | None, flag('Print the MFU on this device, such as "NVIDIA H100 80GB HBM3"; needs --step-time.')
-    ] = None,
+    device: Annotated[str | None, flag('Device for the MFU, such as "NVIDIA H100 80GB HBM3"; see --step-time.')] = None,
     dtype: Annotated[str | None, flag("Compute type for the peak of --device. Default: bf16.")] = None,
     step_time: Annotated[float | None, flag("Seconds per step, to print MFU and HFU; needs --device.")] = None,
     as_json: Annotated[bool, flag("Print JSON instead of tables.", "--json")] = False,
@@ -54,22 +54,17 @@ def flops(
     if peak is not None and step_time is not None:
         facts["step"] = _step(count, peak, step_time)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         print_flops(facts, count, peak)
 
 
 def _quiet_transformers() -> None:
     """Hide advice of transformers about training options; it reads this variable when it is imported."""
-    import os
-
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def _built(model: str, *, checkpoint: bool, with_weights: bool) -> "nn.Module":
-    from flopwatch.errors import InputError
     from flopwatch.models.load import load_model
 
     built = load_model(model, device="cpu" if with_weights else "meta")
@@ -84,7 +79,6 @@ def _built(model: str, *, checkpoint: bool, with_weights: bool) -> "nn.Module":
 
 
 def _peak(device: str | None, dtype: str | None, step_time: float | None) -> "Peak | None":
-    from flopwatch.errors import InputError
     from flopwatch.hardware import explain_unknown, peak_flops
 
     if (device is None) != (step_time is None):
@@ -224,9 +218,7 @@ def _share(flops: int, whole: int) -> str:
 
 def peak(
     name: Annotated[str | None, flag('Look up a device by its name, such as "NVIDIA H100 80GB HBM3".')] = None,
-    device: Annotated[
-        str | None, flag("A device of this machine, such as cuda:1 or cpu. Default: the accelerator, else the CPU.")
-    ] = None,
+    device: Annotated[str | None, flag("A device of this machine. Default: the accelerator, else cpu.")] = None,
     dtype: Annotated[str | None, flag("Compute type, such as bf16. Default: all types of the table.")] = None,
     measure: Annotated[bool, flag("Run matmuls on the device and print the best rate.", "--measure")] = False,
     seconds: Annotated[float, flag("Seconds that --measure takes.")] = 3.0,
@@ -238,9 +230,7 @@ def peak(
 
     peaks = [_measure(name, device, dtype, seconds, measure_again)] if measure else _look_up(name, device, dtype)
     if as_json:
-        import json
-
-        typer.echo(json.dumps({"peaks": [peak.to_json() for peak in peaks]}, indent=2))
+        print_json({"peaks": [peak.to_json() for peak in peaks]})
     elif peaks:
         print_peaks(peaks, product_notes(device, name=name))
     if not peaks:
@@ -258,8 +248,6 @@ def _look_up(name: str | None, device: str | None, dtype: str | None) -> "list[P
 
 
 def _measure(name: str | None, device: str | None, dtype: str | None, seconds: float, refresh: bool) -> "Peak":
-    from flopwatch.errors import InputError
-
     if name is not None:
         raise InputError(
             f"--measure needs a device of this machine, not --name {name!r}; use --device, or leave out --measure"
@@ -289,11 +277,8 @@ def _print_figures(peaks: "list[Peak]") -> None:
     width = max(len("dtype"), *(len(peak.dtype) for peak in peaks))
     typer.secho(f"  {'dtype':<{width}}  {heading}", dim=True)
     for peak in peaks:
-        typer.echo(f"  {peak.dtype:<{width}}  {_rounded(peak.flops_per_s / unit):>{len(heading)}}")
-
-
-def _rounded(figure: float) -> str:
-    return f"{figure:,.1f}" if figure >= 10 else f"{figure:.3f}"
+        rate = peak.flops_per_s / unit
+        typer.echo(f"  {peak.dtype:<{width}}  {rate:>{len(heading)},.{1 if rate >= 10 else 3}f}")
 
 
 def _explanations(peaks: "list[Peak]", notes: str) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flopwatch.cli import flag
+from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,17 +24,11 @@ def report(
     output: Annotated[str | None, flag("Write the JSON to a file.", metavar="PATH")] = None,
     csv: Annotated[str | None, flag("Write one row per trial as CSV; - is standard output.", metavar="PATH")] = None,
     parquet: Annotated[
-        str | None, flag("Write one row per trial as Parquet (needs pyarrow); - is standard output.", metavar="PATH")
+        str | None, flag("Write the same rows as Parquet; - is standard output.", metavar="PATH")
     ] = None,
-    wandb: Annotated[
-        str | None, flag("Log every trial to W&B; a second time updates the same runs.", metavar="PROJECT")
-    ] = None,
-    mlflow: Annotated[
-        str | None, flag("Log every trial to MLflow; a second time updates the same runs.", metavar="EXPERIMENT")
-    ] = None,
-    metric: Annotated[
-        str | None, flag("Tables to print, separated by commas: memory, time, tokens, samples, mfu, hfu.")
-    ] = None,
+    wandb: Annotated[str | None, flag("Log every trial to W&B, or update its run.", metavar="PROJECT")] = None,
+    mlflow: Annotated[str | None, flag("Log every trial to MLflow, or update its run.", metavar="EXPERIMENT")] = None,
+    metric: Annotated[str | None, flag("Tables to print, such as memory,time,tokens,samples,mfu,hfu.")] = None,
 ) -> None:
     """Print the results of a sweep: the best configuration, memory, time and MFU of each trainer, and failures."""
     from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
@@ -59,7 +54,12 @@ def report(
 
         typer.echo(report_json(summary))
     elif (not written or metrics) and not is_printed:
-        _print(summary, metrics)
+        from rich.console import Console
+
+        from flopwatch.report.terminal import draw_report
+
+        console = Console(highlight=False)
+        console.print(draw_report(summary, metrics, console.width))
     _say_written(written, err=as_json or is_printed)
     if is_logged:
         log_capture(capture, wandb, mlflow)
@@ -71,7 +71,6 @@ def _say_written(paths: "Iterable[str]", *, err: bool) -> None:
 
 
 def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
-    from flopwatch.errors import InputError
     from flopwatch.records.sweep_results import is_sweep_folder
 
     if (directory is None) == (logs_dir is None):
@@ -86,7 +85,6 @@ def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
 def _metrics(names: str | None) -> tuple[str, ...]:
     if names is None:
         return ()
-    from flopwatch.errors import InputError
     from flopwatch.report.contents import METRICS
 
     chosen = tuple(name.strip() for name in names.split(","))
@@ -97,39 +95,26 @@ def _metrics(names: str | None) -> tuple[str, ...]:
 
 
 def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, output: str | None) -> list[str]:
+    from flopwatch.report.exports import report_json, report_markdown
+
     written = []
     if html is not None:
         from flopwatch.report.html_page.page import report_page
 
         written.append(_write(html, report_page(summary).encode("utf-8")))
     if md is not None:
-        from flopwatch.report.exports import report_markdown
-
         written.append(_write(md, report_markdown(summary).encode("utf-8")))
     if output is not None:
-        from flopwatch.report.exports import report_json
-
         written.append(_write(output, f"{report_json(summary)}\n".encode()))
     return written
 
 
 def _write(path: str, content: bytes) -> str:
-    from flopwatch.errors import InputError
-
     try:
         Path(path).expanduser().write_bytes(content)
     except OSError as error:
         raise InputError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
     return path
-
-
-def _print(summary: "SweepSummary", metrics: tuple[str, ...]) -> None:
-    from rich.console import Console
-
-    from flopwatch.report.terminal import draw_report
-
-    console = Console(highlight=False)
-    console.print(draw_report(summary, metrics, console.width))
 
 
 STANDARD_OUTPUT = "-"
@@ -156,8 +141,6 @@ def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> li
 
 def refuse_two_on_standard_output(csv: str | None, parquet: str | None, *, as_json: bool) -> None:
     """Raise an error if two formats would be mixed on standard output."""
-    from flopwatch.errors import InputError
-
     asked = [f"--{name} -" for name, path in (("csv", csv), ("parquet", parquet)) if path == STANDARD_OUTPUT]
     asked += ["--json"] if as_json else []
     if len(asked) > 1:

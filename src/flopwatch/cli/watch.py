@@ -1,11 +1,13 @@
 """`flopwatch watch`: shows a run live, from its log."""
 
+import signal
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flopwatch.cli import flag
+from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -21,7 +23,6 @@ def watch(
     """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run."""
     from rich.console import Console
 
-    from flopwatch.errors import InputError
     from flopwatch.runs.state import WatchFeed
 
     if not refresh > 0:
@@ -36,8 +37,6 @@ def watch(
 
 
 def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -> None:
-    import signal
-
     from rich.live import Live
 
     # SIGTERM raises KeyboardInterrupt like Ctrl-C, so that `Live` restores the normal screen of the terminal.
@@ -62,8 +61,6 @@ def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -
 
 
 def _ignore_signals() -> None:
-    import signal
-
     for late in (signal.SIGTERM, signal.SIGINT):
         signal.signal(late, signal.SIG_IGN)
 

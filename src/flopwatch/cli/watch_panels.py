@@ -25,7 +25,6 @@ _TIME_PARTS = {
     "rerun": ("bright_yellow", "="),
     "other": ("bright_black", "-"),
 }
-_LOSSES = {"count": "counting", "input_wait": "input wait"}
 _FLOPS_PARTS = {
     "useful": ("green", "█"),
     "recompute": ("yellow", "▒"),
@@ -67,13 +66,11 @@ def cards(run: WatchedRun, width: int, *, in_large_digits: bool) -> list[Text]:
 
 def _card_lines(card: Card, width: int, in_large_digits: bool) -> list[Text]:
     name, remark = line((card.name, "dim")), line((card.remark, "dim"))
-    if card.value is None:
-        unknown = line(("unknown", "dim italic"))
-        return [name, line(), unknown, line(), remark] if in_large_digits else [name, unknown, remark]
-    style = f"bold {card.style}"
-    digits = large(card.value) if in_large_digits else None
+    digits = large(card.value) if in_large_digits and card.value is not None else None
     if digits is None or len(f"{digits[0]} {card.unit}".rstrip()) > width:
-        value = line((card.value, style), (f" {card.unit}" if card.unit else "", card.style))
+        value = line(("unknown", "dim italic"))
+        if card.value is not None:
+            value = line((card.value, f"bold {card.style}"), (f" {card.unit}" if card.unit else "", card.style))
         return [name, line(), value, line(), remark] if in_large_digits else [name, value, remark]
     *upper, lowest = digits
     return [
@@ -159,21 +156,17 @@ def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
     spent = run.seconds_spent()
     parts = {
         "compute": max(spent["train"] - spent["input_wait"] - spent["warm_up"], 0.0),
-        "input wait": spent["input_wait"],
-        "warm-up": spent["warm_up"],
-        "eval": spent["eval"],
-        "checkpoint": spent["checkpoint"],
-        "pause": spent["pause"],
-        "counting": spent["count"],
-        "start-up": spent["start_up"],
-        "restart": spent["restart"],
-        "rerun": spent["rerun"],
+        **{_part_name(key): seconds for key, seconds in spent.items() if key not in ("train", "wall")},
     }
     parts["other"] = max(spent["wall"] - sum(parts.values()), 0.0)
     whole = sum(parts.values())
     if whole <= 0:
         return [line((f"{'time':<{_LABEL_WIDTH}}", "dim"), ("not logged yet", "dim italic"))]
     return [*_bar("time", parts, _TIME_PARTS, duration(whole), width, in_colour), *_goodput(run, width)]
+
+
+def _part_name(key: str) -> str:
+    return {"count": "counting", "input_wait": "input wait"}.get(key, key.replace("_", "-"))
 
 
 def _goodput(run: WatchedRun, width: int) -> list[Text]:
@@ -184,7 +177,7 @@ def _goodput(run: WatchedRun, width: int) -> list[Text]:
     text = line((" " * _LABEL_WIDTH, ""), "goodput ", (percent(goodput.share), "bold"))
     for index, (name, seconds) in enumerate(goodput.largest_losses()):
         share = percent(seconds / goodput.wall_seconds)
-        loss = f"{', lost to' if index == 0 else ','} {_LOSSES.get(name) or name.replace('_', '-')} {share}"
+        loss = f"{', lost to' if index == 0 else ','} {_part_name(name)} {share}"
         if text.cell_len + len(loss) <= width:
             text.append(loss, "dim")
     return [text]

@@ -81,8 +81,7 @@ class ServerTracking:
         self._send = send
 
     def start_run(self, experiment: str | None) -> str:
-        name = _wanted_experiment(experiment)
-        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID", "0") if name is None else self._experiment_id(name)
+        experiment_id = _experiment_id(experiment, self._id_of)
         request = {"experiment_id": experiment_id, "start_time": _now_milliseconds()}
         if os.environ.get("MLFLOW_RUN_NAME"):
             request["run_name"] = os.environ["MLFLOW_RUN_NAME"]
@@ -100,7 +99,7 @@ class ServerTracking:
         request = {"run_id": run_id, "status": "FINISHED", "end_time": _now_milliseconds()}
         self._call("POST", "runs/update", json=request)
 
-    def _experiment_id(self, name: str) -> str:
+    def _id_of(self, name: str) -> str:
         response = self._send("GET", "experiments/get-by-name", params={"experiment_name": name})
         if response.status_code == 404:
             return str(self._call("POST", "experiments/create", json={"name": name})["experiment_id"])
@@ -118,8 +117,7 @@ class ClientTracking:
         self._entities = require("mlflow.entities", "mlflow")
 
     def start_run(self, experiment: str | None) -> str:
-        name = _wanted_experiment(experiment)
-        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID", "0") if name is None else self._experiment_id(name)
+        experiment_id = _experiment_id(experiment, self._id_of)
         run = self._client.create_run(experiment_id, run_name=os.environ.get("MLFLOW_RUN_NAME"))
         return str(run.info.run_id)
 
@@ -131,13 +129,14 @@ class ClientTracking:
     def end_run(self, run_id: str) -> None:
         self._client.set_terminated(run_id)
 
-    def _experiment_id(self, name: str) -> str:
+    def _id_of(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name(name)
         return str(experiment.experiment_id if experiment else self._client.create_experiment(name))
 
 
-def _wanted_experiment(name: str | None) -> str | None:
-    return name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+def _experiment_id(name: str | None, id_of: Callable[[str], str]) -> str:
+    name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    return os.environ.get("MLFLOW_EXPERIMENT_ID", "0") if name is None else id_of(name)
 
 
 def _json_number(value: float) -> float | str:

@@ -226,7 +226,7 @@ def _make(name: str, output_dir: Path, options: Mapping[str, Any]) -> Sink:
         "mlflow": {"output_dir": output_dir},
     }
     module, _, class_name = _CLASSES.get(name, name).partition(":")
-    return _checked(getattr(import_module(module), class_name)(**defaults.get(name, {}) | options))
+    return _checked(getattr(import_module(module), class_name)(**{**defaults.get(name, {}), **options}))
 
 
 def _checked(sink: Any) -> Sink:

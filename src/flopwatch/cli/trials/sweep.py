@@ -8,6 +8,7 @@ import typer
 
 from flopwatch.cli import flag
 from flopwatch.cli.trials.trial import COMMAND_HELP, MODEL_HELP
+from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,23 +62,15 @@ def sweep(
     limit: Annotated[str | None, flag("Run a part of the matrix: 20 (the first 20), or 100:200.")] = None,
     retries: Annotated[int | None, flag("Retries of a trial that was lost or preempted. Default: 2.")] = None,
     retry_on: Annotated[str | None, flag("Outcomes to retry too: error,crash,timeout,hang. Default: none.")] = None,
-    budget: Annotated[
-        str | None, flag("Start no trial after this time, such as 8h or 90m; running trials are finished.")
-    ] = None,
-    detach: Annotated[
-        bool, flag("Run in the background; `flopwatch sweep attach DIR` shows the sweep.", "--detach")
-    ] = False,
+    budget: Annotated[str | None, flag("Start no new trial after this time, such as 8h or 90m.")] = None,
+    detach: Annotated[bool, flag("Run in the background; show it with `flopwatch sweep attach`.", "--detach")] = False,
     order_seed: Annotated[int, flag("Seed of the random order in which trials run.", "--order-seed")] = 0,
     in_order: Annotated[bool, flag("Run trials in the order of the matrix.", "--in-order")] = False,
     # What the command does.
     quick: Annotated[bool, flag("Try the same trainers on a tiny model; takes about a minute.", "--quick")] = False,
     dry_run: Annotated[bool, flag("Show the trials and the predicted time; run nothing.", "--dry-run")] = False,
-    only_preflight: Annotated[
-        bool, flag("Show which trainer supports which model and count FLOPs; run no trial.", "--only-preflight")
-    ] = False,
-    no_preflight: Annotated[
-        bool, flag("Do not try each trainer on a tiny copy of the model first.", "--no-preflight")
-    ] = False,
+    only_preflight: Annotated[bool, flag("Only show which trainer supports which model.", "--only-preflight")] = False,
+    no_preflight: Annotated[bool, flag("Do not try trainers on a tiny model first.", "--no-preflight")] = False,
     no_trace: Annotated[bool, flag("Record no Kineto traces.", "--no-trace")] = False,
     wandb: Annotated[str | None, flag("Log each trial to W&B when it ends.", metavar="PROJECT")] = None,
     mlflow: Annotated[str | None, flag("Log each trial to MLflow when it ends.", metavar="EXPERIMENT")] = None,
@@ -182,7 +175,6 @@ def _trainers(trainers: str | None, command: str | None) -> list[Any] | None:
 
 
 def _matrix(words: list[str], flags: dict[str, Any], *, quick: bool) -> "Matrix":
-    from flopwatch.errors import InputError
     from flopwatch.sweep.spec.matrix import layered, read_matrix
     from flopwatch.sweep.spec.parsing import parse_overrides
 

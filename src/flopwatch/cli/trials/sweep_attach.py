@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
@@ -98,25 +99,25 @@ def attach(sweep: Path) -> None:
 def _draw(follower: Follower, sweep: Path, console: Console) -> None:
     table = FollowedTable(follower, sweep)
     with Live(get_renderable=table.drawn, console=console, refresh_per_second=4, transient=False):
-        while True:
-            # The state is read before the results, so that results written just before the runner exits are shown.
-            state = follower.runner()
+        for state in _states(follower):
             table.look(follower, state)
-            if state is None:
-                return
-            time.sleep(_LOOK_EVERY_SECONDS)
 
 
 def _print(follower: Follower, console: Console) -> None:
     lines = PlainLines(follower.plan, print_line(console))
-    while True:
-        state = follower.runner()
+    for state in _states(follower):
         for result in follower.new_results():
             lines.ended(result)
-        if state is None:
-            return
-        lines.ticked(follower.running(state), state.waiting, state.engine_state)
+        if state is not None:
+            lines.ticked(follower.running(state), state.waiting, state.engine_state)
+
+
+def _states(follower: Follower) -> Iterator[RunnerState | None]:
+    """The state of the runner, again and again; None at last, so that results of its last moment are read too."""
+    while (state := follower.runner()) is not None:
+        yield state
         time.sleep(_LOOK_EVERY_SECONDS)
+    yield None
 
 
 def _print_state(sweep: Path) -> None:

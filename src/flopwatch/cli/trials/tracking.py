@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING
 import typer
 
 from flopwatch.errors import InputError, MissingDependencyError
+from flopwatch.number_format import plural
 from flopwatch.sinks.protocol import Logged, TrialLog, TrialRun, log_trials
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _print_end(status: int, message: str, folder: Path, wandb: str | None, mlflo
     if status != 0:
         words = [*(("--wandb", wandb) if wandb else ()), *(("--mlflow", mlflow) if mlflow else ())]
         again = shlex.join(["flopwatch", "report", str(folder), *words])
-        typer.echo(f"The results of the sweep are complete; log its trials with: {again}", err=True)
+        typer.echo(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
 
 
 def _waited(follower: "subprocess.Popen[bytes]") -> int:
@@ -161,7 +162,6 @@ def logged_text(service: str, logged: "Logged") -> str:
     >>> logged_text("W&B", Logged(3, ("a: no answer",), gave_up=False))
     'W&B: logged 3 trials, 1 failed (a: no answer)'
     """
-    from flopwatch.number_format import plural
     from flopwatch.records.reading import one_line
 
     text = f"{service}: logged {plural(logged.count, 'trial')}"

@@ -1,11 +1,14 @@
 """`flopwatch trial` measures one trial; `flopwatch fit` finds the largest and the fastest batch size."""
 
+import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flopwatch.cli import flag
+from flopwatch.cli import flag, print_json
+from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
     from flopwatch.records.trial import TrialResult, TrialSpec
@@ -17,15 +20,7 @@ if TYPE_CHECKING:
 MODEL_HELP = "tiny, small, medium or 1b; the path of a Hugging Face config.json; or module:function."
 COMMAND_HELP = "Run a shell command instead of a trainer: 'python t.py --bs {batch_size}'."
 _MORE_SETTINGS = "options.noise_multiplier=0.8 privacy.dataset_size=50000 privacy.epochs=3"
-_TrialWords = Annotated[
-    list[str] | None, typer.Argument(help=f"Further settings, such as {_MORE_SETTINGS}.", metavar="[KEY=VALUE]...")
-]
-_FitWords = Annotated[
-    list[str] | None,
-    typer.Argument(help="Further settings, such as warmup_steps=1 threads=4.", metavar="[KEY=VALUE]..."),
-]
 _Trainer = Annotated[str, flag("The trainer: standard, dpsgd, ghost, fast or package.module:Class.")]
-_BatchSize = Annotated[int, flag("Samples per step.")]
 _SeqLen = Annotated[int, flag("Sequence length: tokens of each sample.")]
 _Model = Annotated[str, flag(MODEL_HELP, "--model", "--model-size")]
 _Command = Annotated[str | None, flag(COMMAND_HELP)]
@@ -33,23 +28,16 @@ _Dtype = Annotated[str, flag("Compute type: fp32 or bf16.")]
 _Device = Annotated[str, flag("The device, such as cpu or cuda; auto takes the accelerator if there is one.")]
 _Checkpoint = Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")]
 _Steps = Annotated[int, flag("Measured steps.")]
-_Memory = Annotated[str | None, flag("Most host memory of the trial, such as 4GiB.")]
-_FitMemory = Annotated[
-    str | None, flag("Most host memory of each trial, such as 2GiB. Default on a CPU: the free memory less a margin.")
-]
 _Timeout = Annotated[float, flag("Most seconds a trial may take.")]
-_Spec = Annotated[Path | None, flag("Run an earlier trial again; the path of its spec.json.")]
-_Output = Annotated[Path | None, flag("Folder for the result. Default: flopwatch-sweep.", "--output", "-o")]
-_FitOutput = Annotated[Path, flag("Folder of the trials; resumes a fit that is there.", "--output", "-o")]
-_MaxBatch = Annotated[int, flag("The largest batch size to try.")]
-_NoPreflight = Annotated[bool, flag("Do not try the trainer on a tiny copy of the model first.", "--no-preflight")]
 _AsJson = Annotated[bool, flag("Print the result as JSON.", "--json")]
 
 
 def trial(
-    words: _TrialWords = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(help=f"Further settings, such as {_MORE_SETTINGS}.", metavar="[KEY=VALUE]...")
+    ] = None,
     trainer: _Trainer = "standard",
-    batch_size: _BatchSize = 4,
+    batch_size: Annotated[int, flag("Samples per step.")] = 4,
     seq_len: _SeqLen = 512,
     model: _Model = "small",
     command: _Command = None,
@@ -57,10 +45,10 @@ def trial(
     device: _Device = "auto",
     checkpoint: _Checkpoint = False,
     steps: _Steps = 10,
-    memory: _Memory = None,
+    memory: Annotated[str | None, flag("Most host memory of the trial, such as 4GiB.")] = None,
     timeout: _Timeout = 3600.0,
-    spec: _Spec = None,
-    output: _Output = None,
+    spec: Annotated[Path | None, flag("Run an earlier trial again; the path of its spec.json.")] = None,
+    output: Annotated[Path | None, flag("Folder for the result. Default: flopwatch-sweep.", "--output", "-o")] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Measure one trial in a separate process: step time, memory, FLOPs and MFU, or the reason why it failed."""
@@ -76,7 +64,12 @@ def trial(
     check_names([asked])
     with lasting_output():
         result, note = _supervised(output or folder, asked, name, quiet=as_json)
-        _show_result(result, as_json=as_json)
+        if as_json:
+            print_json(result.to_json())
+        else:
+            from flopwatch.cli.trials.trial_screens import print_result
+
+            print_result(result)
         if note:
             typer.echo(note, err=True)
     if result.outcome != "ok":
@@ -84,7 +77,10 @@ def trial(
 
 
 def fit(
-    words: _FitWords = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="Further settings, such as warmup_steps=1 threads=4.", metavar="[KEY=VALUE]..."),
+    ] = None,
     trainer: _Trainer = "standard",
     seq_len: _SeqLen = 512,
     model: _Model = "small",
@@ -93,11 +89,18 @@ def fit(
     device: _Device = "auto",
     checkpoint: _Checkpoint = False,
     steps: _Steps = 5,
-    memory: _FitMemory = None,
-    max_batch: _MaxBatch = 4096,
+    memory: Annotated[
+        str | None,
+        flag("Most host memory of each trial, such as 2GiB. Default on a CPU: the free memory less a margin."),
+    ] = None,
+    max_batch: Annotated[int, flag("The largest batch size to try.")] = 4096,
     timeout: _Timeout = 3600.0,
-    output: _FitOutput = Path("flopwatch-fit"),
-    no_preflight: _NoPreflight = False,
+    output: Annotated[Path, flag("Folder of the trials; resumes a fit that is there.", "--output", "-o")] = Path(
+        "flopwatch-fit"
+    ),
+    no_preflight: Annotated[
+        bool, flag("Do not try the trainer on a tiny copy of the model first.", "--no-preflight")
+    ] = False,
     as_json: _AsJson = False,
 ) -> None:
     """Find the largest batch size that fits in memory, and the fastest one, with a few trials.
@@ -107,7 +110,6 @@ def fit(
     """
     given = locals()
     from flopwatch.cli import lasting_output
-    from flopwatch.errors import InputError
     from flopwatch.sweep.fit import with_host_limit
     from flopwatch.sweep.spec.names import check_names
 
@@ -123,17 +125,6 @@ def fit(
         _show_found(found, output, max_batch, as_json=as_json)
     if found.stopped or found.largest is None:
         raise typer.Exit(1)
-
-
-def _show_result(result: "TrialResult", *, as_json: bool) -> None:
-    if as_json:
-        import json
-
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    else:
-        from flopwatch.cli.trials.trial_screens import print_result
-
-        print_result(result)
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +151,6 @@ def asked_for(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
 
 def _only_spec(command_does: str, *layers: dict[str, Any]) -> "TrialSpec":
     """The trial that layers of settings describe; later layers take precedence. Raises if they describe several."""
-    from flopwatch.errors import InputError
     from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 
     specs = expand(read_matrix(None, layered(*layers)))
@@ -172,7 +162,6 @@ def _only_spec(command_does: str, *layers: dict[str, Any]) -> "TrialSpec":
 
 
 def _from_file(file: Path, *, has_folder: bool) -> "tuple[TrialSpec, Path, str]":
-    from flopwatch.errors import InputError
     from flopwatch.records.reading import BrokenRecordError, UnreadableError, load_json
     from flopwatch.records.sweep_results import NewerFormatError, is_sweep_folder, trial_job_from
     from flopwatch.sweep.spec.parsing import check_processes
@@ -195,8 +184,6 @@ def _from_file(file: Path, *, has_folder: bool) -> "tuple[TrialSpec, Path, str]"
 
 def _go_to(folder: str | None) -> None:
     """Change to the folder where the sweep was started, because paths in its settings are relative to that folder."""
-    import os
-
     if folder is None:
         return
     try:
@@ -282,13 +269,11 @@ def _preflight(output: Path, plan: "Plan", *, quiet: bool) -> "Refusal":
 
 
 def _show_found(found: "Found", output: Path, max_batch: int, *, as_json: bool) -> None:
-    import json
-    import shlex
 
     from flopwatch.cli.trials.trial_screens import as_content, print_found
 
     if as_json:
-        typer.echo(json.dumps(as_content(found, output), indent=2))
+        print_json(as_content(found, output))
         return
     print_found(found, max_batch)
     typer.echo(f"flopwatch report {shlex.quote(str(output))}")

@@ -186,7 +186,7 @@ def print_found(found: Found, max_batch: int, console: Console | None = None) ->
 
 
 def _figures(probe: Probe) -> tuple[str, str, str, str]:
-    """Batch size, memory, step time and samples/s; empty if the batch did not fit, because its peak was cut off."""
+    """Batch size, memory, step time and samples/s; the last three are empty if the batch did not fit."""
     return (
         str(probe.batch_size),
         byte_size(probe.peak_bytes) if probe.peak_bytes is not None and probe.fits else "",
