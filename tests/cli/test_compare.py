@@ -178,7 +178,7 @@ def test_what_differs_is_listed_before_the_numbers(flopwatch, write):
     for what, (in_a, in_b) in facts.items():
         pattern = rf"^  {what} +{re.escape(in_a)}  +{re.escape(in_b)}  +affects "
         assert re.search(pattern, listed, re.MULTILINE), (what, listed)
-    assert listed.count("touches") == len(facts)
+    assert listed.count("affects") == len(facts)
     assert "With several ranks, rates and shares are those of the rank that writes the log." in out
 
 
