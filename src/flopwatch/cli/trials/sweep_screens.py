@@ -273,7 +273,7 @@ def _prediction(plan: Plan) -> str:
         return "The time can be estimated after the first trials."
     total = sum(known) / len(known) * len(seconds)
     source = f"estimated from {plural(len(plan.kept), 'trial')} in this folder"
-    return f"All trials take about {duration(total, rough=True)}, if they run one after the other ({source})."
+    return f"About {duration(total, rough=True)} if they run one after the other ({source})."
 
 
 def _usual_seconds(plan: Plan, spec: TrialSpec) -> float | None:
