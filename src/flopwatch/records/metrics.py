@@ -1,7 +1,7 @@
-"""Every metric a run logs: its key, unit and meaning. Also goodput, which is computed from them. Standard library only.
+"""Every metric that a run logs, and the computation of goodput. Standard library only.
 
-`basic` metrics are in every row, the others in detailed rows only (`detailed_log_every`). An unknown metric has no key
-in the row; it is never 0.
+`basic` metrics are in every row of the log. The others are only in detailed rows (see `detailed_log_every`). A metric
+whose value is unknown is left out of the row.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,12 +12,12 @@ from typing import Literal
 Group = Literal["training", "perf", "total", "time", "ranks", "dataset"]
 
 STEP_KEY = "global_step"
-"""The x-axis of every other metric."""
+"""The key under which sinks get the step number, the x-axis of all metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number of a row.
+    """The definition of one metric of a row in the log.
 
     Attributes:
         key: Its name in every sink, such as `perf/mfu`.
@@ -147,7 +147,7 @@ _OF_DATASETS = {
 
 
 def find_metric(key: str) -> Metric:
-    """The definition of a key. Metrics that only the user logs have no unit and are basic.
+    """The definition of a metric by its key. A key that flopwatch does not define is a basic metric of the user.
 
     >>> find_metric("perf/step_time").unit
     's'
@@ -161,21 +161,19 @@ def find_metric(key: str) -> Metric:
     return METRICS.get(key) or Metric(key, "", "Logged by the user.", basic=True)
 
 
-# Goodput: the share of a run's wall time that went into steps that count. Pure arithmetic; never loads torch.
-#
-# Wall time begins with the run's first process and includes the time between sessions. Times are seconds by name, as in
-# the ledger of a row. `train` is the time in steps that count, and `input_wait`, `compile` and `stall` are disjoint
-# parts of it.
-
+# Goodput: the share of a run's wall time spent in useful steps. Steps that a run repeats after a restart count once.
+# Wall time begins with the run's first process and includes the time between sessions. Functions take and return
+# seconds by the name of their class, as in `Row.ledger`. `train` is the time in useful steps; `input_wait`, `compile`
+# and `stall` are disjoint parts of it.
 
 APART = ("eval", "checkpoint", "pause", "count", "outside")
-"""Classes of time between steps: phases, and `outside` for time in no phase."""
+"""Classes of time between steps: the phases of the monitor, and `outside` for time in no phase."""
 LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun")
 """Every class of unproductive time except `other`, which is the remainder."""
 _OF_STEPS = ("train", "input_wait", "warm_up", "compile", "stall")
-"""When a run returns to a checkpoint, these return to their values at the checkpoint; other times do not."""
+"""Classes that are reset to their value at the checkpoint when a run resumes from one; other times keep growing."""
 _STALL_FACTOR = 5.0
-"""A step that works this many times longer than the median was stalled, for example by a hung file system."""
+"""A step that takes this many times the median counts as stalled, for example by a hung file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +181,10 @@ class Goodput:
     """Where the wall time of a run went: `productive_seconds` and `lost_seconds` add up to `wall_seconds`.
 
     Attributes:
-        share: Productive time over wall time.
+        share: Productive time divided by wall time.
         wall_seconds: Since the start of the run's first process.
-        productive_seconds: In steps that count, without waiting for input, compilation and stalls.
-        lost_seconds: Unproductive time by class; `other` is in no class.
+        productive_seconds: Time in useful steps, without input wait, compilation and stalls.
+        lost_seconds: Unproductive time by class; `other` is the remainder.
     """
 
     share: float
@@ -195,13 +193,13 @@ class Goodput:
     lost_seconds: Mapping[str, float]
 
     def largest_losses(self, count: int = 3) -> list[tuple[str, float]]:
-        """The classes that cost most, with their seconds."""
+        """The `count` classes that lost the most time, with their seconds."""
         known = [(name, seconds) for name, seconds in self.lost_seconds.items() if seconds > 0]
         return sorted(known, key=lambda loss: -loss[1])[:count]
 
 
 def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
-    """Goodput of a ledger's times; None if the run's first start is unknown.
+    """Compute goodput from seconds by class; None if the wall time is unknown.
 
     >>> found = goodput_of({"wall": 100.0, "train": 80.0, "compile": 5.0, "eval": 12.0, "input_wait": 15.0})
     >>> found.share, found.lost_seconds
@@ -212,7 +210,7 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
         return None
     lost = {name: seconds[name] for name in LOST if name in seconds}
     at_work = seconds.get("train", 0.0) - lost.get("compile", 0.0) - lost.get("stall", 0.0)
-    if "input_wait" in lost:  # logs of earlier versions counted a long wait as a stall too
+    if "input_wait" in lost:  # logs of earlier versions counted a long input wait as a stall too
         lost["input_wait"] = min(lost["input_wait"], max(at_work, 0.0))
     productive = at_work - lost.get("input_wait", 0.0)
     lost["other"] = wall - productive - sum(lost.values())
@@ -220,18 +218,22 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
 
 
 def typical_seconds(steps: Collection[float]) -> float | None:
-    """The median working time of recent steps, without warm-up and input wait; None without steps."""
+    """The median of the steps' times in seconds; None without steps."""
     return median(steps) if steps else None
 
 
 def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> tuple[str, float] | None:
-    """How much longer a step worked than a typical one, without input wait, and the class of that time.
+    """The class and the amount of the time that a step lost; None for an ordinary step.
 
-    None for an ordinary step.
+    Args:
+        seconds: Time of the step, without input wait.
+        typical: Median time of recent steps; None if it is unknown.
+        is_warm_up: Whether the step is one of the warm-up steps, in which torch compiles and allocates.
 
-    >>> loss_in_step(61.0, 1.0, is_warm_up=True), loss_in_step(11.0, 1.0, is_warm_up=False)
-    (('compile', 60.0), ('stall', 10.0))
-    >>> loss_in_step(4.0, 1.0, is_warm_up=False)
+    Example:
+        >>> loss_in_step(61.0, 1.0, is_warm_up=True), loss_in_step(11.0, 1.0, is_warm_up=False)
+        (('compile', 60.0), ('stall', 10.0))
+        >>> loss_in_step(4.0, 1.0, is_warm_up=False)
     """
     if typical is None or seconds <= typical:
         return None
@@ -241,14 +243,14 @@ def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> 
 
 
 def carried_seconds(resumed: Mapping[str, float], last: Mapping[str, float]) -> dict[str, float]:
-    """The times with which a new session begins.
+    """The seconds by class with which a resumed session begins.
 
-    Time in steps continues from the checkpoint, and time that the earlier session spent on later steps becomes `rerun`.
-    Time outside steps continues from the earlier session's last record, because it is spent in any case.
+    Time in steps is reset to its value at the checkpoint. Time that the earlier session spent on steps after the
+    checkpoint is added to `rerun`. Time outside steps continues from the earlier session's last record.
 
     Args:
-        resumed: The ledger at the step after which the run resumes.
-        last: The ledger of the earlier session's last record.
+        resumed: Seconds by class at the checkpoint from which the run resumes.
+        last: Seconds by class in the earlier session's last record.
 
     Example:
         >>> carried_seconds({"train": 40.0, "eval": 3.0}, {"train": 50.0, "eval": 6.0, "restart": 2.0})

@@ -10,7 +10,7 @@ from typing import Any
 
 from flopwatch.number_format import UNKNOWN, byte_size, count, duration, percent
 from flopwatch.records.reading import plain
-from flopwatch.records.trainer_names import LABELS
+from flopwatch.records.trial import LABELS
 from flopwatch.report.contents import (
     CLASSES_APART,
     NOTHING_TO_CHOOSE,
