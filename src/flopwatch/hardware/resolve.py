@@ -10,6 +10,7 @@ from flopwatch.hardware.peaks import (
     DeviceFacts,
     Unknown,
     canonical_dtype,
+    derive_peak,
     find_accelerator,
     peak_of_record,
     similar_products,
@@ -128,8 +129,6 @@ def _resolve(
         return peak_of_cpu(read_cpu(), compute_dtype or "fp32")
     record = find_accelerator(facts)
     if isinstance(record, Unknown):
-        from flopwatch.hardware.peaks import derive_peak
-
         return (derive_peak(facts, compute_dtype) if compute_dtype else None) or record
     return peak_of_record(record, facts, compute_dtype)
 

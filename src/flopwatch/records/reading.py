@@ -173,15 +173,6 @@ def read_record(kind: type[T], content: Any) -> T:
     return record
 
 
-def clean_value(value: Any) -> Any:
-    """Return a JSON value without lone surrogates, after checking that it can be written to a file again.
-
-    Raises:
-        BrokenRecordError: The value is nested too deeply, or has integers that are too large.
-    """
-    return _anything(value)
-
-
 @cache
 def _record_reader(kind: Any) -> Read:
     hints = get_type_hints(kind)
@@ -224,7 +215,7 @@ def _field_reader(annotation: Any, field: "Field[Any]") -> Read:
 
 
 def _reader(annotation: Any) -> Read:
-    simple = {str: _text, bool: _boolean, int: _integer, float: _number, Any: _anything}
+    simple = {str: _text, bool: _boolean, int: _integer, float: _number, Any: clean_value}
     if annotation in simple:
         return simple[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -272,7 +263,7 @@ def _mapping(annotation: Any) -> Read:
     read = _reader(annotation)
     if annotation is Any:
         # The mapping is read as one value, so that the levels of nesting are counted from here.
-        return lambda value: _anything(value) if type(value) is dict else _raise(_wrong(value, "an object"))
+        return lambda value: clean_value(value) if type(value) is dict else _raise(_wrong(value, "an object"))
 
     def read_all(value: Any) -> Any:
         if type(value) is not dict:
@@ -317,7 +308,7 @@ def _integer(value: Any) -> int:
     if type(value) is not int:
         raise _wrong(value, "a whole number")
     if not -_LARGEST_INTEGER <= value <= _LARGEST_INTEGER:
-        raise BrokenRecordError(f"the number has {len(hex(value)) - 2} hexadecimal digits, which is too large")
+        raise BrokenRecordError(f"the number is too large: it has {len(hex(value)) - 2} hexadecimal digits")
     return value
 
 
@@ -337,8 +328,8 @@ def _any_float(value: Any) -> float:
     return value if type(value) is float else _number(value)
 
 
-def _anything(value: Any, depth: int = 0) -> Any:
-    """Read any JSON value. Raises BrokenRecordError if it could not be written to a file again."""
+def clean_value(value: Any, depth: int = 0) -> Any:
+    """Return any JSON value without lone surrogates; raises BrokenRecordError if it could not be written to a file."""
     kind = type(value)
     if kind is str:
         return value if value.isascii() else _writable(value)
@@ -348,8 +339,8 @@ def _anything(value: Any, depth: int = 0) -> Any:
         if depth > _DEEPEST:
             raise BrokenRecordError(f"the value is nested more than {_DEEPEST} levels deep")
         if kind is dict:
-            return {_text(name): _anything(item, depth + 1) for name, item in value.items()}
-        return kind(_anything(item, depth + 1) for item in value)
+            return {_text(name): clean_value(item, depth + 1) for name, item in value.items()}
+        return kind(clean_value(item, depth + 1) for item in value)
     return value
 
 
@@ -366,8 +357,8 @@ def _is_short(value: Any) -> bool:
 # shown or stored. They are printed with rich as `Text`, never as markup, because they may contain square brackets.
 
 _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-# C0 and C1 control codes except tab and newline, direction marks (they reorder the text around them), line separators,
-# zero-width characters except the joiners that emoji need, and surrogates.
+# Characters that are escaped: C0 and C1 control codes except tab and newline, direction marks (they reorder the text
+# around them), line separators, zero-width characters except the joiners that emoji need, and surrogates.
 _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2064\u2066-\u206f"
     "\ufeff\ufff9-\ufffb\ud800-\udfff\ufffe\uffff\U000e0000-\U000e007f]"
