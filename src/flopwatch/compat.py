@@ -57,11 +57,7 @@ def calculate_mfu_with_profiler(
     Arguments and result are those of `calculate_precise_mfu`. The model's mode, gradients and random states do not
     change.
     """
-    from flopwatch.flops.count import count_flops
-    from flopwatch.models.load import dummy_batch
-
-    flops = count_flops(model, dummy_batch(model, batch_size, seq_length)).model_flops
-    return _mfu(model, flops, step_time, peak_flops_per_s)
+    return _mfu(model, _flops(model, batch_size, seq_length, "profiler"), step_time, peak_flops_per_s)
 
 
 def calculate_precise_mfu(

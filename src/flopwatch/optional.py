@@ -14,14 +14,7 @@ def require(module: str, extra: str) -> ModuleType:
     >>> require("json", "hf").__name__
     'json'
     """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise MissingDependencyError(
-            f"this feature needs the package {package!r}, which could not be imported ({error}); "
-            f'install it with: pip install "flopwatch[{extra}]"'
-        ) from error
+    return _imported(module, module.partition(".")[0], "this feature", f'"flopwatch[{extra}]"')
 
 
 def require_package(package: str, purpose: str, instead: str = "") -> ModuleType:
@@ -30,12 +23,16 @@ def require_package(package: str, purpose: str, instead: str = "") -> ModuleType
     >>> require_package("json", "this").__name__
     'json'
     """
+    return _imported(package, package, purpose, package + instead)
+
+
+def _imported(module: str, package: str, purpose: str, pip_arguments: str) -> ModuleType:
     try:
-        return import_module(package)
+        return import_module(module)
     except ImportError as error:
         raise MissingDependencyError(
             f"{purpose} needs the package {package!r}, which could not be imported ({error}); "
-            f"install it with: pip install {package}{instead}"
+            f"install it with: pip install {pip_arguments}"
         ) from error
 
 

@@ -113,7 +113,7 @@ def _clock(root: Path, fields: dict[str, str]) -> tuple[float | None, str]:
         (_number(cpu0 / "acpi_cppc/nominal_freq"), 1e3, "nominal clock, sysfs"),
         (float(in_name[1]) if in_name else None, 1, "base clock, in the model name"),
         (float(fields["cpu MHz"]) if "cpu MHz" in fields else None, 1e3, "current clock, /proc/cpuinfo"),
-        # Only Arm servers report no other clock, and they run all cores at this one.
+        # A CPU that reports none of the above is an Arm server, which runs all cores at this clock.
         (_number(cpu0 / "cpufreq/cpuinfo_max_freq"), 1e6, "maximal clock, sysfs"),
     )
     for value, per_ghz, source in candidates:

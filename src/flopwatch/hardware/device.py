@@ -86,7 +86,7 @@ def _read_xpu(device: torch.device, torch_module: Any) -> DeviceFacts:
 
 def _read_mps(device: torch.device, torch_module: Any) -> DeviceFacts:
     if not torch_module.backends.mps.is_available():
-        raise RuntimeError("this torch has no Metal device")
+        raise RuntimeError("torch reports no Metal device")
     return DeviceFacts(torch_module.backends.mps.get_name(), "mps", torch_module.backends.mps.get_core_count())
 
 

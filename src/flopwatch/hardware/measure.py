@@ -102,7 +102,7 @@ class _Candidate:
 
 
 def _try(time_matmul: TimeMatmul, shape: Shape) -> _Candidate:
-    _seconds_per_call(time_matmul, shape, 1)  # not used, because the first call allocates memory and chooses a kernel
+    _seconds_per_call(time_matmul, shape, 1)  # not timed: the first call allocates memory and chooses a kernel
     calls = max(1, math.ceil(_SAMPLE_SECONDS / _seconds_per_call(time_matmul, shape, 1)))
     seconds = median(_seconds_per_call(time_matmul, shape, calls) for _ in range(_SEARCH_REPEATS))
     return _Candidate(matmul_flops(shape) / seconds, calls)

@@ -264,7 +264,9 @@ def similar_products(name: str) -> list[str]:
     >>> similar_products("NVIDIA H100 80GB")[0]
     'H100 SXM5 80GB'
     """
-    from difflib import SequenceMatcher  # here, because the import is a tenth of the start-up time and rarely needed
+    from difflib import (
+        SequenceMatcher,
+    )  # imported here, because the import is a tenth of the start-up time and rarely needed
 
     query = name.lower()
     models = {word for word in query.split() if any(letter.isdigit() for letter in word)}

@@ -16,29 +16,35 @@ FORMAT = 1
 """The format of spec.json and result.json. A file with a newer format is not read."""
 
 Outcome: TypeAlias = Literal[
-    "ok",  # ran to its end and was measured
-    "oom_device",  # the accelerator's memory did not suffice
-    "oom_host",  # the host's memory, or the limit set on it, did not suffice
-    "crash",  # killed by a signal that flopwatch did not send
-    "timeout",  # took longer than the wall limit
-    "hang",  # made no progress for longer than the no-progress limit
-    "error",  # raised an exception, or exited with a status other than 0
-    "unsupported",  # this trainer cannot train this model
-    "invalid",  # the configuration itself cannot be used
-    "cancelled",  # stopped by the user, or with the runner
-    "lost",  # its supervisor process died, as after a node failure or a preemption
-    "oom_inferred",  # not run, because a smaller trial was out of memory
-    "skipped",  # not run, because a rule of the sweep excludes it
-]
+    "ok", "oom_device", "oom_host", "crash", "timeout", "hang", "error",
+    "unsupported", "invalid", "cancelled", "lost", "oom_inferred", "skipped",
+]  # fmt: skip
+"""How a trial ended.
+
+- `ok`: It ran to its end and was measured.
+- `oom_device`, `oom_host`: The memory of the accelerator or of the host, or the limit set on it, did not suffice.
+- `crash`: A signal killed it that flopwatch did not send.
+- `timeout`: It took longer than `Limits.wall_seconds`.
+- `hang`: It made no progress for longer than `Limits.no_progress_seconds`.
+- `error`: It raised an exception, or exited with a status other than 0.
+- `unsupported`: The trainer cannot train the model.
+- `invalid`: The configuration itself cannot be used.
+- `cancelled`: The user stopped it, or the runner of the sweep ended.
+- `lost`: Its supervisor process died, as after a node failure or a preemption.
+- `oom_inferred`: It was not run, because a smaller trial was out of memory.
+- `skipped`: It was not run, because a rule of the sweep excludes it.
+"""
 
 FAILED: tuple[Outcome, ...] = ("crash", "timeout", "hang", "error", "invalid", "lost")
 """The outcomes that `--only failed` runs again. Out of memory is a result, not a failure."""
 
-HostMethod: TypeAlias = Literal[
-    "high_water",  # the kernel's high-water mark of a single process
-    "samples",  # the sum over several processes, sampled several times a second
-    "rss",  # as `samples`, but shared pages count once per process, because the system does not report PSS
-]
+HostMethod: TypeAlias = Literal["high_water", "samples", "rss"]
+"""How host memory was measured.
+
+- `high_water`: The kernel's high-water mark of a single process.
+- `samples`: The sum over several processes, sampled several times a second.
+- `rss`: Like `samples`, but shared pages count once per process, because the system does not report PSS.
+"""
 
 OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
 
@@ -171,7 +177,7 @@ def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
     >>> content_key(spec, {"torch": "2.13.0"}) == content_key(spec, {"torch": "2.14.0"})
     False
     """
-    import hashlib  # here, because the import takes 5 ms and supervisor processes do not need it
+    import hashlib  # imported here, because the import takes 5 ms and supervisor processes do not need it
 
     content = json.dumps({"spec": spec.measured_settings(), "environment": dict(environment)}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:20]
@@ -511,7 +517,7 @@ def is_private(trainer: str) -> bool | None:
 
 
 def _unknown(name: str) -> str:
-    import difflib  # here, because supervisor processes import this module and start faster without it
+    import difflib  # imported here, because supervisor processes import this module and start faster without it
 
     known = [spelling for pair in LABELS.items() for spelling in pair]
     folded = {spelling.lower(): spelling for spelling in known}
