@@ -13,12 +13,12 @@ SPEC = TrialSpec("standard", "tiny", 2, 8).to_json()
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ([], "it is list, not an object"),
-        (3, "it is int, not an object"),
-        ({"spec": SPEC}, "it has no 'name'"),
-        ({"spec": {"trainer": "standard"}, "name": "t"}, "spec: it has no 'model'"),
-        ({"spec": SPEC, "name": 3}, "name is 3, not text"),
-        ({"format": FORMAT + 1, "spec": SPEC, "name": "t"}, "written by a newer flopwatch"),
+        ([], "expected a JSON object, found list"),
+        (3, "expected a JSON object, found int"),
+        ({"spec": SPEC}, "the field 'name' is missing"),
+        ({"spec": {"trainer": "standard"}, "name": "t"}, "spec: the field 'model' is missing"),
+        ({"spec": SPEC, "name": 3}, "name: expected text, found 3"),
+        ({"format": FORMAT + 1, "spec": SPEC, "name": "t"}, "of a newer flopwatch"),
         ({"spec": {**SPEC, "nodes": 3}, "name": "t"}, "cannot be shared by 3 processes"),
     ],
 )

@@ -5,8 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flopwatch.records.trainer_names import LABELS, is_private
-from flopwatch.records.trial import MemoryUse, StepCost, TrialResult, TrialSpec
+from flopwatch.records.trial import LABELS, MemoryUse, StepCost, TrialResult, TrialSpec, is_private
 from flopwatch.report.records import Cell, Privacy, TrialRow
 
 _MICRO_BATCH = "micro-batch"

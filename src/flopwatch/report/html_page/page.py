@@ -10,8 +10,7 @@ from typing import Any
 
 from flopwatch.number_format import UNKNOWN, byte_size, duration, percent
 from flopwatch.records.reading import plain
-from flopwatch.records.trainer_names import LABELS
-from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
+from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
 from flopwatch.report import contents
 from flopwatch.report.html_page.group import group_section
 from flopwatch.report.html_page.svg import COLOURS, esc

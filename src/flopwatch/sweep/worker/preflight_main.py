@@ -23,7 +23,7 @@ from flopwatch.models.load import load_model
 from flopwatch.models.networks import Decoder, ResNet
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
 from flopwatch.records.reading import cut, first_line, read_json
-from flopwatch.records.trainer_names import LABELS, PRIVATE
+from flopwatch.records.trial import LABELS, PRIVATE
 from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.losses import forward_inputs, own_loss
