@@ -266,8 +266,8 @@ def test_an_exception_that_cannot_be_printed_is_reported_by_its_class(tmp_path, 
 
 def test_a_training_that_ends_with_an_exception_that_cannot_be_printed_has_a_summary(tmp_path):
     monitor = flopwatch.TrainingMonitor(tmp_path)
+    monitor.log_step(0, loss=1.0)
     with pytest.raises(UnprintableError), monitor:
-        monitor.log_step(0, loss=1.0)
         raise UnprintableError
 
     assert monitor.summary.ended_by == f"{UnprintableError.__module__}.UnprintableError"

@@ -23,7 +23,7 @@ from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
 from flopwatch.sinks.thread import SinkThread, build_sinks
 
-Tell = Callable[[Level, str, str], None]
+Notify = Callable[[Level, str, str], None]
 """Takes a level, a code and a message."""
 
 
@@ -286,7 +286,7 @@ class Outlets:
             return
         for thread in self._threads:
             if not thread.put(record) and thread.failed is None:
-                self.tell(
+                self.notify(
                     "warning",
                     f"rows_dropped:{thread.name}",
                     f"the sink {thread.name} is too slow: rows are dropped for it, the local log has them all",
@@ -298,7 +298,7 @@ class Outlets:
         if self._has_started and self._threads:
             self._threads[0].put(record)
 
-    def tell(self, level: Level, code: str, message: str, *, step: int | None = None) -> None:
+    def notify(self, level: Level, code: str, message: str, *, step: int | None = None) -> None:
         """Give a notice once per code, to the log of the process and to every sink."""
         self._notices[code] += 1
         if self._notices[code] > 1:
@@ -314,7 +314,7 @@ class Outlets:
     def flush_log(self) -> None:
         """Wait until the local log holds all records so far, but at most `_FLUSH_SECONDS`."""
         if self._threads and not self._threads[0].flush(_FLUSH_SECONDS):
-            self.tell("warning", "log_is_behind", f"the local log could not be written within {_FLUSH_SECONDS:.0f} s")
+            self.notify("warning", "log_is_behind", f"the local log could not be written within {_FLUSH_SECONDS:.0f} s")
 
     def close(self, of_session: Summary) -> Summary:
         """End all sinks. The local log is the first in the list and ends last, so that its summary has all failures."""
@@ -345,7 +345,7 @@ class Outlets:
     def _sink_failed(self, name: str, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"
         self.failed_parts[name] = reason
-        self.tell("error", f"sink_failed:{name}", f"the sink {name} is switched off, training goes on: {reason}")
+        self.notify("error", f"sink_failed:{name}", f"the sink {name} is switched off, training goes on: {reason}")
 
 
 def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted: Sequence[str | Sink]) -> Outlets:
@@ -367,7 +367,7 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
     outlets = Outlets([log, *sinks])
     for name, reason in failures.items():
         outlets.note_failure(name, reason)
-        outlets.tell("error", f"sink_failed:{name}", f"the sink {name} is not used, training goes on: {reason}")
+        outlets.notify("error", f"sink_failed:{name}", f"the sink {name} is not used, training goes on: {reason}")
     return outlets
 
 
@@ -396,10 +396,10 @@ class TraceCapture:
         last_path: The newest trace.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int, tell: Callable[..., None]) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, notify: Callable[..., None]) -> None:
         self._folder = folder
         self._rank, self._world_size = rank, world_size
-        self._tell = tell
+        self._notify = notify
         self._profiler: Any = None
         self._left = 0
         self.is_on = False
@@ -428,7 +428,9 @@ class TraceCapture:
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         self.last_path = path
-        self._tell("info", f"trace_written:{path.name}", f"trace written to {path}; open it at https://ui.perfetto.dev")
+        self._notify(
+            "info", f"trace_written:{path.name}", f"trace written to {path}; open it at https://ui.perfetto.dev"
+        )
 
     def _start(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]

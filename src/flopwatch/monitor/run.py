@@ -22,9 +22,9 @@ from flopwatch.monitor.pricing.certificates import NO_CALLS
 from flopwatch.monitor.pricing.law_book import choose_mode
 from flopwatch.monitor.pricing.step_calls import StepNoter, checked_flops
 from flopwatch.monitor.pricing.step_prices import StepCost, StepPricer
+from flopwatch.monitor.ranks.group import data_parallel_size
 from flopwatch.monitor.ranks.job_values import explain_straggler
 from flopwatch.monitor.ranks.rank import Rank, ends_window
-from flopwatch.monitor.ranks.sharing import data_parallel_size
 from flopwatch.monitor.rows import JobLayout, RowMaker
 from flopwatch.monitor.session import Session, describe_environment, device_memory_gib
 from flopwatch.monitor.step_clock import HostTimer, StepClock, StepTimer, timer_for
@@ -121,7 +121,7 @@ class MonitoredRun:
         self._clock = clock
         self._flops_fn = flops_fn
         self.last_step: int | None = None
-        self.ranks: Rank[PricedStep] = Rank(rank, world_size, config.logging_rank % world_size, self._tell)
+        self.ranks: Rank[PricedStep] = Rank(rank, world_size, config.logging_rank % world_size, self._notify)
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         self._timer: StepTimer = HostTimer(clock)
@@ -129,25 +129,25 @@ class MonitoredRun:
         self.costs = CallCosts(
             config,
             clock,
-            choose_mode(config, clock, loss_fn, flops_fn, self._tell),
+            choose_mode(config, clock, loss_fn, flops_fn, self._notify),
             waits_for_laws=not is_logging,
             off_the_clock=lambda: self.phase("count"),
-            tell=self._tell,
+            notify=self._notify,
         )
         self.noter = StepNoter(
             config,
             self.costs,
             is_alone=world_size == 1,
             on_other_work=lambda: self.step_clock.other_work(),
-            tell=self._tell,
+            notify=self._notify,
         )
-        self.pricer = StepPricer(config, self.costs, peak_flops_per_s, self._tell)
-        self._session = Session(log_path, clock, self._tell)
+        self.pricer = StepPricer(config, self.costs, peak_flops_per_s, self._notify)
+        self._session = Session(log_path, clock, self._notify)
         self._world_size = world_size
         self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
         self.rows = RowMaker(config, world_size, self._session)
         self.datasets = DatasetMetrics()
-        self.trace = TraceCapture(output_dir / "traces", rank, world_size, self._tell)
+        self.trace = TraceCapture(output_dir / "traces", rank, world_size, self._notify)
         self.assumed_batch = _assumed_batch(config)
         self.is_off = False
         self.count_seconds = 0.0
@@ -179,7 +179,7 @@ class MonitoredRun:
             self._clock,
             self.ranks.busy_time,
             on_time_outside=self._note_outside,
-            on_wait_unknown=lambda: self._tell(*notices.input_wait_unknown()),
+            on_wait_unknown=lambda: self._notify(*notices.input_wait_unknown()),
             seconds_before_first_step=seconds_before_first_step,
         )
 
@@ -187,7 +187,7 @@ class MonitoredRun:
         self._session.add_seconds("outside", seconds)
         self._outside_seconds += seconds
         if self._outside_seconds > _LEAST_OUTSIDE_SECONDS:
-            self._tell(*notices.time_outside_steps(seconds))
+            self._notify(*notices.time_outside_steps(seconds))
 
     def _look_at_layout(self) -> None:
         size = self._config.data_parallel_size or data_parallel_size(self.costs.model, self._world_size)
@@ -375,7 +375,7 @@ class MonitoredRun:
         self._take_arrived(wait_seconds)
         for steps, busy in self.rows.windows_past_warm_up(flush=now):
             self.ranks.plan(steps, self._config.log_every, self._config.log_seconds, self.costs.offer())
-            self.ranks.tell(steps, self._peak_flops_per_s(steps), busy)
+            self.ranks.send_window(steps, self._peak_flops_per_s(steps), busy)
         self._send_rows(now=now)
 
     def _take_arrived(self, wait_seconds: float) -> None:
@@ -391,7 +391,7 @@ class MonitoredRun:
             self.failed("batch", settled.batch_failure)
         self._look_for_gaps(settled)
         for name in sorted(settled.left_out):
-            self._tell(*notices.not_readable(name))
+            self._notify(*notices.not_readable(name))
         provenance = self.pricer.new_provenance(window.steps[0].step, self.layout.devices_per_batch)
         if provenance is not None:
             self.outlets.send(provenance)
@@ -418,7 +418,7 @@ class MonitoredRun:
         noted = [step.noted for step in window.steps]
         has_batch = is_unreadable or any(step.readings or step.user_flops or step.calls.kinds for step in noted)
         if not (has_model and has_batch):
-            self._tell(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch))
+            self._notify(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch))
 
     def _peak_flops_per_s(self, steps: Sequence[PricedStep]) -> float | None:
         """Peak of one device, weighted by the compute types in which the steps ran."""
@@ -437,7 +437,7 @@ class MonitoredRun:
             )
             self.outlets.send(row)
             if row.exact is False and self._world_size == 1:  # of several ranks every row says so
-                self._tell(*notices.not_exact(row.notes), row.step)
+                self._notify(*notices.not_exact(row.notes), row.step)
             self._look_for_alarms(row.step)
 
     def _later_seconds(self) -> float:
@@ -450,15 +450,15 @@ class MonitoredRun:
 
     def _look_for_alarms(self, step: int) -> None:
         if self.rows.missing_ranks:
-            self._tell(*notices.ranks_missing(self.rows.missing_ranks, self._world_size), step)
+            self._notify(*notices.ranks_missing(self.rows.missing_ranks, self._world_size), step)
         if self._session.stalled_seconds > _LEAST_STALL_SECONDS:
-            self._tell(*notices.stalled(self._session.stalled_seconds), step)
+            self._notify(*notices.stalled(self._session.stalled_seconds), step)
         slow = self.rows.straggler
         if slow is not None and slow.chronic:
-            self._tell("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
+            self._notify("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
         mfu, peak = self.rows.latest.get("perf/mfu"), self.pricer.peak
         if mfu is not None and peak is not None and mfu > _MFU_ALARM:
-            self._tell(*notices.mfu_above_peak(mfu, peak), step)
+            self._notify(*notices.mfu_above_peak(mfu, peak), step)
 
     # Checkpoints, and the ends of a run.
 
@@ -506,7 +506,7 @@ class MonitoredRun:
         self._may_wait_for_ranks = link.wait_for(last, _CHECKPOINT_SECONDS)
         self._send_rows(now=True)
         if not self._may_wait_for_ranks:
-            self._tell(*notices.state_is_behind())
+            self._notify(*notices.state_is_behind())
 
     def load(self, state: Any) -> None:
         if state["step"] is None:  # saved before the first step: there is nothing to continue
@@ -527,7 +527,7 @@ class MonitoredRun:
                 self._leave_ranks()
             self.close_window(now=True, wait_seconds=device_seconds)
             if self._late:
-                self._tell(*notices.device_late(sum(len(late.window.steps) for late in self._late), device_seconds))
+                self._notify(*notices.device_late(sum(len(late.window.steps) for late in self._late), device_seconds))
             if not self._has_started:
                 self._start_run(0)
             self.ranks.finish(seconds)
@@ -574,10 +574,10 @@ class MonitoredRun:
         if self._config.strict:
             raise error
         self.outlets.note_failure(part, f"{type(error).__name__}: {first_line(error)}")
-        self._tell("error", f"part_failed:{part}", f"{part} failed, training goes on: {first_line(error)}")
+        self._notify("error", f"part_failed:{part}", f"{part} failed, training goes on: {first_line(error)}")
 
-    def _tell(self, level: Any, code: str, message: str, step: int | None = None) -> None:
-        self.outlets.tell(level, code, message, step=self.last_step if step is None else step)
+    def _notify(self, level: Any, code: str, message: str, step: int | None = None) -> None:
+        self.outlets.notify(level, code, message, step=self.last_step if step is None else step)
 
 
 def _seconds_of(steps: Sequence[PricedStep]) -> float:

@@ -17,7 +17,7 @@ from flopwatch.clock import Clock
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import Ledger, MeasuredStep
-from flopwatch.monitor.output import Tell
+from flopwatch.monitor.output import Notify
 from flopwatch.records.metrics import APART, LOST, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.runs import read_around, rows_from_end
@@ -318,10 +318,10 @@ class Session:
         stalled_seconds: What the steps of this session have lost to stalls.
     """
 
-    def __init__(self, log_path: Path, clock: Clock, tell: Tell) -> None:
+    def __init__(self, log_path: Path, clock: Clock, notify: Notify) -> None:
         self._log_path = log_path
         self._clock = clock
-        self._tell = tell
+        self._notify = notify
         self._wall_clock = WallClock(clock)
         self._began_unix_time = self._wall_clock.session_start_unix_time
         self._ledger = Ledger()
@@ -425,15 +425,15 @@ class Session:
             elif self.resumed_after is None and is_same_job(self._log_path, environment):
                 self._continue_from(Ledger())
         except _UNREADABLE_LOG as error:
-            self._tell(*notices.log_not_resumed(self._log_path, error))
+            self._notify(*notices.log_not_resumed(self._log_path, error))
         if self.resumed_after is not None and self.resumed_after + 1 < first_step:
-            self._tell(*notices.steps_lost(self.resumed_after, first_step))
+            self._notify(*notices.steps_lost(self.resumed_after, first_step))
 
     def _continue_at(self, point: ResumePoint, first_step: int) -> None:
         self._continue_from(point.ledger)
         self.resumed_after = point.step
         if point.is_estimated:
-            self._tell(*notices.totals_estimated(first_step))
+            self._notify(*notices.totals_estimated(first_step))
 
 
 def _totals_of(ledger: Ledger) -> Totals:

@@ -281,7 +281,7 @@ class TrainingMonitor:
         )
         self._started_run = self._run
         for problem in problems:
-            self._run.outlets.tell("warning", f"configuration:{problem}", f"configuration left out: {problem}")
+            self._run.outlets.notify("warning", f"configuration:{problem}", f"configuration left out: {problem}")
         if model is not None:
             self.set_model(model)
         atexit.register(_close_forgotten, weakref.ref(self))

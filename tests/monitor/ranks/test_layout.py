@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flopwatch
-from flopwatch.monitor.ranks.sharing import data_parallel_size
+from flopwatch.monitor.ranks.group import data_parallel_size
 
 
 @pytest.fixture

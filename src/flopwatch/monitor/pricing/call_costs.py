@@ -11,7 +11,7 @@ from torch import nn
 from flopwatch.clock import Clock
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.output import Tell
+from flopwatch.monitor.output import Notify
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.monitor.pricing.certificates import Certificates, StepCalls
 from flopwatch.monitor.pricing.law_book import CallPrice, FlopMode, LawBook, LawOffer
@@ -75,7 +75,7 @@ class CallCosts:
         *,
         waits_for_laws: bool,
         off_the_clock: Callable[[], AbstractContextManager[None]],
-        tell: Tell,
+        notify: Notify,
     ) -> None:
         """`off_the_clock` is a context in which time is no step's and calls of the model are not the training's."""
         self._config = config
@@ -84,7 +84,7 @@ class CallCosts:
         self._mode = mode
         self.check_every = mode.frequency
         self._off_the_clock = off_the_clock
-        self._tell = tell
+        self._notify = notify
         self.model: nn.Module | None = None
         self.certificates = Certificates()
         self.has_given_up = False
@@ -175,13 +175,13 @@ class CallCosts:
             return None
         self.facts_version += 1
         if not book.laws and sum(p.numel() for p in model.parameters()) > _LARGE_PARAMETERS:
-            self._tell(*notices.counting())
+            self._notify(*notices.counting())
         try:
             return self._learn_new(model, book, kind)
         except Exception as error:  # the model's own code runs in there
             kind.example = None  # only steps that are counted as they run have FLOPs
             if kind.has_grad:
-                self._tell(*notices.flops_unknown(error))
+                self._notify(*notices.flops_unknown(error))
             if self._config.strict:
                 raise
         return None
@@ -234,7 +234,7 @@ class CallCosts:
         if why == _ESTIMATED_SO_FAR:
             self._mode.start_counting()
         self._forget()
-        self._tell("info", "flops_counted_anew", why)
+        self._notify("info", "flops_counted_anew", why)
         if example is not None and self._mode.book is not None:
             kind.example = example
             self.learn(kind)
@@ -263,7 +263,7 @@ class CallCosts:
         self._look_seconds += self._clock() - began
         if self._structure != structure:
             self._forget()
-            self._tell("info", "flops_counted_anew", CHANGED)
+            self._notify("info", "flops_counted_anew", CHANGED)
             return ModelChange(CHANGED_IN_WINDOW, is_counted_anew=True)
         now = self._settings
         changed = {key for key in settings.keys() | now.keys() if settings.get(key) != now.get(key)}

@@ -147,7 +147,7 @@ class Certificates:
             "differs", reason=f"steps like it that were counted as they ran had {spread} the FLOPs of the model's calls"
         )
 
-    def nodes_tell_costs(self, kind: tuple[Hashable, ...]) -> bool:
+    def node_counts_determine_costs(self, kind: tuple[Hashable, ...]) -> bool:
         """Whether what steers such a step shows in what is seen of every step.
 
         Layers that are left out by chance are missing among autograd's operations; a size that is drawn is not seen,

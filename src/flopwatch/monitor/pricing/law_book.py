@@ -19,7 +19,7 @@ from flopwatch.flops.steering import CHANCE
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.model_library_internals import attention_implementation
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.output import Tell
+from flopwatch.monitor.output import Notify
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
@@ -452,7 +452,7 @@ class FlopMode:
 
 
 def choose_mode(
-    config: MonitorConfig, clock: Clock, loss_fn: LossFn | None, flops_fn: Callable[[Any], int] | None, tell: Tell
+    config: MonitorConfig, clock: Clock, loss_fn: LossFn | None, flops_fn: Callable[[Any], int] | None, notify: Notify
 ) -> FlopMode:
     """The mode a configuration asks for; the user's own function comes first."""
     if flops_fn is not None:
@@ -463,7 +463,7 @@ def choose_mode(
     except InputError as error:
         if config.strict:
             raise
-        tell("error", "flops_unknown", f"there will be no FLOPs and no MFU: {error}")
+        notify("error", "flops_unknown", f"there will be no FLOPs and no MFU: {error}")
         return FlopMode(config.mode, None, notes=(str(error),))
 
 

@@ -10,7 +10,7 @@ from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import describe
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.output import NoticeText, Tell
+from flopwatch.monitor.output import NoticeText, Notify
 from flopwatch.monitor.pricing.batch_reader import (
     MADE_UP,
     BatchLayout,
@@ -30,7 +30,7 @@ from flopwatch.monitor.pricing.watched_step import (
     products_in_graph,
     products_outside,
 )
-from flopwatch.monitor.ranks.sharing import is_sharded
+from flopwatch.monitor.ranks.group import is_sharded
 from flopwatch.records.flops import PhaseFlops
 from flopwatch.torch_internals import recorded_operations
 
@@ -61,13 +61,19 @@ class StepNoter:
     """
 
     def __init__(
-        self, config: MonitorConfig, costs: CallCosts, *, is_alone: bool, on_other_work: Callable[[], None], tell: Tell
+        self,
+        config: MonitorConfig,
+        costs: CallCosts,
+        *,
+        is_alone: bool,
+        on_other_work: Callable[[], None],
+        notify: Notify,
     ) -> None:
         """`on_other_work` is called when the model runs without gradients, which is no waiting for input."""
         self._attention = config.attention
         self._costs = costs
         self._is_alone = is_alone
-        self._tell = tell
+        self._notify = notify
         self._reader = BatchReader()
         self._listener = CallListener(on_other_work)
         self._outside = OutsideCalls()
@@ -138,7 +144,7 @@ class StepNoter:
             self._undeclared.clear()
         remark = self._reader.check_values(batch, plan)
         if remark:
-            self._tell("warning", "positions_not_understood", remark)
+            self._notify("warning", "positions_not_understood", remark)
         if model is None or self._costs.book is None:
             self._undeclared[id(plan)] = plan
             return
@@ -344,7 +350,7 @@ class StepNoter:
     def _certify(self, calls: StepCalls, count: StepCount, step: int, *, calls_are_sure: bool) -> None:
         """Hold the price of a counted step against its count."""
         if count.optimizer:
-            self._tell(*notices.optimizer_products(count.optimizer))
+            self._notify(*notices.optimizer_products(count.optimizer))
         self._known_steps.clear()
         certificates = self._costs.certificates
         prices = calls.prices(calls.book) if calls.book is not None else None
@@ -354,7 +360,7 @@ class StepNoter:
         certificates.add(calls.kind, calls.pattern, priced, count, calls_are_sure=is_sure)
         if was_exact and certificates.verdict(calls.kind, calls.pattern).reason is not None:
             self.doubt = notices.rows_in_doubt(step, self._counted_at.get(calls.pattern))
-            self._tell(*self.doubt)
+            self._notify(*self.doubt)
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
         # Products between the model and its loss that no counted step had would be new nodes of autograd.

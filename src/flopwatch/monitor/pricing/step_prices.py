@@ -11,13 +11,13 @@ from flopwatch.errors import InputError
 from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.output import Tell
+from flopwatch.monitor.output import Notify
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.call_costs import CallCosts
 from flopwatch.monitor.pricing.certificates import Certificates, StepCalls
 from flopwatch.monitor.pricing.law_book import CallPrice, LawBook
 from flopwatch.monitor.pricing.watched_step import StepCount
-from flopwatch.monitor.ranks.sharing import shared_peak
+from flopwatch.monitor.ranks.group import shared_peak
 from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
 
@@ -65,11 +65,11 @@ class StepPricer:
         peaks: Of this rank's device, by compute type.
     """
 
-    def __init__(self, config: MonitorConfig, costs: CallCosts, peak_flops_per_s: float | None, tell: Tell) -> None:
+    def __init__(self, config: MonitorConfig, costs: CallCosts, peak_flops_per_s: float | None, notify: Notify) -> None:
         self._config = config
         self._costs = costs
         self._peak_override = peak_flops_per_s or (config.peak_tflops * 1e12 if config.peak_tflops else None)
-        self._tell = tell
+        self._notify = notify
         self.peaks = Peaks(torch.device("cpu"), self._peak_override, config.dtype)
         self._main_type: str | None = None
         self._last_flops: dict[Any, StepFlops | None] = {}
@@ -123,7 +123,7 @@ class StepPricer:
             if verdict.count is not None:
                 return _counted(verdict.count, verdict.reason)
             if book.refused:
-                self._tell(*notices.shapes_not_counted())
+                self._notify(*notices.shapes_not_counted())
             return None
         priced = _priced(book, prices, works)
         self._note_main_type(priced)
@@ -148,7 +148,7 @@ class StepPricer:
         if flops.hardware is not None:
             hardware = self.peaks.seconds(flops.hardware_by_dtype or {assumed or "fp32": flops.hardware})
         for name, why in self.peaks.why_unknown.items():
-            self._tell(*notices.peak_unknown(name, why))
+            self._notify(*notices.peak_unknown(name, why))
         return model, hardware
 
     def new_provenance(self, step: int, device_count: int) -> Provenance | None:
@@ -160,7 +160,7 @@ class StepPricer:
         facts = self._costs.facts()
         coverage = facts["coverage"]
         if coverage is not None and coverage < 1:
-            self._tell(*notices.coverage_below_1(coverage, facts["notes"]))
+            self._notify(*notices.coverage_below_1(coverage, facts["notes"]))
         peak = self.peak
         return Provenance(
             step,
@@ -207,7 +207,7 @@ def _steered(calls: StepCalls, prices: Sequence[CallPrice], book: LawBook, certi
     """Why steps of this kind may cost something else than those that were counted."""
     if not any(price.is_steered for price in prices):
         return None
-    if not any(map(book.hides_cost, calls.kinds)) and certificates.nodes_tell_costs(calls.kind):
+    if not any(map(book.hides_cost, calls.kinds)) and certificates.node_counts_determine_costs(calls.kind):
         return None
     return next(price.reason for price in prices if price.is_steered)
 

@@ -16,9 +16,8 @@ from weakref import WeakSet
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import group as ranks_group
-from flopwatch.monitor.ranks.group import RunKey, park
+from flopwatch.monitor.ranks.group import DeviceCensus, RunKey, park
 from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, aligned, extend
-from flopwatch.monitor.ranks.sharing import DeviceCensus
 from flopwatch.records.reading import first_line
 
 _PLAN_TAG, _REPORT_TAG, _END_TAG = 1, 2, 3

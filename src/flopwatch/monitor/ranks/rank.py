@@ -10,12 +10,12 @@ import torch
 
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
-from flopwatch.monitor.output import Tell
+from flopwatch.monitor.output import Notify
 from flopwatch.monitor.ranks import group
 from flopwatch.monitor.ranks.busy_time import BusyTime, StallSampler, profile_of
+from flopwatch.monitor.ranks.group import device_identity, ranks_by_launcher
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
 from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
-from flopwatch.monitor.ranks.sharing import device_identity, ranks_by_launcher
 
 _runs_of: Counter[int] = Counter()
 """Runs that monitors of this process have joined, by their logging rank."""
@@ -55,12 +55,12 @@ class Rank(Generic[Step]):
         window_steps: Steps per window by the logging rank's plan; None until there is one.
     """
 
-    def __init__(self, rank: int, world_size: int, logging_rank: int, tell: Tell) -> None:
+    def __init__(self, rank: int, world_size: int, logging_rank: int, notify: Notify) -> None:
         self.rank = rank
         self.world_size = world_size
         self.is_logging = rank == logging_rank
         self._logging_rank = logging_rank
-        self._tell = tell
+        self._notify = notify
         self.link: RankLink | None = None
         self.busy_time = BusyTime() if world_size > 1 else None
         self._stalls: StallSampler | None = None
@@ -78,7 +78,7 @@ class Rank(Generic[Step]):
         if self.world_size == 1:
             return
         if not group.is_possible():
-            self._tell(*notices.ranks_unknown(self.rank, self.world_size))
+            self._notify(*notices.ranks_unknown(self.rank, self.world_size))
             return
         self.link = RankLink(_run_key(self._logging_rank, log), self.rank, self.world_size, device_identity(device))
         if self.busy_time is not None:
@@ -133,7 +133,9 @@ class Rank(Generic[Step]):
         waited = None if waiting is None else waiting * seconds
         return profile_of(len(measured), seconds, waited, busy_seconds_per_step, stalled)
 
-    def tell(self, steps: list[Step], peak_flops_per_s: float | None, busy_seconds_per_step: float | None) -> None:
+    def send_window(
+        self, steps: list[Step], peak_flops_per_s: float | None, busy_seconds_per_step: float | None
+    ) -> None:
         """Send a window of this rank to the others, and keep its steps until all ranks have sent theirs."""
         if self.is_logging:
             self._incomplete.append(steps)
@@ -166,9 +168,9 @@ class Rank(Generic[Step]):
             return
         is_in_time = self.link.finish(seconds)
         if self.is_logging and self.link.absent:
-            self._tell(*notices.ranks_absent(self.link.absent))
+            self._notify(*notices.ranks_absent(self.link.absent))
         elif self.is_logging and not is_in_time:
-            self._tell(*notices.ranks_late(seconds))
+            self._notify(*notices.ranks_late(seconds))
 
     def leave(self) -> None:
         """Stop sending to and waiting for other ranks; returns at once."""
@@ -179,7 +181,7 @@ class Rank(Generic[Step]):
 
     def _leave(self, why: str) -> None:
         if self.is_logging:
-            self._tell(*notices.ranks_lost(self.rank, why))
+            self._notify(*notices.ranks_lost(self.rank, why))
         self.leave()
         self.link = None
 
