@@ -169,7 +169,7 @@ def test_a_configuration_that_is_not_there_is_named(tmp_path, caplog):
     [
         ({"config": {"monitoring": {"mode": "fast"}}}, "mode='fast'"),
         ({"sinks": ["tensorbord"]}, "no sink 'tensorbord'"),
-        ({"preset": "fast"}, "there are production"),
+        ({"preset": "fast"}, "the presets are production"),
     ],
 )
 def test_strict_raises_at_once(tmp_path, options, message):
@@ -259,7 +259,7 @@ def test_an_exception_that_cannot_be_printed_is_reported_by_its_class(tmp_path, 
     monitor, rounds = run(tmp_path, flops_fn=flops_of)
 
     assert rounds == 20
-    assert "batch failed, training goes on: UnprintableError" in caplog.text
+    assert "batch failed in the monitor, the training goes on: UnprintableError" in caplog.text
     assert monitor.summary.failed_parts == {"batch": "UnprintableError: UnprintableError"}
     assert monitor.summary.values["total/steps"] == 20
 

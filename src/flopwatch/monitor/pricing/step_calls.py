@@ -64,7 +64,6 @@ class StepNoter:
         self,
         config: MonitorConfig,
         costs: CallCosts,
-        *,
         is_alone: bool,
         on_other_work: Callable[[], None],
         notify: Notify,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
 
-from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks.reports import AMOUNTS, RATED, Amount, Profile, RankReport
+from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep
+from flopwatch.monitor.ranks.reports import RATED, Amount, Profile, RankReport
 from flopwatch.records.run import Number
 
 Cause = Literal["input", "compute", "host"]

@@ -8,19 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
+from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, input_wait_share
 
-AMOUNTS = (
-    "samples",
-    "tokens",
-    "real_tokens",
-    "trainable_tokens",
-    "model_flops",
-    "hardware_flops",
-    "recompute_flops",
-)
 RATED = AMOUNTS[:4]
-"""Amounts that have a rate per second."""
+"""Amounts that are also logged per second."""
 REPORT_BYTES = 512
 _INT_BYTES = 16
 _NO_RANK = -1
