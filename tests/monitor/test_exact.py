@@ -243,4 +243,4 @@ def test_a_batch_that_was_made_up_is_told(tmp_path):
     (log,) = tmp_path.rglob("*.jsonl")
     rows = [row for row in map(json.loads, log.read_text().splitlines()) if row["type"] == "row"]
     assert [row["exact"] for row in rows] == [False]
-    assert "made up" in rows[0]["notes"][0]
+    assert "of its shape was assumed" in rows[0]["notes"][0]

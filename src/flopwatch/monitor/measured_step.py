@@ -156,17 +156,31 @@ def effective_peak(steps: Sequence[MeasuredStep], name: str = "model_flops") -> 
     return float(sum(getattr(step, name) for step in known) / sum(seconds))
 
 
-def _shares(steps: Sequence[MeasuredStep]) -> dict[str, Number | None]:
-    padded = [step for step in steps if step.tokens and step.real_tokens is not None]
-    tokens, real = _known_sum(padded, "tokens"), _known_sum(padded, "real_tokens")
-    executed = [step for step in steps if step.hardware_flops and step.recompute_flops is not None]
-    hardware, again = _known_sum(executed, "hardware_flops"), _known_sum(executed, "recompute_flops")
-    counted = [step for step in steps if step.model_flops is not None]
-    return {
-        "perf/padding_percent": None if tokens is None or real is None else _percent(tokens - real, tokens),
-        "perf/recompute_percent": _percent(again, hardware),
-        "perf/counted_steps_percent": None if len(counted) in (0, len(steps)) else 100 * len(counted) / len(steps),
-    }
+def _shares(steps: Sequence[MeasuredStep]) -> dict[str, Number]:
+    padded = [step for step in steps if step.real_tokens is not None]
+    executed = [step for step in steps if step.recompute_flops is not None]
+    values = share_values(
+        {
+            "tokens": sum(step.tokens or 0 for step in padded),
+            "real_tokens": sum(step.real_tokens or 0 for step in padded if step.tokens),
+            "hardware_flops": sum(step.hardware_flops or 0 for step in executed),
+            "recompute_flops": sum(step.recompute_flops or 0 for step in executed if step.hardware_flops),
+        }
+    )
+    counted = sum(step.model_flops is not None for step in steps)
+    return (
+        values if counted in (0, len(steps)) else {**values, "perf/counted_steps_percent": 100 * counted / len(steps)}
+    )
+
+
+def share_values(totals: Mapping[str, int]) -> dict[str, Number]:
+    """Compute the percentages of padding and of recomputation from total tokens and FLOPs."""
+    values: dict[str, Number] = {}
+    if totals.get("tokens") and "real_tokens" in totals:
+        values["perf/padding_percent"] = 100 * (totals["tokens"] - totals["real_tokens"]) / totals["tokens"]
+    if totals.get("hardware_flops") and "recompute_flops" in totals:
+        values["perf/recompute_percent"] = 100 * totals["recompute_flops"] / totals["hardware_flops"]
+    return values
 
 
 def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
@@ -217,15 +231,6 @@ def mean_of(known: Sequence[float]) -> float:
         return fmean(known)
     except (OverflowError, ValueError):  # the sum exceeds the largest float, or both infinities occur
         return sum(value / len(known) for value in known)
-
-
-def _known_sum(steps: Sequence[MeasuredStep], name: str) -> Number | None:
-    known = [getattr(step, name) for step in steps if getattr(step, name) is not None]
-    return sum(known) if known else None
-
-
-def _percent(part: Number | None, whole: Number | None) -> float | None:
-    return None if part is None or not whole else 100 * part / whole
 
 
 _TOTALS = AMOUNTS[:-1]

@@ -244,7 +244,7 @@ class Outlets:
     """Sends records to the sinks, with one thread per sink. Records sent before `start` follow the `RunStart` record.
 
     Attributes:
-        failed_parts: Parts of the monitor that were switched off, with the reason.
+        failed_parts: Parts of the monitor that were switched off, each with the first reason.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, is_quiet: bool = False) -> None:
@@ -292,10 +292,6 @@ class Outlets:
         if not self._is_quiet or level == "error":
             _log.log(_LEVELS[level], "flopwatch: %s", message)
         self.send(Notice(step, level, code.partition(":")[0], message))
-
-    def note_failure(self, part: str, reason: str) -> None:
-        """Keep the first reason why a part of the monitor was switched off, for the summary."""
-        self.failed_parts.setdefault(part, reason)
 
     def flush_log(self) -> None:
         """Wait until the local log contains all records so far, but at most `_FLUSH_SECONDS`."""
@@ -354,7 +350,7 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
     log = JsonlSink(log_path, flush_steps=config.local_log_every, flush_seconds=config.local_log_seconds)
     outlets = Outlets([log, *sinks])
     for name, reason in failures.items():
-        outlets.note_failure(name, reason)
+        outlets.failed_parts.setdefault(name, reason)
         message = f"the sink {name} cannot be opened and is not used, the training goes on: {reason}"
         outlets.notify("error", f"sink_failed:{name}", message)
     return outlets

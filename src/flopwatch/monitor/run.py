@@ -58,7 +58,7 @@ _CHECKPOINT_SECONDS = 2.0
 _CLOSE_RANKS_SECONDS = 5.0
 """How long the end of a run waits for the other ranks."""
 _CLOSE_AFTER_ERROR_SECONDS = 0.5
-"""Shorter after an error, because other ranks may block in a collective until this process exits."""
+"""How long the end waits after an error: briefly, as other ranks may block in a collective until this process exits."""
 
 
 class _LateWindow(NamedTuple):
@@ -156,7 +156,7 @@ class MonitoredRun:
         timer = timer_for(self.pricer.peaks.device, self._clock)
         if type(timer) is not type(self._timer):
             self._timer = timer
-            self.ranks.stop_busy_time()  # processor time does not show how busy an accelerator is
+            self.ranks.busy_time = None  # processor time does not show how busy an accelerator is
             self.step_clock = self._new_step_clock(self.step_clock.seconds_before_first_step)
         self._look_at_layout()
 
@@ -423,7 +423,9 @@ class MonitoredRun:
                 window, self.pricer.peak, self._more_values(), with_percentiles=now, later_seconds=self._later_seconds()
             )
             self.outlets.send(row)
-            if row.exact is False and self._world_size == 1:  # with several ranks, only the row itself says so
+            if (
+                row.exact is False and self._world_size == 1
+            ):  # with several ranks, rows have notes but no notice is given
                 self._notify(*notices.not_exact(row.notes), row.step)
             self._look_for_alarms(row.step)
 
@@ -563,7 +565,7 @@ class MonitoredRun:
         """Report the failure of a part of the monitor once; with the setting `strict`, raise the error instead."""
         if self._config.strict:
             raise error
-        self.outlets.note_failure(part, f"{type(error).__name__}: {first_line(error)}")
+        self.outlets.failed_parts.setdefault(part, f"{type(error).__name__}: {first_line(error)}")
         message = f"{part} failed in the monitor, the training goes on: {first_line(error)}"
         self._notify("error", f"part_failed:{part}", message)
 

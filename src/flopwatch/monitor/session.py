@@ -316,7 +316,6 @@ class Session:
         self.stalled_seconds = 0.0
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue the totals of a checkpoint."""
         self._continue_from(Ledger.from_json(state["ledger"]))
         self.resumed_after = state.get("ledger_step", state["step"])
 

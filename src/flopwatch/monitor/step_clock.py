@@ -150,10 +150,8 @@ class UsualGaps:
     def is_outside(self, gap_seconds: float, work_seconds: float, has_seen_other_work: bool) -> bool:
         """Whether the gap that has just ended was time outside steps rather than waiting for a batch.
 
-        Args:
-            gap_seconds: Length of the gap.
-            work_seconds: Time of the work between this gap and the one before; 0 if there was none.
-            has_seen_other_work: Whether the model was called without gradients in the gap.
+        `work_seconds` is the time between this gap and the one before; `has_seen_other_work` says whether the model
+        was called without gradients in the gap.
         """
         is_outside = gap_seconds > SHORT_GAP_SECONDS and self._is_long(gap_seconds)
         if is_outside and not has_seen_other_work:

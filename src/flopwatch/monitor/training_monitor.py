@@ -586,8 +586,8 @@ def _as_list(sinks: Sequence[str | Sink] | str | Sink | None) -> Sequence[str | 
 def _close_forgotten(reference: "weakref.ref[TrainingMonitor]") -> None:
     monitor = reference()
     if monitor is not None:
-        error = getattr(sys, "last_value", None)  # the exception that ends the process, if there is one
-        # In a notebook or an interactive shell, an exception of any earlier cell, which did not end the training.
+        error = getattr(sys, "last_value", None)
+        # In a script this exception ends the process. In a notebook or shell it may be one of any earlier cell.
         monitor._close(error, is_of_this_run=not (hasattr(sys, "ps1") or "ipykernel" in sys.modules))
 
 

@@ -83,7 +83,7 @@ def test_a_loss_from_other_products_is_told():
     assert certificates.verdict("kind", "pattern").reason is None
     certificates.look_at_graph("kind", 2, is_counted=False)
 
-    assert "other products" in certificates.verdict("kind", "pattern").reason
+    assert "other matrix products" in certificates.verdict("kind", "pattern").reason
 
 
 def test_layers_left_out_by_chance_show_in_the_number_of_operations():

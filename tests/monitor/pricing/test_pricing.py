@@ -69,8 +69,8 @@ def test_a_rank_whose_calls_were_seen_keeps_the_laws_it_has_adopted():
     logging.note(batch, 0)
     other.note(batch, 0)
     other.costs.adopt(logging.costs.offer())
-    laws = other.costs.book.laws
+    laws = other.costs.mode.book.laws
 
     assert other.noter.look_at_model() is None
     assert laws
-    assert other.costs.book.laws == laws
+    assert other.costs.mode.book.laws == laws
