@@ -10,7 +10,7 @@ import torch
 import flopwatch as package
 from flopwatch.sinks.console import ConsoleSink
 
-REASON = "what they run besides the model is not seen"
+REASON = "so work outside the model is not seen"
 
 
 def train(folder, *, in_steps):
