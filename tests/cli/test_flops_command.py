@@ -94,7 +94,7 @@ def test_uncounted_ops_are_shown(
         (["--model", "gigantic"], "none of the presets"),
         (["--model", "tiny", "--batch-size", "0"], "positive whole number"),
         (["--model", "tiny", "--attention", "half"], "'full' or 'causal'"),
-        (["--model", "tiny", "--method", "guess"], "method is one of"),
+        (["--model", "tiny", "--method", "guess"], "method must be one of"),
         (["--model", "tiny", "--step-time", "1"], "needs both --device and --step-time"),
         (["--model", "tiny", "--step-time", "nan", "--device", "NVIDIA H100 80GB HBM3"], "positive finite number"),
         (["--model", "tiny", "--step-time", "1", "--device", "NVIDIA RTX A1000"], "peak is not known"),

@@ -164,7 +164,7 @@ def test_one_rank_alone_counts_the_whole_model(kind: str) -> None:
         "the step after it is its own"
     )
     if kind != "ddp":
-        assert result["step"].startswith("InputError: its parameters are spread over ranks")
+        assert result["step"].startswith("InputError: the model's parameters are spread over ranks")
 
 
 @pytest.mark.slow
