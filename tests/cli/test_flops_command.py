@@ -91,7 +91,7 @@ def test_uncounted_ops_are_shown(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", "gigantic"], "none of the presets"),
+        (["--model", "gigantic"], "must be a preset"),
         (["--model", "tiny", "--batch-size", "0"], "positive whole number"),
         (["--model", "tiny", "--attention", "half"], "'full' or 'causal'"),
         (["--model", "tiny", "--method", "guess"], "method must be one of"),

@@ -62,7 +62,7 @@ def test_a_layer_that_is_split_by_hand_counts_as_one_ranks_share_and_says_so(mes
     count, law = flopwatch.count_flops(Reduces(), X), flopwatch.fit_flops_law(Reduces(), X)
 
     assert (count.method, count.model_flops) == ("trace", 2 * 3 * 8 * 4 * (2 + 3))
-    assert count.notes == ("the model's own code calls collectives: what is counted is the share of this rank",)
+    assert count.notes == ("the model's own code calls collectives, so only the share of this rank is counted",)
     assert not law.exact
     assert law.notes[0] == count.notes[0]
 

@@ -105,12 +105,7 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
         held = {field.name: getattr(value, field.name) for field in fields(value)}
     if not isinstance(held, dict):
         return "object", name
-    parts = []
-    for key, item in held.items():
-        own: list[int] = []
-        parts.append((key, _described(item, own, depth + 1)))
-        sizes.extend(own)
-    return "parts", name, tuple(parts)
+    return "parts", name, tuple((key, _described(item, sizes, depth + 1)) for key, item in held.items())
 
 
 def stored_elements(tensor: torch.Tensor) -> int | None:
@@ -379,10 +374,6 @@ def altered_batches(batch: Any, name: str) -> Iterator[Any]:
         yield map_tensors(batch, changed)
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(_SEED)
-
-
 def _is_mask(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all())
 
@@ -390,13 +381,14 @@ def _is_mask(tensor: torch.Tensor) -> bool:
 def _shuffled_rows(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 0:
         return tensor
-    order = torch.randperm(tensor.shape[-1], generator=_generator())
+    order = torch.randperm(tensor.shape[-1], generator=torch.Generator().manual_seed(_SEED))
     return tensor[..., order]
 
 
 def _drawn_anew(tensor: torch.Tensor) -> torch.Tensor:
     low, high = int(tensor.min()), int(tensor.max())
-    return torch.randint(low, high + 1, tensor.shape, generator=_generator()).to(tensor.dtype)
+    generator = torch.Generator().manual_seed(_SEED)
+    return torch.randint(low, high + 1, tensor.shape, generator=generator).to(tensor.dtype)
 
 
 def _half_ignored(tensor: torch.Tensor) -> torch.Tensor:

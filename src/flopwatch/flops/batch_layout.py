@@ -44,7 +44,6 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """The name of the model's argument that contains this size."""
         return self.path.partition(".")[0]
 
 
@@ -213,7 +212,6 @@ def _resized(value: Any, structure: Any, sizes: Any) -> Any:
 
 
 def _size_count(structure: Any) -> int:
-    """Return how many sizes a batch of this structure has."""
     kind = structure[0]
     if kind == "tensor":
         return int(structure[2])
@@ -307,7 +305,6 @@ class Sample:
 
 
 def repeated(batch: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """Return the batch with all its samples and images repeated."""
     return {
         name: torch.cat([value] * times) if isinstance(value, torch.Tensor) and value.dim() else value
         for name, value in batch.items()

@@ -24,12 +24,9 @@ from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
 
 @dataclass
 class Stream:
-    """The positions (tokens or image patches) that one part of a model processes.
+    """The positions (tokens or image patches) that one part of a model processes, `attended` of them in each sample.
 
-    Attributes:
-        positions: All positions of the batch.
-        attended: The positions of one sample, which attend to each other.
-        size: The spatial size of the next convolution's input. Each convolution with a stride reduces it.
+    `size` is the spatial size of the next convolution's input. Each convolution with a stride reduces it.
     """
 
     batch_size: int
@@ -319,14 +316,12 @@ def _in_order(products: list[_Product], scores: list[_Product]) -> list[_Product
     ordered: list[_Product] = []
     waiting = list(scores)
     for product in products:
-        while waiting and not product.module.startswith(waiting[0].module) and _is_past(ordered, waiting[0]):
+        while waiting and not product.module.startswith(waiting[0].module):
+            if not any(earlier.module.startswith(waiting[0].module) for earlier in ordered):
+                break
             ordered.append(waiting.pop(0))
         ordered.append(product)
     return ordered + waiting
-
-
-def _is_past(ordered: list[_Product], score: _Product) -> bool:
-    return any(product.module.startswith(score.module) for product in ordered)
 
 
 def _trains_embeddings(model: nn.Module) -> bool:

@@ -108,10 +108,7 @@ def _row(batch: Any, layout: Layout, columns: Mapping[str, Sequence[torch.Tensor
 
 
 def _cost_key(row: Any, columns: Mapping[str, Sequence[torch.Tensor]], index: int, *, alone: bool) -> Any:
-    """Return a key that is equal for rows with the same lengths and images, because they cost the same FLOPs.
-
-    `alone` gives every row another key; this is needed if the FLOPs also depend on values in the row.
-    """
+    """Return a key that is equal for rows with the same lengths and images; with `alone`, every row has its own key."""
     lengths = tuple(len(of_rows[index]) for of_rows in columns.values())
     return (index if alone else None, lengths, str(grids_of(row)), str(row.get("video_grid_thw")))
 

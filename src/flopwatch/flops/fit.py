@@ -357,9 +357,8 @@ def _dtype_coefficients(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dic
 
 
 def _first_wrong(counts: ShapeCounts, attempt: _Attempt, coefficients: dict[str, dict[str, Any]]) -> StepShape | None:
-    return next((shape for shape in attempt.held_out if not _predicts(coefficients, counts, shape)), None)
-
-
-def _predicts(coefficients: dict[str, dict[str, Any]], counts: ShapeCounts, shape: StepShape) -> bool:
-    flops = counts(shape)
-    return all(evaluate(coefficients.get(phase, {}), shape) == getattr(flops, phase) for phase in PHASES)
+    for shape in attempt.held_out:
+        flops = counts(shape)
+        if any(evaluate(coefficients.get(phase, {}), shape) != getattr(flops, phase) for phase in PHASES):
+            return shape
+    return None

@@ -83,7 +83,6 @@ def exponents_of(term: str) -> dict[str, int]:
 
 
 def term_value(term: str, shape: StepShape) -> int:
-    """Return the value of a term for a batch of this shape."""
     if term in _IMAGE_TERMS:
         return _IMAGE_TERMS[term](shape.grids)
     values = shape.values

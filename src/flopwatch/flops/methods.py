@@ -97,10 +97,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientKeeper:
-    """Restores the gradients of live parameters that are not in the stand-in but take part in the step.
-
-    The model's code can reach such a parameter through a closure, for example.
-    """
+    """Restores the gradients of live parameters that the step uses, but the stand-in lacks (through a closure)."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,14 +211,6 @@ def _numpy_state(numpy: Any) -> Any:
     return name, keys.tobytes(), tuple(rest)
 
 
-def _origins(values: Any) -> frozenset[str]:
-    return _gathered(values, _ORIGIN)
-
-
-def _sized(values: Any) -> frozenset[str]:
-    return _gathered(values, _SIZED)
-
-
 def _gathered(values: Any, name: str) -> frozenset[str]:
     if isinstance(values, torch.Tensor):
         return getattr(values, name, _NOTHING)
@@ -230,6 +223,10 @@ def _gathered(values: Any, name: str) -> frozenset[str]:
     if isinstance(values, dict):
         return _gathered(list(values.values()), name)
     return _NOTHING
+
+
+_origins = partial(_gathered, name=_ORIGIN)
+_sized = partial(_gathered, name=_SIZED)
 
 
 def _set_origin(tensor: torch.Tensor, origin: frozenset[str]) -> None:
