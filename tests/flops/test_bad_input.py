@@ -93,7 +93,7 @@ def test_a_row_of_padding_alone_is_refused() -> None:
     batch = architecture.batch(2, 8)
     batch["attention_mask"][1] = 0
 
-    with pytest.raises(flopwatch.InputError, match="row 1 padding"):
+    with pytest.raises(flopwatch.InputError, match="row 1 as padding"):
         flopwatch.count_flops(architecture.build(), batch)
 
 

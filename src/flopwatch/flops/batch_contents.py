@@ -23,7 +23,7 @@ from flopwatch.torch_internals import stored_count
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 # Batches are described on every step. To save time, lists with more plain values than this are reduced to a hash.
 _LONGEST_LIST = 32
-# For the same reason, of a larger array only about this many elements are hashed.
+# Of an array with more elements than this, only about this many are hashed, to save time.
 _MOST_ELEMENTS = 4096
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 # Objects nested deeper than this are described by their type only. The limit also ends cycles of objects.
@@ -254,7 +254,7 @@ def read_shape(batch: Any) -> BatchShape:
             raise InputError(f"the batch is empty: its tensor {name!r} has the shape {tuple(tensor.shape)}")
     for name in MAIN_SEQUENCE:
         if name in tensors and tensors[name].dim() == (3 if name == "inputs_embeds" else 2):
-            if name == "labels" and "pixel_values" in tensors:  # the labels are classes of images
+            if name == "labels" and "pixel_values" in tensors:  # with images, `labels` holds classes and no sequence
                 continue
             return BatchShape(tensors[name].shape[0], tensors[name].shape[1])
     if samples is not None:

@@ -52,7 +52,7 @@ def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fracti
 _SHORTEST_SPAN = 12
 # Words in the names of settings whose values are lengths beyond which the FLOPs may follow another formula.
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")
-# At most so many of these lengths are tested, because each takes two more traces.
+# How many window, chunk or block sizes of a model are tested at most. Each takes two more traces.
 _MOST_EDGES = 2
 # The number of samples in the largest tested batch. A trace of many samples takes no longer than one of few.
 _MANY = 16
@@ -178,7 +178,7 @@ def _depends_on_values(name: str, batch: Any, counts: ShapeCounts, own: FlopCoun
 
 
 def separate_lengths(model: nn.Module, batch: Any, count: Callable[[Any], FlopCount], layout: Layout) -> Layout:
-    """Return the layout with a separate length variable for each sequence that may be longer than the main one.
+    """Return the layout with a separate variable for each sequence whose length may differ from the main one's.
 
     Source and target of an encoder-decoder may have the same length in the example by coincidence. To find out, the
     model is run with a main sequence that is one position shorter.
@@ -269,7 +269,7 @@ def _held_out(
     shapes = []
     for name in levels:
         shortest, longest = _range_of(sample, name)
-        # `_levels` fits on lengths at 0.2, 0.45 and 0.8 of the range.
+        # 0.37 of the range is not among the lengths to fit on, which are 0.2, 0.45 and 0.8 of the range (`_levels`).
         between = shortest + round((longest - shortest) * 0.37)
         for samples, length in ((many, longest), (1, longest - 1), (3, between), (2, shortest)):
             shapes.append(at(samples, {**middle, name: length}))
@@ -313,7 +313,7 @@ def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
         for name, value in shape.values.items():
             met.setdefault(name, []).append(value)
     domain = {name: (min(values), max(values)) for name, values in met.items()}
-    # A batch of one sample is not always among the shapes, because batch norm may reject it. The formula includes it.
+    # A batch of one sample is not always among the shapes, because batch norm may reject it. The formula holds for it.
     return domain | {SAMPLES: (1, domain[SAMPLES][1])}
 
 

@@ -180,7 +180,7 @@ class FlopLaw:
         return self.phase_flops(batch_size, seq_len, image_grids=image_grids).total
 
     def exact_for(self, batch_size: int, seq_len: int | None = None) -> bool:
-        """Return whether the FLOPs of this shape are exact, because it lies inside `domain` or can be counted.
+        """Return whether the FLOPs of this shape are exact: the shape lies inside `domain`, or it can be counted.
 
         >>> law = FlopLaw(True, (1, 64), "full", {"forward": {}}, domain={"n": (1, 8), "s": (1, 64)})
         >>> law.exact_for(4, 64), law.exact_for(4, 65)
@@ -231,8 +231,8 @@ class FlopLaw:
     ) -> PhaseFlops:
         """Return the FLOPs of one step on samples of different lengths, without padding, by phase.
 
-        Terms that are linear in the number of samples are evaluated for each sample at its own lengths. Terms without
-        it (position embeddings) and terms for pairs of samples are evaluated at the greatest lengths.
+        Terms that are linear in the number of samples are evaluated for each sample at its own lengths. All other terms
+        (position embeddings, pairs of samples) are evaluated at the greatest lengths.
 
         Args:
             rows: The lengths of each sample, by variable.

@@ -92,12 +92,12 @@ def step_obstacle(model: nn.Module) -> str | None:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that shares a parameter's storage, or a copy of a buffer, because the step may write to it."""
+    """Share the storage of a parameter, which the step only reads; copy a buffer, which the step may write to."""
     return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 class _GradientKeeper:
-    """Restores the gradients of live parameters that the step uses, but the stand-in lacks (through a closure)."""
+    """Restores the gradients of live parameters that the step uses from outside the stand-in, as in a closure."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}

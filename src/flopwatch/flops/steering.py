@@ -30,7 +30,7 @@ ONE_DRAW = "a random draw decides what the model computes, so another draw may c
 # Attributes that are set on tensors during a count: the origins of the tensor's values, and those of its size.
 _ORIGIN = "_flopwatch_origin"
 _SIZED = "_flopwatch_sized_by"
-# Where these libraries read values of tensors was reviewed: for checks, positions and logging, which change no FLOPs.
+# These libraries read tensor values only for checks, positions and logging, which do not change the FLOPs.
 _LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "peft", "accelerate", "trl", "opacus", "lightning")
 _NOTHING: frozenset[str] = frozenset()
 _UNIFORM = "_flopwatch_is_uniform"
@@ -144,7 +144,7 @@ def _set_sized(out: Any, origin: frozenset[str]) -> None:
 
 
 def _is_certain(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an op compares a uniform draw with 0 or 1, as layer drop does when it is switched off."""
+    """Return whether an op compares a uniform draw with 0 or 1, so that every draw gives the same result."""
     if op_packet(func) not in _COMPARISONS or not getattr(args[0], _UNIFORM, False):
         return False
     bound = args[1]

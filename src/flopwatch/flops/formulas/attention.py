@@ -112,7 +112,7 @@ class AttentionCall:
 
     def is_fused(self) -> bool:
         """Return whether torch has a fused kernel for this call."""
-        # Torch chooses from real tensors, because for fake ones it would choose as for the meta device.
+        # Real tensors are passed, because for fake ones torch would choose the kernel of the meta device.
         with disable_current_modes():
             choice = fused_sdp_choice(
                 _stand_in(self.query),

@@ -68,7 +68,7 @@ METADATA_OPS = {
     *("storage_offset", "stride"),
     *("sym_is_contiguous", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride"),
 }
-"""Ops that only query a tensor. If a mode handled them, its exceptions would pass through C++ code that aborts."""
+"""Ops that only query a tensor. A mode must not handle them, because an exception in them would abort the process."""
 
 
 class Unwritten:
@@ -193,7 +193,7 @@ class CountingMode(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # faster than calling the op, which autograd does twice per op
+            return args[0].fake_device  # saves time, because autograd queries the device twice per op
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
@@ -210,7 +210,7 @@ class CountingMode(TorchDispatchMode):
         # Under inference mode, composite ops arrive undecomposed, and only their parts have formulas. With nested
         # tensors they are left whole, because nested tensors have kernels for some of them, and the parts would fail.
         if formula is None and can_decompose(func) and not _has_nested(args):
-            with self:  # torch has switched the mode off, because its handler is running
+            with self:  # switches the mode on again, because torch switches it off inside its handler
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts

@@ -56,7 +56,7 @@ class Value(NamedTuple):
 class _Content(NamedTuple):
     number: int
     shift: int
-    """The difference between offsets in the first storage with this content and in this one (a copy of a slice)."""
+    """What to add to an offset in this storage to get the offset in the storage that it was copied from."""
     is_from_forward: bool
     reference: StorageWeakRef | None
     """Reserves the storage's address, but not its memory."""

@@ -224,7 +224,7 @@ def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError as error:
-        raise HookNotCopyableError("a name that is not bound yet") from error
+        raise HookNotCopyableError("the hook uses a name that is not bound yet") from error
 
 
 def _globals_used(function: FunctionType) -> set[str]:
@@ -236,7 +236,7 @@ def _globals_used(function: FunctionType) -> set[str]:
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             names.add(str(instruction.argval))
     if any(name in _LEAVE_TRACES for name in names):
-        raise HookNotCopyableError("a function that has side effects")
+        raise HookNotCopyableError("the hook calls a function that has side effects")
     return {name for name in names if name in function.__globals__}
 
 
