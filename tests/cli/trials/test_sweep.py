@@ -86,9 +86,9 @@ def test_a_dry_run_predicts_from_what_ran(tmp_path):
         (["--trainers", "gost"], "did you mean 'ghost'"),
         (
             ["--trainers", "standard", "--models", "smal"],
-            "none of the presets (tiny, small, medium, 1b, resnet20-gn, resnet18-gn)",
+            "must be a preset (tiny, small, medium, 1b, resnet20-gn, resnet18-gn)",
         ),
-        (["--trainers", "ghost", "--models", "none.json", "--dry-run"], "there is no file none.json"),
+        (["--trainers", "ghost", "--models", "none.json", "--dry-run"], "config file none.json does not exist"),
         (["batch_size=0"], "greater than or equal to 1, got 0"),
         (["one.yaml", "two.yaml"], "name only one YAML file"),
         (["none.yaml"], "cannot read the matrix none.yaml"),

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
-from flopwatch.models.load import load_model
-from flopwatch.models.networks import Decoder, ResNet
+from flopwatch.models.load import Decoder, ResNet, load_model
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
 from flopwatch.records.reading import cut, first_line, read_json
 from flopwatch.records.trial import LABELS, PRIVATE
