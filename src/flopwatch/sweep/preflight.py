@@ -19,6 +19,7 @@ from flopwatch.records.reading import BrokenRecordError, read_lines, read_record
 from flopwatch.records.trainer_names import COMMAND
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import PREFLIGHT, append_line, log_file, write_json
+from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.host.processes import descendants, dies_with
 from flopwatch.sweep.spec.parsing import needs_one_process
 
@@ -106,6 +107,27 @@ def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) 
         return result.reason if result is not None and not result.supported and was_tried else None
 
     return why_not
+
+
+def preflight_trials(
+    sweep: Path, trials: Sequence[Trial], show: Callable[[Mapping[Pair, PreflightResult]], object]
+) -> Callable[[Trial], str | None]:
+    """Run the preflight of these trials; return a function that says why a trial cannot run, or None if it can.
+
+    Args:
+        sweep: The sweep's folder.
+        trials: The trials that will run.
+        show: Called with the results of the preflight.
+
+    Raises:
+        InputError: A configuration is unusable, such as one with a misspelt name.
+    """
+    specs = [trial.spec for trial in trials if trial.spec.trainer != COMMAND]
+    found = run_preflight(sweep, specs) if specs else {}
+    show(found)
+    refuse_mistakes(found)
+    why_not = refusals(found, specs)
+    return lambda trial: why_not(trial.spec)
 
 
 def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
