@@ -19,7 +19,7 @@ SPEC = TrialSpec("standard", "tiny", 2, 8).to_json()
         ({"spec": {"trainer": "standard"}, "name": "t"}, "spec: it has no 'model'"),
         ({"spec": SPEC, "name": 3}, "name is 3, not text"),
         ({"format": FORMAT + 1, "spec": SPEC, "name": "t"}, "written by a newer flopwatch"),
-        ({"spec": {**SPEC, "nodes": 3}, "name": "t"}, "cannot be shared by 3 processes"),
+        ({"spec": {**SPEC, "nodes": 3}, "name": "t"}, "cannot share a batch of"),
     ],
 )
 def test_a_spec_that_cannot_be_run_is_refused_in_words(tmp_path, flopwatch, content, told):

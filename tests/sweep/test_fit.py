@@ -147,7 +147,7 @@ def test_without_a_limit_the_host_s_available_memory_becomes_one_and_stays_it(tm
     monkeypatch.setattr(fit_module, "available_bytes", lambda: 20 << 30)
     resumed = with_host_limit(tmp_path / "fit", free)
     assert resumed.spec == limited.spec
-    assert "as when this fit began" in resumed.reason
+    assert "the same as in the first run" in resumed.reason
 
 
 def test_a_limit_above_what_the_host_has_is_refused(tmp_path, holding, monkeypatch):

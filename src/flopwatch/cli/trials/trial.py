@@ -7,7 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from flopwatch.records.trial import TrialResult, TrialSpec
-    from flopwatch.sweep.fit_search import Found
+    from flopwatch.sweep.fit import Found
     from flopwatch.sweep.runner.plan import Plan
     from flopwatch.sweep.runner.run import Refusal
 
