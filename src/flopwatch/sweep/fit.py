@@ -104,16 +104,11 @@ class Probe:
     """The result of the trial of one batch size.
 
     Attributes:
-        batch_size: Samples per step.
         fits: None if the trial failed for another reason than memory.
-        outcome: The outcome of the trial.
-        reason: The reason for that outcome.
-        peak_bytes: Peak memory; None if unknown.
         capacity_bytes: The memory that the trial could use; None if unknown.
         samples_per_s: Throughput at the median step time.
         slowest_per_s: Throughput at the upper end of the step time's confidence interval.
         fastest_per_s: Throughput at the lower end of that interval.
-        step_seconds: The median step time.
         is_bare: Whether the allocator had to release cached memory and try again before the batch fitted.
     """
 

@@ -19,7 +19,7 @@ from flopwatch.errors import InputError
 from flopwatch.records.reading import BrokenRecordError, read_lines, read_record
 from flopwatch.records.trainer_names import COMMAND
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import PREFLIGHT, append_line, log_file, write_json
+from flopwatch.records.trial_files import PREFLIGHT, log_file, write_json
 from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.host.processes import descendants, dies_with
 from flopwatch.sweep.spec.parsing import needs_one_process
@@ -43,14 +43,9 @@ class PreflightResult:
     """The result of the preflight for one pair of trainer and model.
 
     Attributes:
-        trainer: As in the trial's spec.
-        model: As in the trial's spec.
-        checkpointing: As in the trial's spec.
-        dtype: As in the trial's spec.
         supported: False only if it is certain that the trainer cannot train the model.
         reason: Why the trainer cannot train the model, and what to do; or why the pair was not tried; otherwise empty.
         tried: False if nothing could be tried, so that `supported` is only a guess.
-        parameters: Parameters of the full model.
         layers: For a DP trainer: for each method by which Opacus handles layers (`ghost`, `hook`, `functorch`), the
             classes of these layers and their share of the full model's trainable parameters.
         model_flops: Model FLOPs of one standard training step of the full model at `batch_size` x `seq_len`.
@@ -58,7 +53,6 @@ class PreflightResult:
         seq_len: The smallest length of the sweep.
         difference: Relative difference between a DP trainer's clipped gradients and those of a loop over the samples,
             on the tiny copy.
-        seconds: Duration of the preflight of this pair.
         is_mistake: Whether the configuration itself is wrong (a misspelt name, a missing package), so that it is
             unknown whether the trainer can train the model.
     """
@@ -234,14 +228,6 @@ def _progress(sweep: Path, ending: str) -> dict[Pair, PreflightResult]:
                 result = read_record(PreflightResult, line.get("found"))
                 found[result.pair] = result
     return found
-
-
-def note_begun(sweep: Path, request: Mapping[str, Any]) -> None:
-    append_line(sweep / PROGRESS, {"begun": dict(request)})
-
-
-def note_found(sweep: Path, result: PreflightResult) -> None:
-    append_line(sweep / PROGRESS, {"found": result.to_json()})
 
 
 def _pair(request: Mapping[str, Any]) -> Pair:

@@ -183,11 +183,8 @@ def safe_limit_bytes(available: int) -> int:
 
 
 def _of_machine(meminfo: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+    words = _line(meminfo, "MemAvailable").split()  # such as `1024 kB`
+    return int(words[0]) * 1024 if words and words[0].isdecimal() else None
 
 
 def _of_group(folder: Path, limit: str, used: str, droppable: str) -> int | None:

@@ -63,7 +63,7 @@ def _prctl(option: int, value: int) -> None:
 def descendants(pid: int) -> list[int]:
     """The pids of all descendants of a process, without zombies."""
     children: dict[int, list[int]] = {}
-    for process, parent, state in _all_processes():
+    for process, parent, state in filter(None, map(_read_stat, _all_pids())):
         if state != "Z":
             children.setdefault(parent, []).append(process)
     found, queue = [], [pid]
@@ -91,11 +91,11 @@ def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
     if attempt:
         marks.add(f"{ATTEMPT_MARK}={attempt}".encode())
     found = []
-    for entry in _process_entries():
+    for pid in _all_pids():
         with contextlib.suppress(OSError):
-            content = (entry / "environ").read_bytes()
+            content = Path(f"/proc/{pid}/environ").read_bytes()
             if marks <= set(content.split(b"\0")):
-                found.append(int(entry.name))
+                found.append(pid)
     # Leave out ancestors of this process, because a user's shell may have the variable.
     spared = _self_and_ancestors()
     return [pid for pid in found if pid not in spared]
@@ -140,16 +140,8 @@ def reap_children() -> None:
             pass
 
 
-def _all_processes() -> list[tuple[int, int, str]]:
-    names = os.listdir("/proc") if _IS_LINUX else []
-    found = (_read_stat(int(name)) for name in names if name.isdigit())
-    return [entry for entry in found if entry is not None]
-
-
-def _process_entries() -> list[Path]:
-    if not _IS_LINUX:
-        return []
-    return [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _IS_LINUX else []
 
 
 def _read_stat(pid: int) -> tuple[int, int, str] | None:

@@ -44,6 +44,11 @@ def _none_for_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
 
 
+def _spelt(*names: str) -> Any:
+    """A setting that may be written in each of these spellings."""
+    return Field(validation_alias=AliasChoices(*names))
+
+
 Several = BeforeValidator(_as_list)
 PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
@@ -81,34 +86,25 @@ class Matrix(BaseModel):
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    trainers: Annotated[list[TrainerEntry], Several, Field(validation_alias=AliasChoices("trainers", "trainer"))] = [
-        TrainerEntry(trainer="standard")
+    trainers: Annotated[list[TrainerEntry], Several, _spelt("trainers", "trainer")] = [TrainerEntry(trainer="standard")]
+    models: Annotated[list[str], Several, _spelt("models", "model", "model_sizes", "model_size")] = ["small"]
+    batch_sizes: Annotated[list[PositiveInt], Several, _spelt("batch_sizes", "batch_size")] = [4, 8]
+    seq_lens: Annotated[list[PositiveInt], Several, _spelt("seq_lens", "seq_len", "seq_lengths", "seq_length")] = [
+        512,
+        1024,
     ]
-    models: Annotated[
-        list[str], Several, Field(validation_alias=AliasChoices("models", "model", "model_sizes", "model_size"))
-    ] = ["small"]
-    batch_sizes: Annotated[
-        list[PositiveInt], Several, Field(validation_alias=AliasChoices("batch_sizes", "batch_size"))
-    ] = [4, 8]
-    seq_lens: Annotated[
-        list[PositiveInt],
-        Several,
-        Field(validation_alias=AliasChoices("seq_lens", "seq_len", "seq_lengths", "seq_length")),
-    ] = [512, 1024]
-    dtypes: Annotated[list[str], Several, Field(validation_alias=AliasChoices("dtypes", "dtype"))] = ["fp32"]
+    dtypes: Annotated[list[str], Several, _spelt("dtypes", "dtype")] = ["fp32"]
     checkpointing: Annotated[list[bool], Several] = [False]
     micro_batch_sizes: Annotated[
         list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]],
         Several,
-        Field(validation_alias=AliasChoices("micro_batch_sizes", "micro_batch_size")),
+        _spelt("micro_batch_sizes", "micro_batch_size"),
     ] = [None]
     batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
-    seeds: Annotated[list[Seed], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
+    seeds: Annotated[list[Seed], Several, _spelt("seeds", "seed")] = [0]
     nodes: Annotated[list[PositiveInt], Several] = [1]
     processes: Annotated[list[PositiveInt], Several] = []
-    layouts: Annotated[
-        list[Literal["ddp", "fsdp"]], Several, Field(validation_alias=AliasChoices("layouts", "layout"))
-    ] = []
+    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several, _spelt("layouts", "layout")] = []
     gpus_per_node: PositiveInt | None = None
     device: str = "auto"
     steps: PositiveInt = 10

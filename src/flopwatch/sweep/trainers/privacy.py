@@ -59,7 +59,7 @@ class PrivacySettings(BaseModel):
             )
         if self.target_epsilon is not None and "noise_multiplier" in options:
             raise InputError(
-                "privacy.target_epsilon and options.noise_multiplier both determine the noise; leave one of them out"
+                "privacy.target_epsilon and options.noise_multiplier both determine the noise; leave one out"
             )
         given = self.model_dump(exclude_none=True)
         delta = 1 / self.dataset_size if self.dataset_size is not None and self.dataset_size > 1 else _USUAL_DELTA

@@ -24,7 +24,8 @@ from flopwatch.models.networks import Decoder, ResNet
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
 from flopwatch.records.reading import cut, first_line, read_json
 from flopwatch.records.trainer_names import LABELS, PRIVATE
-from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
+from flopwatch.records.trial_files import append_line
+from flopwatch.sweep.preflight import PROGRESS, REQUEST, PreflightResult
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.builtin import forward_inputs, own_loss
 from flopwatch.sweep.trainers.options import enable_checkpointing
@@ -49,8 +50,8 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     sweep = Path(folder)
     for request in read_json(sweep / REQUEST) or ():
-        note_begun(sweep, request)
-        note_found(sweep, preflight(request))
+        append_line(sweep / PROGRESS, {"begun": request})
+        append_line(sweep / PROGRESS, {"found": preflight(request).to_json()})
         gc.collect()
 
 
