@@ -18,7 +18,7 @@ from flopwatch.report.exports import report_json, report_markdown
 from flopwatch.report.html_page.page import report_page
 from flopwatch.report.summary import summarise
 from flopwatch.report.terminal import draw_report
-from flopwatch.sweep.fit_search import Probe
+from flopwatch.sweep.fit import Probe
 from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.preflight import PreflightResult
 from flopwatch.sweep.runner.observing import Stop

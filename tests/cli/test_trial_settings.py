@@ -18,8 +18,8 @@ SPEC = TrialSpec("standard", "tiny", 2, 8).to_json()
         ({"spec": SPEC}, "the field 'name' is missing"),
         ({"spec": {"trainer": "standard"}, "name": "t"}, "spec: the field 'model' is missing"),
         ({"spec": SPEC, "name": 3}, "name: expected text, found 3"),
-        ({"format": FORMAT + 1, "spec": SPEC, "name": "t"}, "of a newer flopwatch"),
-        ({"spec": {**SPEC, "nodes": 3}, "name": "t"}, "cannot be shared by 3 processes"),
+        ({"format": FORMAT + 1, "spec": SPEC, "name": "t"}, "written by a newer flopwatch"),
+        ({"spec": {**SPEC, "nodes": 3}, "name": "t"}, "cannot share a batch of"),
     ],
 )
 def test_a_spec_that_cannot_be_run_is_refused_in_words(tmp_path, flopwatch, content, told):

@@ -172,5 +172,5 @@ def test_what_only_the_preflight_can_see_stops_the_sweep_before_anything_runs(tm
     (tmp_path / "star.py").write_text("from mine import *\n")
     code, text = flopwatch("sweep", "--trainers", "standard,star:Whatever", "--quick")
     assert code == 2
-    assert "nothing was run: star:Whatever on tiny: cannot load the trainer" in text
+    assert "no trial was run: star:Whatever on tiny: cannot load the trainer" in text
     assert not list((tmp_path / "flopwatch-quick").glob("trials/*"))

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from flopwatch.cli.trials.trial_screens import probe_line, sentences
-from flopwatch.sweep.fit_search import Found, Probe
+from flopwatch.sweep.fit import Found, Probe
 from support.sweeping import TESTS
 
 

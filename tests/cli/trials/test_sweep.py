@@ -97,7 +97,7 @@ def test_a_dry_run_predicts_from_what_ran(tmp_path):
         (["--only", "bad"], "--only must be one of failed, oom, missing"),
         (["--limit", "9:2"], "no slice"),
         (["--jobs", "4000", "--gpu-ids", ""], "each trial needs a core"),
-        (["--exclude", "speed>1"], "no 'speed' to compare"),
+        (["--exclude", "speed>1"], "cannot name 'speed'"),
         (["--memory", "much"], "not an amount of memory"),
         (["-o", "/proc/nowhere/s"], "cannot write to"),
     ],

@@ -11,11 +11,8 @@ from flopwatch.cli.trials.trial import COMMAND_HELP, MODEL_HELP
 from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from flopwatch.records.trial import TrialSpec
     from flopwatch.sweep.engines.protocol import Engine
-    from flopwatch.sweep.folder import Trial
     from flopwatch.sweep.runner.observing import Stop
     from flopwatch.sweep.runner.plan import Plan, RetryPolicy
     from flopwatch.sweep.spec.matrix import Matrix
@@ -93,10 +90,12 @@ def sweep(
         print_dry_run(request.plan(), request.output)
         return
     if only_preflight:
+        from flopwatch.cli.trials.sweep_screens import print_preflight
         from flopwatch.sweep.folder import held_folder
+        from flopwatch.sweep.preflight import preflight_trials
 
         with held_folder(request.output):
-            _preflight(request.output, request.plan())
+            preflight_trials(request.output, request.plan().todo, print_preflight)
         return
     from flopwatch.cli import lasting_output
     from flopwatch.cli.trials.tracking import refuse_unusable, tracked
@@ -199,39 +198,19 @@ def _engine(name: str, options: list[str], jobs: int, gpus: str | None) -> "Engi
 
 
 def _run(request: _Request, *, shuffle_seed: int | None, with_preflight: bool) -> None:
-    from flopwatch.cli.trials.sweep_screens import watched
-    from flopwatch.records.reading import one_line
-    from flopwatch.sweep.folder import held_folder, write_trial_list
-    from flopwatch.sweep.runner.observing import runner_file
-    from flopwatch.sweep.runner.plan import record_unlisted
-    from flopwatch.sweep.runner.run import run_plan
+    from flopwatch.cli.trials.sweep_screens import CommandScreen
+    from flopwatch.sweep import run_sweep
 
-    output, engine = request.output, request.engine
-    with held_folder(output), runner_file(output) as noted:
-        plan = request.plan(shuffle_seed)
-        for trouble in plan.troubles:
-            typer.echo(one_line(f"warning: {trouble}", 1000), err=True)
-        record_unlisted(output, plan)
-        write_trial_list(output, plan.trials, engine.name)
-        refuse = _preflight(output, plan) if with_preflight and plan.todo else (lambda trial: None)
-        with watched(plan, output) as (observer, stop):
-            seen = noted.passing_to(observer, stop)
-            limits: dict[str, Any] = {"retries": request.retries, "budget_seconds": request.budget_seconds}
-            counts = run_plan(plan, engine, seen, stop, refuse, **limits) if plan.todo else {}
-    _print_next_steps(output, plan, counts, stop)
-
-
-def _preflight(output: Path, plan: "Plan") -> "Callable[[Trial], str | None]":
-    from flopwatch.cli.trials.sweep_screens import print_preflight
-    from flopwatch.sweep.preflight import refusals, refuse_mistakes, run_preflight
-
-    will_run = {trial.name for trial in plan.todo}
-    specs = [trial.spec for trial in plan.trials if trial.name in will_run and trial.spec.trainer != "command"]
-    found = run_preflight(output, specs) if specs else {}
-    print_preflight(found)
-    refuse_mistakes(found)
-    why_not = refusals(found, specs)
-    return lambda trial: why_not(trial.spec)
+    plan, counts, stop = run_sweep(
+        request.output,
+        lambda: request.plan(shuffle_seed),
+        request.engine,
+        CommandScreen(),
+        with_preflight=with_preflight,
+        retries=request.retries,
+        budget_seconds=request.budget_seconds,
+    )
+    _print_next_steps(request.output, plan, counts, stop)
 
 
 def _print_next_steps(output: Path, plan: "Plan", counts: dict[str, int], stop: "Stop") -> None:

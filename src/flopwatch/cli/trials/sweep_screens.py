@@ -24,6 +24,7 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.number_format import byte_size, count, duration, flops, percent, plural, step_time
 from flopwatch.records.reading import one_line
 from flopwatch.records.trial import TrialResult, TrialSpec
+from flopwatch.sweep import Screen
 from flopwatch.sweep.claims import read_progress
 from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.preflight import PreflightResult
@@ -36,7 +37,7 @@ _LONGEST_LINE = 1000
 
 
 @contextlib.contextmanager
-def watched(plan: Plan, output: Path, console: Console | None = None) -> Iterator[tuple[Observer, Stop]]:
+def watched(plan: Plan, output: Path, console: Console | None = None) -> Iterator[tuple[Observer | None, Stop]]:
     """An observer that shows the sweep, and the `Stop` that Ctrl-C sets."""
     console = console or Console()
     stop = Stop()
@@ -51,6 +52,19 @@ def watched(plan: Plan, output: Path, console: Console | None = None) -> Iterato
         Live(get_renderable=table.drawn, console=console, refresh_per_second=4, transient=False),
     ):
         yield table, stop
+
+
+class CommandScreen(Screen):
+    """Shows a sweep in the terminal, and warnings on stderr."""
+
+    def warn(self, sweep: Path, text: str) -> None:
+        typer.echo(one_line(f"warning: {text}", 1000), err=True)
+
+    def show_preflight(self, found: Mapping[Any, PreflightResult]) -> None:
+        print_preflight(found)
+
+    def watch(self, sweep: Path, plan: Plan) -> contextlib.AbstractContextManager[tuple[Observer | None, Stop]]:
+        return watched(plan, sweep)
 
 
 def print_line(console: Console) -> Any:

@@ -12,7 +12,7 @@ from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
     from flopwatch.records.trial import TrialResult, TrialSpec
-    from flopwatch.sweep.fit_search import Found
+    from flopwatch.sweep.fit import Found
     from flopwatch.sweep.runner.plan import Plan
     from flopwatch.sweep.runner.run import Refusal
 
@@ -257,15 +257,9 @@ def _searched(output: Path, spec: "TrialSpec", max_batch: int, *, with_preflight
 
 def _preflight(output: Path, plan: "Plan", *, quiet: bool) -> "Refusal":
     from flopwatch.cli.trials.sweep_screens import print_preflight
-    from flopwatch.sweep.preflight import refusals, refuse_mistakes, run_preflight
+    from flopwatch.sweep.preflight import preflight_trials
 
-    specs = [trial.spec for trial in plan.todo]
-    found = run_preflight(output, specs)
-    if not quiet:
-        print_preflight(found)
-    refuse_mistakes(found)
-    why_not = refusals(found, specs)
-    return lambda trial: why_not(trial.spec)
+    return preflight_trials(output, plan.todo, (lambda found: None) if quiet else print_preflight)
 
 
 def _show_found(found: "Found", output: Path, max_batch: int, *, as_json: bool) -> None:

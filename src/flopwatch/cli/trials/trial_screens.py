@@ -20,7 +20,7 @@ from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import PrivacySpent, TrialResult
 from flopwatch.report.contents import epsilon_text, outcome_style
 from flopwatch.sweep.claims import read_progress
-from flopwatch.sweep.fit_search import Found, Probe
+from flopwatch.sweep.fit import Found, Probe
 from flopwatch.sweep.folder import Trial, folder_of
 from flopwatch.sweep.runner.observing import Stop
 

@@ -167,7 +167,7 @@ class RunnerFile:
             "process_start": process_start(os.getpid()),
         }
 
-    def passing_to(self, observer: Observer, stop: Stop) -> "RunnerFile":
+    def passing_to(self, observer: Observer | None, stop: Stop) -> "RunnerFile":
         self._next, self._stop = SafeObserver(observer), stop
         return self
 

@@ -53,6 +53,10 @@ class Plan:
     troubles: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
 
+    def todo_in_matrix_order(self) -> list[Trial]:
+        will_run = {trial.name for trial in self.todo}
+        return [trial for trial in self.trials if trial.name in will_run]
+
 
 def make_plan(
     sweep: Path,
