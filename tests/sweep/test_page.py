@@ -1,16 +1,14 @@
 """Every command and every matrix on the page of the sweep works as it stands."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from flopwatch.records.sweep_results import read_results
 from flopwatch.sweep.spec.matrix import expand, read_matrix
+from support.warm_sweep import flopwatch_warm
 
 pytestmark = pytest.mark.slow
 
@@ -35,14 +33,9 @@ def place(tmp_path, monkeypatch):
 
 
 def run(line, *more):
-    words = shlex.split(line)
-    return subprocess.run(
-        [sys.executable, "-m", *words, *more],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "100"},
-    )
+    program, *words = shlex.split(line)
+    assert program == "flopwatch"
+    return flopwatch_warm(*words, *more, COLUMNS="100")
 
 
 def _write_pictures(place):

@@ -12,12 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.monitor.ranks.sharing import device_identity
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
 from flopwatch.spread import median
@@ -118,6 +115,8 @@ class ManyRanks(RankGroup):
         """The sum over the devices. Of the processes that share a device only the first measures its peak, with the
         threads of all of them.
         """
+        from flopwatch.monitor.ranks.sharing import device_identity  # it imports torch.distributed.fsdp, see laid_out
+
         mine = device_identity(device)
         devices = self._gathered((mine, torch.get_num_threads()))
         first = [identity for identity, _ in devices].index(mine) == self.rank
@@ -171,6 +170,10 @@ def laid_out(model: nn.Module, layout: str | None, device: torch.device) -> nn.M
         return ReplicatedModel(model, device_ids=None if device.type == "cpu" else [device])
     if layout != "fsdp":
         raise InputError(f"layout is ddp or fsdp, got {layout!r}")
+    # Imported here, because torch.distributed.fsdp takes a second, which a trial of one process would wait for too.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(
         device.type, (dist.get_world_size(),)
     )  # the default mesh would use a GPU even for a trial on the CPU
