@@ -26,6 +26,7 @@ MODULES = (
     "torch",
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.distributed.run",
     "torch.profiler",
     "torch.utils.tensorboard",
     "opacus.accountants",
@@ -110,16 +111,19 @@ def _run(code, words, timeout, variables):
 
 
 def fork_instead_of_exec():
-    """From now on `subprocess` starts `python -m MODULE` in this process as a fork of it."""
-    subprocess.Popen = ForkedPython
+    """From now on `subprocess` and torchrun start `python -m MODULE` in this process as a fork of it."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    subprocess.Popen = subprocess_handler.Popen = ForkedPython
 
 
 class ForkedPython(subprocess.Popen):
     """A fork that runs a module as `python -m` does; any other command is started as always."""
 
-    def __init__(self, command, **options):
-        if not isinstance(command, list) or command[:2] != [sys.executable, "-m"]:
-            super().__init__(command, **options)
+    def __init__(self, args, **options):
+        command = [] if isinstance(args, str | os.PathLike) else [word for word in args if word != "-u"]
+        if command[:2] != [sys.executable, "-m"]:
+            super().__init__(args, **options)
             return
         self.args, self.returncode, self.stdin, self.stdout, self.stderr = command, None, None, None, None
         self._waitpid_lock, self._child_created, self._sigint_wait_secs = threading.Lock(), True, 0.25
@@ -130,13 +134,17 @@ class ForkedPython(subprocess.Popen):
             _become(command[2], command[3:], **options)
 
 
-def _become(module, arguments, *, stdout, stderr, env, stdin=None, cwd=None, start_new_session=False, preexec_fn=None):
+def _become(
+    module, arguments, *, env, stdin=None, stdout=None, stderr=None, cwd=None, start_new_session=False, preexec_fn=None
+):
     """Do what subprocess and a new interpreter do before the module runs, then run it and end this process."""
     status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(stdout.fileno(), 1)
-        os.dup2(1 if stderr == subprocess.STDOUT else stderr.fileno(), 2)
+        if stdout is not None:
+            os.dup2(stdout.fileno(), 1)
+        if stderr is not None:
+            os.dup2(1 if stderr == subprocess.STDOUT else stderr.fileno(), 2)
         if cwd is not None:
             os.chdir(cwd)
         if start_new_session:
