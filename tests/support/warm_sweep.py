@@ -36,14 +36,24 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "flopwatch.cli",
 )
+WITHOUT_TORCH = (
+    "flopwatch.cli.app",
+    "flopwatch.sweep.spec.matrix",
+    "flopwatch.sweep.runner.run",
+    "flopwatch.sweep.engines.local",
+    "flopwatch.sweep.supervisor.supervise",
+    "rich.live",
+    "rich.table",
+)
+"""For sweeps of commands, whose processes never import torch."""
 _MOST_FILES = 1024
 _DEFAULT_IS_IGNORE = {signal.SIGPIPE, signal.SIGXFSZ}  # Python ignores them from its start on
 
 
-def flopwatch_warm(*words, timeout=300.0, **variables):
-    """Run the command line; a `subprocess.CompletedProcess` with text."""
+def flopwatch_warm(*words, timeout=300.0, modules=MODULES, **variables):
+    """Run the command line with these environment variables; a `subprocess.CompletedProcess` with text."""
     code = "from support import warm_sweep; warm_sweep.fork_instead_of_exec(); from flopwatch.cli import main; main()"
-    return _run(code, words, timeout, variables)
+    return _run(code, words, timeout, variables, modules)
 
 
 def run_sweep_warm(folder, specs, *, listener=None, timeout=300.0, **choices):
@@ -101,8 +111,8 @@ def run_given_sweep(folder, specs, choices):
     sys.stdout.write(json.dumps([result.name for result in listener.results]))
 
 
-def _run(code, words, timeout, variables):
-    process = start_warm(code, *words, env={**os.environ, **variables}, modules=MODULES)
+def _run(code, words, timeout, variables, modules=MODULES):
+    process = start_warm(code, *words, env={**os.environ, **variables}, modules=modules)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -112,17 +122,19 @@ def _run(code, words, timeout, variables):
 
 def fork_instead_of_exec():
     """From now on `subprocess` and torchrun start `python -m MODULE` in this process as a fork of it."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    subprocess.Popen = ForkedPython
+    if "torch" in sys.modules:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    subprocess.Popen = subprocess_handler.Popen = ForkedPython
+        subprocess_handler.Popen = ForkedPython
 
 
 class ForkedPython(subprocess.Popen):
-    """A fork that runs a module as `python -m` does; any other command is started as always."""
+    """A fork that runs a module as `python -m` does; a command with a pipe, or any other, is started as always."""
 
     def __init__(self, args, **options):
         command = [] if isinstance(args, str | os.PathLike) else [word for word in args if word != "-u"]
-        if command[:2] != [sys.executable, "-m"]:
+        if command[:2] != [sys.executable, "-m"] or subprocess.PIPE in options.values():
             super().__init__(args, **options)
             return
         self.args, self.returncode, self.stdin, self.stdout, self.stderr = command, None, None, None, None
@@ -135,7 +147,16 @@ class ForkedPython(subprocess.Popen):
 
 
 def _become(
-    module, arguments, *, env, stdin=None, stdout=None, stderr=None, cwd=None, start_new_session=False, preexec_fn=None
+    module,
+    arguments,
+    *,
+    env=None,
+    stdin=None,
+    stdout=None,
+    stderr=None,
+    cwd=None,
+    start_new_session=False,
+    preexec_fn=None,
 ):
     """Do what subprocess and a new interpreter do before the module runs, then run it and end this process."""
     status = 1
@@ -153,8 +174,9 @@ def _become(
             preexec_fn()
         os.closerange(3, _MOST_FILES)
         _reset_signals()
-        os.environ.clear()
-        os.environ.update(env)
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
         sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
         sys.argv = [module, *arguments]
         sys.path[0] = os.getcwd()
