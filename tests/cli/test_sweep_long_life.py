@@ -14,6 +14,7 @@ import pytest
 
 from flopwatch.records.sweep_results import read_results
 from support.sweeping import left_behind
+from support.warm_sweep import WITHOUT_TORCH, flopwatch_warm
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,7 @@ def own_place(tmp_path, monkeypatch):
 
 
 def flopwatch(*words, code=0):
-    done = subprocess.run([*FLOPWATCH, *words], capture_output=True, text=True, check=False, timeout=90)
+    done = flopwatch_warm(*words, modules=WITHOUT_TORCH)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -2,16 +2,13 @@
 
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 from flopwatch.records.sweep_results import read_results
+from support.warm_sweep import WITHOUT_TORCH, flopwatch_warm
 
 pytestmark = pytest.mark.slow
-
-FLOPWATCH = [sys.executable, "-m", "flopwatch"]
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +20,7 @@ def own_place(tmp_path, monkeypatch):
 
 
 def run(*words):
-    done = subprocess.run([*FLOPWATCH, *words], capture_output=True, text=True, check=False)
+    done = flopwatch_warm(*words, modules=WITHOUT_TORCH)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,5 +1,6 @@
 """Padding is executed and is not model FLOPs: each sample counts alone, at its own length."""
 
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,14 @@ from testbeds.architectures import BY_NAME, Batch, true_flops
 SLOW = ["mixtral", "bert", "mamba2", "qwen2_vl"]
 FEW = [32, 20, 20]
 MANY = [32, 31, 29, 28, 26, 23, 22, 19, 18]
+
+
+CAMPAIGN = [
+    *(("mixtral", lengths, True) for lengths in (FEW, MANY)),
+    *((name, MANY, left) for name in ("bert", "mamba2") for left in (False, True)),
+    ("qwen2_vl", MANY, False),  # not left: placeholders of images stand at the start
+]
+"""The cases of the same kind that only `make campaign` runs."""
 
 
 @pytest.mark.requirement("R19")
@@ -28,6 +37,7 @@ MANY = [32, 31, 29, 28, 26, 23, 22, 19, 18]
             for name in ("llama", "mixtral")
         ),
         pytest.param("llama", MANY, True, id="llama-many-left", marks=pytest.mark.slow),
+        *(CAMPAIGN if "FLOPWATCH_LONG" in os.environ else ()),
     ],
 )
 def test_model_flops_are_those_of_each_sample_alone(name: str, lengths: list[int], left: bool) -> None:

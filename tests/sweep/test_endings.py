@@ -5,29 +5,35 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.engines.ray import RayEngine
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from support.sweeping import TESTS, Listener, left_behind, run_sweep
+from support.warm_sweep import run_sweep_warm
 from testbeds.real_ray import need_ray
 
-# One after the other: six workers at once on two cores would be slower to import torch than the limit below.
 pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22")]
 
-QUIET_SECONDS = 30.0
-"""No-progress limit: longer than a busy machine takes to import torch, which is no progress either."""
+FRESH_QUIET_SECONDS = 20.0
+"""No-progress limit of what hangs: longer than a busy machine takes to import torch, which is no progress either."""
+WARM_QUIET_SECONDS = 6.0
+"""The same for a worker that is a fork of a process with torch."""
 
 BASE = TrialSpec(
     "endings:Counted", "tiny", 2, 16, steps=2, warmup_steps=1, trace=False, threads=1,
-    limits=Limits(wall_seconds=None, no_progress_seconds=QUIET_SECONDS),
+    limits=Limits(wall_seconds=None, no_progress_seconds=300.0),
 )  # fmt: skip
 HOST_LIMIT_BYTES = 1200 << 20
 
+# What only waits is first, so that it waits while the others run.
 ENDINGS = {
+    "hang-gil": ("HangsWithTheGil", "hang", {"killed_by": "flopwatch"}),
+    "hang-deaf": ("HangsDeaf", "hang", {"killed_by": "flopwatch"}),
+    "slow": ("Slow", "ok", {"exit_code": 0}),
     "success": ("Counted", "ok", {"exit_code": 0}),
     "python-error": ("PythonError", "error", {"exit_code": 1}),
     "device-memory": ("DeviceMemory", "oom_device", {"exit_code": 1}),
@@ -36,21 +42,20 @@ ENDINGS = {
     "killed": ("WaitsForItsKiller", "crash", {"signal": "SIGKILL"}),
     "hard-exit": ("HardExit", "error", {"exit_code": 3}),
     "sys-exit": ("SystemExitFour", "error", {"exit_code": 4}),
-    "hang-gil": ("HangsWithTheGil", "hang", {"killed_by": "flopwatch"}),
-    "hang-deaf": ("HangsDeaf", "hang", {"killed_by": "flopwatch"}),
-    "slow": ("Slow", "ok", {"exit_code": 0}),
     "child": ("LeavesAChild", "ok", {"exit_code": 0}),
     "session": ("LeavesASession", "ok", {"exit_code": 0}),
     "half-written": ("DiesWhileWriting", "ok", {"signal": "SIGKILL"}),
 }
 
 
-def spec_of(ending):
+def spec_of(ending, quiet_seconds):
     trainer = ENDINGS[ending][0]
     spec = replace(BASE, trainer=f"endings:{trainer}", label=ending)
     if ending == "host-memory":
         return replace(spec, limits=replace(spec.limits, memory_bytes=HOST_LIMIT_BYTES))
-    return replace(spec, steps=int(QUIET_SECONDS / 2) + 1) if ending == "slow" else spec
+    if ending in ("hang-gil", "hang-deaf", "slow"):
+        spec = replace(spec, limits=replace(spec.limits, no_progress_seconds=quiet_seconds))
+    return replace(spec, steps=int(quiet_seconds / 2) + 1) if ending == "slow" else spec
 
 
 @pytest.fixture
@@ -81,10 +86,10 @@ def findable_trainers(monkeypatch, tmp_path):
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
 
 
-def check_endings(folder, engine, killer):
+def check_endings(folder, killer, run, quiet_seconds=FRESH_QUIET_SECONDS):
     killer(folder)
     listener = Listener()
-    results = run_sweep(folder, [spec_of(ending) for ending in ENDINGS], engine, listener=listener)
+    results = run(folder, [spec_of(ending, quiet_seconds) for ending in ENDINGS], listener=listener)
     found = {name.partition("_")[0]: result for name, result in results.items()}
     told = {ending: (found[ending].outcome, found[ending].reason) for ending in ENDINGS}
     assert {ending: outcome for ending, (outcome, _) in told.items()} == {
@@ -102,13 +107,13 @@ def check_endings(folder, engine, killer):
 
 
 def test_under_the_local_engine(tmp_path, killer):
-    check_endings(tmp_path / "sweep", LocalEngine(jobs=2), killer)
+    check_endings(tmp_path / "sweep", killer, partial(run_sweep_warm, jobs=2), WARM_QUIET_SECONDS)
 
 
 def test_under_the_ray_engine(tmp_path, killer):
     need_ray()
-    check_endings(tmp_path / "sweep", RayEngine(cpus=2, gpus=0), killer)
+    check_endings(tmp_path / "sweep", killer, partial(run_sweep, engine=RayEngine(cpus=5, gpus=0), shuffle_seed=None))
 
 
 def test_under_the_slurm_engine(slurm, tmp_path, killer):
-    check_endings(tmp_path / "sweep", SlurmEngine(), killer)
+    check_endings(tmp_path / "sweep", killer, partial(run_sweep, engine=SlurmEngine(), shuffle_seed=None))

@@ -10,6 +10,7 @@ from flopwatch.report.summary import summarise
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.runner.plan import proves_too_large
 from support.sweeping import TESTS, left_behind, run_sweep
+from support.warm_sweep import run_sweep_warm
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +42,13 @@ def spec_with(limits):
     )  # fmt: skip
 
 
-def check(folder, spec, missing):
+def in_a_fresh_process(folder, specs):
+    return run_sweep(folder, specs, LocalEngine())
+
+
+def check(folder, spec, missing, run=run_sweep_warm):
     """It is ok with its measurements, and the record and the report say what is missing."""
-    (result,) = run_sweep(folder, [spec], LocalEngine()).values()
+    (result,) = run(folder, [spec]).values()
     assert result.outcome == "ok", (result.reason, result.log_tail)
     assert result.measured.steps.count == STEPS
     assert result.measured.tokens_per_s > 0
@@ -78,10 +83,11 @@ def test_what_each_later_phase_raises_costs_only_that_phase(trial, tmp_path, way
 
 
 def test_hung_in_a_later_phase(trial, tmp_path):
-    result = check(tmp_path / "s", trial("flops", "hang", Limits(None, 20.0)), ("flops", "trace"))
+    result = check(tmp_path / "s", trial("flops", "hang", Limits(None, 8.0)), ("flops", "trace"))
     assert "no progress for" in result.reason
 
 
 def test_out_of_memory_in_a_later_phase(trial, tmp_path):
-    result = check(tmp_path / "s", trial("trace", "eat", Limits(120.0, None, 900 * MIB)), ("trace",))
+    limited = trial("trace", "eat", Limits(120.0, None, 900 * MIB))
+    result = check(tmp_path / "s", limited, ("trace",), run=in_a_fresh_process)
     assert result.measured.memory.host_bytes < 600 * MIB

@@ -3,8 +3,8 @@
 import pytest
 
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.sweep.engines.local import LocalEngine
-from support.sweeping import left_behind, run_sweep
+from support.sweeping import left_behind
+from support.warm_sweep import run_sweep_warm
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ def spec(trainer="standard", **settings):
 
 
 def run(folder, *specs):
-    results = run_sweep(folder, specs, LocalEngine(gpus=()), shuffle_seed=None)
+    results = run_sweep_warm(folder, specs, gpus=[])
     assert left_behind(folder) == []
     return list(results.values())
 

@@ -1,16 +1,14 @@
 """Every command and every matrix on the page of the sweep works as it stands."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from flopwatch.records.sweep_results import read_results
 from flopwatch.sweep.spec.matrix import expand, read_matrix
+from support.warm_sweep import flopwatch_warm
 
 pytestmark = pytest.mark.slow
 
@@ -35,14 +33,9 @@ def place(tmp_path, monkeypatch):
 
 
 def run(line, *more):
-    words = shlex.split(line)
-    return subprocess.run(
-        [sys.executable, "-m", *words, *more],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "100"},
-    )
+    program, *words = shlex.split(line)
+    assert program == "flopwatch"
+    return flopwatch_warm(*words, *more, COLUMNS="100")
 
 
 def _write_pictures(place):
@@ -113,8 +106,9 @@ def test_the_pages_own_batch_is_swept_as_the_page_says(place):
     "line", dict.fromkeys(line for line in commands() if line.startswith(("flopwatch trial", "flopwatch fit")))
 )
 def test_a_trial_and_a_fit_of_the_page_take_these_flags(place, line):
-    """With the smallest model, lest the test take minutes."""
+    """With the smallest model and the quickest accountant, lest the test take minutes."""
     smaller = ["--model-size", "tiny", "--seq-len", "32", "--steps", "1"]
     smaller += ["--max-batch", "4"] if " fit " in line else []
+    smaller += ["privacy.accountant=rdp"] if " privacy." in line else []
     done = run(line, *smaller)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,12 +12,13 @@ from flopwatch import count_flops
 from flopwatch.models.load import load_model
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.host.processes import is_running
-from flopwatch.sweep.preflight import Pair, PreflightResult, refusals, run_preflight
+from flopwatch.sweep.preflight import Pair, PreflightResult, refusals
 from flopwatch.sweep.trainers.batch import trial_batch
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 from flopwatch.sweep.trainers.unsupported import layer_paths
 from flopwatch.sweep.worker.preflight_main import tiny_copies, with_small_width
 from support.tiny_transformers import build, config
+from support.warm_sweep import run_preflight_warm
 
 ALL = ["standard", "dpsgd", "ghost", "fast"]
 LLAMA_7B = {
@@ -68,11 +69,11 @@ def test_the_1b_preset_is_looked_at_in_a_few_hundred_megabytes(tmp_path):
     found = {result.pair: result for result in stored}
 
     assert [pair.trainer for pair in found] == ALL
+    full = load_model("1b")
+    model_flops = count_flops(full, trial_batch(full, 4, 512, 0, "cpu")).model_flops
     for result in found.values():
         assert (result.supported, result.tried, result.reason) == (True, True, "")
-        assert result.parameters == 1_339_674_624
-        full = load_model("1b")
-        assert result.model_flops == count_flops(full, trial_batch(full, 4, 512, 0, "cpu")).model_flops
+        assert (result.parameters, result.model_flops) == (1_339_674_624, model_flops)
     ghost = found[Pair("ghost", "1b", False, "fp32")]
     assert ghost.shares["ghost"] > 0.999
     assert set(ghost.layers["ghost"]) == {"Linear", "Embedding"}
@@ -98,7 +99,7 @@ def test_what_cannot_run_is_told_with_the_true_reason(tmp_path):
         *specs(str(experts), trainers=["standard", "dpsgd"]),
         TrialSpec("command", "", 1, 1, command="true"),
     ]
-    found = {(r.trainer, r.model, r.checkpointing): r for r in run_preflight(tmp_path, asked).values()}
+    found = {(r.trainer, r.model, r.checkpointing): r for r in run_preflight_warm(tmp_path, asked).values()}
 
     assert not any(pair[0] == "command" for pair in found)
     assert {pair for pair, result in found.items() if not result.supported} == {
@@ -168,7 +169,7 @@ def users_folder(tmp_path, monkeypatch):
 def test_a_crash_costs_no_other_pair_and_blocks_nothing(users_folder):
     trainers = ["standard", "mine:Crashing", "mine:Raising", "ghost"]
     asked = [*specs("tiny", trainers=trainers), *specs("mine:small", "mine:large", trainers=["standard"])]
-    found = {(r.trainer, r.model): r for r in run_preflight(users_folder, asked).values()}
+    found = {(r.trainer, r.model): r for r in run_preflight_warm(users_folder, asked).values()}
 
     assert all(result.supported for result in found.values())
     assert {pair for pair, result in found.items() if result.tried} == {
@@ -185,7 +186,8 @@ def test_a_crash_costs_no_other_pair_and_blocks_nothing(users_folder):
 @pytest.mark.slow
 def test_a_hang_is_ended_with_all_it_started_and_what_was_found_is_kept(users_folder):
     asked = [*specs("tiny", trainers=["standard", "mine:Hanging", "ghost"])]
-    found = {r.trainer: r for r in run_preflight(users_folder, asked, timeout_seconds=40).values()}
+    # Long enough for the first of them, since the process has imported torch already.
+    found = {r.trainer: r for r in run_preflight_warm(users_folder, asked, timeout_seconds=12).values()}
     child = int((users_folder.parent / "child.pid").read_text())
 
     assert found["standard"].tried
@@ -198,7 +200,7 @@ def test_a_hang_is_ended_with_all_it_started_and_what_was_found_is_kept(users_fo
 @pytest.mark.slow
 def test_a_step_that_runs_and_clips_wrongly_is_unsupported(users_folder):
     asked = specs("mine:MixesSamples", trainers=["standard", "dpsgd"])
-    found = {r.trainer: r for r in run_preflight(users_folder, asked).values()}
+    found = {r.trainer: r for r in run_preflight_warm(users_folder, asked).values()}
 
     assert found["standard"].supported
     assert not found["dpsgd"].supported

@@ -1,25 +1,17 @@
 """A CNN swept from the command to the report: four trainers, a batch in parts, and what the private ones spend."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from flopwatch.records.sweep_results import read_results
+from support.warm_sweep import flopwatch_warm
 
 pytestmark = pytest.mark.slow
 
 
 def run(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "flopwatch", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "120"},
-    )
+    return flopwatch_warm(*words, COLUMNS="120")
 
 
 @pytest.fixture(scope="module")

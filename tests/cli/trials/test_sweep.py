@@ -13,6 +13,7 @@ import pytest
 
 from flopwatch.records.sweep_results import read_results
 from support.sweeping import left_behind
+from support.warm_sweep import WITHOUT_TORCH, flopwatch_warm
 
 pytestmark = pytest.mark.slow  # a second or two each, for a command line in a process of its own
 
@@ -27,7 +28,7 @@ def own_place(tmp_path, monkeypatch):
 
 
 def flopwatch(*words, code=0):
-    done = subprocess.run([*FLOPWATCH, *words], capture_output=True, text=True, check=False)
+    done = flopwatch_warm(*words, modules=WITHOUT_TORCH)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -223,7 +224,7 @@ def test_a_real_trial_is_measured(tmp_path):
         "--steps",
         "3",
     ]
-    content = json.loads(flopwatch("trial", *words, "-o", "s", "--json"))
+    content = json.loads(subprocess.check_output([*FLOPWATCH, "trial", *words, "-o", "s", "--json"], text=True))
     measured = content["measured"]
     from flopwatch import count_flops
     from flopwatch.models.load import dummy_batch, load_model

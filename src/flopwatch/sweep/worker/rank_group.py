@@ -12,12 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.monitor.ranks.group import device_identity
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
 from flopwatch.spread import median
@@ -102,6 +99,9 @@ class ManyRanks(RankGroup):
         return distributed(model, self._layout, device)
 
     def job_peak(self, device: torch.device, peak_of: Callable[[], Peak | None]) -> Peak | None:
+        # Imported here, because it imports torch.distributed.fsdp; see `distributed`.
+        from flopwatch.monitor.ranks.group import device_identity
+
         # If several processes share a device, only the first of them measures its peak, with the threads of all.
         mine = device_identity(device)
         devices = self.gathered((mine, torch.get_num_threads()))
@@ -150,6 +150,10 @@ def distributed(model: nn.Module, layout: str | None, device: torch.device) -> n
         return ReplicatedModel(model, device_ids=None if device.type == "cpu" else [device])
     if layout != "fsdp":
         raise InputError(f"layout must be ddp or fsdp, got {layout!r}")
+    # Imported here, because torch.distributed.fsdp takes a second to import and a trial of one process does not use it.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     # The default mesh would use a GPU even for a trial on the CPU.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in dict.fromkeys(blocks(model)):  # a model may contain one block several times
