@@ -112,7 +112,7 @@ with warnings.catch_warnings(record=True) as caught:
 from flopwatch.records.trial import TrialSpec as today
 print(TrialSpec is today is again.TrialSpec, [(str(w.message), w.category.__name__, w.filename) for w in caught])
 """
-    said = "flopwatch.trial_records is now flopwatch.records.trial; import it from there"
+    said = "flopwatch.trial_records was renamed; import flopwatch.records.trial instead"
     assert in_a_fresh_python(code) == f"True [('{said}', 'DeprecationWarning', '<string>')]"
 
 

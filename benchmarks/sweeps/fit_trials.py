@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flopwatch.sweep.fit_search import Found, Probe, search
+from flopwatch.sweep.fit import Found, Probe, search
 
 PROBLEMS = 120
 MAX_BATCH = 4096

@@ -56,7 +56,7 @@ def holding(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_largest_batch_of_a_limited_trainer_is_found_in_a_few_trials(tmp_path, monkeypatch):
+def test_the_largest_batch_of_a_limited_trainer_is_found_in_at_most_six_trials(tmp_path, monkeypatch):
     (tmp_path / "greedy.py").write_text(TRAINER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     limit = 1040 * MIB
@@ -65,8 +65,9 @@ def test_the_largest_batch_of_a_limited_trainer_is_found_in_a_few_trials(tmp_pat
         limits=Limits(memory_bytes=limit),
     )  # fmt: skip
     found = fit_batch(tmp_path / "fit", spec, Listener())
-    # Six by the search (benchmarks/sweeps/fit_trials.py); the memory of a real trial is not the same in every run.
-    assert found.probes_for_largest <= 7
+    # Four when memory is exactly affine, at most five when each peak is off by up to 5 MiB (simulated 4,000 times). A
+    # seventh trial needs errors of 10 MiB or more; the peaks of equal trials differed by less than 1 MiB.
+    assert found.probes_for_largest <= 6
 
     # By formula: what one sample needs is known, what all else needs is what a batch of one took beyond its sample.
     first = next(probe for probe in found.probes if probe.batch_size == 1)
@@ -146,7 +147,7 @@ def test_without_a_limit_the_host_s_available_memory_becomes_one_and_stays_it(tm
     monkeypatch.setattr(fit_module, "available_bytes", lambda: 20 << 30)
     resumed = with_host_limit(tmp_path / "fit", free)
     assert resumed.spec == limited.spec
-    assert "as when this fit began" in resumed.reason
+    assert "the same as in the first run" in resumed.reason
 
 
 def test_a_limit_above_what_the_host_has_is_refused(tmp_path, holding, monkeypatch):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from flopwatch.sweep.fit_search import Probe, fastest_of, next_for_largest, search
+from flopwatch.sweep.fit import Probe, fastest_of, next_for_largest, search
 
 
 def trials_of(used_by, capacity, *, rate_by=None, spread=0.0):

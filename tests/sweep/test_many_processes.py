@@ -57,7 +57,7 @@ def test_the_trial_ends_as_the_process_that_ended_first_and_leaves_nothing(tmp_p
 def test_a_private_trainer_says_that_it_runs_in_one_process(tmp_path):
     (result,) = run(tmp_path, spec("ghost", processes=2, layout="ddp"))
     assert result.outcome == "unsupported"
-    assert "runs in one process, and the trial has 2" in result.reason
+    assert "can run in one process only, and the trial has 2" in result.reason
 
 
 def test_variables_of_another_launcher_do_not_make_a_trial_of_one_process_wait_for_others(tmp_path, monkeypatch):

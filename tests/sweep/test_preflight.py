@@ -112,7 +112,7 @@ def test_what_cannot_run_is_told_with_the_true_reason(tmp_path):
     assert "tie_word_embeddings: false" in ghost.reason
     assert ghost.parameters == sum(p.numel() for p in load_model(str(tied)).parameters())
     assert "turn checkpointing off" in found["dpsgd", "tiny", True].reason
-    assert "takes more than one input (as the experts of a mixture do)" in found["dpsgd", str(experts), False].reason
+    assert "takes more than one input (as in a mixture of experts)" in found["dpsgd", str(experts), False].reason
 
 
 USERS_FILE = """
@@ -178,7 +178,7 @@ def test_a_crash_costs_no_other_pair_and_blocks_nothing(users_folder):
     }
     assert "killed by SIGSEGV" in found["mine:Crashing", "tiny"].reason
     assert found["mine:Raising", "tiny"].reason == "not tried: RuntimeError: no CUDA here"
-    assert found["standard", "mine:large"].reason == "not tried: no copy of the model is small enough to be run here"
+    assert found["standard", "mine:large"].reason == "not tried: no copy of the model is small enough for the preflight"
     assert found["standard", "mine:large"].parameters == 41_604_096
 
 

@@ -97,7 +97,7 @@ def test_without_noise_there_is_no_epsilon():
     found = privacy_spent({"sample_rate": 0.1, "steps": 5, "delta": 1e-5, "accountant": "prv"}, 4, 0.0)
 
     assert found.epsilon is None
-    assert found.note == "without noise there is no epsilon"
+    assert found.note == "epsilon is infinite, because the noise multiplier is 0"
 
 
 def test_a_batch_larger_than_the_data_has_no_epsilon():
@@ -112,7 +112,7 @@ def test_a_grid_of_gigabytes_is_not_made_and_the_bound_of_rdp_is_given_by_its_na
     found = privacy_spent({"sample_rate": 0.1, "steps": 1000, "delta": 1e-5, "accountant": "prv"}, 4, 0.3)
 
     assert found.accountant == "rdp"
-    assert "looser bound of rdp" in found.note
+    assert "looser bound of the accountant rdp" in found.note
     assert found.epsilon == by_opacus("rdp", 0.3, 0.1, 1000, 1e-5)
 
 
@@ -148,7 +148,7 @@ def test_without_privacy_a_trial_keeps_the_key_it_had():
         ({"privacy": {"epochs": 2}}, "either dataset_size or sample_rate"),
         ({"privacy": {"dataset_size": 9, "sample_rate": 0.1, "epochs": 2}}, "either dataset_size or sample_rate"),
         ({"privacy": {"dataset_size": 9}}, "either epochs or steps"),
-        ({"privacy": {"dataset_size": 3, "epochs": 1}}, "less than a batch of 4"),
+        ({"privacy": {"dataset_size": 3, "epochs": 1}}, "less than the batch size of 4"),
         ({"privacy": {"dataset_size": 9, "epochs": 1, "delta": 1}}, "less than 1"),
         ({"privacy": {"dataset_size": 9, "epochs": 1, "accountant": "moments"}}, "'prv', 'rdp' or 'gdp'"),
         ({"privacy": {"dataset_size": 9, "epochs": 1, "epsilon": 1}}, "no setting 'privacy.epsilon'"),

@@ -155,7 +155,7 @@ def test_a_hook_for_exceptions_that_raises_does_not_keep_the_trial_from_its_end(
 
 def test_a_description_is_json():
     content = describe_exception(SystemExit("goodbye"))
-    assert json.loads(json.dumps(content))["message"] == "left by sys.exit('goodbye')"
+    assert json.loads(json.dumps(content))["message"] == "the trial called sys.exit('goodbye')"
 
 
 def test_the_parts_of_a_step_add_up_on_a_clock(monkeypatch):

@@ -1,10 +1,12 @@
-"""Measures a matrix of trainers, batch sizes, lengths and models, each trial in its own process.
+"""Measures a matrix of trainers, batch sizes, sequence lengths and models; each trial runs in its own process.
 
 `flopwatch.sweep.run(matrix, folder)` does from Python what the command `flopwatch sweep` does. Every supervisor imports
-this package, so it loads nothing else until it is used.
+this package, so the other modules are imported inside the functions, which keeps a supervisor's start fast.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,9 @@ from flopwatch.optional import lazy_exports
 if TYPE_CHECKING:
     from flopwatch.records.trial import TrialResult, TrialSpec
     from flopwatch.sweep.engines.protocol import Engine
-    from flopwatch.sweep.folder import Trial
-    from flopwatch.sweep.runner.observing import Observer
+    from flopwatch.sweep.preflight import Pair, PreflightResult
+    from flopwatch.sweep.runner.observing import Observer, Stop
+    from flopwatch.sweep.runner.plan import Plan
     from flopwatch.sweep.trainers.protocol import Trainer
 
 __all__ = ["Engine", "Observer", "Trainer", "TrialResult", "TrialSpec", "run"]
@@ -43,9 +46,10 @@ def run(
     preflight: bool = True,
     observer: "Observer | None" = None,
 ) -> "dict[str, TrialResult]":
-    """Run a sweep, or what is left of it, and return the results of the matrix by the trials' names.
+    """Run all trials of a matrix that have no result in the folder yet, and return all results by trial name.
 
-    Does what the command `flopwatch sweep` does; both resume each other's folders. Ctrl-C ends the running trials.
+    Does what the command `flopwatch sweep` does; each can resume a sweep that the other began. Ctrl-C ends the running
+    trials.
 
     Args:
         matrix: The keys of docs/sweep.md as a dict, or the path of a YAML file with them.
@@ -55,22 +59,17 @@ def run(
         only: `failed`, `oom` or `missing` runs just those trials.
         limit: A slice of the matrix, such as `20` or `100:200`.
         order_seed: Seed of the order in which trials run; None keeps the order of the matrix.
-        preflight: False does not try the trainers on tiny copies of the models first.
-        observer: Is called when a trial starts and ends; see `flopwatch.sweep.Observer`.
+        preflight: Whether to try the trainers on tiny copies of the models first.
+        observer: Its methods are called when a trial starts and ends; see `flopwatch.sweep.Observer`.
 
     Raises:
         InputError: The matrix, an option or the folder cannot be used.
 
     For example, `run({"trainers": ["standard"], "models": ["tiny"]})["StandardTrainer_bs4_seq512"].outcome` is `'ok'`.
     """
-    import warnings
-
     from flopwatch.records.sweep_results import read_results
     from flopwatch.sweep.engines.protocol import load_engine
-    from flopwatch.sweep.folder import held_folder, write_trial_list
-    from flopwatch.sweep.runner.observing import Stop, runner_file
-    from flopwatch.sweep.runner.plan import make_plan, record_unlisted, retry_policy
-    from flopwatch.sweep.runner.run import run_plan
+    from flopwatch.sweep.runner.plan import make_plan, retry_policy
     from flopwatch.sweep.spec.matrix import expand, read_matrix
     from flopwatch.sweep.spec.names import check_names
 
@@ -80,40 +79,76 @@ def run(
     policy = retry_policy(asked.retries, asked.retry_on)
     where = load_engine(engine, engine_options or {}) if isinstance(engine, str) else engine
     sweep = Path(folder)
-    with held_folder(sweep), runner_file(sweep) as noted:
-        plan = make_plan(sweep, specs, only=only, limit=limit, shuffle_seed=order_seed, engine=where.name)
-        for trouble in plan.troubles:
-            warnings.warn(f"{sweep}: {trouble}", stacklevel=2)
-        record_unlisted(sweep, plan)
-        write_trial_list(sweep, plan.trials, where.name)
-        if plan.todo:
-            refuse = _why_not(sweep, plan.todo) if preflight else (lambda trial: None)
-            stop = Stop()
-            seen = noted.passing_to(observer or _Silent(), stop)
-            run_plan(plan, where, seen, stop, refuse, retries=policy, budget_seconds=asked.budget)
+    plan, _, _ = run_sweep(
+        sweep,
+        lambda: make_plan(sweep, specs, only=only, limit=limit, shuffle_seed=order_seed, engine=where.name),
+        where,
+        Screen(observer),
+        with_preflight=preflight,
+        retries=policy,
+        budget_seconds=asked.budget,
+    )
     results = read_results(sweep)
     return {trial.name: results[trial.name] for trial in plan.trials if trial.name in results}
 
 
-def _why_not(sweep: Path, trials: "Sequence[Trial]") -> "Callable[[Trial], str | None]":
-    """Tries each trainer on a tiny copy of its model; returns why a trial cannot run, or None."""
-    from flopwatch.sweep.preflight import refusals, refuse_mistakes, run_preflight
+class Screen:
+    """Shows a sweep while it runs. This class is for callers from Python, the command `flopwatch sweep` has its own.
 
-    specs = [trial.spec for trial in trials if trial.spec.trainer != "command"]
-    found = run_preflight(sweep, specs) if specs else {}
-    refuse_mistakes(found)
-    why_not = refusals(found, specs)
-    return lambda trial: why_not(trial.spec)
+    Args:
+        observer: Its methods are called when a trial starts and ends; None for no calls.
+    """
 
+    def __init__(self, observer: "Observer | None" = None) -> None:
+        self._observer = observer
 
-class _Silent:
-    """An observer for callers that only want the results."""
+    def warn(self, sweep: Path, text: str) -> None:
+        warnings.warn(f"{sweep}: {text}", stacklevel=4)  # the warning names the line that called `flopwatch.sweep.run`
 
-    def started(self, trial: "Trial") -> None:
+    def show_preflight(self, found: "Mapping[Pair, PreflightResult]") -> None:
         pass
 
-    def ended(self, result: "TrialResult") -> None:
-        pass
+    def watch(self, sweep: Path, plan: "Plan") -> "AbstractContextManager[tuple[Observer | None, Stop]]":
+        """The observer of the trials, and a `Stop` that can end the sweep early."""
+        from flopwatch.sweep.runner.observing import Stop
 
-    def ticked(self, running: "Mapping[str, Trial]", waiting: int, engine_state: str) -> None:
-        pass
+        return nullcontext((self._observer, Stop()))
+
+
+def run_sweep(
+    sweep: Path,
+    make_plan: "Callable[[], Plan]",
+    engine: "Engine",
+    screen: Screen,
+    *,
+    with_preflight: bool,
+    **limits: Any,
+) -> "tuple[Plan, dict[str, int], Stop]":
+    """Run a sweep in its folder; return its plan, the number of trials with each outcome, and the `Stop` that was used.
+
+    Args:
+        sweep: The sweep's folder.
+        make_plan: Called when no other runner can change the folder any more.
+        engine: Runs the trials.
+        screen: Shows warnings, the preflight and the trials.
+        with_preflight: Whether to try the trainers on tiny copies of the models first.
+        **limits: `retries` and `budget_seconds` of `run_plan`.
+    """
+    from flopwatch.sweep.folder import held_folder, write_trial_list
+    from flopwatch.sweep.preflight import preflight_trials
+    from flopwatch.sweep.runner.observing import runner_file
+    from flopwatch.sweep.runner.plan import record_unlisted
+    from flopwatch.sweep.runner.run import run_plan
+
+    with held_folder(sweep), runner_file(sweep) as state_file:
+        plan = make_plan()
+        for trouble in plan.troubles:
+            screen.warn(sweep, trouble)
+        record_unlisted(sweep, plan)
+        write_trial_list(sweep, plan.trials, engine.name)
+        tried = plan.todo_in_matrix_order() if with_preflight else []
+        refuse = preflight_trials(sweep, tried, screen.show_preflight) if tried else (lambda trial: None)
+        with screen.watch(sweep, plan) as (observer, stop):
+            seen = state_file.passing_to(observer, stop)
+            counts = run_plan(plan, engine, seen, stop, refuse, **limits) if plan.todo else {}
+    return plan, counts, stop

@@ -1,7 +1,7 @@
-"""Earlier attempts of a trial: moved to `earlier/`, and listed in the `spec.json` of the next attempt.
+"""Earlier attempts of a trial. Their files are moved to `earlier/`, and the next attempt's `spec.json` lists them.
 
 The list lies in the trial's own folder, so that it survives a killed runner, and so that a job that Slurm requeues can
-continue it without a runner. Standard library only: supervisors use it.
+add to it without a runner. Supervisors import this module, so it uses the standard library only.
 """
 
 import os
@@ -36,12 +36,12 @@ from flopwatch.records.trial_files import (
 )
 
 Attempt: TypeAlias = Mapping[str, Any]
-"""One of `TrialResult.earlier_attempts`."""
+"""An entry of `TrialResult.earlier_attempts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttemptFacts:
-    """The fields of an attempt that later decisions depend on."""
+    """The fields of an entry that must be readable, because the runner decides by them about further attempts."""
 
     state: str | None = None
     host: str | None = None
@@ -49,7 +49,7 @@ class _AttemptFacts:
 
 
 def listed_attempts(sweep: Path, name: str, key: str) -> tuple[Attempt, ...]:
-    """Attempts before the one in `trials/NAME/spec.json`, oldest first; none when that file has another content key."""
+    """The attempts that `trials/NAME/spec.json` lists, oldest first; empty if that file has another content key."""
     job = read_object(trial_folder(sweep, name) / SPEC)
     found = job.get("earlier_attempts") if job.get("key") == key else None
     return tuple(map(clean_value, filter(_is_readable, found))) if isinstance(found, list) else ()
@@ -64,7 +64,7 @@ def _is_readable(entry: object) -> bool:
 
 
 def attempt_from(result: TrialResult, folder: str | None) -> Attempt:
-    """The entry for an attempt that ended; `folder` is where its files were moved, None when it left none."""
+    """The entry for an attempt that ended; `folder` is where its files were moved, None if it left no files."""
     return {
         "outcome": result.outcome,
         "reason": result.reason,
@@ -77,7 +77,7 @@ def attempt_from(result: TrialResult, folder: str | None) -> Attempt:
 
 
 def put_aside(sweep: Path, name: str) -> str:
-    """Move the trial's folder, log and run to `earlier/NAME.N`; returns that path relative to the sweep."""
+    """Move the trial's folder, log and TensorBoard run to `earlier/NAME.N`; return that path relative to the sweep."""
     place = free_name(sweep / EARLIER / name)
     place.parent.mkdir(exist_ok=True)
     trial_folder(sweep, name).rename(place)
@@ -89,13 +89,7 @@ def put_aside(sweep: Path, name: str) -> str:
 
 
 def put_back(sweep: Path, name: str, earlier: str) -> str:
-    """Restore an earlier attempt and move the current one aside; returns where the current one was moved.
-
-    Args:
-        sweep: The sweep's folder.
-        name: The trial.
-        earlier: Where `put_aside` moved the earlier attempt.
-    """
+    """Restore the attempt that `put_aside` moved to `earlier`; return where the current attempt was moved."""
     place = put_aside(sweep, name)
     source, target = sweep / earlier, trial_folder(sweep, name)
     source.rename(target)
@@ -106,7 +100,7 @@ def put_back(sweep: Path, name: str, earlier: str) -> str:
 
 
 def is_worse(new: TrialResult, earlier: TrialResult | None) -> bool:
-    """Whether the earlier result of a trial that was run again by hand should be kept instead of the new one."""
+    """Whether to keep the earlier result, after a user had the trial run again with a worse result."""
     if earlier is None or earlier.outcome in UNSETTLED:
         return False
     return new.outcome in UNSETTLED or (earlier.outcome == "ok" and new.outcome != "ok")
@@ -121,7 +115,7 @@ def free_name(place: Path) -> Path:
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The Slurm job we run in, and how often Slurm has restarted it; empty outside of Slurm.
+    """The Slurm job of this process, and how often Slurm has restarted it; empty outside of Slurm.
 
     >>> slurm_job({"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"})
     {'job': '12_3', 'restarts': 1, 'node': None}
@@ -135,11 +129,11 @@ def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def prepare_after_requeue(sweep: Path, name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Set the trial up again when Slurm has requeued this job; False when nothing is left to run.
+    """Prepare another attempt if Slurm has requeued this job; return False if no attempt is left to run.
 
-    Slurm requeues a job after `scontrol requeue`, preemption or the failure of its node, and no runner need be alive
-    then. The restarted job finds its own claim on the trial, and often a result that says `cancelled`, because Slurm
-    stopped the first supervisor. Claims of any other process are left to `claims.claim`, which refuses them.
+    Slurm requeues a job after `scontrol requeue`, preemption or the failure of its node, perhaps after the runner has
+    exited. The restarted job finds its own `started.json`, and often a result that says `cancelled`, because Slurm
+    stopped the first supervisor. If another process has started the trial, this function changes nothing.
     """
     job, folder = slurm_job(environment), trial_folder(sweep, name)
     started = read_object(folder / STARTED)
@@ -152,7 +146,7 @@ def prepare_after_requeue(sweep: Path, name: str, environment: Mapping[str, str]
     try:
         trial_job = trial_job_from(load_json(folder / SPEC))
     except (FileNotFoundError, UnreadableError, BrokenRecordError, NewerFormatError):
-        return True  # the supervisor reads it next and reports why it cannot
+        return True  # the supervisor reads the same file next and reports the error
     requeued = _requeued_result(sweep, name, trial_job, started, result)
     if len(requeued.earlier_attempts) >= trial_job.retries:
         write_json(folder / RESULT, requeued.to_json())
@@ -170,14 +164,14 @@ def _count(value: object) -> int:
 def _requeued_result(
     sweep: Path, name: str, job: TrialJob, started: Mapping[str, Any], result: TrialResult | None
 ) -> TrialResult:
-    """The result of the requeued attempt: final when no retry is left, else an entry in `earlier_attempts`."""
+    """The result of the attempt that Slurm ended by requeueing its job."""
     began, where = started.get("unix_time"), started.get("node") or started.get("host")
     return TrialResult(
         name=name,
         key=job.key,
         spec=job.spec,
         outcome="lost",
-        reason=f"Slurm requeued the job (on {where}): preempted, its node failed, or a user asked for it",
+        reason=f"Slurm requeued the job (on {where}), because it was preempted, its node failed, or a user requeued it",
         evidence={"state": "REQUEUED", "job": started["job"], "host": where},
         unix_time=began if isinstance(began, int | float) else None,
         seconds=None if result is None else result.seconds,

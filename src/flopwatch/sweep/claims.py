@@ -1,10 +1,10 @@
-"""Which process runs a trial, whether it is alive, and how far it got: files in the trial's folder.
+"""Files in a trial's folder that say which process runs the trial, whether it is alive, and how far it got.
 
-Works on any shared file system, without locks and without comparing clocks of different hosts. It relies on what NFS
-guarantees: link(2) and O_EXCL are atomic at the server, rename is atomic, and files written by another host become
-visible late. So a claim is a file that only one process can create, and a process proves that it is alive by rewriting
-a small file: a reader measures with its own clock for how long it has seen the same content. About processes of its
-own host it asks the kernel, which knows at once. Standard library only: supervisors start with it.
+They work on any shared file system, without locks and without comparing clocks of different hosts, because they need
+only what NFS guarantees: link(2), O_EXCL and rename are atomic, and files of another host become visible late. A
+process claims a trial by creating `started.json`, which only one process can do. It shows that it is alive by rewriting
+a small heartbeat file. A reader measures with its own clock for how long the content has not changed. For processes of
+its own host a reader asks the kernel instead. Supervisors import this module, so it uses the standard library only.
 """
 
 import contextlib
@@ -20,21 +20,22 @@ from typing import Any
 from flopwatch.records.reading import BrokenRecordError, UnreadableError, opened_regular, read_json, read_record
 from flopwatch.records.trial_files import HEARTBEAT, STARTED, SUPERVISOR_HEARTBEAT
 
-BEAT_SECONDS = 5.0  # far below `visible_seconds`, so that one lost write does not look like silence
+BEAT_SECONDS = 5.0  # far below `visible_seconds`, so that a process does not look dead after one lost write
 WITHDRAWN = "withdrawn"
-"""Stands in a claim in place of an attempt: no supervisor may start this trial any more."""
+"""Value of `attempt` in a `started.json` that was written so that no supervisor starts the trial any more."""
 
-_GUARD_SECONDS = 1.0  # the guard reads the pipe once a second
-_LIVENESS_BYTES = 160  # longer than any content, so that a rewrite never leaves bytes of an earlier one
-_HEARTBEAT_BYTES = 96  # longer than any content, for the same reason
+_GUARD_SECONDS = 1.0  # the guard process reads the pipe once a second
+_LIVENESS_BYTES = 160  # longer than any content, so that a rewrite overwrites all bytes of the content before it
+_HEARTBEAT_BYTES = 96  # also longer than any content
 _ENDED = "ended"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def visible_seconds() -> float:
-    """How long to wait for files of another host: NFS clients cache the attributes of folders for 60 s by default.
+    """How long to wait until files of another host must be visible.
 
-    Sites with a longer `acdirmax` set FLOPWATCH_VISIBLE_SECONDS.
+    NFS clients cache the attributes of folders for 60 s by default (the mount option `acdirmax`); sites with a longer
+    time set FLOPWATCH_VISIBLE_SECONDS.
     """
     return float(os.environ.get("FLOPWATCH_VISIBLE_SECONDS", "90"))
 
@@ -45,7 +46,7 @@ def own_identity() -> dict[str, Any]:
 
 
 def _pid_scope() -> dict[str, str]:
-    """Within what a pid is unique: one boot of one machine, and one PID namespace (containers count from 1)."""
+    """The boot of the machine and the PID namespace: a pid is unique only within both (a container has its own)."""
     found = {"boot": "", "pid_namespace": ""}
     with contextlib.suppress(OSError):
         found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -58,7 +59,7 @@ def this_boot() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the kernel started it, in ticks since boot; None when it is gone, a zombie, or where there is no /proc."""
+    """When the process started, in clock ticks since boot; None if it is gone or a zombie, or without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X") else int(fields[19])
@@ -67,10 +68,10 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_alive_here(identity: Mapping[str, Any]) -> bool | None:
-    """Whether that process is alive; None when it belongs to another host, boot or PID namespace."""
+    """Whether the process of this identity is alive; None if it belongs to another host, boot or PID namespace."""
     here = _pid_scope()
     if "boot" not in identity:
-        return False  # written by version 0.1, which held a lock instead, or damaged
+        return False  # the file is damaged, or by version 0.1, which used a lock instead
     if not here["boot"] or any(identity.get(key) != value for key, value in here.items()):
         return None
     pid, ticks = identity.get("pid"), identity.get("start_ticks")
@@ -78,10 +79,10 @@ def is_alive_here(identity: Mapping[str, Any]) -> bool | None:
 
 
 def create_exclusively(file: Path, content: Mapping[str, Any]) -> bool:
-    """Create the file with this content; False when it exists. Of several processes that try, exactly one succeeds.
+    """Create the file with this content; return False if it exists. Of several processes that try, one succeeds.
 
-    Links to a file that is already written, so that no reader sees half of it. The number of links tells whether it
-    succeeded even if the server's answer was lost (open(2), on NFS).
+    The content is written to a temporary file, to which the new name is then linked, so that no reader sees half of it.
+    The number of links shows whether linking succeeded even if the NFS server's answer was lost (see open(2)).
     """
     beside = file.with_name(f".{file.name}.{os.urandom(6).hex()}")  # a pid is not unique among hosts
     beside.write_text(json.dumps(content))
@@ -99,7 +100,7 @@ def create_exclusively(file: Path, content: Mapping[str, Any]) -> bool:
 
 
 def _create_by_open(file: Path, written: Path) -> bool:
-    """On file systems without hard links."""
+    """As `create_exclusively`, for file systems without hard links."""
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
@@ -110,26 +111,26 @@ def _create_by_open(file: Path, written: Path) -> bool:
 
 
 def claim(folder: Path, attempt: str, facts: Mapping[str, Any] | None = None) -> bool:
-    """Claim the trial for this process; False when it was claimed before, or withdrawn.
+    """Claim the trial for this process by creating its `started.json`; return False if the file exists already.
 
     Args:
-        folder: The trial's.
+        folder: The trial's folder.
         attempt: Token of the attempt.
-        facts: Also written into the claim.
+        facts: Further content of `started.json`.
     """
     content = {**own_identity(), "attempt": attempt, "unix_time": time.time(), **(facts or {})}
     return create_exclusively(folder / STARTED, content)
 
 
 def withdraw(folder: Path) -> bool:
-    """Claim the trial so that no supervisor can start it; False when one has started it already."""
+    """Claim the trial so that no supervisor can start it; return False if a supervisor has started it already."""
     content = {**own_identity(), "attempt": WITHDRAWN, "unix_time": time.time()}
     try:
         return create_exclusively(folder / STARTED, content) or is_withdrawn(read_json(folder / STARTED))
     except OSError:
         if folder.is_dir():
             raise
-        return True  # without a folder there is nothing to start
+        return True  # no supervisor can start a trial without a folder
 
 
 def is_withdrawn(content: Any) -> bool:
@@ -137,11 +138,11 @@ def is_withdrawn(content: Any) -> bool:
 
 
 class LivenessFile:
-    """A small file whose content changes as long as its writer is alive.
+    """A heartbeat file: its content changes every few seconds as long as its writer is alive.
 
     Args:
-        file: Rewritten by `beat`, at most every BEAT_SECONDS.
-        facts: Also written into it.
+        file: The file that `beat` rewrites.
+        facts: Further content of the file.
     """
 
     def __init__(self, file: Path, facts: Mapping[str, Any]) -> None:
@@ -152,7 +153,7 @@ class LivenessFile:
         return time.monotonic() >= self._next
 
     def beat(self, state: str = "alive") -> None:
-        """Rewrite the file in place, which works on a full disk, and close it: NFS clients send data on close."""
+        """Rewrite the file in place, which works on a full disk; close it, because NFS clients send data on close."""
         self._next = time.monotonic() + BEAT_SECONDS
         self._count += 1
         content = json.dumps({"beats": self._count, "state": state, **self._facts})
@@ -164,19 +165,19 @@ class LivenessFile:
                 os.close(handle)
 
     def end(self) -> None:
-        """Say that the writer exits in order, so that readers need not wait for a timeout."""
+        """Write that the process exits, so that readers need not wait for a timeout."""
         self.beat(_ENDED)
 
 
 class SupervisorHeartbeat:
-    """Shows that a supervisor is alive: in a file for its runner, and on a pipe for its guard.
+    """A supervisor's heartbeat: a file that the runner reads, and a pipe that its guard process reads.
 
-    Written by the thread that watches the worker, so that it stops when that thread is stuck.
+    The thread that monitors the worker calls `beat`, so that the heartbeat stops if that thread is stuck.
 
     Args:
-        folder: The trial's.
+        folder: The trial's folder.
         attempt: Token of the attempt.
-        guard: The pipe; None without a guard.
+        guard: File descriptor of the pipe; None without a guard process.
     """
 
     def __init__(self, folder: Path, attempt: str, guard: int | None = None) -> None:
@@ -187,7 +188,7 @@ class SupervisorHeartbeat:
         self._next_to_guard = 0.0
 
     def beat(self) -> None:
-        """Cheap to call often: writes only when it is due."""
+        """Write the heartbeats that are due; cheap enough to be called many times a second."""
         if self._guard is not None and time.monotonic() >= self._next_to_guard:
             self._next_to_guard = time.monotonic() + _GUARD_SECONDS
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
@@ -199,15 +200,15 @@ class SupervisorHeartbeat:
         self._file.end()
 
     def why_superseded(self) -> str | None:
-        """Why to stop, when the last beat found another supervisor's claim; None otherwise."""
+        """Why this supervisor must stop, if the last beat found that another one has claimed the trial; else None."""
         if not self._is_superseded:
             return None
-        return "the runner gave the trial to another supervisor, because this one showed no sign of life"
+        return "the runner gave the trial to another supervisor, because this supervisor's heartbeat had stopped"
 
     def is_superseded(self) -> bool:
-        """Read the claim again: whether it names another process or attempt by now."""
+        """Whether `started.json` now names another process or attempt."""
         claimed = read_json(self._claim)
-        if isinstance(claimed, dict):  # else the trial may have deleted its folder
+        if isinstance(claimed, dict):  # otherwise the trial may have deleted its folder
             keys = ("host", "pid", "start_ticks", "boot")
             is_ours = claimed.get("attempt") == self._attempt and all(
                 claimed.get(key) == self._identity[key] for key in keys
@@ -217,21 +218,17 @@ class SupervisorHeartbeat:
 
 
 class LivenessWatcher:
-    """Tells whether other processes are alive, by this process's clock.
-
-    Args:
-        clock: Monotonic seconds.
-    """
+    """Finds out whether other processes are alive, from their heartbeat files and the clock of this process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[Path, tuple[bytes, float]] = {}
 
     def is_alive(self, claim: Path, liveness: Path) -> bool:
-        """False once the process is certainly gone, or silent for longer than a file may stay invisible.
+        """False if the process has ended, or if its heartbeat has not changed for `visible_seconds`.
 
         Args:
-            claim: The file it claimed the trial with.
+            claim: The `started.json` of the process.
             liveness: Its `LivenessFile`.
         """
         claimed = read_json(claim)
@@ -245,7 +242,7 @@ class LivenessWatcher:
         return is_alive
 
     def silent_seconds(self, liveness: Path) -> float:
-        """For how long this process has seen the file unchanged; 0 at the first look."""
+        """For how long this process has seen the file unchanged; 0 at the first call."""
         now, content = self._clock(), _read(liveness)
         before, since = self._seen.get(liveness, (None, now))
         if content != before:
@@ -254,14 +251,14 @@ class LivenessWatcher:
         return now - since
 
     def has_changed(self, liveness: Path) -> bool:
-        """True when the file has changed since this process last read it: its writer is alive."""
+        """Whether the file has changed since this process last read it, which means that its writer is alive."""
         before = self._seen.get(liveness)
         self.silent_seconds(liveness)
         return before is not None and before[0] != self._seen[liveness][0]
 
 
 def has_ended(liveness: Path) -> bool:
-    """Whether the writer of a `LivenessFile` said that it exits."""
+    """Whether the process that wrote this `LivenessFile` has exited in order."""
     try:
         content: Any = json.loads(_read(liveness))
     except (ValueError, RecursionError):
@@ -279,7 +276,7 @@ def _read(file: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a worker got. Two equal values mean that it made no progress in between."""
+    """The phase and step of a worker. If two readings are equal, the worker made no progress in between."""
 
     phase: str = "start"
     step: int | None = None
@@ -290,9 +287,9 @@ class Progress:
 
 
 class Heartbeat:
-    """Writes a worker's progress. Called by its main thread only, so that a stuck worker stops writing.
+    """Writes a worker's progress. Only the worker's main thread calls it, so that a stuck worker stops writing.
 
-    One write of fixed size into the same file takes a few microseconds and is never seen half done.
+    One write of fixed size takes a few microseconds, and no reader sees half of it.
     """
 
     def __init__(self, trial_dir: Path, file: str = HEARTBEAT) -> None:

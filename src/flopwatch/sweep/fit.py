@@ -1,33 +1,343 @@
 """Finds the largest and the fastest batch of a configuration with real trials, in a folder like a sweep's."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from flopwatch.errors import InputError
 from flopwatch.number_format import byte_size
 from flopwatch.records.reading import BrokenRecordError
 from flopwatch.records.sweep_results import read_results, read_trial_list
-from flopwatch.records.trial import FAILED, OUT_OF_MEMORY, TrialResult, TrialSpec
-from flopwatch.sweep.engines.local import LocalEngine
+from flopwatch.records.trial import FAILED, OUT_OF_MEMORY, Outcome, TrialResult, TrialSpec
+from flopwatch.sweep.engines.local import LocalEngine, visible_gpus
 from flopwatch.sweep.engines.protocol import Engine
-from flopwatch.sweep.engines.slots import visible_gpus
-from flopwatch.sweep.fit_search import MOST_BATCH, Found, Probe, search
 from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
 from flopwatch.sweep.host.environment import available_bytes, safe_limit_bytes
 from flopwatch.sweep.runner.observing import Observer, Stop
 from flopwatch.sweep.runner.plan import Plan, make_plan, record_unlisted
 from flopwatch.sweep.runner.run import Refusal, run_plan
 
+# The search for the next batch size to try. It runs no trials itself.
+#
+# Memory is nearly an affine function of the batch size, so two small trials predict the largest batch that fits. Real
+# trials just below and just above then verify the prediction. If memory is not affine, the search narrows the bracket
+# between the largest batch that fitted and the smallest that did not.
+
+Point: TypeAlias = tuple[int, int]
+"""A batch size and its peak memory in bytes. Lists of points are sorted by batch size."""
+
+
+def edge_of_line(points: Sequence[Point], capacity: int) -> int | None:
+    """The largest batch whose memory is within the capacity, by a straight line; None if the line does not rise.
+
+    The line is fitted by least squares, weighted by the squared batch size, because large batches are nearest to the
+    capacity.
+
+    >>> edge_of_line([(1, 310), (8, 380)], 1000)
+    70
+    """
+    if len(points) < 2:
+        return None
+    total = sum(size**2 for size, _ in points)
+    mean_size = sum(size**3 for size, _ in points) / total
+    mean_peak = sum(size**2 * peak for size, peak in points) / total
+    spread = sum(size**2 * (size - mean_size) ** 2 for size, _ in points)
+    slope = sum(size**2 * (size - mean_size) * (peak - mean_peak) for size, peak in points) / spread
+    if slope <= 0:
+        return None
+    return max(0, math.floor(mean_size + (capacity - mean_peak) / slope + 1e-9))
+
+
+def edge_of_parabola(points: Sequence[Point], capacity: int) -> int | None:
+    """The largest batch whose memory is within the capacity, by a parabola through the three largest batches.
+
+    None if there are fewer than three points, or if the parabola does not curve upwards.
+
+    >>> edge_of_parabola([(size, 100 + 3 * size + size**2) for size in (1, 8, 20)], 100 + 3 * 50 + 50**2)
+    50
+    """
+    if len(points) < 3:
+        return None
+    (x0, y0), (x1, y1), (x2, y2) = points[-3:]
+    slope01, slope12 = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    curvature = (slope12 - slope01) / (x2 - x0)
+    if curvature <= 0:
+        return None
+    # Solve y2 + slope (x - x2) + curvature (x - x2)^2 = capacity for x, and take the root above x2.
+    slope = slope12 + curvature * (x2 - x1)
+    root = slope**2 + 4 * curvature * (capacity - y2)
+    return math.floor(x2 + (math.sqrt(root) - slope) / (2 * curvature) + 1e-9) if root >= 0 else None
+
+
+TOLERANCE = 0.05
+"""The search ends when the largest batch that fits is known up to this relative error."""
+
+MOST_BATCH = 4096  # the default for the largest batch to try
+
+_FIRST_BATCHES = (1, 8)
+_MOST_GROWTH = 16
+"""The next batch is at most this many times the largest batch that fitted, because a line through small batches is too
+inaccurate far beyond them.
+"""
+
+_NEAR_MISS = 1.1
+"""If a batch did not fit, a curve that predicts up to this many times that batch is still used, because a trial cannot
+use quite all of the capacity.
+"""
+
+_PATIENCE = 8
+"""After this many trials the search stops using the curves and halves the bracket instead."""
+
+_LEAST_NOISE = 0.02
+"""Relative difference in throughput to expect between two processes, even if the steps within each are equally fast."""
+
+_SPEED_PROBES = 2
+_WORTHWHILE_GAP = 2.5
+"""The search for the fastest batch tries a size between two neighbours only if their ratio is larger than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The result of the trial of one batch size.
+
+    Attributes:
+        fits: None if the trial failed for another reason than memory.
+        capacity_bytes: The memory that the trial could use; None if unknown.
+        samples_per_s: Throughput at the median step time.
+        slowest_per_s: Throughput at the upper end of the step time's confidence interval.
+        fastest_per_s: Throughput at the lower end of that interval.
+        is_bare: Whether the allocator had to release cached memory and try again before the batch fitted.
+    """
+
+    batch_size: int
+    fits: bool | None
+    outcome: Outcome
+    reason: str = ""
+    peak_bytes: int | None = None
+    capacity_bytes: int | None = None
+    samples_per_s: float | None = None
+    slowest_per_s: float | None = None
+    fastest_per_s: float | None = None
+    step_seconds: float | None = None
+    is_bare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        largest: The largest batch that fitted; None if not even 1 did.
+        too_large: The smallest batch that did not fit; None if all did.
+        is_largest_known: Whether `largest` is within the tolerance, or every batch up to the allowed maximum fits.
+        fastest: The smallest batch whose throughput is not measurably below the best; None if no trial has step times.
+        as_fast: The next larger batch that was tried, if it is not measurably faster than `fastest`; otherwise None.
+        probes: The results of all batches tried, in the order of the trials.
+        probes_for_largest: The number of trials that it took to find `largest`.
+        stopped: Why the search ended early; empty if it did not.
+    """
+
+    largest: int | None
+    too_large: int | None
+    is_largest_known: bool
+    fastest: int | None
+    as_fast: int | None
+    probes: tuple[Probe, ...]
+    probes_for_largest: int
+    stopped: str = ""
+
+
+def search(
+    measure: Callable[[int], Probe],
+    max_batch: int = MOST_BATCH,
+    tolerance: float = TOLERANCE,
+    speed_probes: int = _SPEED_PROBES,
+) -> Found:
+    """Find the largest batch that fits, then the fastest.
+
+    Args:
+        measure: Runs a trial of one batch size.
+        max_batch: The largest batch to try.
+        tolerance: The largest allowed relative error of the answer.
+        speed_probes: How many further batches may be tried to find the fastest.
+
+    >>> def measure(batch_size):
+    ...     used = 300 + 10 * batch_size
+    ...     return Probe(batch_size, used <= 1000, "ok" if used <= 1000 else "oom_host", "", used, 1000)
+    >>> found = search(measure)
+    >>> found.largest, found.too_large, len(found.probes)
+    (70, 71, 4)
+    """
+    probes: list[Probe] = []
+    for_speed = 0
+    while not _why_stopped(probes):
+        batch_size = next_for_largest(probes, max_batch, tolerance)
+        if batch_size is None and for_speed < speed_probes:
+            batch_size = next_for_fastest(probes)
+            for_speed += batch_size is not None
+        if batch_size is None:
+            break
+        probes.append(measure(batch_size))
+    return _found(probes, for_speed, is_largest_known=next_for_largest(probes, max_batch, tolerance) is None)
+
+
+def _found(probes: Sequence[Probe], for_speed: int, *, is_largest_known: bool) -> Found:
+    fitting = _fitting(probes)
+    fastest, as_fast = fastest_of(probes)
+    return Found(
+        largest=fitting[-1].batch_size if fitting else None,
+        too_large=_too_large(probes),
+        is_largest_known=is_largest_known,
+        fastest=fastest,
+        as_fast=as_fast,
+        probes=tuple(probes),
+        probes_for_largest=len(probes) - for_speed,
+        stopped=_why_stopped(probes),
+    )
+
+
+def _why_stopped(probes: Sequence[Probe]) -> str:
+    if not probes or probes[-1].fits is not None:
+        return ""
+    last = probes[-1]
+    return f"batch {last.batch_size}: {last.outcome}: {last.reason}".rstrip(": ")
+
+
+def _too_large(probes: Sequence[Probe]) -> int | None:
+    return min((probe.batch_size for probe in probes if probe.fits is False), default=None)
+
+
+def _fitting(probes: Sequence[Probe]) -> list[Probe]:
+    """The batches that fitted, sorted by size, without those above a batch that did not fit: they fitted by chance."""
+    edge = _too_large(probes)
+    fitting = [probe for probe in probes if probe.fits and (edge is None or probe.batch_size < edge)]
+    return sorted(fitting, key=lambda probe: probe.batch_size)
+
+
+def next_for_largest(probes: Sequence[Probe], max_batch: int, tolerance: float = TOLERANCE) -> int | None:
+    """The batch to try next; None if the largest batch that fits is known within the tolerance."""
+    fitting = _fitting(probes)
+    low = fitting[-1].batch_size if fitting else 0
+    too_large = _too_large(probes)
+    high = max_batch + 1 if too_large is None else too_large
+    if high - low <= 1 or (too_large is not None and low >= (1 - tolerance) * (high - 1)):
+        return None
+    # Two small batches give the first line. A third one between them saved no trial in benchmarks/sweeps/fit_trials.py.
+    first = next((size for size in _FIRST_BATCHES if low < size < high), None)
+    guess = first or _guess(probes, fitting, too_large, tolerance)
+    return max(low + 1, min(guess, high - 1))
+
+
+def _guess(probes: Sequence[Probe], fitting: Sequence[Probe], too_large: int | None, tolerance: float) -> int:
+    low, is_patient = fitting[-1].batch_size, len(probes) <= _PATIENCE
+    if too_large is None:
+        return _guess_above(fitting, tolerance) if is_patient else 2 * low
+    if not is_patient:
+        return _middle(low, too_large)
+    return _guess_between(fitting, too_large, _misses_since_a_fit(probes), tolerance)
+
+
+def _guess_above(fitting: Sequence[Probe], tolerance: float) -> int:
+    low, edge = fitting[-1].batch_size, _edge(edge_of_line, fitting)
+    just_closing = _just_closing(low, tolerance)
+    if edge is None:
+        return 4 * low
+    if edge >= just_closing:
+        return min(edge, _MOST_GROWTH * low)
+    # The line predicts that hardly a larger batch fits. The next guess is larger each time a batch fits nevertheless.
+    surprises = sum(probe.batch_size >= 0.9 * low for probe in fitting) - 1
+    return (min(edge + 1, just_closing), just_closing, 2 * low)[min(surprises, 2)]
+
+
+def _just_closing(low: int, tolerance: float) -> int:
+    """The smallest batch that would end the search if it did not fit."""
+    return math.floor(low / (1 - tolerance)) + 1
+
+
+def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int, tolerance: float) -> int:
+    """Guess by the line first, by the parabola after two trials that did not fit, and halve the bracket after three.
+
+    A curve is used if its prediction lies inside the bracket. If the prediction lies slightly above the bracket, trials
+    cannot use all of the capacity, so the guess is the batch that would end the search if it fits.
+    """
+    low = fitting[-1].batch_size
+    nearly = math.ceil((1 - tolerance) * (too_large - 1))  # the search ends if this batch fits
+    if low >= (1 - tolerance) * (nearly - 1):
+        return nearly  # the search ends whether this batch fits or not
+    curves = {2: (edge_of_parabola, edge_of_line)}.get(misses, (edge_of_line, edge_of_parabola))
+    for edge in (_edge(curve, fitting) for curve in curves if misses <= 2):
+        if edge is not None and edge < nearly:
+            return max(edge, min(edge + 1, _just_closing(low, tolerance)))
+        if edge is not None and edge <= _NEAR_MISS * too_large:
+            return nearly
+    return _middle(low, too_large)
+
+
+def _misses_since_a_fit(probes: Sequence[Probe]) -> int:
+    since = 0
+    for probe in reversed(probes):
+        if probe.fits:
+            break
+        since += 1
+    return since
+
+
+def _middle(low: int, high: int) -> int:
+    """The geometric mean if the two are far apart, because the tolerance is relative; otherwise the arithmetic mean."""
+    return round(math.sqrt(low * high)) if high > 4 * low > 0 else (low + high) // 2
+
+
+def _edge(curve: Callable[[Sequence[Point], int], int | None], fitting: Sequence[Probe]) -> int | None:
+    """The largest batch within the capacity by this curve through the measured peaks; None if it is unknown."""
+    points = [(probe.batch_size, probe.peak_bytes) for probe in fitting if probe.peak_bytes is not None]
+    capacity = next((probe.capacity_bytes for probe in reversed(fitting) if probe.capacity_bytes is not None), None)
+    return None if capacity is None else curve(points, capacity)
+
+
+def fastest_of(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
+    """The smallest batch that is not measurably slower than the best, and the next larger one if it is as fast.
+
+    A batch size that does not exist is None.
+    """
+    timed = [probe for probe in _fitting(probes) if probe.samples_per_s]
+    if not timed:
+        return None, None
+    surely = max(_reach(probe)[0] for probe in timed)
+    place = next(index for index, probe in enumerate(timed) if _reach(probe)[1] >= surely)
+    larger = timed[place + 1] if place + 1 < len(timed) else None
+    is_as_fast = larger is not None and _reach(larger)[1] >= _reach(timed[place])[0]
+    return timed[place].batch_size, larger.batch_size if larger is not None and is_as_fast else None
+
+
+def _reach(probe: Probe) -> tuple[float, float]:
+    """The lowest and the highest throughput that the trial's step times allow, in samples per second."""
+    rate = probe.samples_per_s or 0.0
+    low, high = probe.slowest_per_s or rate, probe.fastest_per_s or rate
+    return min(low, (1 - _LEAST_NOISE) * rate), max(high, (1 + _LEAST_NOISE) * rate)
+
+
+def next_for_fastest(probes: Sequence[Probe]) -> int | None:
+    """A batch between the fastest so far and its smaller neighbour, or its larger one if that is much further away.
+
+    None if both neighbours are close.
+    """
+    fastest, _ = fastest_of(probes)
+    if fastest is None:
+        return None
+    sizes = [probe.batch_size for probe in _fitting(probes)]
+    place = sizes.index(fastest)
+    below, above = (sizes[max(0, place - 1)], fastest), (fastest, sizes[min(place + 1, len(sizes) - 1)])
+    low, high = above if above[1] / above[0] > 2 * below[1] / below[0] else below
+    return round(math.sqrt(low * high)) if high / low > _WORTHWHILE_GAP else None
+
 
 @dataclass(frozen=True, slots=True)
 class HostLimit:
-    """The limit of host memory for every trial of a fit.
+    """A configuration with a limit of host memory, and the source of the limit as text.
 
-    Attributes:
-        spec: The configuration with the limit.
-        reason: Where the limit comes from, as text; empty if the user gave it or there is none.
+    The text is empty if the user gave the limit or if there is none.
     """
 
     spec: TrialSpec
@@ -35,15 +345,17 @@ class HostLimit:
 
 
 def with_host_limit(folder: Path, spec: TrialSpec) -> HostLimit:
-    """On a CPU, the available memory of this host less a margin, unless the configuration has a limit.
+    """Give a configuration for the CPU a memory limit if it has none: the available memory of this host less a margin.
 
-    A resumed fit keeps its first limit, because its trials would otherwise not be comparable.
+    A resumed fit keeps the limit of its first run, because its trials would otherwise not be comparable.
     """
     if spec.limits.memory_bytes is not None or not _is_on_cpu(spec):
         return HostLimit(spec, "")
     earlier = _earlier_limit(folder, spec)
     if earlier is not None:
-        return HostLimit(_limited(spec, earlier), f"limit {byte_size(earlier)}, as when this fit began")
+        return HostLimit(
+            _limited(spec, earlier), f"limit {byte_size(earlier)}, the same as in the first run of this fit"
+        )
     available = available_bytes()
     if available is None:
         raise InputError("the available memory of this host is unknown; give a limit, such as --memory 8GiB")
@@ -61,7 +373,7 @@ def _limited(spec: TrialSpec, limit_bytes: int) -> TrialSpec:
 
 
 def _earlier_limit(folder: Path, spec: TrialSpec) -> int | None:
-    """The limit of a trial in this folder that differs from this one only in batch and limit."""
+    """The memory limit of an earlier trial in this folder that differs only in batch and limit; None without one."""
     for entry in read_trial_list(folder).trials.values():
         try:
             earlier = TrialSpec.from_json(entry.get("spec", {}))
@@ -85,17 +397,18 @@ def fit_batch(
     make_engine: Callable[[], Engine] = LocalEngine,
     on_probe: Callable[[Probe], Any] = lambda probe: None,
 ) -> Found:
-    """Search with real trials, which are ordinary trials of the folder: results of earlier runs are used again.
+    """Find the largest and the fastest batch with real trials. Results of earlier runs in the folder are used again.
 
     Args:
         folder: A folder like a sweep's; `flopwatch report` reads it.
         spec: The configuration; its batch size is not used.
-        observer: Follows the trials that run.
-        stop: Ends the search.
+        observer: Its methods are called when a trial starts and ends.
+        stop: Can end the search.
         max_batch: The largest batch to try.
-        preflight: Called once, before the first trial that must run; returns which trials cannot run.
+        preflight: Called once, before the first trial that must run. It returns a function that says why a trial cannot
+            run, or None.
         make_engine: Makes the engine that runs the trials.
-        on_probe: Called with each probe, including those of earlier runs.
+        on_probe: Called with the result of each batch size, including results of earlier runs.
     """
     stop = stop or Stop()
     refusals: list[Refusal] = []
@@ -118,7 +431,7 @@ def fit_batch(
 
 
 def _plan(folder: Path, spec: TrialSpec) -> Plan:
-    """Trials that failed for other reasons than memory run again, because the cause may have been removed."""
+    """A plan in which a trial that failed for another reason than memory runs again, as its cause may be gone."""
     plan = make_plan(folder, [spec])
     has_failed = any(result.outcome in FAILED for result in plan.kept.values())
     return make_plan(folder, [spec], only="failed") if has_failed else plan
@@ -141,7 +454,7 @@ def _refuse_too_little_memory(spec: TrialSpec) -> None:
 
 
 def probe_of(result: TrialResult) -> Probe:
-    """The values of a trial that the search needs."""
+    """The part of a trial's result that the search needs."""
     measured, size = result.measured, result.spec.batch_size
     times, rate = measured.steps, measured.samples_per_s
     is_oom = result.outcome in OUT_OF_MEMORY

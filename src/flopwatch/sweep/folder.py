@@ -1,13 +1,13 @@
-"""The sweep's folder: held by one runner, repaired at the start, and never overwritten.
+"""The sweep's folder: only one runner may use it at a time, and results in it are never overwritten.
 
-One runner at a time holds the folder, without a lock, which not every shared file system keeps. Each runner creates the
-next number in `runners/`, and the highest number holds the folder:
+Locks do not work on every shared file system, so none are used. Instead, each runner creates the next number in
+`runners/`, and the runner with the highest number owns the folder:
 
     runners/3.runner    host, process and command of runner 3
-    runners/3.beat      its LivenessFile
+    runners/3.beat      the heartbeat of runner 3, a LivenessFile
 
-A number is an exclusively created file, so of two runners that find the last one dead only one takes its place. Numbers
-are never reused: a runner that read the folder long ago cannot take a number that another one has had.
+Only one process can create a given number, so if two runners find the last runner dead, only one takes its place.
+Numbers are never reused, so a runner with an outdated view of the folder cannot take a number that was used before.
 """
 
 import contextlib
@@ -60,25 +60,22 @@ from flopwatch.sweep.claims import (
 from flopwatch.sweep.host.environment import fingerprint
 
 _FOLDERS = (TRIALS, LOGS, RUNS, RUNNERS)
-_POLL_SECONDS = 0.5  # between two looks at the heartbeat of another runner
-_WATCHER = LivenessWatcher()
-"""Heartbeats of all supervisors as this process has seen them: only a reader's own clock can measure silence."""
+_POLL_SECONDS = 0.5  # between two readings of another runner's heartbeat
+_WATCHER = LivenessWatcher()  # one for all supervisors, because it must remember when each heartbeat last changed
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A trial whose folder is ready: `trials/NAME/spec.json` is written.
-
-    An engine runs it as a process of its own: `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`.
+    """A trial of a sweep. An engine runs it by starting `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`.
 
     Attributes:
         sweep: The sweep's folder.
         name: The trial's name within the sweep.
-        key: Hash of its configuration and of what it runs on.
-        spec: Its configuration.
-        retries: How often it may be tried again when it is lost.
+        key: Hash of the configuration, the library versions and the devices.
+        spec: The configuration.
+        retries: How often the trial may be tried again if it is lost.
         earlier_attempts: Lost attempts, as in `TrialResult.earlier_attempts`.
-        avoid: Hosts an engine should not place it on, if it can choose.
+        avoid: Hosts on which an engine should not run the trial, if it can choose.
     """
 
     sweep: Path
@@ -96,12 +93,12 @@ def folder_of(trial: Trial) -> Path:
 
 @contextlib.contextmanager
 def held_folder(sweep: Path, report: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Create the folder if need be and keep every other runner out of it.
+    """Create the folder if it does not exist, and keep every other runner out of it.
 
     Args:
         sweep: The folder.
-        report: Called with a line of text when it takes time to find out whether the last runner is alive; None
-            writes it to stderr.
+        report: Called with a line of text if it takes time to find out whether the last runner is alive; None writes
+            that line to stderr.
 
     Raises:
         InputError: Another runner is alive, the folder is not a sweep's, or it cannot be written.
@@ -118,7 +115,7 @@ def _write_to_stderr(line: str) -> None:
 
 
 def _close_torn_line(file: Path) -> None:
-    """End a line that a full disk cut short, so that the next one does not become part of it."""
+    """Add the missing line break if a full disk cut the last line short, so that the next line is separate."""
     if file.exists() and file.stat().st_size:
         with file.open("ab+") as stream:
             stream.seek(-1, os.SEEK_END)
@@ -129,7 +126,7 @@ def _close_torn_line(file: Path) -> None:
 def _make_folders(sweep: Path) -> None:
     try:
         if sweep.is_dir() and any(sweep.iterdir()) and not is_sweep_folder(sweep):
-            raise InputError(f"{sweep} has files in it and is not the folder of a sweep; choose another with --output")
+            raise InputError(f"{sweep} is not empty and not a sweep's folder; choose another folder with --output")
         _move_wrong_types_aside(sweep)
         for name in _FOLDERS:
             (sweep / name).mkdir(parents=True, exist_ok=True)
@@ -142,7 +139,7 @@ def _make_folders(sweep: Path) -> None:
 
 
 def _move_wrong_types_aside(sweep: Path) -> None:
-    """Move to `earlier/` what is not a folder in a folder's place, and what is not a file in a file's place."""
+    """Move to `earlier/` whatever has the name of a sweep's folder but is none, or the name of a file but is none."""
     for name in (EARLIER, *_FOLDERS):
         if os.path.lexists(sweep / name) and not (sweep / name).is_dir():
             _move_aside(sweep, sweep / name)
@@ -160,7 +157,7 @@ def _move_aside(sweep: Path, file: Path) -> None:
 
 
 def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
-    """Write `sweep.json`. Trials that earlier runs listed in this folder stay listed."""
+    """Write `sweep.json`: these trials, and all trials that it lists already."""
     earlier = read_trial_list(sweep)
     if earlier.trouble or earlier.newer_format is not None:
         _move_aside(sweep, sweep / SWEEP)
@@ -176,7 +173,7 @@ def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
 
 
 def prepare(trial: Trial) -> None:
-    """Create the trial's folder with its `spec.json`, and move what an earlier attempt left aside.
+    """Create the trial's folder with its `spec.json`, and move the files of an earlier attempt to `earlier/`.
 
     Raises:
         InputError: An earlier attempt still runs.
@@ -186,13 +183,15 @@ def prepare(trial: Trial) -> None:
     for file, has_right_type in ((log, Path.is_file), (run, Path.is_dir)):
         if os.path.lexists(file) and not has_right_type(file):
             _move_aside(trial.sweep, file)
-    for place in (folder, log.parent):  # a trial may have deleted the folder of the logs
+    for place in (folder, log.parent):  # an earlier trial may have deleted the log folder
         place.mkdir(parents=True, exist_ok=True)
     job = TrialJob(
         trial.spec,
         trial.name,
         trial.key,
-        environment=fingerprint(trial.spec, is_here=False),  # an engine may run it on another host
+        environment=fingerprint(
+            trial.spec, is_here=False
+        ),  # without this host's devices, because an engine may choose another host
         cwd=os.getcwd(),
         attempt=os.urandom(16).hex(),
         retries=trial.retries,
@@ -206,8 +205,10 @@ def _clear_folder(trial: Trial) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if is_supervised(trial.sweep, trial.name):
-        raise InputError(f"{trial.name} still runs: {folder / STARTED} says where; nothing is run twice")
-    # An attempt that has not begun is withdrawn, so that a job still in a queue finds nothing to start.
+        raise InputError(
+            f"{trial.name} still runs, see {folder / STARTED}; wait until it ends, then run the sweep again"
+        )
+    # The job of an attempt that has not started may still be queued. `withdraw` keeps that job from starting it.
     if _is_only_prepared(folder) and withdraw(folder):
         _discard(trial.sweep, folder)
     elif os.path.lexists(folder):
@@ -216,20 +217,20 @@ def _clear_folder(trial: Trial) -> None:
 
 
 def _is_only_prepared(folder: Path) -> bool:
-    """True for a folder with nothing but a `spec.json` of this version, as `prepare` writes it."""
+    """Whether the folder holds nothing but a `spec.json` as `prepare` writes it."""
     is_bare = folder.is_dir() and [file.name for file in folder.iterdir()] == [SPEC]
     return is_bare and read_object(folder / SPEC).get("format") == FORMAT
 
 
 def _discard(sweep: Path, folder: Path) -> None:
-    """Delete a folder; renamed first, so that a reader finds all of it or nothing."""
+    """Rename the folder and delete it, so that no reader sees a half deleted folder."""
     (sweep / EARLIER).mkdir(exist_ok=True)
     gone = folder.rename(sweep / EARLIER / f".{folder.name}.{os.urandom(8).hex()}")
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def has_begun(sweep: Path, name: str) -> bool:
-    """Whether the trial's folder holds a started attempt, a result, or files that `prepare` did not write."""
+    """Whether the trial's folder holds an attempt that has started, a result, or a `spec.json` of another version."""
     folder = trial_folder(sweep, name)
     if not folder.is_dir():
         return os.path.lexists(folder)
@@ -239,7 +240,7 @@ def has_begun(sweep: Path, name: str) -> bool:
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
-    """Whether a supervisor of this trial may be alive. On another host its death shows only after some silence."""
+    """Whether a supervisor of this trial may be alive. One on another host counts as alive for `visible_seconds`."""
     folder = trial_folder(sweep, name)
     return _WATCHER.is_alive(folder / STARTED, folder / SUPERVISOR_HEARTBEAT)
 
@@ -250,7 +251,7 @@ def silent_seconds(sweep: Path, name: str) -> float:
 
 
 def own_result(sweep: Path, name: str) -> TrialResult | None:
-    """The result of the attempt that was prepared last; None while it is not visible, or of an earlier attempt."""
+    """The result of the attempt that was prepared last; None if there is none, or only that of an earlier attempt."""
     result = read_result(result_file(sweep, name))
     attempt = attempt_of(sweep, name)
     is_earlier = result is not None and result.attempt and attempt and result.attempt != attempt
@@ -263,7 +264,7 @@ def attempt_of(sweep: Path, name: str) -> str:
 
 
 def restore_lists(sweep: Path, trials: Sequence[Trial], kept: Iterable[TrialResult], engine: str) -> None:
-    """Write the sweep's lists again from the runner's memory, after a trial deleted the folder."""
+    """Write `sweep.json` and `results.jsonl` again, after a trial has deleted the sweep's folder."""
     _make_folders(sweep)
     write_trial_list(sweep, trials, engine)
     for result in kept:
@@ -271,7 +272,6 @@ def restore_lists(sweep: Path, trials: Sequence[Trial], kept: Iterable[TrialResu
 
 
 def record(sweep: Path, result: TrialResult) -> None:
-    """Append to `results.jsonl`."""
     append_line(sweep / RESULTS, result.to_json())
 
 
@@ -306,14 +306,14 @@ def _take_number(folder: Path, sweep: Path, report: Callable[[str], None]) -> in
         facts = {**own_identity(), "unix_time": time.time(), "command": sys.argv[:20]}
         if create_exclusively(_runner_file(folder, number + 1), facts):
             return number + 1
-        number += 1  # another runner was quicker, or its file was not visible yet
+        number += 1  # another runner has this number; its file may only now have become visible
 
 
 def _wait_for_end(folder: Path, number: int, sweep: Path, report: Callable[[str], None]) -> None:
-    """Return once the runner of this number is gone. One on another host is watched for changes of its file.
+    """Return when it is certain that the runner of this number has ended. On another host its heartbeat shows that.
 
     Raises:
-        InputError: It is alive.
+        InputError: That runner is alive.
     """
     watcher, began, is_reported = LivenessWatcher(), time.monotonic(), False
     while True:
@@ -330,8 +330,8 @@ def _wait_for_end(folder: Path, number: int, sweep: Path, report: Callable[[str]
             return
         if not is_reported:
             report(
-                f"{_process_text(holder)} held {sweep} last; watching for {visible_seconds():.0f} s whether it is "
-                "still alive"
+                f"the last runner of {sweep} was {_process_text(holder)}; waiting {visible_seconds():.0f} s to see "
+                "whether it is still alive"
             )
             is_reported = True
         time.sleep(_POLL_SECONDS)
@@ -339,7 +339,7 @@ def _wait_for_end(folder: Path, number: int, sweep: Path, report: Callable[[str]
 
 def _process_text(holder: Any) -> str:
     if not isinstance(holder, dict):
-        return "a runner that has just begun"
+        return "a runner that has just started"
     return f"pid {holder.get('pid')} on {holder.get('host')}"
 
 
@@ -347,9 +347,9 @@ def _beat_until(ended: threading.Event, folder: Path, number: int, liveness: Liv
     while not ended.wait(BEAT_SECONDS):
         successor = _highest_number(folder)
         if successor > number and not ended.is_set():
-            # Exit without any clean-up: two runners must not both write, place and cancel trials.
+            # Exit without any clean-up, because two runners must not start and cancel trials at the same time.
             who = _process_text(read_json(_runner_file(folder, successor)))
-            _write_to_stderr(f"{who} took over this sweep while this runner was silent; this runner exits")
+            _write_to_stderr(f"{who} took over this sweep, because this runner's heartbeat had stopped; exiting")
             os._exit(1)
         liveness.beat()
 

@@ -1,6 +1,7 @@
-"""Which trainer can train which model, tried on tiny copies before the first trial. Never loads torch.
+"""The preflight of a sweep: finds out which trainer can train which model, before the first trial.
 
-A separate process (`worker/preflight_main.py`) tries the pairs; this module starts it, and again after a crash.
+A separate process (`worker/preflight_main.py`) tries each pair on a tiny copy of the model. This module starts it, and
+starts it again after a crash. It never loads torch.
 """
 
 import contextlib
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple
 
 from flopwatch.errors import InputError
 from flopwatch.records.reading import BrokenRecordError, read_lines, read_record
-from flopwatch.records.trainer_names import COMMAND
-from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import PREFLIGHT, append_line, log_file, write_json
+from flopwatch.records.trial import COMMAND, TrialSpec
+from flopwatch.records.trial_files import PREFLIGHT, log_file, write_json
+from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.host.processes import descendants, dies_with
 from flopwatch.sweep.spec.parsing import needs_one_process
 
@@ -28,7 +29,7 @@ _MOST_MISTAKES = 5
 
 
 class Pair(NamedTuple):
-    """The settings that decide whether a trial can run at all, whatever its size."""
+    """The settings of a trial that decide whether it can run at all, whatever its batch size and length."""
 
     trainer: str
     model: str
@@ -41,24 +42,18 @@ class PreflightResult:
     """The result of the preflight for one pair of trainer and model.
 
     Attributes:
-        trainer: As in the trial's spec, like the next three.
-        model: ...
-        checkpointing: ...
-        dtype: ...
         supported: False only if it is certain that the trainer cannot train the model.
-        reason: Why it cannot, and what to do; or why it was not tried; otherwise empty.
-        tried: Whether a step of a tiny copy ran, or an obstacle was found. Without it, `supported` means nothing.
-        parameters: Parameters of the full model.
-        layers: For a DP trainer: for each path by which Opacus handles layers (`ghost`, `hook`, `functorch`) their
-            classes and their share of the full model's trainable parameters.
+        reason: Why the trainer cannot train the model, and what to do; or why the pair was not tried; otherwise empty.
+        tried: False if nothing could be tried, so that `supported` is only a guess.
+        layers: For a DP trainer: for each method by which Opacus handles layers (`ghost`, `hook`, `functorch`), the
+            classes of these layers and their share of the full model's trainable parameters.
         model_flops: Model FLOPs of one standard training step of the full model at `batch_size` x `seq_len`.
         batch_size: The smallest batch size of the sweep.
         seq_len: The smallest length of the sweep.
-        difference: Relative difference of a DP trainer's clipped gradients from a loop over the samples, on the tiny
-            copy.
-        seconds: Duration of the preflight of this pair.
-        is_mistake: The configuration itself cannot be used (a misspelt name, a missing package), so that nothing is
-            known about trainer and model.
+        difference: Relative difference between a DP trainer's clipped gradients and those of a loop over the samples,
+            on the tiny copy.
+        is_mistake: Whether the configuration itself is wrong (a misspelt name, a missing package), so that it is
+            unknown whether the trainer can train the model.
     """
 
     trainer: str
@@ -83,7 +78,7 @@ class PreflightResult:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each path: `{"ghost": 0.99, "functorch": 0.01}`."""
+        """The share of trainable parameters by Opacus's method, such as `{"ghost": 0.99, "functorch": 0.01}`."""
         return {path: sum(by_class.values()) for path, by_class in self.layers.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -95,7 +90,7 @@ def pair_of(spec: TrialSpec) -> Pair:
 
 
 def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) -> Callable[[TrialSpec], str | None]:
-    """A function that returns why a trial cannot run, or None. It refuses only options that the preflight has tried."""
+    """A function that returns why a trial cannot run, or None if it can or if its options were not tried."""
     tried = _requests(specs)
 
     def why_not(spec: TrialSpec) -> str | None:
@@ -108,25 +103,38 @@ def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) 
     return why_not
 
 
+def preflight_trials(
+    sweep: Path, trials: Sequence[Trial], show: Callable[[Mapping[Pair, PreflightResult]], object]
+) -> Callable[[Trial], str | None]:
+    """Run the preflight of these trials; return a function that returns why a trial cannot run, or None if it can.
+
+    Args:
+        sweep: The sweep's folder.
+        trials: The trials that will run.
+        show: Called with the results of the preflight.
+
+    Raises:
+        InputError: A configuration is unusable, such as one with a misspelt name.
+    """
+    specs = [trial.spec for trial in trials if trial.spec.trainer != COMMAND]
+    found = run_preflight(sweep, specs) if specs else {}
+    show(found)
+    refuse_mistakes(found)
+    why_not = refusals(found, specs)
+    return lambda trial: why_not(trial.spec)
+
+
 def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
-    """Raise InputError if a configuration is unusable: a sweep that only left it out would look like a success."""
+    """Raise InputError if a configuration is unusable, because a sweep without its trials would look complete."""
     mistakes = [
         f"{result.trainer} on {result.model}: {result.reason}" for result in found.values() if result.is_mistake
     ]
     if mistakes:
         more = f"; and {len(mistakes) - _MOST_MISTAKES} more" if len(mistakes) > _MOST_MISTAKES else ""
         raise InputError(
-            f"nothing was run: {'; '.join(mistakes[:_MOST_MISTAKES])}{more}. Correct it, leave it out with --exclude, "
-            "or run the others with --no-preflight"
+            f"no trial was run: {'; '.join(mistakes[:_MOST_MISTAKES])}{more}. Correct the setting, leave it out with "
+            "--exclude, or use --no-preflight to run the other trials"
         )
-
-
-def _result(content: Any) -> PreflightResult | None:
-    """None if the record is damaged, because its pair is then unknown."""
-    try:
-        return read_record(PreflightResult, content)
-    except BrokenRecordError:
-        return None
 
 
 def run_preflight(
@@ -134,13 +142,13 @@ def run_preflight(
 ) -> dict[Pair, PreflightResult]:
     """Try every pair of trainer and model of these trials, write `preflight.json`, and return the results.
 
-    A pair that crashes or takes too long is unknown, and its trials may run. Commands are not tried. The log is
-    `logs/preflight.log`.
+    The trials of a pair that crashes or takes too long may run, because it is unknown whether they can. Trials that are
+    shell commands are not tried. The log is `logs/preflight.log`.
 
     Args:
         sweep: The sweep's folder.
-        specs: Its trials.
-        timeout_seconds: For all pairs together.
+        specs: The configurations of the trials.
+        timeout_seconds: Limit for all pairs together.
     """
     requests = _requests(specs)
     log_file(sweep, "preflight").parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +168,7 @@ def run_preflight(
 
 
 def _requests(specs: Sequence[TrialSpec]) -> dict[Pair, dict[str, Any]]:
-    """One request for each pair, with the smallest sizes of its trials."""
+    """One request for each pair, with the smallest batch size and length of its trials."""
     requests: dict[Pair, dict[str, Any]] = {}
     for spec in specs:
         if spec.trainer == COMMAND:
@@ -174,7 +182,7 @@ def _requests(specs: Sequence[TrialSpec]) -> dict[Pair, dict[str, Any]]:
 
 def _run_worker(sweep: Path, deadline: float) -> str:
     """Run the worker until it ends or the deadline passes; return how it ended, as text."""
-    # A tiny copy needs no accelerator, and a context there would take memory from a running trial.
+    # A tiny copy needs no GPU, and a CUDA context would take memory from a running trial.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     environment = {**os.environ, **hidden, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "flopwatch.sweep.worker.preflight_main", str(sweep.resolve())]
@@ -191,10 +199,11 @@ def _run_worker(sweep: Path, deadline: float) -> str:
         try:
             code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            return "it took too long"
+            return "because it took too long"
         finally:
             _kill_tree(process)
-    return f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process exited with {code}"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    return f"because its process {how}"
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
@@ -208,23 +217,16 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def _progress(sweep: Path, ending: str) -> dict[Pair, PreflightResult]:
-    """The worker's results. A pair that was begun and has none is the one that ended the worker."""
+    """The results in the worker's progress file. The pair that has begun and has no result ended the worker."""
     found: dict[Pair, PreflightResult] = {}
     for line in read_lines(sweep / PROGRESS):
         if "begun" in line:
             found[_pair(line["begun"])] = _not_known(line["begun"], ending)
         else:
-            result = _result(line.get("found"))
-            found |= {result.pair: result} if result is not None else {}
+            with contextlib.suppress(BrokenRecordError):
+                result = read_record(PreflightResult, line.get("found"))
+                found[result.pair] = result
     return found
-
-
-def note_begun(sweep: Path, request: Mapping[str, Any]) -> None:
-    append_line(sweep / PROGRESS, {"begun": dict(request)})
-
-
-def note_found(sweep: Path, result: PreflightResult) -> None:
-    append_line(sweep / PROGRESS, {"found": result.to_json()})
 
 
 def _pair(request: Mapping[str, Any]) -> Pair:
@@ -232,5 +234,5 @@ def _pair(request: Mapping[str, Any]) -> Pair:
 
 
 def _not_known(request: Mapping[str, Any], ending: str) -> PreflightResult:
-    reason = f"not known: the preflight did not finish, {ending}; see logs/preflight.log"
+    reason = f"not known: the preflight did not finish, {ending}; see logs/preflight.log in the sweep's folder"
     return PreflightResult(*_pair(request), supported=True, reason=reason, tried=False)

@@ -89,7 +89,7 @@ def supervised(sweep, name):
 @pytest.fixture(params=["cgroup", "rlimit"])
 def kind(request, monkeypatch):
     if request.param == "rlimit":
-        monkeypatch.setattr("flopwatch.sweep.host.memory._places", list)
+        monkeypatch.setattr("flopwatch.sweep.host.memory.group_places", list)
     else:
         probe = limit_memory(2**28, "probe")
         probe.close()

@@ -6,7 +6,7 @@ import pytest
 
 from flopwatch.errors import InputError
 from flopwatch.records.trial import StepCost, TrialSpec, content_key
-from flopwatch.report.analysis.cells import column_names, group_key
+from flopwatch.report.cells import column_names, group_key
 from flopwatch.sweep.preflight import refusals
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.names import trial_names
@@ -39,7 +39,7 @@ def test_a_single_process_has_no_layout_and_is_one_trial_of_all_layouts():
 
 
 def test_a_batch_that_its_processes_cannot_share_is_refused_before_anything_runs():
-    with pytest.raises(InputError, match=r"8 samples cannot be shared by 6 processes \(2 x 3\)"):
+    with pytest.raises(InputError, match=r"6 processes \(2 x 3\) cannot share a batch of 8 samples"):
         trials(nodes=2, processes=3)
     kept = trials(batch_sizes=[8, 9], processes=[1, 2], exclude=["batch_size=9 processes=2"])
     assert [(spec.batch_size, spec.processes) for spec in kept] == [(8, 1), (9, 1), (8, 2)]
@@ -66,7 +66,7 @@ def test_gpus_cannot_be_asked_for_twice():
 
 def test_a_private_trainer_is_refused_several_processes_before_a_slot_is_used():
     (spec,) = trials(trainers="ghost", processes=2)
-    assert "runs in one process" in refusals({}, [spec])(spec)
+    assert "can run in one process only" in refusals({}, [spec])(spec)
     (spec,) = trials(trainers="ghost")
     assert refusals({}, [spec])(spec) is None
 

@@ -149,7 +149,7 @@ def test_a_memory_limit_is_a_host_out_of_memory(sweep, monkeypatch, kind):
         if probe.kind != "cgroup":
             pytest.skip("no cgroup may be made here")
     else:
-        monkeypatch.setattr("flopwatch.sweep.host.memory._places", list)
+        monkeypatch.setattr("flopwatch.sweep.host.memory.group_places", list)
     name = ready(sweep, f"exec {sys.executable} -c 'held = bytearray(1 << 29)'", limits=Limits(60.0, None, 2**28))
     result = supervise_in_a_fork(sweep, name)
     assert result.outcome == "oom_host"

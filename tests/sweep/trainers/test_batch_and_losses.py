@@ -8,7 +8,7 @@ from flopwatch import count_flops
 from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.models.load import load_model
 from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.losses import find_per_sample_losses, label_losses, next_token_losses, own_loss
+from flopwatch.sweep.trainers.builtin import find_per_sample_losses, label_losses, next_token_losses, own_loss
 from support.tiny_transformers import build
 
 TEXT = ["llama", "qwen3", "gpt2", "bert"]
@@ -128,5 +128,5 @@ def test_a_model_without_a_loss_is_told():
 
     model = NoLoss()
     batch = trial_batch(model, 2, 4, 0, "cpu")
-    with pytest.raises(UnsupportedError, match="NoLoss returned dict without a loss for a batch of input_ids"):
+    with pytest.raises(UnsupportedError, match=r"NoLoss returned no loss \(dict\) for a batch of input_ids"):
         own_loss(model, model(**batch), batch)

@@ -13,7 +13,7 @@ from flopwatch.errors import InputError, UnsupportedError
 from flopwatch.models.load import dummy_batch, load_model
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.losses import own_loss
+from flopwatch.sweep.trainers.builtin import own_loss
 from flopwatch.sweep.trainers.parity import parity
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 from flopwatch.sweep.trainers.unsupported import layer_paths
@@ -162,10 +162,10 @@ def test_a_mapping_is_taken_as_it_is(own):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("too_few", "should return 4 samples and returned input with 3"),
-        ("nothing", "returned NoneType"),
+        ("too_few", "should return 4 samples, but returned input with 3"),
+        ("nothing", "returned a NoneType"),
         ("missing", "cannot load the batch"),
-        ("number", "is a int, not a function"),
+        ("number", "is a int; name a function instead"),
     ],
 )
 def test_what_is_no_batch_is_refused_with_what_it_was(function, message, own):
@@ -176,7 +176,7 @@ def test_what_is_no_batch_is_refused_with_what_it_was(function, message, own):
 def test_labels_that_do_not_fit_the_logits_are_told(own):
     model = nn.Linear(2, 2)
     batch = {"input": torch.zeros(4, 2), "labels": torch.zeros(4, 3, dtype=torch.long)}
-    with pytest.raises(UnsupportedError, match=r"Tensor \(4, 2\) without a loss"):
+    with pytest.raises(UnsupportedError, match=r"returned no loss \(Tensor \(4, 2\)\)"):
         own_loss(model, model(batch["input"]), batch)
 
 

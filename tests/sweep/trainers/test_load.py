@@ -59,8 +59,8 @@ def test_a_users_trainer_lies_in_the_working_directory(users_folder):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my_trainers:Lacking", "has no method backward, update; a trainer has forward"),
-        ("my_trainers:not_a_class", "is a int, not a class"),
+        ("my_trainers:Lacking", "has no method backward, update; a trainer needs"),
+        ("my_trainers:not_a_class", "is a int; name a class instead"),
         ("my_trainers:Missing", "cannot load the trainer 'my_trainers:Missing'"),
         ("nowhere.to_be:Found", "No module named 'nowhere'"),
     ],

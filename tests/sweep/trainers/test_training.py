@@ -97,8 +97,8 @@ def test_tied_weights_go_with_all_but_ghost_clipping():
     ("options", "message"),
     [
         ({"max_grad_nrom": 1.0}, "no option 'max_grad_nrom'; they have lr, max_grad_norm, noise_multiplier"),
-        ({"lr": "fast"}, "lr is a number of at least 0, got 'fast'"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm is above 0"),
+        ({"lr": "fast"}, "lr must be a number of at least 0, got 'fast'"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options, message):

@@ -146,7 +146,9 @@ def test_a_trainer_that_cannot_keep_gradients_is_told_so():
 
     parts = micro_batches({"x": torch.zeros(4, 2)}, 2)
     assert len(step_parts(Mine(nn.Linear(1, 1), None), parts[:1])) == 3
-    with pytest.raises(UnsupportedError, match=r"Mine has no method accumulate\(\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"Mine cannot use micro-batches, because it has no method accumulate\(\)"
+    ):
         step_parts(Mine(nn.Linear(1, 1), None), parts)
 
 

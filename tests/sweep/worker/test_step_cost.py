@@ -164,7 +164,7 @@ def test_compiled_code_is_not_counted_rather_than_counted_wrongly():
 
         assert cost.hardware_flops is None
         assert cost.model_flops == FORWARD + BACKWARD
-        assert cost.notes == ("what the trainer executes is not known: compiled code hides its ops",)
+        assert cost.notes == ("the hardware FLOPs are unknown, because the trainer's compiled code hides its ops",)
 
 
 def test_a_trainer_that_fails_while_it_is_counted_keeps_the_model_flops():
@@ -176,7 +176,7 @@ def test_a_trainer_that_fails_while_it_is_counted_keeps_the_model_flops():
     cost = count_step(Failing(Perceptron(), None), Perceptron(), batch)
 
     assert (cost.model_flops, cost.hardware_flops) == (FORWARD + BACKWARD, None)
-    assert cost.notes == ("what the trainer executes could not be counted: out of luck",)
+    assert cost.notes == ("the hardware FLOPs could not be counted: out of luck",)
 
 
 class UnprintableError(Exception):

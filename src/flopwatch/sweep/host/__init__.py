@@ -1,1 +1,1 @@
-"""The machine we run on: processes, memory, and what a trial runs on. Standard library only."""
+"""The machine that runs a trial: its processes, memory, devices and library versions. Standard library only."""

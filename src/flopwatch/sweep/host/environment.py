@@ -1,9 +1,9 @@
-"""What a trial runs on, found without loading torch: versions, devices, sources, and the memory this host has left.
+"""Library versions, devices, the user's source files and the available memory of this host, found without torch.
 
-Versions, devices and sources are part of a trial's identity, so that an upgrade measures again.
+Versions, devices and sources are part of a trial's content key, so that a trial runs again after an upgrade.
 
-Supervisors import it to record where a trial ran, so slow modules are imported in the functions that need them:
-hashlib, platform and importlib.metadata together take 30 ms.
+Supervisors import this module. Importing hashlib, platform and importlib.metadata takes 30 ms, so they are imported in
+the functions that need them.
 """
 
 import contextlib
@@ -29,24 +29,24 @@ _GROUP_FILES = (
 )
 
 _MARGIN = 0.10  # share of the available memory left to other processes
-_LEAST_MARGIN_BYTES = 512 << 20  # and no less than this
+_LEAST_MARGIN_BYTES = 512 << 20  # the margin is at least this large
 
 OF_THIS_HOST = ("cpu", "gpus", "driver")
-"""Keys of the facts that differ between the host that submits a trial and the one that runs it."""
+"""Keys of the facts that may differ between the host that submits a trial and the host that runs it."""
 
 _PACKAGES = ("torch", "opacus", "transformers")
 _SOURCES_LAST_SECONDS = 5.0
-"""Sources are read again after this time: a user may edit their trainer while the sweep runs."""
+"""Sources are read again after this time, because a user may edit a trainer while the sweep runs."""
 _LARGEST_SOURCE = 16 << 20
-"""A command may name gigabytes of data. Of a larger file, size and time stand for the content."""
+"""The digest of a larger file uses its size and modification time, because a command may name gigabytes of data."""
 
 _NO_SOURCES = ("/proc/", "/sys/")
-"""Files of the kernel claim to be regular, but change by themselves and may block for ever."""
+"""Files of the kernel look like regular files, but reading them may block, and their content changes."""
 
 
 @cache
 def host_facts() -> dict[str, Any]:
-    """`cpu`, and `gpus` and `driver` on a host with NVIDIA GPUs."""
+    """The CPU's name as `cpu`; on a host with NVIDIA GPUs also `gpus` and `driver`."""
     found: dict[str, Any] = {"cpu": _cpu()}
     gpus = [_line(file, "Model") for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     if gpus:
@@ -89,11 +89,11 @@ def machine() -> dict[str, Any]:
 
 
 def fingerprint(spec: TrialSpec, *, is_here: bool = True) -> dict[str, Any]:
-    """Versions, devices, and digests of the user's code: trainer, model, batch, config file, a command's files.
+    """Versions, devices, and digests of the user's files: trainer, model, batch function, config, files of a command.
 
     Args:
-        spec: The trial.
-        is_here: False when the trial may run on another host; then this host's devices are left out.
+        spec: The trial's configuration.
+        is_here: False if the trial may run on another host, so that this host's devices are left out.
     """
     names = (spec.trainer, spec.model, *filter(None, [spec.batch])) if spec.command is None else _words(spec.command)
     moment = int(monotonic_seconds() / _SOURCES_LAST_SECONDS)
@@ -111,7 +111,7 @@ def _words(command: str) -> tuple[str, ...]:
 
 @cache
 def git_state(folder: str) -> str | None:
-    """Commit of the working directory, with `+` when files were changed since; None outside of a repository."""
+    """The git commit of the folder, with `+` if files were changed since; None outside of a repository."""
     try:
         done = subprocess.run(
             ["git", "-C", folder, "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=12"],
@@ -127,7 +127,7 @@ def git_state(folder: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _source_digest(name: str, moment: int) -> str | None:
-    """Digest of the source behind `module:Class`, or of a file; None for installed packages and other words."""
+    """The digest of a file, or of the source files of `module:Class`; None for installed packages and other words."""
     import hashlib
 
     module, colon, _ = name.partition(":")
@@ -140,7 +140,7 @@ def _source_digest(name: str, moment: int) -> str | None:
 
 
 def _content(file: Path) -> bytes:
-    """Content of a regular file. Devices, FIFOs and sockets are not opened, because that may block."""
+    """The content of a regular file. Devices, FIFOs and sockets are not opened, because opening them may block."""
     if os.path.realpath(file).startswith(_NO_SOURCES) or not stat.S_ISREG(file.stat().st_mode):
         return b""
     with opened_regular(file) as stream:
@@ -151,7 +151,7 @@ def _content(file: Path) -> bytes:
 
 
 def _sources(module: str) -> list[Path]:
-    """Source files in the working directory, its `src`, or PYTHONPATH, where a user's own code is."""
+    """The module's source files, if it is in the working directory, its folder `src`, or a folder of PYTHONPATH."""
     for root in ("", "src", *os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         place = Path(root) / module.replace(".", "/")
         if place.with_suffix(".py").is_file():
@@ -162,12 +162,12 @@ def _sources(module: str) -> list[Path]:
 
 
 def available_bytes() -> int | None:
-    """Memory that new processes can get, on the machine and in our cgroups (a container, a Slurm step)."""
+    """Memory that new processes can get, limited by the machine and by this process's cgroups; None if unknown."""
     return least_available(_MEMINFO, own_groups())
 
 
 def least_available(meminfo: Path, groups: Sequence[Path]) -> int | None:
-    """The smallest of what the machine and each cgroup, with its parents, have left; None when unknown."""
+    """The least memory that is left in the machine and in each cgroup and its parents; None if all are unknown."""
     folders = {folder for group in groups for folder in (group, *group.parents)}
     found = [_of_machine(meminfo), *(_of_group(folder, *files) for folder in folders for files in _GROUP_FILES)]
     return min((size for size in found if size is not None), default=None)
@@ -183,15 +183,12 @@ def safe_limit_bytes(available: int) -> int:
 
 
 def _of_machine(meminfo: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+    words = _line(meminfo, "MemAvailable").split()  # such as `1024 kB`
+    return int(words[0]) * 1024 if words and words[0].isdecimal() else None
 
 
 def _of_group(folder: Path, limit: str, used: str, droppable: str) -> int | None:
-    """None without a limit ("max"). Inactive page cache counts as free: the kernel drops it on demand."""
+    """Memory left in a cgroup, including inactive page cache, which the kernel can drop; None without a limit."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         taken = int((folder / used).read_text()) - int(statistics[droppable])

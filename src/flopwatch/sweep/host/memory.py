@@ -1,17 +1,16 @@
-"""Host memory of a trial's processes: sampled, with its peak, and limited. Standard library only.
+"""Measures and limits the host memory of a trial's process tree. Standard library only.
 
-**Sampled.** The figure is the proportional set size (PSS) of all processes below this one as if the trial were alone on
-its machine. A page that several processes of the trial share counts once. A page of a file, such as libtorch's code,
-counts in full even when processes outside of the trial map it too: with plain PSS a trial would seem to shrink when
-another one starts beside it. So the figure of a single process is its resident memory, whose peak the kernel keeps
-(VmHWM). Reading smaps_rollup costs about 10 ms for each GiB a process maps, so it is read seldom and only for several
-processes; in between we follow the resident sizes, which cost 30 us to read.
+**Measuring.** The result is the proportional set size (PSS) that the tree would have if the trial were alone on its
+machine. A page that several processes of the trial share counts once. A page of a file, such as libtorch's code, counts
+in full even if processes outside of the trial map it too, because otherwise the memory of a trial would shrink when
+another trial starts. The memory of a single process is therefore its resident memory, whose peak the kernel records
+(VmHWM). For several processes, /proc/PID/smaps_rollup has the PSS. Reading it takes about 10 ms for each GiB of mapped
+memory, so it is read seldom. In between, the resident sizes are read, which takes 30 us.
 
-**Limited.** The supervisor enforces a limit itself: it samples the tree and kills it above the limit. A hard limit is
-for a tree that grows faster than that. In a cgroup, where we may create one, the kernel kills and counts its kills, so
-the cause of the end is certain. Else a resource limit makes allocations far beyond the limit fail in each process:
-RLIMIT_DATA counts private writable memory whether it is used or not (stacks of threads, reserves of allocators), so it
-is set well above the limit.
+**Limiting.** The supervisor samples the tree and kills it if it is above the limit. For a tree that grows too fast for
+that, there is also a hard limit. If a cgroup can be created, the kernel kills the tree and counts its kills, so the
+cause is certain. Otherwise RLIMIT_DATA makes large allocations fail in each process. It is set well above the limit,
+because it also counts memory that is reserved but not used, such as thread stacks.
 """
 
 import contextlib
@@ -29,29 +28,33 @@ from flopwatch.sweep.host.processes import descendants
 _SEARCH_SECONDS = 1.0
 _SEARCH_LIMITED_SECONDS = 0.2
 _SEARCH_SHARE = 100
-"""Seconds between two searches for new processes: fewer with a limit; at least 100 times what a search takes."""
+"""Seconds between two searches for new processes, fewer if there is a limit, and at least 100 times the CPU time of one
+search.
+"""
 
 _ROLLUP_SECONDS = 1.0
 _ROLLUP_URGENT_SECONDS = 0.2
 _ROLLUP_SHARE = 100
 _ROLLUP_URGENT_SHARE = 10
-"""Seconds between two readings of smaps_rollup: at least so many times what one takes; fewer near a limit."""
+"""A reading of smaps_rollup follows the last one after this many seconds, and not before this many times its CPU time.
+The urgent values apply if the limit seems exceeded or large processes are new.
+"""
 
 _WORTH_A_ROLLUP = 0.05
-"""New processes larger than this share of the known memory make the next reading urgent."""
+"""The next reading of smaps_rollup is urgent if new processes have more than this share of the known memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """One process, from /proc/PID/status; bytes.
+    """The resident memory of one process in bytes, from /proc/PID/status.
 
     Attributes:
-        now: Resident now.
-        peak: Largest resident size since its start, or since the mark was reset.
+        now: The present resident size.
+        peak: The largest resident size since the process started, or since the peak was reset.
         anonymous: The part of `now` that belongs to no file and no shared memory.
         file: The part of `now` that is pages of mapped files.
-        parent: Pid of its parent.
-        figures: All memory lines of the file, to compare two processes.
+        parent: Pid of the parent process.
+        figures: All lines of /proc/PID/status about memory, to compare two processes.
     """
 
     now: int
@@ -64,12 +67,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class HostPeak:
-    """Peak host memory.
-
-    Attributes:
-        bytes: None when it could not be read.
-        method: How it was found.
-    """
+    """Peak host memory in bytes, and how it was measured; None if it could not be read."""
 
     bytes: int | None = None
     method: HostMethod | None = None
@@ -79,7 +77,7 @@ class HostPeak:
 
 
 def largest_peak(*peaks: HostPeak) -> HostPeak:
-    """The largest of several nodes' peaks.
+    """The largest of the peaks of several nodes.
 
     >>> largest_peak(HostPeak(5, "samples"), HostPeak(), HostPeak(7, "rss")).bytes
     7
@@ -88,15 +86,15 @@ def largest_peak(*peaks: HostPeak) -> HostPeak:
 
 
 class TreeMemory:
-    """Samples the memory of all processes below this one; takes about a hundredth of a core.
+    """Samples the memory of all descendants of this process, with about 1 % of a core.
 
     Args:
-        limit_bytes: Limit of the tree; None is no limit.
+        limit_bytes: Memory limit of all descendants together; None is no limit.
 
     Attributes:
-        peak: Largest sample so far, with what single processes held between two samples.
-        lower_bound_bytes: What the tree certainly held at some moment, without pages of files. For deciding whether a
-            limit was reached, where `peak` may be too high.
+        peak: The largest sample so far, with the peaks of single processes between two samples.
+        lower_bound_bytes: Memory that the tree certainly had at some moment, without pages of files. It decides whether
+            a limit was reached, because `peak` may be too high.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -117,16 +115,16 @@ class TreeMemory:
         if not found:
             return
         self._count(found)
-        # What a process held above its present size since the last sample, while the others were as large as now.
+        # How far the peak of each process since the last sample is above its present size.
         spikes = [one.peak - one.now for pid, one in found.items() if one.peak > self._earlier_peak(pid)]
         self._seen = found
         self.peak = self.peak.at_least(self._now_bytes + max([0, *spikes]), self._method)
         self.lower_bound_bytes = max([self.lower_bound_bytes, *(one.peak - one.file for one in found.values())])
 
     def over_limit_bytes(self) -> int | None:
-        """What the tree holds, if that is above its limit; None if not, or while the last sample is an estimate.
+        """The memory of the tree if it is above the limit; None if it is not, or if the last sample is an estimate.
 
-        Pages of mapped data files do not count: the kernel drops them when memory is needed.
+        Pages of mapped data files do not count, because the kernel can drop them.
         """
         if self._limit_bytes is None or self._now_bytes <= self._limit_bytes or not self._is_measured:
             return None
@@ -134,7 +132,7 @@ class TreeMemory:
         return held if held > self._limit_bytes else None
 
     def note_ended(self, largest_bytes: int) -> None:
-        """Take into account the peak of the largest process that has ended, from getrusage."""
+        """Include the peak of the largest process that has ended, as getrusage returns it."""
         self.peak = self.peak.at_least(largest_bytes, "high_water")
         self.lower_bound_bytes = max(
             self.lower_bound_bytes, largest_bytes - max((one.file for one in self._seen.values()), default=0)
@@ -152,7 +150,7 @@ class TreeMemory:
         return self._seen[pid].peak if pid in self._seen else 0
 
     def _count(self, found: Mapping[int, Resident]) -> None:
-        """A single process shares no pages. What several share is known from the last rollup."""
+        """Set the present memory of the tree: the resident size of a single process, or an estimate for several."""
         if len(found) == 1:
             self._now_bytes = next(iter(found.values())).now
             self._method, self._is_measured = "high_water", True
@@ -168,8 +166,8 @@ class TreeMemory:
         began = time.process_time()
         rollup = read_rollup(found)
         if rollup is not None and rollup.total > (self.peak.bytes or 0):
-            # Processes are read one after the other. When one ends in between, its shared pages are added to those
-            # read later and count twice. A second reading is very unlikely to hit such a moment again.
+            # The processes are read one after the other. If one ends in between, its shared pages count again in those
+            # that are read later. A second reading is very unlikely to have the same error.
             again = read_rollup(found)
             rollup = again if again is not None and again.total < rollup.total else rollup
         took, now = time.process_time() - began, time.monotonic()
@@ -179,10 +177,10 @@ class TreeMemory:
         return rollup
 
     def _estimated(self, found: Mapping[int, Resident]) -> int:
-        """The last rollup, plus what its processes have allocated or freed since.
+        """The memory at the last reading of smaps_rollup, plus what those processes have allocated or freed since.
 
-        Counts anonymous memory only: other pages that become resident are often shared and counted already. For the
-        same reason a process that started since the rollup does not count yet.
+        The changes are those of anonymous memory only, because other pages are often shared and counted already. A
+        process that started after the last reading does not count for the same reason.
         """
         if self._rollup is None:
             return sum(one.now for one in found.values())
@@ -192,7 +190,7 @@ class TreeMemory:
         return self._rollup.total + sum(since)
 
     def _needs_rollup(self, found: Mapping[int, Resident]) -> bool:
-        """Whether an exact reading matters now: large new processes, or a limit that seems exceeded."""
+        """Whether smaps_rollup should be read soon, because large processes are new or the limit seems exceeded."""
         known = self._rollup.anonymous if self._rollup else found
         unknown = sum(one.now for pid, one in found.items() if pid not in known)
         if unknown > _WORTH_A_ROLLUP * self._now_bytes:
@@ -201,9 +199,9 @@ class TreeMemory:
 
 
 def descendants_from_lists(pid: int) -> list[int]:
-    """As `descendants`, but from each thread's list of children: much faster on a machine with many processes.
+    """All descendants of a process, from the kernel's lists of children, which is fast if there are many processes.
 
-    Kernels without CONFIG_PROC_CHILDREN have no such lists; there all of /proc is read.
+    Kernels without CONFIG_PROC_CHILDREN have no such lists, so all of /proc is read there.
     """
     if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
         return descendants(pid)
@@ -219,14 +217,14 @@ def descendants_from_lists(pid: int) -> list[int]:
 
 
 def resident(pid: int | str) -> Resident | None:
-    """None when the process is gone or a zombie."""
+    """The resident memory of a process; None if it is gone or a zombie."""
     lines = dict(_lines(f"/proc/{pid}/status", 4096))
     if b"VmRSS" not in lines:
         return None
     now = _kibibytes(lines[b"VmRSS"])
     return Resident(
         now=now,
-        # The kernel updates the mark only now and then, so it may be below the present size.
+        # The kernel updates VmHWM only now and then, so it may be below the present size.
         peak=max(now, _kibibytes(lines.get(b"VmHWM", b"0"))),
         anonymous=_kibibytes(lines.get(b"RssAnon", b"0")),
         file=_kibibytes(lines.get(b"RssFile", b"0")),
@@ -236,9 +234,9 @@ def resident(pid: int | str) -> Resident | None:
 
 
 def distinct(found: Mapping[int, Resident]) -> dict[int, Resident]:
-    """Without children of vfork() before their exec: they run in their parent's memory, which would count twice.
+    """The processes without children of vfork() before their exec, which use their parent's memory.
 
-    They are recognised by equal figures. A child of fork() has page tables of its own, so its figures differ.
+    They are recognised by the same figures as their parent. A child of fork() has other page tables and other figures.
     """
     return {
         pid: one for pid, one in found.items() if one.parent not in found or found[one.parent].figures != one.figures
@@ -247,39 +245,34 @@ def distinct(found: Mapping[int, Resident]) -> dict[int, Resident]:
 
 @dataclass(frozen=True, slots=True)
 class Rollup:
-    """Several processes at one moment.
-
-    Attributes:
-        total: Their memory together, each page counted once.
-        anonymous: Anonymous memory of each process.
-    """
+    """The memory of several processes together, each page counted once, and the anonymous memory of each in bytes."""
 
     total: int
     anonymous: Mapping[int, int]
 
 
 def read_rollup(found: Mapping[int, Resident]) -> Rollup | None:
-    """None where the kernel does not report PSS, or not for all of them."""
+    """The memory of these processes by smaps_rollup; None if the kernel does not report the PSS of all of them."""
     parts = {pid: part for pid in found if (part := _rollup_of(pid))}
     if not parts or any(resident(pid) is not None for pid in found.keys() - parts.keys()):
         return None
     files = sum(part.get(b"Pss_File", 0) for part in parts.values())
     others = sum(part[b"Pss"] for part in parts.values()) - files
-    # PSS divides file pages among all that map them, such as libtorch in another trial; here they count in full.
+    # PSS divides the pages of a file among all processes that map it, also of other trials. Here they count in full.
     has_file_pss = any(b"Pss_File" in part for part in parts.values())
     whole = max((found[pid].file for pid in parts), default=0) if has_file_pss else 0
     return Rollup(others + max(files, whole), {pid: part.get(b"Anonymous", 0) for pid, part in parts.items()})
 
 
 def _rollup_of(pid: int) -> dict[bytes, int]:
-    """Empty when the process is gone or may not be read."""
+    """PSS and anonymous memory of a process in bytes; empty if the process is gone or may not be read."""
     lines = _lines(f"/proc/{pid}/smaps_rollup", 8192)
     found = {key: _kibibytes(rest) for key, rest in lines if key in (b"Pss", b"Pss_File", b"Anonymous")}
     return found if b"Pss" in found else {}
 
 
 def mapped_data_bytes(pid: int | str) -> int:
-    """Resident pages of mapped files without code, such as a dataset. Slow (tens of ms): read only above the limit."""
+    """Resident bytes of mapped files without code, such as a dataset. Takes tens of ms."""
     by_file: dict[bytes, int] = {}
     programs: set[bytes] = set()
     file = b""
@@ -300,7 +293,7 @@ def _is_shared_memory(path: bytes) -> bool:
 
 
 def _lines(path: str, size: int) -> list[tuple[bytes, bytes]]:
-    """Key and rest of every line; empty when there is no such file."""
+    """The key of every line and the text after its colon; empty if there is no such file."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -324,15 +317,17 @@ def _kibibytes(rest: bytes) -> int:
 
 _V1_ROOT = Path("/sys/fs/cgroup/memory")
 _V2_ROOT = Path("/sys/fs/cgroup")
-_LEAST_SLACK_BYTES = 1 << 30  # for thread stacks and reserves of allocators, which RLIMIT_DATA counts
+_LEAST_SLACK_BYTES = 1 << 30  # for thread stacks and memory that allocators reserve, which RLIMIT_DATA counts
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Attributes:
-    kind: `cgroup`, `rlimit` or `none`.
-    join: Called in the child before it becomes the worker.
-    folder: Of the cgroup.
+    """A hard limit of a worker's memory.
+
+    Attributes:
+        kind: `cgroup`, `rlimit` or `none`.
+        join: Called in the worker's process before its program starts.
+        folder: The folder of the cgroup; None without one.
     """
 
     kind: str
@@ -340,11 +335,11 @@ class MemoryLimit:
     folder: Path | None = None
 
     def oom_kills(self) -> int:
-        """How many of its processes the kernel killed for memory."""
+        """How many processes of the cgroup the kernel has killed, because they were out of memory."""
         return read_oom_kills(self.folder) if self.folder else 0
 
     def peak_bytes(self) -> int | None:
-        """Peak of the memory charged to the cgroup; None without one."""
+        """Peak memory of the cgroup; None without a cgroup."""
         for name in ("memory.peak", "memory.max_usage_in_bytes"):
             with contextlib.suppress(OSError, ValueError, TypeError):
                 return int((self.folder / name).read_text())  # type: ignore[operator]
@@ -357,15 +352,15 @@ class MemoryLimit:
 
 
 def limit_memory(limit_bytes: int | None, name: str) -> MemoryLimit:
-    """Set the strictest limit that we may set on this machine."""
+    """A cgroup with this limit if this process may create one, else a resource limit; `none` for no limit."""
     if limit_bytes is None:
         return MemoryLimit("none", lambda: None)
-    for parent in _places():
+    for parent in group_places():
         folder = parent / f"flopwatch-{os.getpid()}-{name}"
         if _make_group(folder, limit_bytes):
             return MemoryLimit("cgroup", partial(_join_group, folder), folder)
-    wall = limit_bytes + max(limit_bytes // 2, _LEAST_SLACK_BYTES)
-    return MemoryLimit("rlimit", lambda: resource.setrlimit(resource.RLIMIT_DATA, (wall, wall)))
+    hard = limit_bytes + max(limit_bytes // 2, _LEAST_SLACK_BYTES)
+    return MemoryLimit("rlimit", lambda: resource.setrlimit(resource.RLIMIT_DATA, (hard, hard)))
 
 
 def _join_group(folder: Path) -> None:
@@ -373,7 +368,7 @@ def _join_group(folder: Path) -> None:
 
 
 def own_oom_kills() -> int:
-    """Kills by the kernel in the cgroups we run in (a container, a Slurm step), our children's included."""
+    """How many processes the kernel has killed for memory in this process's cgroups (a container, a Slurm step)."""
     return sum(read_oom_kills(folder) for folder in own_groups())
 
 
@@ -397,7 +392,7 @@ def _make_group(folder: Path, limit_bytes: int) -> bool:
         if file is None:
             raise OSError("the memory controller is not enabled in this cgroup")
         file.write_text(str(limit_bytes))
-        # Otherwise the kernel swaps instead of enforcing the limit. Not every kernel accounts for swap.
+        # With swap, the kernel would swap instead of enforcing the limit. Not every kernel has these files.
         for swap, value in (("memory.swap.max", 0), ("memory.memsw.limit_in_bytes", limit_bytes)):
             with contextlib.suppress(OSError):
                 (folder / swap).write_text(str(value))
@@ -408,12 +403,10 @@ def _make_group(folder: Path, limit_bytes: int) -> bool:
 
 
 def group_places() -> list[Path]:
-    """Where cgroups of trials may be."""
-    return _places()
+    """Folders in which a trial's cgroup may be created: beside this process's cgroup, or inside it.
 
-
-def _places() -> list[Path]:
-    """Where a cgroup may be created: beside ours (version 2 forbids children of one with processes), or below it."""
+    cgroup version 2 forbids children of a cgroup that has processes, so the place beside it comes first.
+    """
     return [place for own in own_groups() for place in ([own.parent, own] if own != _V2_ROOT else [own])]
 
 

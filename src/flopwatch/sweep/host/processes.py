@@ -1,7 +1,7 @@
-"""A trial's processes: the worker is started and ended, and every process below it is found and killed.
+"""Starts and ends the worker of a trial, and finds and kills every process that the worker has started.
 
-Also those that left the worker's session or lost their parent: Linux knows them through /proc and prctl. On other
-systems only the process group is known. Standard library only: supervisors start with it.
+On Linux, /proc and prctl also find processes that left the worker's session or lost their parent; elsewhere only the
+process group is known. Supervisors import this module, so it uses the standard library only.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from flopwatch.sweep.host.memory import MemoryLimit
 
 TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
-"""Environment variable that every process of a trial inherits; identifies its orphans."""
+"""Environment variable that every process of a trial inherits, so that its orphans can be found."""
 
 ATTEMPT_MARK = "FLOPWATCH_TRIAL_ATTEMPT"
-"""The same for one attempt, so that the guard of an earlier attempt does not kill a later one."""
+"""Environment variable of the processes of one attempt, so that the guard of an attempt does not kill a later one."""
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -35,23 +35,23 @@ _IS_LINUX = sys.platform == "linux"
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Have the kernel send us this signal when the thread that started us ends."""
+    """Have the kernel send this signal to this process when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def dies_with(parent: int) -> Callable[[], None]:
-    """For `preexec_fn`: the kernel kills the child when the process that started it ends."""
+    """A `preexec_fn` for subprocess: the kernel kills the child when its parent, whose pid is given, ends."""
 
     def bind() -> None:
         die_with_parent(signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the line above
+        if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
 
     return bind
 
 
 def adopt_orphans() -> None:
-    """Become the subreaper: descendants that lose their parent become our children, also after `setsid`."""
+    """Make this process the parent of all its descendants that lose their parent, also after `setsid`."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -61,9 +61,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below this one, without zombies."""
+    """The pids of all descendants of a process, without zombies."""
     children: dict[int, list[int]] = {}
-    for process, parent, state in _all_processes():
+    for process, parent, state in filter(None, map(_read_stat, _all_pids())):
         if state != "Z":
             children.setdefault(parent, []).append(process)
     found, queue = [], [pid]
@@ -75,7 +75,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """True unless it is gone or a zombie."""
+    """Whether the process exists and is not a zombie."""
     if not _IS_LINUX:
         with contextlib.suppress(OSError):
             os.kill(pid, 0)
@@ -86,17 +86,17 @@ def is_running(pid: int) -> bool:
 
 
 def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
-    """All processes of this host with this trial's mark; with `attempt`, those of that attempt only."""
+    """Pids of this host's processes with this trial's environment variable; with `attempt`, of that attempt only."""
     marks = {os.fsencode(f"{TRIAL_MARK}={trial_dir}")}
     if attempt:
         marks.add(f"{ATTEMPT_MARK}={attempt}".encode())
     found = []
-    for entry in _process_entries():
+    for pid in _all_pids():
         with contextlib.suppress(OSError):
-            content = (entry / "environ").read_bytes()
+            content = Path(f"/proc/{pid}/environ").read_bytes()
             if marks <= set(content.split(b"\0")):
-                found.append(int(entry.name))
-    # Spare our ancestors: a user's shell may have the variable set from inspecting a trial.
+                found.append(pid)
+    # Leave out ancestors of this process, because a user's shell may have the variable.
     spared = _self_and_ancestors()
     return [pid for pid in found if pid not in spared]
 
@@ -111,12 +111,12 @@ def _self_and_ancestors() -> set[int]:
 
 
 def kill_descendants(pid: int, patience_seconds: float = 10.0) -> list[int]:
-    """SIGKILL all processes below, until none is left; returns those that survived (stuck in the kernel)."""
+    """SIGKILL all descendants of a process until none is left; return those that survive, stuck in the kernel."""
     return _kill_until_gone(lambda: descendants(pid), patience_seconds)
 
 
 def kill_marked(trial_dir: Path, patience_seconds: float = 10.0, attempt: str = "") -> list[int]:
-    """SIGKILL every process with the trial's mark; returns those that survived."""
+    """SIGKILL all processes that `marked_processes` finds until none is left; return those that survive."""
     return _kill_until_gone(lambda: marked_processes(trial_dir, attempt), patience_seconds)
 
 
@@ -140,20 +140,12 @@ def reap_children() -> None:
             pass
 
 
-def _all_processes() -> list[tuple[int, int, str]]:
-    names = os.listdir("/proc") if _IS_LINUX else []
-    found = (_read_stat(int(name)) for name in names if name.isdigit())
-    return [entry for entry in found if entry is not None]
-
-
-def _process_entries() -> list[Path]:
-    if not _IS_LINUX:
-        return []
-    return [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _IS_LINUX else []
 
 
 def _read_stat(pid: int) -> tuple[int, int, str] | None:
-    """Pid, parent, state. The name is in brackets and may contain brackets, so the last one counts."""
+    """Pid, parent's pid and state. The name is in brackets and may contain brackets, so the last bracket ends it."""
     try:
         state, parent = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:2]
     except (OSError, ValueError):
@@ -162,7 +154,7 @@ def _read_stat(pid: int) -> tuple[int, int, str] | None:
 
 
 def _read(path: str) -> bytes:
-    """Five times faster than pathlib, and called for every process of the host."""
+    """Read a file five times faster than pathlib, because this is called for every process of the host."""
     handle = os.open(path, os.O_RDONLY)
     try:
         return os.read(handle, 4096)
@@ -171,15 +163,15 @@ def _read(path: str) -> bytes:
 
 
 PARENT = "FLOPWATCH_PARENT_PID"
-"""Environment variable with the pid of a supervisor's parent. A supervisor with another parent was orphaned."""
+"""Environment variable with the pid of a supervisor's parent, by which a supervisor sees that it lost its parent."""
 
 CORES = "FLOPWATCH_CORES"
-"""Environment variable: the cores a supervisor and its trial run on, such as `0,1`."""
+"""Environment variable with the cores of a supervisor and its trial, such as `0,1`."""
 
 GPUS = "FLOPWATCH_GPUS"
-"""Environment variable: the GPUs of a trial's slot. A worker with GPUs that finds none must not measure the CPU."""
+"""Environment variable with the GPUs of a trial. If torch finds none of them, the worker must not measure the CPU."""
 
-_STACKS_PATIENCE_SECONDS = 2.0  # for faulthandler to write the stacks; a process stuck in the kernel never does
+_STACKS_PATIENCE_SECONDS = 2.0  # for faulthandler to write the stacks, which a process stuck in the kernel never does
 _TERM_PATIENCE_SECONDS = 2.0  # for a command to clean up after SIGTERM
 
 
@@ -192,7 +184,7 @@ def start_worker(
     command: Sequence[str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start the worker, or `command` in its place, with further environment variables."""
+    """Start the worker, or `command` instead of it, with `variables` added to its environment."""
     folder = trial_folder(sweep, name)
     bind = dies_with(os.getpid())
 
@@ -221,7 +213,7 @@ def _command(folder: Path, spec: TrialSpec) -> list[str]:
     values |= {"dtype": spec.dtype, "seed": spec.seed, "trial_dir": shlex.quote(str(folder))}
     values |= {"processes": spec.processes, "micro_batch_size": spec.micro_batch_size or spec.batch_size}
     command = spec.command or ""
-    for key, value in values.items():  # not str.format: shell commands contain other braces
+    for key, value in values.items():  # not str.format, because shell commands contain other braces
         command = command.replace("{" + key + "}", str(value))
     return ["/bin/sh", "-c", command]
 
@@ -235,7 +227,7 @@ def _environment(folder: Path, name: str, spec: TrialSpec) -> dict[str, str]:
         "FLOPWATCH_SEQ_LEN": str(spec.seq_len),
         "FLOPWATCH_MODEL": spec.model,
         "FLOPWATCH_PROCESSES": str(spec.processes),
-        # By default CUDA numbers devices by speed and NVML by bus, so we would watch the wrong one.
+        # By default CUDA numbers GPUs by speed and NVML by bus, so NVML would report about another GPU.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1",
     }
@@ -246,7 +238,10 @@ def _environment(folder: Path, name: str, spec: TrialSpec) -> dict[str, str]:
 
 
 def waiter(worker: "subprocess.Popen[bytes]") -> Callable[[float], bool]:
-    """A function that waits so many seconds for the worker's end; by a pidfd, which wakes at once, if possible."""
+    """A function that waits up to a number of seconds and returns whether the worker has ended.
+
+    It uses a pidfd if the system has them, because a pidfd reports the end at once.
+    """
     try:
         poll = select.poll()
         handle = os.pidfd_open(worker.pid)
@@ -264,7 +259,7 @@ def _ends_within(worker: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 def end_worker(worker: "subprocess.Popen[bytes]", folder: Path, *, sigterm_first: bool, wants_stacks: bool) -> str:
-    """Kill the worker; returns the stacks of its threads if they are wanted."""
+    """Kill the worker; return the stacks of its threads if `wants_stacks`."""
     stacks = ""
     if sigterm_first:
         with contextlib.suppress(ProcessLookupError):
@@ -279,12 +274,12 @@ def end_worker(worker: "subprocess.Popen[bytes]", folder: Path, *, sigterm_first
 
 
 def _stacks(worker: "subprocess.Popen[bytes]", folder: Path) -> str:
-    """The stacks of all threads. faulthandler writes them in the signal handler, even while the GIL is held."""
+    """The stacks of all threads. faulthandler writes them in a signal handler, even while a thread holds the GIL."""
     file = folder / STACKS
     if not file.exists():
-        return "none: its signal handler was not installed yet"
+        return "none, because the worker had not installed its signal handler yet"
     if _blocks(worker.pid, signal.SIGUSR1):
-        return f"none: it blocks signals; {_kernel_state(worker.pid)}"
+        return f"none, because the worker blocks signals; {_kernel_state(worker.pid)}"
     worker.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + _STACKS_PATIENCE_SECONDS
     size = -1

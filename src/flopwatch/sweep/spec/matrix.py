@@ -13,8 +13,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.records.reading import cut
-from flopwatch.records.trainer_names import canonical_trainer
-from flopwatch.records.trial import Limits, TrialSpec
+from flopwatch.records.trial import Limits, TrialSpec, canonical_trainer
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
     Condition,
@@ -44,14 +43,19 @@ def _none_for_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
 
 
+def _spelt(*names: str) -> Any:
+    """A setting that may be written in each of these spellings."""
+    return Field(validation_alias=AliasChoices(*names))
+
+
 Several = BeforeValidator(_as_list)
 PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
-"""What `torch.manual_seed` takes."""
+"""The range of seeds that `torch.manual_seed` accepts."""
 
 
 class TrainerEntry(BaseModel):
-    """A trainer of the matrix: by name, as a class of the user, or as a shell command."""
+    """A trainer of the matrix: a built-in trainer, a class `package.module:Class`, or a shell command."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,7 +71,7 @@ class TrainerEntry(BaseModel):
 
 
 class LimitSettings(BaseModel):
-    """Limits at which a trial is ended."""
+    """Limits above which a trial is ended."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,38 +81,29 @@ class LimitSettings(BaseModel):
 
 
 class Matrix(BaseModel):
-    """The settings of a sweep. Every list is an axis, also among the options."""
+    """The settings of a sweep. A setting with several values is an axis of the matrix, also among the options."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    trainers: Annotated[list[TrainerEntry], Several, Field(validation_alias=AliasChoices("trainers", "trainer"))] = [
-        TrainerEntry(trainer="standard")
+    trainers: Annotated[list[TrainerEntry], Several, _spelt("trainers", "trainer")] = [TrainerEntry(trainer="standard")]
+    models: Annotated[list[str], Several, _spelt("models", "model", "model_sizes", "model_size")] = ["small"]
+    batch_sizes: Annotated[list[PositiveInt], Several, _spelt("batch_sizes", "batch_size")] = [4, 8]
+    seq_lens: Annotated[list[PositiveInt], Several, _spelt("seq_lens", "seq_len", "seq_lengths", "seq_length")] = [
+        512,
+        1024,
     ]
-    models: Annotated[
-        list[str], Several, Field(validation_alias=AliasChoices("models", "model", "model_sizes", "model_size"))
-    ] = ["small"]
-    batch_sizes: Annotated[
-        list[PositiveInt], Several, Field(validation_alias=AliasChoices("batch_sizes", "batch_size"))
-    ] = [4, 8]
-    seq_lens: Annotated[
-        list[PositiveInt],
-        Several,
-        Field(validation_alias=AliasChoices("seq_lens", "seq_len", "seq_lengths", "seq_length")),
-    ] = [512, 1024]
-    dtypes: Annotated[list[str], Several, Field(validation_alias=AliasChoices("dtypes", "dtype"))] = ["fp32"]
+    dtypes: Annotated[list[str], Several, _spelt("dtypes", "dtype")] = ["fp32"]
     checkpointing: Annotated[list[bool], Several] = [False]
     micro_batch_sizes: Annotated[
         list[Annotated[PositiveInt | None, BeforeValidator(_none_for_word)]],
         Several,
-        Field(validation_alias=AliasChoices("micro_batch_sizes", "micro_batch_size")),
+        _spelt("micro_batch_sizes", "micro_batch_size"),
     ] = [None]
     batch: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
-    seeds: Annotated[list[Seed], Several, Field(validation_alias=AliasChoices("seeds", "seed"))] = [0]
+    seeds: Annotated[list[Seed], Several, _spelt("seeds", "seed")] = [0]
     nodes: Annotated[list[PositiveInt], Several] = [1]
     processes: Annotated[list[PositiveInt], Several] = []
-    layouts: Annotated[
-        list[Literal["ddp", "fsdp"]], Several, Field(validation_alias=AliasChoices("layouts", "layout"))
-    ] = []
+    layouts: Annotated[list[Literal["ddp", "fsdp"]], Several, _spelt("layouts", "layout")] = []
     gpus_per_node: PositiveInt | None = None
     device: str = "auto"
     steps: PositiveInt = 10
@@ -135,7 +130,7 @@ _ALIASES = {
     for name in field.validation_alias.choices
     if isinstance(name, str)
 }
-"""Other spellings of a setting, by spelling."""
+"""The setting that each accepted spelling stands for, such as `batch_sizes` for `batch_size`."""
 
 _INNER: dict[str, type[BaseModel]] = {
     "trainers": TrainerEntry,
@@ -146,10 +141,10 @@ _INNER: dict[str, type[BaseModel]] = {
 
 
 def read_matrix(file: Path | None, settings: Mapping[str, Any]) -> Matrix:
-    """The file's matrix, overridden by the settings.
+    """Read a matrix from a YAML file; `settings` take precedence over the file.
 
     Raises:
-        InputError: It cannot be used; the message names the key.
+        InputError: The matrix cannot be used; the message names the setting.
     """
     content = layered(_read_file(file), settings)
     try:
@@ -169,7 +164,7 @@ def _mistake_text(kind: str, place: tuple[int | str, ...], message: str, value: 
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Earlier settings overridden by later ones; mappings such as limits and options are merged.
+    """Merge settings: later ones take precedence, and mappings such as `limits` and `options` are merged too.
 
     >>> layered({"limits": {"memory": "4GiB"}, "steps": 5}, {"limits": {"wall_seconds": 60}, "steps": 9})
     {'limits': {'memory': '4GiB', 'wall_seconds': 60}, 'steps': 9}
@@ -184,7 +179,7 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_canonical_keys(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace other spellings, so that `batch_size` overrides `batch_sizes`."""
+    """Replace each spelling by the setting's name, so that `batch_size` takes precedence over `batch_sizes`."""
     found: dict[str, Any] = {}
     for key, value in layer.items():
         name = _ALIASES.get(key, key)
@@ -202,7 +197,7 @@ def _read_file(file: Path | None) -> dict[str, Any]:
         with file.open("rb") as stream:  # may be a pipe, such as `<(...)` of a shell
             text = stream.read(_LARGEST_FILE + 1)
         if len(text) > _LARGEST_FILE:
-            raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB and is not a matrix; name a YAML file")
+            raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB, too much for a matrix; name a YAML file")
         content = yaml.safe_load(text.decode("utf-8"))
     except OSError as error:
         raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
@@ -211,15 +206,17 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or a date such as 2026-13-45
         raise InputError(f"{file} is not YAML: {cut(str(error), 500)}") from None
     if not isinstance(content, dict):
-        raise InputError(f"{file} holds {type(content).__name__}, not a mapping such as `trainers: [standard, ghost]`")
+        raise InputError(
+            f"{file} contains a {type(content).__name__}; write it as a mapping such as `trainers: [standard, ghost]`"
+        )
     inner = content.get("sweep", content)
     if not isinstance(inner, dict):
-        raise InputError(f"`sweep` in {file} is {type(inner).__name__}, not a mapping of settings")
+        raise InputError(f"`sweep` in {file} is a {type(inner).__name__}; write it as a mapping of settings")
     return inner
 
 
 def expand(matrix: Matrix) -> list[TrialSpec]:
-    """Every combination that `exclude` does not remove, in the order of the axes.
+    """The trials of every combination that `exclude` does not remove, in the order of the axes.
 
     Raises:
         InputError: No trial is left, there are too many, or settings contradict each other.
@@ -234,21 +231,19 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
     axes = _axes(matrix)
     count = math.prod(len(axis) for axis in axes)
     if count > MOST_TRIALS:
-        raise InputError(
-            f"the matrix has {count:,} trials; {MOST_TRIALS:,} is the most. Use fewer values, or `exclude`"
-        )
+        raise InputError(f"the matrix has {count:,} trials, more than the limit of {MOST_TRIALS:,}; give fewer values")
     specs = [_spec(matrix, *point) for point in itertools.product(*axes)]
     check_conditions(matrix.exclude, specs)
     kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
     if not kept:
-        raise InputError(f"nothing to run: the matrix has {count} trials and `exclude` leaves none of them")
+        raise InputError(f"no trial is left to run: the matrix has {count} trials, and `exclude` removes all of them")
     for spec in kept:
         check_processes(spec)
     return kept
 
 
 def _axes(matrix: Matrix) -> tuple[Sequence[Any], ...]:
-    """In the order of `_spec`'s arguments."""
+    """The values of each axis, in the order of `_spec`'s arguments."""
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
     check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
     return (
@@ -269,24 +264,24 @@ def _resolved(entry: TrainerEntry) -> tuple[str, str]:
     """The trainer's canonical name, and its label."""
     if entry.command is not None:
         if entry.trainer != "command":
-            raise InputError(f"a trainer is either a name or a command; {entry.trainer!r} has both, leave one out")
+            raise InputError(f"the trainer {entry.trainer!r} also has a command; leave out the name or the command")
         return "command", check_label(entry.label or "Command")
     if entry.trainer == "command":
-        raise InputError("a command trainer needs its command: {label: mine, command: 'python train.py ...'}")
+        raise InputError("a trainer without a name needs a command: {label: mine, command: 'python train.py ...'}")
     trainer, label = canonical_trainer(entry.trainer)
     return trainer, check_label(entry.label) if entry.label else label
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise InputError for options without a JSON form: YAML also has dates, sets and cycles."""
+    """Raise InputError for options that JSON cannot represent, such as the dates and sets of YAML."""
     for name, value in options.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError):
             kind, text = type(value).__name__, cut(str(value), 100)
             raise InputError(
-                f"option {name} is a {kind} ({text}), which has no JSON form; write it in quotes, or as numbers, text, "
-                "lists and mappings of them"
+                f"option {name} is a {kind} ({text}), which JSON cannot represent; write it in quotes, or as numbers, "
+                "text, lists and mappings"
             ) from None
 
 
@@ -315,9 +310,8 @@ def _spec(
         trainer=trainer,
         model=model,
         batch_size=batch_size,
-        seq_len=seq_len
-        if images is None
-        else images.image_size,  # an image model has one size, so several lengths make one trial
+        # An image model has one input size, so several sequence lengths give the same trial.
+        seq_len=seq_len if images is None else images.image_size,
         label=label,
         command=settings.command,
         dtype=dtype,
@@ -342,12 +336,12 @@ def _spec(
 
 
 def _limits(settings: LimitSettings, *, is_command: bool) -> Limits:
-    """A command may legitimately print nothing for long, so it has a no-progress limit only if the user sets one."""
+    """The limits of a trial. A command reports no progress, so it has a limit for that only if the user sets one."""
     is_set = "no_progress_seconds" in settings.model_fields_set
     silence = settings.no_progress_seconds if is_set or is_command else Limits().no_progress_seconds
     return Limits(settings.wall_seconds, silence, settings.memory)
 
 
 def _distinct(specs: Sequence[TrialSpec]) -> list[TrialSpec]:
-    """Without duplicates: a value given twice makes one trial."""
+    """The trials without duplicates, which arise if a value is given twice."""
     return list({repr(spec): spec for spec in specs}.values())

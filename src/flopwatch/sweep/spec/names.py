@@ -1,7 +1,8 @@
-"""Names: of trials, which are also names of files, and those a user writes, checked before anything runs.
+"""Makes the names of trials, and checks the names that a user writes before anything runs.
 
-A trial is called `StandardTrainer_bs4_seq512`, followed by the other settings that vary. Names of trainers, models,
-dtypes and devices are checked without importing the user's code, which would run it and load torch.
+A trial's name, such as `StandardTrainer_bs4_seq512_bf16`, has every setting that varies; files are named after it.
+Names of trainers, models, dtypes and devices are checked without importing the user's code, because an import would run
+it and load torch.
 """
 
 import ast
@@ -18,8 +19,7 @@ from typing import Any
 from flopwatch.errors import InputError
 from flopwatch.models.presets import PRESETS, check_model_name, image_preset, is_config
 from flopwatch.records.reading import one_line
-from flopwatch.records.trainer_names import COMMAND, LABELS
-from flopwatch.records.trial import TrialSpec, content_key
+from flopwatch.records.trial import COMMAND, LABELS, TrialSpec, content_key
 from flopwatch.sweep.spec.parsing import did_you_mean
 from flopwatch.sweep.trainers.options import read_options
 
@@ -28,7 +28,7 @@ _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 
 
 def check_label(label: str) -> str:
-    """The label of a user, if it can be part of a file name.
+    """Return the user's label; raise InputError if it cannot be part of a file name.
 
     >>> check_label("mine-v2")
     'mine-v2'
@@ -42,7 +42,7 @@ def check_label(label: str) -> str:
 
 
 def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
-    """A distinct name for each: trainer, batch size, length, and every other setting that varies among them."""
+    """A unique name for each trial: trainer, batch size, length, and every other setting that varies among them."""
     varying = _varying_settings(specs)
     names = [_name(spec, varying) for spec in specs]
     counts = Counter(names)
@@ -52,7 +52,7 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
 
 
 def _digits(doubled: Sequence[tuple[str, str]]) -> int:
-    """How many digits of their keys tell trials of the same name apart: of 20,000, some share the first 6."""
+    """The number of hash digits that makes equal names unique; six are not always enough for 20,000 trials."""
     digits = 6
     while digits < _WHOLE_KEY and len({(name, key[:digits]) for name, key in doubled}) < len(doubled):
         digits += 2
@@ -96,7 +96,7 @@ def _part(key: str, settings: Mapping[str, Any]) -> str:
     value = settings[key]
     if key == "ckpt":
         return "ckpt" if value else ""
-    if key in ("layout", "micro") and value is None:  # a single process; the whole batch at once
+    if key in ("layout", "micro") and value is None:  # one process has no layout; None is the whole batch at once
         return ""
     if key == "model":
         return slug(_model_word(str(value)))
@@ -112,7 +112,7 @@ def _model_word(model: str) -> str:
 
 
 def slug(text: str) -> str:
-    """The text with everything replaced that cannot be part of a file name.
+    """The text with `-` in place of all characters that cannot be part of a file name.
 
     >>> slug("../my models:build")
     'my-models-build'
@@ -141,7 +141,7 @@ def check_attribute(what: str, name: str) -> None:
 
 
 def _find(what: str, name: str, module: str) -> ModuleSpec | None:
-    """None when only importing can answer."""
+    """The module's spec; None if only importing the module could show whether it exists."""
     place: Any = None
     found: ModuleSpec | None = None
     parts = module.split(".")
@@ -155,7 +155,7 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
             where = f"in {one_line(os.getcwd())} or on Python's path" if count == 1 else f"in {parts[count - 2]}"
             raise InputError(
                 f"{what} {one_line(name, 200)!r} cannot be loaded: there is no module {part!r} {where}; correct the "
-                "name, start from the folder it lies in, or set PYTHONPATH"
+                "name, change to the folder of the module, or set PYTHONPATH"
             )
         place = found.submodule_search_locations
         if place is None and count < len(parts):
@@ -187,7 +187,7 @@ def _check_source(what: str, name: str, file: Path, attribute: str) -> None:
 
 
 def _defined(body: Iterable[ast.AST]) -> Iterator[str]:
-    """Names a module has after its import, including those defined in `if`, `try` and `with`."""
+    """The names that a module defines, including those inside `if`, `try` and `with`."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -205,15 +205,15 @@ DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
 _PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
-_ALIKE = 0.75  # similarity by difflib; its default of 0.6 takes {batch} or {date} for typos
+_ALIKE = 0.75  # cutoff of difflib; with its default of 0.6, {batch} and {date} would count as typos
 
 
 def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:
-    """Raise InputError for the first unknown name: a typo must not cost a night of computing.
+    """Raise InputError for the first unknown name, so that no sweep starts with a typo.
 
     Args:
         specs: All trials.
-        with_modules: Whether the user's trainers and models must be found on this host; False when they exist only on
+        with_modules: Whether the user's trainers and models must exist on this host; False if they may exist only on
             the nodes of a cluster.
     """
     ours = [spec for spec in specs if spec.trainer != COMMAND]
@@ -243,7 +243,7 @@ def _check_modules(specs: Sequence[TrialSpec]) -> None:
 
 
 def _check_placeholders(spec: TrialSpec) -> None:
-    """Shell commands contain other braces, so only a word close to one of ours is taken for a typo."""
+    """Raise InputError for a misspelt placeholder. Shell commands contain other braces, so only similar words count."""
     known = (*_PLACEHOLDERS, *spec.options)
     for word in _PLACEHOLDER.findall(spec.command or ""):
         near = difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)

@@ -1,6 +1,6 @@
-"""Parts of a sweep's settings, read and checked: `KEY=VALUE` words, amounts, conditions, process layouts.
+"""Reads and checks parts of a sweep's settings: `KEY=VALUE` words, amounts, conditions, numbers of processes.
 
-Without pydantic and torch: the runner, the preflight and the worker use parts of it.
+Loads neither pydantic nor torch, because the runner, the preflight and the worker import it too.
 """
 
 import contextlib
@@ -18,12 +18,11 @@ import yaml
 from flopwatch.errors import InputError
 from flopwatch.models.presets import IMAGE_PRESETS, PRESETS
 from flopwatch.records.reading import one_line
-from flopwatch.records.trainer_names import LABELS, PRIVATE, canonical_trainer
-from flopwatch.records.trial import TrialSpec
+from flopwatch.records.trial import LABELS, PRIVATE, TrialSpec, canonical_trainer
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Settings for the matrix from words as Hydra's users write them; a comma makes an axis.
+    """Settings from `KEY=VALUE` words in the syntax of Hydra; values separated by commas become a list.
 
     >>> parse_overrides(["batch_size=1,2", "options.lr=0.1", "trainer=ghost"])
     {'batch_size': [1, 2], 'options': {'lr': 0.1}, 'trainer': 'ghost'}
@@ -70,11 +69,11 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
 _MOST_BYTES = 2**60
-"""An exbibyte. The kernel's limits are signed 64-bit numbers, and ours is set up to 1.5 times as high."""
+"""One exbibyte, so that 1.5 times a limit, which flopwatch sets as a resource limit, still fits into 64 bits."""
 
 
 def parse_bytes(text: Any) -> int | None:
-    """Bytes, from a number or from text.
+    """The number of bytes that a number or a text stands for; None for None.
 
     >>> parse_bytes("1.5GiB"), parse_bytes("512M"), parse_bytes(1000)
     (1610612736, 536870912, 1000)
@@ -95,7 +94,7 @@ _DURATION = r"([0-9]+(?:\.[0-9]+)?)\s*(d|h|min|m|s|)\s*"
 
 
 def parse_seconds(text: Any) -> float | None:
-    """Seconds, from a number or from text.
+    """The number of seconds that a number or a text stands for; None for None.
 
     >>> parse_seconds("8h"), parse_seconds("1h30m"), parse_seconds("90m"), parse_seconds(3600)
     (28800.0, 5400.0, 5400.0, 3600.0)
@@ -112,7 +111,7 @@ def parse_seconds(text: Any) -> float | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the name that was probably meant, or else all known names.
+    """The end of an error message: a known name that is similar, or else all known names.
 
     >>> did_you_mean("batchsize", ["batch_sizes", "steps"])
     "; did you mean 'batch_sizes'?"
@@ -140,7 +139,7 @@ _FIELDS = {field.name for field in fields(TrialSpec)}
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on a trial, such as `trainer=ghost seq_len>=1024`. All parts (field, comparison, value) must hold."""
+    """A condition such as `trainer=ghost seq_len>=1024`: parts of field, comparison and value, which all must hold."""
 
     parts: tuple[tuple[str, str, str], ...]
 
@@ -149,7 +148,7 @@ class Condition:
 
 
 def parse_condition(text: Any) -> Any:
-    """Read a condition from text or from a mapping; anything else is returned unchanged for pydantic to refuse.
+    """Read a condition from text or a mapping. Other values are returned unchanged, and pydantic then reports them.
 
     >>> parse_condition("trainer=ghost seq_len>=1024").holds_for(TrialSpec("ghost", "tiny", 4, 2048))
     True
@@ -165,10 +164,12 @@ def parse_condition(text: Any) -> Any:
             raise InputError(f"{piece!r} in {text!r} is not a condition; write `batch_size>8` or `trainer=ghost`")
         name = found[1]
         if name not in _FIELDS and not name.startswith("options."):
-            raise InputError(f"a trial has no {name!r} to compare; it has {', '.join(sorted(_FIELDS))}, options.NAME")
+            raise InputError(
+                f"a condition cannot name {name!r}; a trial has {', '.join(sorted(_FIELDS))} and options.NAME"
+            )
         parts.append((name, found[2].replace("==", "="), found[3]))
     if not parts:
-        raise InputError("an empty condition in `exclude` would leave out everything; write `batch_size>8`, or none")
+        raise InputError("an empty condition in `exclude` would remove all trials; delete it, or write `batch_size>8`")
     return Condition(tuple(parts))
 
 
@@ -180,7 +181,7 @@ def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
         try:
             return _COMPARE[comparison](actual, float(value))
         except ValueError:
-            raise InputError(f"{name} is a number, so it cannot be compared with {value!r}") from None
+            raise InputError(f"{name} is a number, so `exclude` cannot compare it with {value!r}") from None
     if name == "trainer":
         is_named = value in (spec.trainer, spec.label) or _canonical(value) == spec.trainer
         return _COMPARE[comparison](is_named, True)
@@ -188,7 +189,7 @@ def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
 
 
 def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]) -> None:
-    """Raise InputError for a condition that names what no trial has: it would silently exclude nothing."""
+    """Raise InputError for a condition with a name that no trial has, because it would silently exclude nothing."""
     for name, _, value in (part for condition in conditions for part in condition.parts):
         if name.startswith("options."):
             known = {f"options.{option}" for spec in specs for option in spec.options}
@@ -224,7 +225,7 @@ LAYOUTS = ("ddp", "fsdp")
 
 @dataclass(frozen=True, slots=True)
 class ProcessPoint:
-    """One point of the axes `nodes`, `processes` and `layout`."""
+    """One combination of the settings `nodes`, `processes` and `layout`."""
 
     nodes: int = 1
     processes: int = 1
@@ -234,7 +235,7 @@ class ProcessPoint:
 def process_points(
     nodes: Sequence[int], processes: Sequence[int], layouts: Sequence[str], gpus_per_node: int | None
 ) -> list[ProcessPoint]:
-    """Every combination; a single process has no layout.
+    """Every combination of nodes, processes and layouts; a trial of one process has no layout.
 
     >>> process_points([1], [1, 2], ["ddp", "fsdp"], None)[:2]
     [ProcessPoint(nodes=1, processes=1, layout=None), ProcessPoint(nodes=1, processes=2, layout='ddp')]
@@ -245,27 +246,27 @@ def process_points(
 
 
 def needs_one_process(spec: TrialSpec) -> str | None:
-    """Why the trainer cannot run in that many processes; None when it can."""
+    """Why the trainer cannot run in the trial's number of processes; None if it can."""
     if spec.world_size == 1 or spec.trainer not in PRIVATE:
         return None
     return (
-        f"the trainer {spec.trainer} runs in one process, and the trial has {spec.world_size}; "
-        "leave nodes and processes out for it"
+        f"the trainer {spec.trainer} can run in one process only, and the trial has {spec.world_size}; leave nodes and "
+        "processes out for this trainer"
     )
 
 
 def check_processes(spec: TrialSpec) -> None:
-    """Raise InputError when the trial's processes cannot share its batch, or a command has several nodes."""
+    """Raise InputError if the trial's processes cannot share its batch, or if a command has several nodes."""
     ranks = spec.world_size
     if spec.layout is not None and spec.layout not in LAYOUTS:
-        raise InputError(f"layout is {' or '.join(LAYOUTS)}, got {spec.layout!r}")
+        raise InputError(f"layout must be {' or '.join(LAYOUTS)}, got {spec.layout!r}")
     if spec.trainer == "command":
         if spec.nodes > 1:
-            raise InputError(f"a command runs on one node, and the trial has {spec.nodes}; leave `nodes` out")
+            raise InputError(f"a command can run on one node only, and the trial has {spec.nodes}; leave `nodes` out")
         return
     if spec.batch_size % ranks:
         raise InputError(
-            f"a batch of {spec.batch_size} samples cannot be shared by {ranks} processes ({spec.nodes} x "
-            f"{spec.processes}): batch_size is that of the whole trial; take multiples of {ranks}, or leave it out "
-            f"with exclude: batch_size={spec.batch_size} nodes={spec.nodes} processes={spec.processes}"
+            f"{ranks} processes ({spec.nodes} x {spec.processes}) cannot share a batch of {spec.batch_size} samples, "
+            f"which is the batch of the whole trial; use multiples of {ranks}, or leave this trial out with exclude: "
+            f"batch_size={spec.batch_size} nodes={spec.nodes} processes={spec.processes}"
         )

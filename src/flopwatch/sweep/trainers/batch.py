@@ -1,4 +1,4 @@
-"""The batch of a trial: random or from a user's function, and its division into micro-batches."""
+"""Makes the batch of a trial, at random or by a user's function, and divides it into micro-batches."""
 
 import inspect
 import random
@@ -21,18 +21,18 @@ def trial_batch(
     device: torch.device | str,
     function: str | None = None,
 ) -> dict[str, Any]:
-    """Random token ids or images with labels, made on the CPU, so that a seed gives the same batch on every device.
+    """A batch for the model, by default random token ids or images with labels.
 
-    The model may be on the meta device.
+    Random batches are made on the CPU, so that a seed gives the same batch on every device.
 
     Args:
-        model: Its `forward` takes `input_ids` or `pixel_values`. A model with a method
-            `trial_batch(batch_size, seq_len)` makes its own batch.
+        model: A model whose `forward` takes `input_ids` or `pixel_values`, or that has a method
+            `trial_batch(batch_size, seq_len)`, which then makes the batch. It may be on the meta device.
         batch_size: Number of samples.
         seq_len: Positions of each sample; not used for images.
         seed: Seed of the random numbers.
         device: The device to move the batch to.
-        function: A user's `package.module:function` that makes the batch.
+        function: A user's `package.module:function` that makes the batch; None if there is none.
     """
     if function is not None:
         return _moved(own_batch(function, model, batch_size, seq_len, seed), device)
@@ -61,8 +61,8 @@ def _text(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> di
             batch["labels"] = torch.randint(_classes(model), shape, generator=generator)
         else:
             batch["labels"] = batch["input_ids"].clone()
-    # Without these inputs GPT-2 and BERT make one row for all samples, in which Opacus finds no samples. That concerns
-    # embeddings only, so models with rotary positions keep their usual inputs.
+    # Without these two inputs, GPT-2 and BERT look up one row of position embeddings for all samples, and Opacus cannot
+    # compute gradients per sample. Models without such embeddings, such as those with rotary positions, need no inputs.
     if "position_ids" in takes and _has_embedding(model, "position", "wpe"):
         batch["position_ids"] = torch.arange(shape[1]).repeat(shape[0], 1)
     if "token_type_ids" in takes and _has_embedding(model, "token_type"):
@@ -71,7 +71,7 @@ def _text(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> di
 
 
 def _token_ids(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Without the padding token: Opacus 1.6 gives its embedding a gradient and torch does not, so they would differ."""
+    """Random ids without the padding token, because Opacus 1.6 gives its embedding a gradient and torch does not."""
     size = vocabulary(model)
     ids = torch.randint(size, shape, generator=generator)
     for module in model.modules():
@@ -90,8 +90,8 @@ def vocabulary(model: nn.Module) -> int:
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise InputError(
-            f"{type(model).__name__} takes input_ids and has neither config.vocab_size nor an nn.Embedding; give it "
-            "a method trial_batch(batch_size, seq_len) that returns a batch"
+            f"{type(model).__name__} takes input_ids, but has neither config.vocab_size nor an nn.Embedding; give the "
+            "model a method trial_batch(batch_size, seq_len) that returns a batch"
         )
     return embedding.num_embeddings
 
@@ -112,7 +112,7 @@ def _moved(batch: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-# Batches from a user's function, for models that flopwatch cannot make a batch for
+# Batches from a user's function, for models whose inputs flopwatch does not know
 
 
 def own_batch(function: str, model: nn.Module, batch_size: int, seq_len: int, seed: int) -> dict[str, Any]:
@@ -145,10 +145,10 @@ def own_batch(function: str, model: nn.Module, batch_size: int, seq_len: int, se
 def _load(function: str) -> Any:
     module_name, colon, name = function.partition(":")
     if not colon or not module_name or not name:
-        raise InputError(f"batch is 'package.module:function', got {function!r}")
+        raise InputError(f"batch must be 'package.module:function', got {function!r}")
     found = load_object("batch", function)
     if not callable(found):
-        raise InputError(f"batch {function!r} is a {type(found).__name__}, not a function")
+        raise InputError(f"batch {function!r} is a {type(found).__name__}; name a function instead")
     return found
 
 
@@ -160,7 +160,7 @@ def _as_arguments(function: str, model: nn.Module, made: Any) -> dict[str, Any]:
     if isinstance(made, tuple | list) and len(made) == 2 and all(isinstance(part, torch.Tensor) for part in made):
         return {_first_argument(function, model): made[0], "labels": made[1]}
     raise InputError(
-        f"{function!r} returned {type(made).__name__}; a batch is a mapping of the model's keyword arguments, a "
+        f"{function!r} returned a {type(made).__name__}; let it return a mapping of the model's keyword arguments, a "
         "tensor, or a pair (inputs, labels) of tensors"
     )
 
@@ -176,22 +176,22 @@ def _first_argument(function: str, model: nn.Module) -> str:
 
 
 def _check_rows(function: str, batch: Mapping[str, Any], batch_size: int) -> None:
-    """The batch must have the requested size, because samples per second are computed from it."""
+    """Raise InputError if the batch does not have the requested size, from which samples per second are computed."""
     rows = {name: len(value) for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
     wrong = {name: length for name, length in rows.items() if length not in (1, batch_size)}
     if wrong or batch_size not in rows.values():
         shown = ", ".join(f"{name} with {length}" for name, length in (wrong or rows).items()) or "no tensor"
         raise InputError(
-            f"{function!r} should return {batch_size} samples and returned {shown}; the first dimension of each tensor "
-            "counts the samples"
+            f"{function!r} should return {batch_size} samples, but returned {shown}; the first dimension of each "
+            "tensor must be the number of samples"
         )
 
 
-# Micro-batches: parts of a batch that are in memory one after the other
+# Micro-batches: parts of a batch that go through the model one after the other
 
 
 def batch_rows(batch: Mapping[str, Any]) -> int:
-    """The number of samples: the rows of the first tensor with more than one, because one row may serve all samples."""
+    """The number of samples: rows of the first tensor with more than one row. One row may be for all samples."""
     lengths = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
     return next((length for length in lengths if length > 1), 1)
 
@@ -209,7 +209,7 @@ def micro_batches(batch: Mapping[str, Any], size: int | None) -> list[Mapping[st
 
 
 def _part(name: str, value: Any, rows: int, begin: int, size: int) -> Any:
-    """The samples of one part; a value that serves all samples goes to every part unchanged."""
+    """The part of a value that belongs to `size` samples from `begin`; a value for all samples is not divided."""
     if not isinstance(value, torch.Tensor | list | tuple) or (isinstance(value, torch.Tensor) and not value.dim()):
         return value
     if len(value) == rows:
@@ -217,6 +217,6 @@ def _part(name: str, value: Any, rows: int, begin: int, size: int) -> Any:
     if isinstance(value, torch.Tensor) and len(value) == 1:
         return value
     raise UnsupportedError(
-        f"a batch whose {name} has {len(value)} rows for {rows} samples cannot be split into micro-batches; "
-        "leave micro_batch_size out, or make a batch with one row for each sample"
+        f"the batch cannot be split into micro-batches, because {name} has {len(value)} rows for {rows} samples; leave "
+        "micro_batch_size out, or make a batch with one row for each sample"
     )

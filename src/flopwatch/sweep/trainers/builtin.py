@@ -1,27 +1,150 @@
-"""The built-in trainers: standard training, and DP-SGD by Opacus in three ways. All four use AdamW."""
+"""The built-in trainers and the losses they train with: standard training, and three variants of DP-SGD by Opacus."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812  torch's usual alias
+from torch.nn.parallel import DistributedDataParallel
 
+from flopwatch.errors import UnsupportedError
 from flopwatch.sweep.trainers.batch import batch_rows
-from flopwatch.sweep.trainers.losses import (
-    PerSampleLosses,
-    find_per_sample_losses,
-    model_inputs,
-    own_loss,
-    takes_labels,
-)
 from flopwatch.sweep.trainers.opacus_internals import clip_and_accumulate, load_opacus
 from flopwatch.sweep.trainers.options import TrainerOptions, autocast, make_optimizer, read_options
 from flopwatch.sweep.trainers.protocol import TrainerSettings
 from flopwatch.sweep.trainers.unsupported import check_supported
 
+# Losses. If a model returns logits but no loss for a batch with labels, its loss is their cross-entropy.
+#
+# DP trainers clip the gradient of every sample, so they need the loss of every sample, which most models do not return.
+# `find_per_sample_losses` computes the usual cross-entropies of logits and labels, and takes the one whose mean equals
+# the loss that the model returns.
+
+PerSampleLosses = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+"""A function of the model's output and the batch that returns the loss of each sample, of shape (batch size,)."""
+
+_IGNORED = -100  # the label that torch's cross-entropy ignores by default
+_SAME = 1e-3  # relative; rounding logits to bf16 changes a loss by less, a wrong shift of the labels by more
+_ADVICE = "give the model a method per_sample_losses(output, batch) that returns one loss for each sample"
+
+
+def own_loss(model: nn.Module, output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The loss that the model returns; else the mean of its `per_sample_losses`, or of the logits' cross-entropy."""
+    loss: torch.Tensor | None = _part(output, "loss")
+    if loss is None and isinstance(output, torch.Tensor) and output.dim() == 0:
+        loss = output
+    if loss is None and hasattr(model, "per_sample_losses"):
+        loss = model.per_sample_losses(output, batch).mean()  # type: ignore[operator]
+    if loss is None and _is_classified(output, batch):
+        loss = label_losses(output, batch).mean()
+    if loss is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} returned no loss ({_described(output)}) for a batch of {', '.join(batch)}; let "
+            f"its forward take labels and return a dict with 'loss', or {_ADVICE}"
+        )
+    return loss
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """Whether the model's forward has an argument `labels`, as in transformers; most image models have none."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    parameters = inspect.signature(inner.forward).parameters.values()
+    return any(one.name == "labels" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+def forward_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch, without labels if the model's forward does not take them."""
+    return dict(batch) if takes_labels(model) else {name: batch[name] for name in batch if name != "labels"}
+
+
+def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch without labels, so that the model does not compute a loss that is not used.
+
+    Labels stay for an encoder-decoder, because it makes its decoder's input from them.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return dict(batch)
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSampleLosses:
+    """A function for per-sample losses whose mean is the model's own loss, checked on the batch's first sample."""
+    if hasattr(model, "per_sample_losses"):
+        return model.per_sample_losses  # type: ignore[return-value]
+    row = {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    with torch.no_grad():
+        output = model(**forward_inputs(model, row))
+        logits, loss, labels = _logits(output), _part(output, "loss"), row.get("labels")
+        if loss is None and _is_classified(output, row):
+            return label_losses
+        if logits is None or loss is None or labels is None:
+            raise UnsupportedError(
+                f"flopwatch needs logits, loss and labels to find the loss of each sample, but {type(model).__name__} "
+                f"returned {_listed(output)} for a batch of {', '.join(batch)}; {_ADVICE}"
+            )
+        fitting = [losses for losses in (next_token_losses, label_losses) if _fits(losses, logits, labels)]
+        distances = {losses: abs(float(losses(output, row).mean() / loss) - 1) for losses in fitting}
+    closest = min(distances, key=distances.__getitem__, default=None)
+    if closest is None or not distances[closest] <= _SAME:
+        raise UnsupportedError(
+            f"the loss of each sample is unknown, because {type(model).__name__}'s loss ({float(loss):.4g}) is not the "
+            f"mean cross-entropy of its logits {tuple(logits.shape)} and the labels {tuple(labels.shape)}, shifted "
+            f"by one position or not; {_ADVICE}"
+        )
+    return closest
+
+
+def next_token_losses(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The mean loss of each sample of a causal language model, where position i predicts label i + 1."""
+    return _mean_cross_entropy(_logits(output)[:, :-1], batch["labels"][:, 1:])
+
+
+def label_losses(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The mean loss of each sample of a masked language model or classifier, where position i predicts label i."""
+    return _mean_cross_entropy(_logits(output), batch["labels"])
+
+
+def _mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    # In fp32 or fp64, as in transformers, because bf16 is too coarse for the loss with a large vocabulary.
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    each = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=_IGNORED, reduction="none")
+    each, counted = each.view(len(labels), -1), (labels != _IGNORED).view(len(labels), -1)
+    return each.sum(1) / counted.sum(1).clamp(min=1)
+
+
+def _fits(losses: PerSampleLosses, logits: torch.Tensor, labels: torch.Tensor) -> bool:
+    positions = logits.shape[:-1] == labels.shape and not labels.is_floating_point()
+    return positions and (labels.dim() > 1 if losses is next_token_losses else True)
+
+
+def _is_classified(output: Any, batch: Mapping[str, Any]) -> bool:
+    logits, labels = _logits(output), batch.get("labels")
+    if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
+        return False
+    return _fits(label_losses, logits, labels)
+
+
+def _logits(output: Any) -> Any:
+    return output if isinstance(output, torch.Tensor) and output.dim() > 1 else _part(output, "logits")
+
+
+def _described(output: Any) -> str:
+    shape = f" {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    return type(output).__name__ + shape
+
+
+def _part(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _listed(output: Any) -> str:
+    return ", ".join(output) if isinstance(output, Mapping) else _described(output)
+
 
 class StandardTrainer:
-    """Standard training, with which the private trainers are compared."""
+    """Standard training with AdamW, without differential privacy."""
 
     def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
         self.model = model.train()
@@ -42,7 +165,7 @@ class StandardTrainer:
         loss.backward()
 
     def accumulate(self) -> None:
-        """Nothing to do: autograd adds the gradients of the next micro-batch to these."""
+        """Does nothing, because autograd adds the gradients of the next micro-batch to the present ones."""
 
     def update(self) -> None:
         self.optimizer.step()
@@ -50,7 +173,7 @@ class StandardTrainer:
 
 
 class _PrivateTrainer:
-    """What the DP-SGD trainers share: per-sample losses in, a clipped and noised update out."""
+    """The common part of the DP-SGD trainers: per-sample losses, and an AdamW update with clipping and noise."""
 
     name: str
 
@@ -91,7 +214,9 @@ class _PrivateTrainer:
 
 
 class DPSGDTrainer(_PrivateTrainer):
-    """Opacus's default: hooks store the gradient of every sample, so memory grows with batch size x parameters."""
+    """DP-SGD as Opacus does it by default: hooks store the gradient of every sample, so memory grows with batch size x
+    parameters.
+    """
 
     name = "dpsgd"
 
@@ -107,7 +232,7 @@ class DPSGDTrainer(_PrivateTrainer):
 
 class _TwoPassTrainer(_PrivateTrainer):
     """DP-SGD in two backward passes: the first computes the gradient norm of every sample, the second the sum of the
-    clipped gradients. No weight stores the gradients of all samples, so memory hardly grows with the batch.
+    clipped gradients. No per-sample gradients are kept, so memory hardly grows with the batch.
     """
 
     def _wrapped(self, model: nn.Module, options: TrainerOptions) -> Any:
@@ -127,14 +252,14 @@ class _TwoPassTrainer(_PrivateTrainer):
 
 
 class DPGhostClippingTrainer(_TwoPassTrainer):
-    """Norms of linear layers and embeddings from products over positions (T x T for each sample), without per-sample
-    gradients; the cost grows with the square of the sequence length.
+    """Two-pass DP-SGD that computes the norms of linear layers and embeddings from products of all pairs of positions,
+    without per-sample gradients, so that the cost grows with the square of the sequence length.
     """
 
     name = "ghost"
 
 
 class DPFastGradientClippingTrainer(_TwoPassTrainer):
-    """Norms from per-sample gradients, which are computed and dropped one layer at a time."""
+    """Two-pass DP-SGD that computes norms from per-sample gradients, one layer at a time."""
 
     name = "fast"

@@ -1,7 +1,7 @@
-"""Every name of Opacus that flopwatch uses outside its documented API, and the side effects it works around.
+"""All names that flopwatch uses of Opacus, most of them undocumented, and workarounds for Opacus's side effects.
 
-Checked with Opacus 1.6.0. A name that another version does not have raises MissingDependencyError, which says so; the
-trial, or the preflight, then ends with that message. Loads Opacus only when a function is called, and never torch.
+Checked with Opacus 1.6.0. If another version lacks a name, the trial or the preflight ends with a
+MissingDependencyError that says so. This module imports Opacus only when a function is called, and never imports torch.
 """
 
 import logging
@@ -15,17 +15,15 @@ from flopwatch.optional import require
 CHECKED_VERSION = "1.6.0"
 
 MISSING_GRADIENT_SIGNS = ("NoneType", "not initialized", "_norm_sample")
-"""Parts of the messages that Opacus raises if a trainable parameter got no gradient. A message without them is shown
-unchanged.
-"""
+"""Parts of the messages of Opacus's exceptions if a trainable parameter got no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpacusParts:
-    """The classes of Opacus that the trainers are made of.
+    """The classes of Opacus that the trainers use.
 
-    `PrivacyEngine` is not used. It would add a data loader with random batch sizes, which a sweep must not have, and an
-    accountant, and it silently ignores `use_ghost_clipping`.
+    `PrivacyEngine` is not used, because it adds a data loader with random batch sizes, which a sweep must not have, and
+    because it silently ignores `use_ghost_clipping`.
     """
 
     hooks_module: Any
@@ -50,19 +48,24 @@ def load_opacus() -> OpacusParts:
     # Importing Opacus calls logging.basicConfig, which would change the log format of the whole program.
     root.handlers[:] = handlers
     # torch warns in every backward pass of a language model, because the input of an embedding has no gradient. The
-    # hooks of Opacus read the gradients of outputs only, so the warning does not apply.
+    # hooks of Opacus do not read gradients of inputs, so the warning does not matter here.
     warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
     return parts
 
 
 def has_ghost_norm(layer: object) -> bool:
-    """Whether Opacus computes gradient norms of this class without per-sample gradients. Undocumented class table."""
+    """Whether Opacus can compute the gradient norms of this layer's class without per-sample gradients.
+
+    NORM_SAMPLERS is Opacus's undocumented table of these classes.
+    """
     return type(layer) in _attribute(load_opacus().two_pass_module, "NORM_SAMPLERS")
 
 
 def has_gradient_hook(layer: object) -> bool:
-    """Whether Opacus has a formula for this class's per-sample gradients. Undocumented class table; for a class that is
-    not in it, Opacus runs the layer again under functorch's vmap.
+    """Whether Opacus has a formula for the per-sample gradients of this layer's class.
+
+    GRAD_SAMPLERS is Opacus's undocumented table of these classes. Opacus runs a layer of another class again under
+    functorch's vmap.
     """
     return type(layer) in _attribute(load_opacus().two_pass_module, "GRAD_SAMPLERS")
 
@@ -70,7 +73,7 @@ def has_gradient_hook(layer: object) -> bool:
 def clip_and_accumulate(optimizer: Any) -> None:
     """Clip the gradients of a micro-batch and add them up, without noise and without an update.
 
-    Done as `opacus.utils.batch_memory_manager.BatchMemoryManager` does it for a data loader; a sweep has none.
+    Opacus's BatchMemoryManager does the same, but it needs a data loader, which a sweep does not have.
     """
     _attribute(optimizer, "signal_skip_step")(do_skip=True)
     optimizer.step()
@@ -78,12 +81,12 @@ def clip_and_accumulate(optimizer: Any) -> None:
 
 
 def finish_gradients(optimizer: Any) -> None:
-    """Clip, add noise and scale, so that `p.grad` holds what the inner optimizer would get, without its step."""
+    """Set each `p.grad` to the clipped, noised and scaled gradient, without the step of the inner optimizer."""
     _attribute(optimizer, "pre_step")()
 
 
 def epsilon_spent(accountant: str, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """Epsilon after so many equal steps. Sets the accountant's `history` in place of stepping it `steps` times."""
+    """Epsilon after `steps` equal steps; sets the accountant's `history`, which is faster than `steps` calls."""
     ledger = _name("opacus.accountants", "create_accountant")(mechanism=accountant)
     _attribute(ledger, "history")
     ledger.history = [(noise_multiplier, sample_rate, steps)]
@@ -93,7 +96,7 @@ def epsilon_spent(accountant: str, noise_multiplier: float, sample_rate: float, 
 def prv_half_width(
     noise_multiplier: float, sample_rate: float, steps: int, epsilon_error: float, delta_error: float
 ) -> float:
-    """Half the width of the grid that the PRV accountant would allocate: the only way to know its memory beforehand."""
+    """Half the width of the grid that the PRV accountant would allocate, from which its memory can be predicted."""
     random_variable = _name("opacus.accountants.analysis.prv", "PoissonSubsampledGaussianPRV")
     domain_size = _name("opacus.accountants.analysis.prv", "compute_safe_domain_size")
     return float(
@@ -115,6 +118,6 @@ def _attribute(owner: Any, name: str) -> Any:
         return getattr(owner, name)
     except AttributeError as error:
         raise MissingDependencyError(
-            f"the installed version of Opacus has no {name} ({error}), which flopwatch needs; install the version it "
-            f"was checked with: pip install opacus=={CHECKED_VERSION}"
+            f"the installed version of Opacus has no {name}, which flopwatch needs ({error}); install the version that "
+            f"flopwatch was checked with: pip install opacus=={CHECKED_VERSION}"
         ) from error

@@ -1,6 +1,6 @@
 """The options of the built-in trainers, their optimizer, autocast and gradient checkpointing.
 
-Loads torch only inside functions that get a model: the check of a matrix reads options without torch.
+Functions import torch when they are called, because a matrix is checked in a process that must not load torch.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class TrainerOptions:
     Attributes:
         lr: Learning rate.
         max_grad_norm: The norm that the gradient of every sample is clipped to; the standard trainer does not clip.
-        noise_multiplier: Standard deviation of the noise, divided by that norm; the standard trainer adds none.
+        noise_multiplier: Standard deviation of the noise divided by `max_grad_norm`; the standard trainer adds none.
     """
 
     lr: float = 1e-3
@@ -38,7 +38,7 @@ class TrainerOptions:
 
 
 def read_options(options: Mapping[str, Any]) -> TrainerOptions:
-    """Check the options. All four trainers accept all of them, because a sweep gives every trainer the same options.
+    """Check the options. Each built-in trainer accepts all of them, because a sweep gives every trainer the same ones.
 
     >>> read_options({"max_grad_norm": 0.1}).max_grad_norm
     0.1
@@ -50,9 +50,9 @@ def read_options(options: Mapping[str, Any]) -> TrainerOptions:
                 f"the built-in trainers have no option {name!r}; they have {', '.join(known)}{_meant(name, known)}"
             )
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
-            raise InputError(f"option {name} is a number of at least 0, got {value!r}")
+            raise InputError(f"option {name} must be a number of at least 0, got {value!r}")
     if options.get("max_grad_norm") == 0:
-        raise InputError("option max_grad_norm is above 0: at 0 every gradient is clipped to nothing")
+        raise InputError("option max_grad_norm must be above 0, because 0 would clip every gradient to zero")
     return TrainerOptions(**options)
 
 
@@ -62,11 +62,7 @@ def _meant(name: str, known: list[str]) -> str:
 
 
 def make_optimizer(model: "nn.Module", lr: float) -> "torch.optim.Optimizer":
-    """AdamW for every trainer, because transformers are trained with it.
-
-    Its two states per parameter belong to the memory of a training, and with the same optimizer everywhere trainers
-    differ only in their own cost.
-    """
+    """AdamW, because transformers are trained with it; every trainer uses it, so that their costs are comparable."""
     import torch
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -80,7 +76,7 @@ def autocast(settings: "TrainerSettings") -> AbstractContextManager[Any]:
     if settings.dtype == "fp32":
         return nullcontext()
     if settings.dtype not in _AUTOCAST:
-        raise InputError(f"dtype is fp32, bf16 or fp16, got {settings.dtype!r}")
+        raise InputError(f"dtype must be fp32, bf16 or fp16, got {settings.dtype!r}")
     import torch
 
     return torch.autocast(settings.device.type, dtype=getattr(torch, _AUTOCAST[settings.dtype]))
@@ -91,14 +87,14 @@ def enable_checkpointing(model: "nn.Module") -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise UnsupportedError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable(); leave checkpointing out, or give it one"
+            f"{type(model).__name__} has no gradient_checkpointing_enable(); leave checkpointing out, or add it"
         )
     try:
         enable()
-    except ValueError as error:  # transformers, for architectures without it
+    except ValueError as error:  # transformers raises it for architectures without checkpointing
         raise UnsupportedError(f"{type(model).__name__} cannot do gradient checkpointing: {error}") from error
 
 
 def is_checkpointing(model: "nn.Module") -> bool:
-    """Whether checkpointing is on in a transformers model or a preset; a model's own checkpointing code is not seen."""
+    """Whether checkpointing is enabled in a transformers model or a preset; other checkpointing is not recognised."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

@@ -1,4 +1,4 @@
-"""Checks the DP trainers: their clipped gradients against those of a loop over the samples."""
+"""Compares the clipped gradients of the DP trainers with those of a loop over the samples."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,15 +7,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from flopwatch.records.trainer_names import PRIVATE
+from flopwatch.records.trial import PRIVATE
 from flopwatch.sweep.trainers.batch import batch_rows
-from flopwatch.sweep.trainers.losses import find_per_sample_losses, model_inputs
+from flopwatch.sweep.trainers.builtin import find_per_sample_losses, model_inputs
 from flopwatch.sweep.trainers.opacus_internals import finish_gradients
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 from flopwatch.torch_internals import AnyDropout
 
 _ROUNDING = 1e-4
-"""A gradient below this share of the whole is rounding error; the bias of an attention key, for example, has none."""
+"""A gradient below this share of the norm of all gradients is rounding error, such as that of an attention key's bias,
+which is zero in exact arithmetic.
+"""
 
 Gradients = dict[str, torch.Tensor]
 
@@ -23,15 +25,15 @@ Gradients = dict[str, torch.Tensor]
 def parity(
     model: nn.Module, batch: Mapping[str, Any], *, trainers: Sequence[str] = PRIVATE, max_grad_norm: float | None = None
 ) -> dict[str, float]:
-    """How far each DP trainer's clipped mean gradient is from a loop over the samples, without noise and dropout.
+    """The difference between each DP trainer's clipped mean gradient and that of a loop over the samples.
 
-    Works on a copy of the model.
+    Noise and dropout are off. The model is copied and not changed.
 
     Args:
-        model: Any model the trainers can train, on any device but meta.
-        batch: Keyword arguments with labels; every tensor has a row for each sample.
+        model: A model that the trainers can train, on any device but meta.
+        batch: The model's keyword arguments, with labels; every tensor has a row for each sample.
         trainers: Any of `dpsgd`, `ghost`, `fast`.
-        max_grad_norm: The norm to clip to; None takes the median norm, so that half of the samples are clipped.
+        max_grad_norm: The norm to clip to; None is the median norm, so that half of the samples are clipped.
 
     Returns:
         For each trainer the largest relative difference of any parameter's gradient: about 1e-6 in fp32.
@@ -79,7 +81,7 @@ def trainer_gradients(trainer: str, model: nn.Module, batch: Mapping[str, Any], 
 
 
 def _clipped_mean(samples: list[Gradients], norms: list[torch.Tensor], limit: float) -> Gradients:
-    # Opacus adds the same 1e-6 against a division by zero.
+    # Opacus adds the same 1e-6 to avoid a division by zero.
     factors = [(limit / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
     return {
         name: torch.stack([f * sample[name] for f, sample in zip(factors, samples, strict=True)]).mean(0)
@@ -102,7 +104,7 @@ def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Turn dropout off, because it draws different numbers for one sample than for a batch."""
+    """Turn dropout off in this model, because its random numbers for one sample differ from those for a batch."""
     for module in model.modules():
         if isinstance(module, AnyDropout):
             module.p = 0.0

@@ -1,7 +1,7 @@
-"""The `privacy` settings of a matrix, and the epsilon that the training they describe would spend.
+"""Computes the epsilon of a planned private training from the `privacy` settings of a matrix. Never loads torch.
 
-A trial trains on random data and spends no privacy itself. Epsilon is computed by Opacus's accountants, which assume
-Poisson sampling: each sample is in a batch with the same probability, independently of all others. Never loads torch.
+The trial itself trains on random data, so it has no epsilon. Opacus's accountants assume Poisson sampling: each sample
+is in a batch with the same probability, independently of all others.
 """
 
 import warnings
@@ -16,16 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.optional import require
 from flopwatch.records.reading import first_line
-from flopwatch.records.trainer_names import PRIVATE
-from flopwatch.records.trial import PrivacySpent
+from flopwatch.records.trial import PRIVATE, PrivacySpent
 from flopwatch.sweep.trainers.opacus_internals import epsilon_spent, load_opacus, prv_half_width
 
 _USUAL_DELTA = 1e-5
-"""For a data set of unknown size; otherwise the default is 1 divided by its size."""
+"""Default delta for a data set of unknown size; otherwise the default is 1 divided by the size."""
 
 
 class PrivacySettings(BaseModel):
-    """A planned training: its data set or sampling rate, its length, and the accountant for epsilon."""
+    """The planned training: size of the data set or sampling rate, length, and Opacus's accountant for epsilon."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,7 +44,7 @@ class PrivacySettings(BaseModel):
         return self
 
     def as_spec(self, trainer: str, batch_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings for a trial's spec, with defaults filled in; empty if the trainer is not private.
+        """The settings for a trial's spec, with default values; empty if the trainer is not private.
 
         Raises:
             InputError: The settings contradict this trial.
@@ -54,12 +53,12 @@ class PrivacySettings(BaseModel):
             return {}
         if self.dataset_size is not None and batch_size > self.dataset_size:
             raise InputError(
-                f"privacy.dataset_size is {self.dataset_size}, less than a batch of {batch_size}: give the number of "
-                "samples of the whole data set"
+                f"privacy.dataset_size is {self.dataset_size}, less than the batch size of {batch_size}; give the "
+                "number of samples in the whole data set"
             )
         if self.target_epsilon is not None and "noise_multiplier" in options:
             raise InputError(
-                "privacy.target_epsilon searches the noise, and options.noise_multiplier fixes it; leave one out"
+                "privacy.target_epsilon and options.noise_multiplier both determine the noise; leave one out"
             )
         given = self.model_dump(exclude_none=True)
         delta = 1 / self.dataset_size if self.dataset_size is not None and self.dataset_size > 1 else _USUAL_DELTA
@@ -67,49 +66,46 @@ class PrivacySettings(BaseModel):
 
 
 def check_privacy_used(privacy: PrivacySettings | None, trainers: Sequence[str]) -> None:
-    """
-    Raises:
-        InputError: There are privacy settings, but no trainer is known to be private.
-    """
+    """Raise InputError if there are privacy settings, but no trainer is known to be private."""
     if privacy is not None and not any(trainer in PRIVATE for trainer in trainers):
         raise InputError(
-            f"privacy needs one of the trainers {', '.join(PRIVATE)}, and there is only "
-            f"{', '.join(dict.fromkeys(trainers))}; add one of them, or leave privacy out"
+            f"the setting privacy needs one of the trainers {', '.join(PRIVATE)}, but the matrix has only "
+            f"{', '.join(dict.fromkeys(trainers))}; add a private trainer, or leave privacy out"
         )
 
 
 _MOST_POINTS = 2_000_000
-"""Largest grid of the PRV accountant that we compute: up to 1 GB and some seconds, and both grow with the grid."""
+"""Largest grid of the PRV accountant to compute; it takes up to 1 GB and some seconds, and both grow with the grid."""
 
 _TARGET_ERROR = 0.01
-"""How far epsilon may stay below the target; the default of Opacus's own search."""
+"""How far epsilon may be below the target; the default of Opacus's own search."""
 
 _MOST_TRIES = 12
-"""Bisections between half the noise and all of it, so the noise found is exact to 1 / 8192."""
+"""Bisection steps between half the noise and the noise, so the relative error of the result is at most 1 / 8192."""
 
 _EPSILON_ERROR = 0.01
-"""The PRV accountant's default; together with the steps and delta it determines the width of the grid."""
+"""The PRV accountant's default for its error of epsilon; together with steps and delta it determines the grid."""
 
 
 def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier: float) -> PrivacySpent:
-    """Epsilon for the trial's `privacy` settings; with a `target_epsilon`, the noise that reaches it.
+    """The epsilon of a trial's `privacy` settings, or the noise for their `target_epsilon`.
 
-    If Opacus cannot compute a value, it is None and the note has Opacus's message: the trial itself is already
-    measured. The steps do not run again with the noise for a target, because its level changes neither time nor memory.
+    If Opacus cannot compute epsilon, it is None and `note` has Opacus's message. The trial's steps do not run again
+    with the noise for a target, because the noise level changes neither time nor memory.
 
     Args:
         privacy: `dataset_size` or `sample_rate`, `epochs` or `steps`, `delta`, `accountant`, `target_epsilon`.
-        batch_size: Samples of a logical batch.
-        noise_multiplier: The trial's noise; ignored if there is a target.
+        batch_size: Samples per step.
+        noise_multiplier: The trial's noise; not used if there is a target.
     """
     rate, steps = training_plan(privacy, batch_size)
     accountant, target = privacy["accountant"], privacy.get("target_epsilon")
     training = PrivacySpent(None, privacy["delta"], noise_multiplier, float(rate), steps, accountant)
     if rate > 1:
         return _noted(training, f"a batch of {batch_size} is larger than the data set")
-    load_opacus()  # before any other import of Opacus, whose effect on the program's log it undoes
+    load_opacus()  # before any other import of Opacus, because it undoes the effect of that import on the log format
     try:
-        with warnings.catch_warnings():  # about noise that the search only tries
+        with warnings.catch_warnings():  # the search causes warnings about noise levels that it only tries
             warnings.simplefilter("ignore")
             training = training if target is None else _with_noise_for(training, target)
         with warnings.catch_warnings(record=True) as caught:
@@ -120,20 +116,20 @@ def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier:
     except Exception as error:  # scipy and Opacus raise various errors for extreme settings
         return _noted(training, f"Opacus's accountant {accountant} failed: {first_line(error)}")
     for message in dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning)):
-        # The PRV accountant uses rdp only for the width of its grid, where this warning does not matter.
+        # The PRV accountant uses the RDP accountant only for the width of its grid, where this warning does not matter.
         if found.accountant != "prv" or not message.startswith("Optimal order"):
             found = _noted(found, f"Opacus says: {message}")
     return found
 
 
 def training_plan(privacy: Mapping[str, Any], batch_size: int) -> tuple[Fraction, int]:
-    """The probability that a sample is in a batch, and the number of steps of the training, rounded up.
+    """The probability that a sample is in a batch, and the number of training steps, rounded up.
 
     >>> training_plan({"dataset_size": 50_000, "epochs": 3}, 512)
     (Fraction(32, 3125), 293)
     """
     size = privacy.get("dataset_size")
-    # From the decimal text, so that 0.01 is exactly 1/100.
+    # The fraction is made from the decimal text, so that 0.01 is exactly 1/100.
     rate = Fraction(batch_size, size) if size is not None else Fraction(str(privacy["sample_rate"]))
     steps = privacy.get("steps")
     return rate, steps if steps is not None else ceil(Fraction(str(privacy["epochs"])) / rate)
@@ -141,7 +137,7 @@ def training_plan(privacy: Mapping[str, Any], batch_size: int) -> tuple[Fraction
 
 def _spent(training: PrivacySpent) -> PrivacySpent:
     if training.noise_multiplier == 0:
-        return _noted(training, "without noise there is no epsilon")
+        return _noted(training, "epsilon is infinite, because the noise multiplier is 0")
     if training.accountant == "prv" and _grid_points(training) > _MOST_POINTS:
         return _noted(_spent(_by_rdp(training)), _TOO_LARGE)
     epsilon = _epsilon(training)
@@ -152,17 +148,18 @@ def _spent(training: PrivacySpent) -> PrivacySpent:
     return replace(training, epsilon=epsilon)
 
 
-_TOO_LARGE = "the PRV accountant would take gigabytes here, so this is the looser bound of rdp"
+_TOO_LARGE = "epsilon is the looser bound of the accountant rdp, because prv would take gigabytes of memory here"
 
 
 def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
-    """Noise whose epsilon is at most the target and at most 0.01 below it, the tolerance of Opacus's own search."""
+    """The training with noise whose epsilon is at most the target, and at most _TARGET_ERROR below it."""
     if training.accountant != "prv":
         return replace(training, noise_multiplier=_noise(training, target))
-    # Opacus's search tries very low noise first, where the PRV accountant takes gigabytes, so start at rdp's answer.
+    # Opacus's search begins with very low noise, for which the PRV accountant takes gigabytes. So this search begins
+    # with the noise that the RDP accountant gives.
     try:
         high = _noise(_by_rdp(training), target)
-    except ValueError:  # rdp has no epsilon below about 0.2, whatever the noise
+    except ValueError:  # the RDP accountant returns no epsilon below about 0.2, whatever the noise
         high = 1.0
     while (epsilon := _tried(training, high)) is not None and epsilon > target:
         high *= 2
@@ -180,7 +177,7 @@ def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
 
 
 def _tried(training: PrivacySpent, noise: float) -> float | None:
-    """Epsilon at this noise; None if computing it would take too much memory."""
+    """Epsilon with this noise multiplier; None if computing it would take too much memory."""
     at_noise = replace(training, noise_multiplier=noise)
     return _epsilon(at_noise) if _grid_points(at_noise) <= _MOST_POINTS else None
 
@@ -205,7 +202,7 @@ def _noise(training: PrivacySpent, target: float) -> float:
 
 
 def _grid_points(training: PrivacySpent) -> float:
-    """Points of the grid that the PRV accountant would allocate (Gopi et al., arXiv 2106.02848, as in Opacus 1.6)."""
+    """The number of grid points that Opacus 1.6's PRV accountant would allocate (Gopi et al., arXiv 2106.02848)."""
     delta_error = training.delta / 1000
     half_width = prv_half_width(
         training.noise_multiplier, training.sample_rate, training.steps, _EPSILON_ERROR, delta_error

@@ -1,6 +1,6 @@
-"""What a trainer is, how it is found by its name, and how its step is run part by part.
+"""The interface of a trainer, how a trainer is loaded by its name, and the parts of a trainer's step.
 
-A trainer has three methods, so that forward, backward and update can be timed and their memory measured separately.
+A trainer has three methods, so that time and memory of forward, backward and update can be measured separately.
 """
 
 import importlib
@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.records.trainer_names import COMMAND, LABELS, canonical_trainer
+from flopwatch.records.trial import COMMAND, LABELS, canonical_trainer
 
 _BUILT_IN = "flopwatch.sweep.trainers.builtin"
 _METHODS = ("forward", "backward", "update")
 
 StepPart: TypeAlias = tuple[str, Callable[[], Any]]
-"""`forward`, `backward` or `optimizer`, and the function that runs it."""
+"""A part of a step: `forward`, `backward` or `optimizer`, and the function that runs it."""
 
 _Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 _no_context: _Context = nullcontext
@@ -32,9 +32,9 @@ class TrainerSettings:
     """The settings that a trainer is built with.
 
     Attributes:
-        batch_size: Samples per step, in one batch or in several micro-batches; the same in every step.
+        batch_size: Samples per step, the same in every step, in one batch or in several micro-batches.
         device: The device of model and batch.
-        dtype: `fp32`, or `bf16` and `fp16` by autocast.
+        dtype: `fp32`, `bf16` or `fp16`; the last two by autocast.
         options: The `options` of the trial, such as `lr`, `max_grad_norm`, `noise_multiplier`.
         micro_batch_size: Samples of each micro-batch, the last of which may have fewer; None is the whole batch.
     """
@@ -47,15 +47,15 @@ class TrainerSettings:
 
 
 class Trainer(Protocol):
-    """A way to train a model. Your own is named `package.module:Class`.
+    """A trainer makes the steps of a trial. A matrix names a trainer of your own as `package.module:Class`.
 
-    If it cannot train a model, raise `flopwatch.errors.UnsupportedError` with the reason in `__init__` or `forward`.
-    For micro-batches (`micro_batch_size`) a trainer needs a fourth method, `accumulate()`, which is called after the
-    backward pass of every micro-batch but the last; scale the loss of each micro-batch by its share of
+    If your trainer cannot train a model, raise `flopwatch.errors.UnsupportedError` with the reason in `__init__` or
+    `forward`. For micro-batches (`micro_batch_size`) a trainer needs a fourth method, `accumulate()`, which is called
+    after the backward pass of every micro-batch but the last. Scale the loss of each micro-batch by its share of
     `settings.batch_size`.
 
-    A model may help the built-in trainers with two methods: `trial_batch(batch_size, seq_len)` returns its batch, and
-    `per_sample_losses(output, batch)` the loss of each sample, if that is not the cross-entropy of logits.
+    The built-in trainers use two methods of a model, if it has them: `trial_batch(batch_size, seq_len)` returns its
+    batch, and `per_sample_losses(output, batch)` the loss of each sample, if that is not the cross-entropy of logits.
 
     >>> class Plain:
     ...     def __init__(self, model, settings):
@@ -89,7 +89,7 @@ def load_trainer(name: str) -> type[Trainer]:
     """
     trainer, label = canonical_trainer(name)
     if trainer == COMMAND:
-        raise InputError("a command is run by the shell and has no trainer class; give it as --command")
+        raise InputError("`command` is not the name of a trainer; give a shell command with --command")
     if trainer in LABELS:
         return getattr(importlib.import_module(_BUILT_IN), label)  # type: ignore[no-any-return]
     found = load_object("trainer", trainer)
@@ -98,9 +98,9 @@ def load_trainer(name: str) -> type[Trainer]:
 
 
 def load_object(kind: str, path: str) -> Any:
-    """The object of a `package.module:name`, also from the working directory."""
+    """Import the object of a `package.module:name`, also from the working directory; `kind` is for the message."""
     module_name, _, name = path.partition(":")
-    sys.path.insert(0, "")  # as `python -m` does: a user's file is in the working directory
+    sys.path.insert(0, "")  # the working directory, as `python -m` does, because a user's file may be there
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
@@ -111,12 +111,12 @@ def load_object(kind: str, path: str) -> Any:
 
 def _check(name: str, found: object) -> None:
     if not isinstance(found, type):
-        raise InputError(f"trainer {name!r} is a {type(found).__name__}, not a class")
+        raise InputError(f"trainer {name!r} is a {type(found).__name__}; name a class instead")
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing:
         raise InputError(
-            f"trainer {name!r} has no method {', '.join(missing)}; a trainer has forward(batch), which returns the "
-            "loss, backward(loss) and update(), and is built with (model, settings)"
+            f"trainer {name!r} has no method {', '.join(missing)}; a trainer needs __init__(model, settings), "
+            "forward(batch), which returns the loss, backward(loss) and update()"
         )
 
 
@@ -129,9 +129,9 @@ def step_parts(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> list[S
     accumulate = getattr(trainer, "accumulate", None)
     if len(batches) > 1 and accumulate is None:
         raise UnsupportedError(
-            f"{type(trainer).__name__} has no method accumulate(), so it cannot take a batch in micro-batches; leave "
-            "micro_batch_size out, or give it that method: it is called after the backward pass of every part but "
-            "the last"
+            f"{type(trainer).__name__} cannot use micro-batches, because it has no method accumulate(); leave "
+            "micro_batch_size out, or add that method, which is called after the backward pass of every micro-batch "
+            "but the last"
         )
     parts: list[StepPart] = []
     for place, batch in enumerate(batches):
@@ -142,7 +142,7 @@ def step_parts(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> list[S
 
 
 def _passes(trainer: Trainer, batch: Mapping[str, Any], context: _Context) -> list[StepPart]:
-    loss: list[Any] = []  # popped by backward, so that no reference keeps the autograd graph in memory after it
+    loss: list[Any] = []  # `backward` removes the loss, so that no reference to it keeps the autograd graph in memory
 
     def forward() -> None:
         with context():
@@ -156,7 +156,7 @@ def _passes(trainer: Trainer, batch: Mapping[str, Any], context: _Context) -> li
 
 
 def _without_gradient_exchange(trainer: Trainer) -> _Context:
-    """For every micro-batch but the last: DDP replicas exchange gradients once per step, as is usual."""
+    """The context for every micro-batch but the last, so that DDP replicas exchange gradients once per step."""
     model = getattr(trainer, "model", None)
     return model.no_sync if isinstance(model, DistributedDataParallel) else _no_context
 

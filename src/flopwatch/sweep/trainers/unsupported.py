@@ -1,6 +1,6 @@
-"""Why a DP trainer cannot train a model, and what to do about it; and how Opacus handles each layer.
+"""Finds out why a DP trainer cannot train a model and what to do about it, and how Opacus handles each layer.
 
-Opacus's own messages for these cases are missing or misleading.
+Opacus itself gives no message or a misleading one in these cases.
 """
 
 from collections.abc import Iterator
@@ -18,18 +18,18 @@ _MOST_NAMED = 3
 
 
 def check_supported(trainer: str, model: nn.Module) -> None:
-    """Raise UnsupportedError if this DP trainer is known not to work with this model. Works on the meta device."""
+    """Raise UnsupportedError if this DP trainer cannot train this model, which may be on the meta device."""
     reason = obstacle(trainer, model)
     if reason:
         raise UnsupportedError(reason)
 
 
 def obstacle(trainer: str, model: nn.Module) -> str | None:
-    """A reason that is visible without running the model; None if there is none."""
+    """Why the trainer cannot train the model, as far as that can be seen without running it; None if it may work."""
     if is_checkpointing(model):
         return (
-            "gradient checkpointing runs every layer a second time in the backward pass, and Opacus takes that for a "
-            "second use of the layer; turn checkpointing off for DP trainers"
+            "gradient checkpointing runs every layer a second time in the backward pass, and Opacus then counts the "
+            "layer twice; turn checkpointing off for DP trainers"
         )
     buffered = _with_buffers(model)
     if buffered:
@@ -37,14 +37,14 @@ def obstacle(trainer: str, model: nn.Module) -> str | None:
     inside = _tied_inside(model)
     if inside:
         return (
-            f"the weights {' and '.join(inside)} are tied within one layer that Opacus differentiates as a whole, "
-            "which it cannot; untie them (tie_word_embeddings: false in the config)"
+            f"Opacus cannot differentiate a layer with tied weights ({' and '.join(inside)}); untie them "
+            "(tie_word_embeddings: false in the config)"
         )
     tied = tied_parameters(model) if trainer == "ghost" else []
     if tied:
         return (
-            f"the weights {' and '.join(tied)} are tied, and ghost clipping finds the norm of each layer alone; "
-            "untie them (tie_word_embeddings: false in the config) or use the trainer fast"
+            f"the weights {' and '.join(tied)} are tied, but ghost clipping computes the norm of each layer by "
+            "itself; untie them (tie_word_embeddings: false in the config) or use the trainer fast"
         )
     return None
 
@@ -57,19 +57,22 @@ def _with_buffers(model: nn.Module) -> str | None:
     batch_norms = [name for name, module in found if isinstance(module, AnyBatchNorm)]
     if batch_norms:
         return (
-            f"BatchNorm ({_named(batch_norms)}) mixes the samples of a batch, so that no sample has a gradient of its "
-            "own; use GroupNorm or LayerNorm (opacus.validators.ModuleValidator.fix replaces it)"
+            f"BatchNorm ({_named(batch_norms)}) mixes the samples of a batch, so that gradients per sample do not "
+            "exist; use GroupNorm or LayerNorm (opacus.validators.ModuleValidator.fix replaces BatchNorm)"
         )
     name, module = found[0]
     buffers = [buffer for buffer, _ in module.named_buffers()]
     return (
-        f"the layer {name} ({type(module).__name__}) has parameters and buffers ({_named(buffers)}), and Opacus takes "
-        "no such layer; make its buffers plain attributes, or freeze the layer"
+        f"Opacus does not support a layer with both parameters and buffers, such as {name} ({type(module).__name__} "
+        f"with {_named(buffers)}); make its buffers plain attributes, or freeze the layer"
     )
 
 
 def _tied_inside(model: nn.Module) -> list[str]:
-    """Two names of one parameter within a layer that Opacus handles with functorch, such as the head of BERT."""
+    """The names of one parameter that occurs twice in a layer that Opacus handles with functorch; else empty.
+
+    The output head of BERT is such a layer.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     for layer in handled_layers(model):
         owners: dict[int, list[str]] = {}
@@ -83,9 +86,9 @@ def _tied_inside(model: nn.Module) -> list[str]:
 
 
 def tied_parameters(model: nn.Module) -> list[str]:
-    """The names of the first trainable parameter that several layers share, if one of these layers has a ghost norm.
+    """The names of a trainable parameter that several layers share, if Opacus uses ghost clipping for one of them.
 
-    Opacus raises only if the second of the layers has one; in the other order it silently computes a wrong norm.
+    Opacus raises an exception only if that layer is the second of them; otherwise it silently computes a wrong norm.
     """
     names: dict[int, list[str]] = {}
     ghost: set[int] = set()
@@ -100,7 +103,7 @@ def tied_parameters(model: nn.Module) -> list[str]:
 
 
 def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
-    """The meaning of a step's exception where Opacus's message is misleading; otherwise the message.
+    """Explain why a step failed, if Opacus's message is misleading; otherwise return the message.
 
     Args:
         trainer: The DP trainer that raised it.
@@ -110,32 +113,32 @@ def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
     message = first_line(error, 1000)
     if idle and any(sign in message for sign in MISSING_GRADIENT_SIGNS):
         return (
-            f"{_named(idle)} got no gradient in the step, and Opacus needs one for every trainable parameter; freeze "
-            "it (requires_grad = False), or leave it out of the model"
+            f"{_named(idle)} got no gradient in the step, but Opacus needs a gradient for every trainable parameter; "
+            "freeze the parameter (requires_grad = False), or remove it from the model"
         )
     for sign, meaning in _MEANINGS.items():
         if sign in message:
-            return meaning if sign == _MISLEADING else f"{meaning}; its message: {message}"
+            return meaning if sign == _MISLEADING else f"{meaning}; the message of Opacus: {message}"
     return f"{trainer} raised {type(error).__name__}: {message}"
 
 
-# Parts of messages of Opacus 1.6 and torch 2.13; a message that contains none of them is shown unchanged.
+# Parts of messages of Opacus 1.6 and torch 2.13, and what they mean. Other messages are shown unchanged.
 _MISLEADING = "Parameter tying is not supported"
 _MEANINGS = {
     _MISLEADING: (
-        "a layer runs more than once in a step (shared layers, or checkpointing in the model's own code), and ghost "
-        "clipping finds the norm of each use alone; use the trainer fast or dpsgd"
+        "a layer runs more than once in a step (a shared layer, or checkpointing in the model's own code), but ghost "
+        "clipping computes the norm of each run separately; use the trainer fast or dpsgd"
     ),
     "required positional argument": (
-        "a layer with parameters of its own takes more than one input (as the experts of a mixture do), and Opacus "
-        "differentiates it with the first alone"
+        "a layer with parameters takes more than one input (as in a mixture of experts), but Opacus passes only the "
+        "first input when it differentiates the layer"
     ),
     "object has no attribute 'detach'": (
-        "a layer with parameters of its own takes an argument that is no tensor, and Opacus takes tensors only"
+        "a layer with parameters takes an argument that is not a tensor, which Opacus does not support"
     ),
     "stack expects each tensor to be equal size": (
-        "a layer's input does not have the samples as its first dimension (one row for all samples, or all tokens in "
-        "one list, as mixtures of experts have), and Opacus needs that"
+        "Opacus needs the samples as the first dimension of every layer's input, but a layer has another input (one "
+        "row for all samples, or all tokens in one list, as in a mixture of experts)"
     ),
 }
 
@@ -146,15 +149,15 @@ def _named(names: list[str]) -> str:
 
 
 Path = Literal["ghost", "hook", "functorch"]
-"""How Opacus handles a layer, which depends on its exact class: `ghost` computes the norm alone, `hook` per-sample
-gradients by one product, and `functorch` runs the layer again and differentiates it under vmap.
+"""How Opacus handles a layer of a given class: `ghost` computes only gradient norms, `hook` computes per-sample
+gradients by a formula, and `functorch` runs the layer again and differentiates it under vmap.
 """
 
 
 def layer_paths(trainer: str, model: nn.Module) -> dict[str, dict[str, float]]:
-    """For each path, the classes of its layers and their share of the trainable parameters.
+    """For each method of Opacus, the classes of the layers it handles and their share of the trainable parameters.
 
-    Works on the meta device.
+    The model may be on the meta device.
 
     >>> layer_paths("ghost", nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5, bias=False)))
     {'ghost': {'Linear': 0.8333333333333334}, 'hook': {'LayerNorm': 0.16666666666666666}}
@@ -179,7 +182,7 @@ def path_of(trainer: str, layer: nn.Module) -> Path:
 
 
 def handled_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that Opacus hooks. A layer it handles with functorch includes its children."""
+    """The modules to which Opacus adds hooks. A module that it handles with functorch includes its children."""
     if any(parameter.requires_grad for parameter in model.parameters(recurse=False)):
         yield model
         if path_of("dpsgd", model) == "functorch":

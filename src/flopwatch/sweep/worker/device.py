@@ -1,4 +1,4 @@
-"""What differs by device: its choice and description, timing a step, its memory and its peak FLOP/s."""
+"""Everything that depends on the device: choosing and describing it, timing a step, its memory and peak FLOP/s."""
 
 import contextlib
 import os
@@ -31,20 +31,20 @@ def choose_device(name: str) -> torch.device:
     """The device of this name; `auto` is the accelerator if there is one.
 
     Raises:
-        InputError: The trial's slot has a GPU that torch does not find; measuring the CPU instead would mislead.
+        InputError: The trial was given a GPU that torch does not find. Measuring the CPU instead would be misleading.
     """
     if name != "auto":
         return torch.device(name)
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None and (gpus := os.environ.get(GPUS)):
-        raise InputError(f"the trial has GPU {gpus}, but torch finds no accelerator; use device=cpu to measure the CPU")
+        raise InputError(f"the trial has GPU {gpus}, but torch finds no GPU; use device=cpu to measure the CPU")
     return found or torch.device("cpu")
 
 
 def timed_step(parts: list[StepPart], device: torch.device) -> dict[str, float]:
-    """Run the parts in order; return the seconds of the step and of each kind of part.
+    """Run the parts in order; return the seconds of the whole step, and of forward, backward and optimizer.
 
-    On an accelerator it synchronises only before and after the whole step, and times the parts with events.
+    On an accelerator, the parts are timed with events, because synchronising between them would slow the step down.
     """
     names = [name for name, _ in parts]
     if device.type == "cpu":
@@ -71,7 +71,7 @@ def _seconds(marks: list[float], names: list[str]) -> dict[str, float]:
 
 
 def _by_name(names: list[str], seconds: Iterable[float]) -> dict[str, float]:
-    """Sum by name: a step in micro-batches has several forward and backward passes."""
+    """The sum of the seconds by name, because a step with micro-batches has several forward and backward passes."""
     found = dict.fromkeys(PARTS, 0.0)
     for name, value in zip(names, seconds, strict=True):
         found[name] += value
@@ -79,7 +79,7 @@ def _by_name(names: list[str], seconds: Iterable[float]) -> dict[str, float]:
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset the peak of this process's memory; False if that is impossible, for example where /proc is read-only.
+    """Reset the peak of this process's memory; return False if that is impossible, for example with a read-only /proc.
 
     On a CPU, writing 5 to /proc/self/clear_refs makes the kernel reset its high-water mark (proc(5)).
     """
@@ -98,7 +98,7 @@ def reset_peak(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Peak memory since `reset_peak`: of tensors on an accelerator, resident on a CPU."""
+    """Peak memory since `reset_peak`: allocated by tensors on CUDA, else resident memory; None if it is unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return host_peak_bytes()
@@ -111,7 +111,7 @@ def host_peak_bytes() -> int | None:
 
 
 def with_peaks(memory: MemoryUse, device: torch.device) -> MemoryUse:
-    """The record with the peaks of device and host memory so far."""
+    """A copy of `memory` with the peaks of device and host memory so far."""
     if device.type == "cuda":
         counts = torch.cuda.memory_stats(device)
         memory = replace(
@@ -125,14 +125,14 @@ def with_peaks(memory: MemoryUse, device: torch.device) -> MemoryUse:
 
 
 def device_peak(device: torch.device, dtype: str) -> Peak | None:
-    """The peak FLOP/s of the datasheet; for a CPU, which has none, the best matmul measured on it."""
+    """The peak FLOP/s by the datasheet; for a CPU without one, the FLOP/s of the fastest matmul measured on it."""
     compute = matmul_dtype(device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32))
     known = peak_flops(device, compute)
     return known or (measure_peak(device, compute) if device.type == "cpu" else None)
 
 
 def describe_worker(device: torch.device) -> dict[str, Any]:
-    """The conditions of the measurement: machine, device, clock, threads, git commit."""
+    """The conditions of the measurement: machine, device, clock rate, threads, git commit."""
     found = {
         **machine(),
         "device": str(device),
@@ -143,6 +143,6 @@ def describe_worker(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found["device_name"] = torch.cuda.get_device_name(device)
         found["cuda"] = torch.version.cuda
-        with contextlib.suppress(Exception):  # needs nvidia-ml-py and a driver that answers
+        with contextlib.suppress(Exception):  # it fails without nvidia-ml-py or a working driver
             found["clock_mhz"] = torch.cuda.clock_rate(device)
     return {name: value for name, value in found.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The outcome of a trial that raised. The exception's type decides; its message only if compiled code raised it."""
+"""Finds the outcome of a trial from its exception: by the type, or by the message if compiled code raised it."""
 
 import dis
 import sys
@@ -16,7 +16,7 @@ _HOST_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocato
 
 
 def describe_exception(error: BaseException) -> dict[str, Any]:
-    """As JSON: type, message, outcome and traceback; for `sys.exit` also `exit_code`."""
+    """The content of `exception.json`: type, message, outcome and traceback; for `sys.exit` also `exit_code`."""
     content: dict[str, Any] = {
         "type": cut(type(error).__name__, 200),
         "message": cut(message_of(error)),
@@ -25,7 +25,7 @@ def describe_exception(error: BaseException) -> dict[str, Any]:
     }
     if isinstance(error, SystemExit):
         is_number = error.code is None or isinstance(error.code, int)
-        content["message"] = cut(f"left by sys.exit({_repr(error.code)})")
+        content["message"] = cut(f"the trial called sys.exit({_repr(error.code)})")
         content["exit_code"] = error.code if is_number else content["message"]
     return content
 
@@ -38,23 +38,23 @@ def _repr(value: object) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Its message, even if the exception's own `__str__` raises."""
+    """The exception's message; if its `__str__` raises, a text that says so."""
     try:
         return str(error)
     except Exception as second:
-        return f"its message cannot be read: {type(second).__name__}"
+        return f"the exception's message cannot be read: its __str__ raised {type(second).__name__}"
 
 
 def traceback_of(error: BaseException) -> str:
-    """As Python prints it, with long messages shortened."""
+    """The traceback as Python prints it, with long messages shortened."""
     try:
         return "".join(cut(part) for part in traceback.format_exception(error))[-20_000:]
     except Exception as second:
-        return f"its traceback cannot be read: {type(second).__name__}"
+        return f"the exception's traceback cannot be read: formatting it raised {type(second).__name__}"
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """The outcome of a trial that raised this. An out-of-memory error counts as well if it is the cause of this one."""
+    """The outcome of a trial that raised this exception; out of memory also if that was the cause of the exception."""
     memory = next((outcome for link in _chain(error) if (outcome := _memory_outcome(link)) is not None), None)
     if memory is not None:
         return memory
@@ -64,7 +64,7 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and its causes, as Python prints them: `raise ... from None` cuts the chain."""
+    """The exception and its causes, as in a traceback: those before a `raise ... from None` are left out."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:
@@ -80,8 +80,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _members(error: BaseException) -> list[BaseException]:
-    """The exceptions of an exception group. Python 3.10 has no class for groups, so they are recognised by their
-    attribute; an exception of the user's may have an attribute of that name with any content.
+    """The exceptions of an exception group. Python 3.10 has no class for groups, so `exceptions` identifies them.
+
+    A user's exception may have an attribute of that name with any content.
     """
     try:
         members = list(getattr(error, "exceptions", ()))
@@ -106,8 +107,10 @@ def _memory_outcome(error: BaseException) -> Outcome | None:
 
 
 def _is_native(error: BaseException) -> bool:
-    """Whether compiled code raised it. torch's CPU allocator and cuBLAS have no exception type for out of memory, so
-    their message must decide; a `raise` in Python may carry the same message and mean something else.
+    """Whether compiled code raised the exception.
+
+    torch's CPU allocator and cuBLAS report out of memory as a RuntimeError, which only its message identifies. Python
+    code may raise an error with the same message for another reason.
     """
     place = error.__traceback__
     while place is not None and place.tb_next is not None:

@@ -1,10 +1,10 @@
 """The worker process of a trial: `python -m flopwatch.sweep.worker.main TRIAL_DIR [--rank]`.
 
-A supervisor starts it for a trial of one process. For a trial of several, torchrun starts it with `--rank` once for
-each process, and each process writes its own files (`of_rank`).
+A supervisor starts the worker of a trial with one process. For a trial with several, torchrun starts one worker with
+`--rank` for each process, and each worker writes its own files (`of_rank`).
 
 Phases: import, build, warmup, measure, memory, flops, privacy, trace. Results are written after each phase, so that a
-crash keeps the results of all earlier phases.
+crash does not lose the results of earlier phases.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from flopwatch.sweep.claims import Heartbeat
 from flopwatch.sweep.host.processes import die_with_parent
 from flopwatch.sweep.worker.exception_outcome import describe_exception, message_of
 
-# Messages of the RuntimeErrors by which gloo and NCCL report a lost process (torch 2.13); newer errors have classes.
+# Parts of the messages of RuntimeErrors by which gloo and NCCL report a lost process (torch 2.13).
 _LOST_PEER = ("gloo", "NCCL", "ncclUnhandled", "ncclRemote", "Connection closed by peer", "Connection reset by peer")
 
 
@@ -32,9 +32,9 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
 
     Args:
         trial_dir: The trial's folder with its `spec.json`.
-        rank: The number of this process among several; None if it is the only one.
+        rank: The rank of this process; None if it is the trial's only process.
     """
-    if rank is not None:  # torchrun may be killed, and the supervisor, on another host, could not end this process
+    if rank is not None:  # if torchrun is killed, a supervisor on another host could not end this process
         die_with_parent(signal.SIGKILL)
     stacks = (trial_dir / of_rank(STACKS, rank or 0)).open("w")
     faulthandler.enable()
@@ -43,7 +43,7 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
     heartbeat = Heartbeat(trial_dir, of_rank(HEARTBEAT, rank or 0))
     heartbeat.beat("import")
     job: dict[str, Any] = read_json(trial_dir / SPEC)
-    sys.path.insert(0, os.getcwd())  # a user's trainer is in the working directory, as with `python -m`
+    sys.path.insert(0, os.getcwd())  # as `python -m` does, because a user's trainer may be there
     try:
         _measure(trial_dir, TrialSpec.from_json(job["spec"]), heartbeat, rank)
     except BaseException as error:
@@ -60,7 +60,7 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
 
 
 def _measure(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, rank: int | None) -> None:
-    # Imported here, so that a failing import of torch is recorded as the trial's exception.
+    # Imported inside the `try` of `main`, so that a failing import of torch is recorded as the trial's exception.
     from flopwatch.sweep.worker.measure import measure_trial
     from flopwatch.sweep.worker.rank_group import ALONE, rank_group
 
@@ -68,25 +68,25 @@ def _measure(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, rank: int |
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether the exception only says that another process could not be reached, so that it is not the first cause."""
+    """Whether the exception only reports that another process could not be reached, so that the cause is elsewhere."""
     if any(base.__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") for base in type(error).__mro__):
         return True
     return type(error) is RuntimeError and any(words in message_of(error) for words in _LOST_PEER)
 
 
 def print_exception(error: BaseException, content: dict[str, Any]) -> None:
-    """Print it to the log. A hook or stream that the trainer replaced or closed must not change how the trial ends."""
+    """Print the exception to the log, and ignore errors of an excepthook or stderr that the trainer has replaced."""
     with contextlib.suppress(Exception):
         if len(content["message"]) < len(message_of(error)):
-            sys.stderr.write(content["traceback"])  # it is cut; a message of 50 MB would fill the log
+            sys.stderr.write(content["traceback"])  # the shortened one, because a message of 50 MB would fill the log
         else:
             sys.excepthook(type(error), error, error.__traceback__)
 
 
 def leave(status: int) -> None:
-    """End this process at once: threads that a trainer left running must not keep a finished trial alive."""
+    """End this process at once, because threads of the trainer would otherwise keep a finished trial alive."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the trainer may have closed or replaced it
+        with contextlib.suppress(Exception):  # the trainer may have closed or replaced the stream
             stream.flush()
     os._exit(status)
 

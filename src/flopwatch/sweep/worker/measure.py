@@ -1,4 +1,4 @@
-"""Measures a trial, phase by phase: build, steps, memory, FLOPs, privacy, trace."""
+"""Measures a trial in phases: build, steps, memory, FLOPs, privacy, trace."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ from flopwatch.sweep.worker.device import (
     with_peaks,
 )
 from flopwatch.sweep.worker.exception_outcome import message_of, traceback_of
-from flopwatch.sweep.worker.rank_group import ALONE, RankGroup
+from flopwatch.sweep.worker.rank_group import ALONE, RankGroup, job_cost, job_memory, slowest_rows
 from flopwatch.sweep.worker.step_cost import count_step
 
 
@@ -44,9 +44,9 @@ class HostLimitError(MemoryError):
 
 
 def measure_trial(trial_dir: Path, spec: TrialSpec, heartbeat: Heartbeat, ranks: RankGroup = ALONE) -> None:
-    """Run all phases of a trial; `measured.json` always holds what is known so far.
+    """Run all phases of a trial, and write `measured.json` after each of them.
 
-    In a trial of several processes each runs all phases, and rank 0 writes what they measured together.
+    In a trial with several processes each process runs all phases, and rank 0 writes the results of all of them.
     """
     trial = _TrialRun(trial_dir, spec, heartbeat, ranks)
     trial.build()
@@ -92,7 +92,7 @@ class _TrialRun:
         self.batch, size = self._ranks.own_part(whole, spec.batch_size), self._ranks.share(spec.batch_size)
         self._batches = micro_batches(self.batch, spec.micro_batch_size)
         settings = TrainerSettings(size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
-        self.trainer = load_trainer(self.spec.trainer)(self._ranks.laid_out(model, self.device), settings)
+        self.trainer = load_trainer(self.spec.trainer)(self._ranks.distributed(model, self.device), settings)
         if is_peak_reset:
             self._note_memory("build")
         self.measured = replace(self.measured, parameters=parameters, extra=_positions(whole))
@@ -105,8 +105,8 @@ class _TrialRun:
             rows.write(json.dumps({"phase": phase, "step": step, **seconds}) + "\n")
 
     def write_slowest_steps(self, own_steps: Path) -> None:
-        """Replace rank 0's step times by those of the slowest process: a step takes as long as that one."""
-        rows = self._ranks.slowest_rows(list(read_lines(own_steps)))
+        """Replace rank 0's step times by those of the slowest process, which determines how long a step takes."""
+        rows = slowest_rows(self._ranks.gathered(list(read_lines(own_steps))))
         if self._ranks.size > 1 and self._ranks.rank == 0:
             own_steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -114,27 +114,28 @@ class _TrialRun:
         return step_parts(self.trainer, self._batches)
 
     def finish_steps(self) -> None:
-        """Record that all steps are measured: from now on no failure can cost the trial its times and memory.
+        """Record that all steps are measured, so that a later failure does not lose the step times and the memory.
 
         Raises:
-            HostLimitError: The trial exceeded its memory limit too briefly for its supervisor to see it.
+            HostLimitError: The trial exceeded its memory limit, but too briefly for its supervisor to notice.
         """
         self.measured = replace(self.measured, memory=with_peaks(self.measured.memory, self.device))
         held, limit = self.measured.memory.host_bytes, self.spec.limits.memory_bytes
         if held is not None and limit is not None and held - mapped_data_bytes("self") > limit:
             raise HostLimitError(
-                f"its steps held {held / 2**20:,.0f} MiB, more than its limit of {limit / 2**20:,.0f} MiB"
+                f"the steps used {held / 2**20:,.0f} MiB of host memory, more than the limit of "
+                f"{limit / 2**20:,.0f} MiB"
             )
         self._has_all_steps = True
         self.save()
 
     def attempt(self, phase: str, action: Callable[[], None]) -> None:
-        """Run a phase after the steps; if it fails, keep the reason and go on, because the trial itself succeeded."""
+        """Run a phase after the steps; if it fails, record the reason and go on, because the steps are measured."""
         self._heartbeat.beat(phase)
         try:
             action()
         except (Exception, SystemExit) as error:
-            if self._ranks.size > 1:  # the other ranks would wait for this one in the next collective
+            if self._ranks.size > 1:  # the other ranks would wait for this rank in the next collective
                 raise
             self._note_failure(phase, error)
         self.save()
@@ -148,7 +149,7 @@ class _TrialRun:
         self.measured = replace(self.measured, not_measured={**self.measured.not_measured, phase: why})
 
     def measure_memory(self) -> None:
-        """Run one more step and reset the peak before each part."""
+        """Measure the peak memory of forward, backward and optimizer in one more step."""
         for name, part in self._parts():
             is_peak_reset = reset_peak(self.device)
             part()
@@ -156,15 +157,15 @@ class _TrialRun:
                 self._note_memory(name)
             else:
                 self._note_missing(
-                    "memory", "the peak of each part: this system cannot reset the memory high-water mark"
+                    "memory", "the memory of each part is unknown, because this system cannot reset the peak"
                 )
-        self.measured = replace(self.measured, memory=self._ranks.job_memory(self.measured.memory))
+        self.measured = replace(self.measured, memory=job_memory(self._ranks.gathered(self.measured.memory)))
 
     def _note_memory(self, part: str) -> None:
         peak = peak_bytes(self.device)
         if peak is not None:
             memory = self.measured.memory
-            peak = max(peak, memory.by_phase.get(part, 0))  # with micro-batches there are several parts of a name
+            peak = max(peak, memory.by_phase.get(part, 0))  # micro-batches have several parts of one name
             self.measured = replace(self.measured, memory=replace(memory, by_phase={**memory.by_phase, part: peak}))
 
     def count_flops(self) -> None:
@@ -172,12 +173,12 @@ class _TrialRun:
         is_alone = self._ranks.size == 1
         model = _model(self.spec, "meta")
         cost = count_step(self.trainer, model, self.batch, micro_batch_size=size, is_alone=is_alone)
-        cost = self._ranks.job_cost(cost)
+        cost = job_cost(self._ranks.gathered(cost))
         peak = self._ranks.job_peak(self.device, lambda: device_peak(self.device, self.spec.dtype))
         self.measured = replace(self.measured, cost=replace(cost, peak=peak.to_json() if peak else None))
 
     def account_privacy(self) -> None:
-        """Runs after the steps, because the PRV accountant may take hundreds of megabytes."""
+        """Compute epsilon; after the steps, because the PRV accountant may take hundreds of megabytes."""
         from flopwatch.sweep.trainers.privacy import privacy_spent  # pydantic and Opacus, which most trials do not need
 
         noise = read_options(self.spec.options).noise_multiplier
@@ -185,7 +186,7 @@ class _TrialRun:
         self.measured = replace(self.measured, privacy=spent)
 
     def record_trace(self) -> None:
-        if self._ranks.rank > 0:  # rank 0 records, and its step needs all ranks
+        if self._ranks.rank > 0:  # only rank 0 records a trace, but its step needs all ranks
             run_step(self._parts())
             return
         path = write_trace(self.run_dir, lambda: run_step(self._parts()), self.device)
@@ -197,7 +198,7 @@ class _TrialRun:
         if is_done:
             try:
                 write_scalars(self.run_dir, self.trial_dir, self.spec, self.measured)
-            except Exception as error:  # a trainer may have written to steps.jsonl, or broken TensorBoard's writer
+            except Exception as error:  # the trainer may have changed steps.jsonl or TensorBoard's writer
                 self._note_failure("tensorboard", error)
         facts = {"done": is_done, "steps_done": self._has_all_steps}
         content = {**facts, "measured": asdict(self.measured), "environment": self.environment}
@@ -217,7 +218,7 @@ def _positions(batch: Mapping[str, Any]) -> dict[str, float]:
 
 
 def write_trace(run_dir: Path, run_step: Callable[[], Any], device: torch.device) -> Path:
-    """Record one step with shapes, but without stacks: with stacks, a trace of a few steps took 4 GB."""
+    """Record a Kineto trace of one step with shapes; without stacks, because with them a few steps took 4 GB."""
     run_dir.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, record_shapes=True) as profiler:

@@ -1,6 +1,6 @@
 """Tries each trainer on a tiny copy of each model: `python -m flopwatch.sweep.worker.preflight_main SWEEP_FOLDER`.
 
-The second half makes the tiny copies: models of the same architecture that run on a CPU within a second.
+A tiny copy is a model of the same architecture that is so small that a step takes less than a second on a CPU.
 """
 
 import copy
@@ -22,10 +22,11 @@ from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError,
 from flopwatch.models.load import Decoder, ResNet, load_model
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
 from flopwatch.records.reading import cut, first_line, read_json
-from flopwatch.records.trainer_names import LABELS, PRIVATE
-from flopwatch.sweep.preflight import REQUEST, PreflightResult, note_begun, note_found
+from flopwatch.records.trial import LABELS, PRIVATE
+from flopwatch.records.trial_files import append_line
+from flopwatch.sweep.preflight import PROGRESS, REQUEST, PreflightResult
 from flopwatch.sweep.trainers.batch import trial_batch
-from flopwatch.sweep.trainers.losses import forward_inputs, own_loss
+from flopwatch.sweep.trainers.builtin import forward_inputs, own_loss
 from flopwatch.sweep.trainers.options import enable_checkpointing
 from flopwatch.sweep.trainers.parity import parity, sample_gradients, without_dropout
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
@@ -34,10 +35,12 @@ from flopwatch.sweep.worker.exception_outcome import message_of
 from flopwatch.sweep.worker.step_cost import count_plain
 
 _BATCH_SIZE, _SEQ_LEN = 3, 8
-"""Different from each other and from the sizes of the copies, so that swapped dimensions cannot go unnoticed."""
+"""They differ from each other and from the sizes of the copies, so that swapped dimensions raise an error."""
 
 _SAME_GRADIENTS = 1e-2
-"""Relative difference of gradients: rounding in fp32 stays below 1e-5, a sample missing from a norm exceeds this."""
+"""Gradients with a smaller relative difference are equal. Rounding in fp32 causes differences below 1e-5, and a sample
+that is missing from a norm causes one above 1e-2.
+"""
 
 Request = Mapping[str, Any]
 
@@ -46,8 +49,8 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     sweep = Path(folder)
     for request in read_json(sweep / REQUEST) or ():
-        note_begun(sweep, request)
-        note_found(sweep, preflight(request))
+        append_line(sweep / PROGRESS, {"begun": request})
+        append_line(sweep / PROGRESS, {"found": preflight(request).to_json()})
         gc.collect()
 
 
@@ -59,7 +62,7 @@ def preflight(request: Request) -> PreflightResult:
     try:
         result = _with_facts(result, request.get("batch"))
         result = _try_trainer(result, request)
-    except (InputError, MissingDependencyError) as error:  # the trial would fail in the same way
+    except (InputError, MissingDependencyError) as error:  # the trial would fail with the same error
         is_mistake = not isinstance(error, UnsupportedError)
         result = replace(result, supported=False, is_mistake=is_mistake, reason=cut(message_of(error), 1000))
     except Exception as error:  # a user's trainer or model may raise anything; the other pairs must still be tried
@@ -68,7 +71,7 @@ def preflight(request: Request) -> PreflightResult:
 
 
 def _with_facts(result: PreflightResult, function: str | None) -> PreflightResult:
-    """What can be known from the full model without weights: parameters, FLOPs, how Opacus handles its layers."""
+    """Add the facts about the full model that need no weights: parameters, FLOPs, how Opacus handles the layers."""
     full = load_model(result.model)
     result = replace(result, parameters=sum(parameter.numel() for parameter in full.parameters()))
     if result.batch_size and result.seq_len:
@@ -81,7 +84,7 @@ def _with_facts(result: PreflightResult, function: str | None) -> PreflightResul
 
 @functools.cache
 def _model_flops(model: str, batch_size: int, seq_len: int, function: str | None) -> int | None:
-    """Cached, because neither the trainer nor checkpointing changes them."""
+    """The FLOPs of a standard step; cached, because they are the same for all trainers. None if they are unknown."""
     full = load_model(model)
     try:
         return count_plain(full, trial_batch(full, batch_size, seq_len, 0, "cpu", function), "full").model_flops
@@ -96,7 +99,7 @@ def _try_trainer(result: PreflightResult, request: Request) -> PreflightResult:
             enable_checkpointing(full)
         check_supported(result.trainer, full)
     is_ours = result.trainer in LABELS
-    problem = "no copy of the model is small enough to be run here"
+    problem = "no copy of the model is small enough for the preflight"
     for tiny in tiny_copies(result.model):
         if result.checkpointing:
             enable_checkpointing(tiny)
@@ -104,8 +107,8 @@ def _try_trainer(result: PreflightResult, request: Request) -> PreflightResult:
             _run_step("standard", copy.deepcopy(tiny), request if is_ours else {**request, "options": {}})
         except UnsupportedError:
             raise
-        except Exception as error:  # shrinking broke the config; try the next copy
-            problem = f"an ordinary step of a tiny copy failed: {_said(error)}"
+        except Exception as error:  # the smaller sizes may not fit together; try the next copy
+            problem = f"a standard training step of a tiny copy failed: {_said(error)}"
             continue
         return _try_on(tiny, result, request)
     return replace(result, tried=False, reason=f"not tried: {problem}")
@@ -147,23 +150,23 @@ def _idle_parameters(tiny: nn.Module, request: Request) -> list[str]:
 
 def _check_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-        raise UnsupportedError(f"the {what} are not finite after one step of a tiny copy")
+        raise UnsupportedError(f"the {what} of a tiny copy of the model are not finite after one step")
 
 
 def _compared(tiny: nn.Module, result: PreflightResult, request: Request) -> PreflightResult:
-    """Compare the clipped gradients with a loop over the samples: a step may run and still clip wrongly."""
+    """Compare the clipped gradients with those of a loop over the samples, because a step may run and clip wrongly."""
     batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", request.get("batch"))
     try:
         difference = parity(tiny, batch, trainers=[result.trainer])[result.trainer]
     except Exception as error:
-        return replace(result, reason=f"runs, but was not compared with a loop over the samples: {_said(error)}")
+        return replace(result, reason=f"the trainer runs, but its gradients were not checked: {_said(error)}")
     if difference <= _SAME_GRADIENTS:
         return replace(result, difference=difference)
     if _is_random(tiny, batch):
-        return replace(result, reason="runs, but was not compared with a loop over the samples: the model is random")
+        return replace(result, reason="the trainer runs, but its gradients were not checked, as the model is random")
     raise UnsupportedError(
-        f"it runs, but its clipped gradients differ from a loop over the samples by {difference:.1%}: Opacus does not "
-        "separate the samples of this model correctly, so neither clipping nor privacy would hold"
+        f"the trainer runs, but its clipped gradients differ by {difference:.1%} from a loop over the samples, because "
+        "Opacus does not separate the samples of this model correctly, so the training would not be private"
     )
 
 
@@ -180,9 +183,9 @@ def _said(error: Exception) -> str:
 # Tiny copies
 
 MOST_PARAMETERS = 20_000_000
-"""Larger models are not run in the preflight: a step would take seconds and hundreds of megabytes."""
+"""Larger models are not run in the preflight, because a step would take seconds and hundreds of megabytes."""
 
-# Sizes of the copies, and the names that configs of transformers have for each size.
+# Sizes of the copies, and the names of these sizes in the configs of transformers.
 _HEADS, _HEAD_WIDTH, _VOCABULARY, _EXPERTS, _PATCH = 4, 8, 96, 4, 4
 _CHANNELS, _SIDE = 8, 32
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
@@ -204,12 +207,12 @@ Settings = dict[str, Any]
 
 
 def tiny_copies(model: str) -> Iterator[nn.Module]:
-    """Copies on the CPU, the smallest first; none if all are too large.
+    """Copies of the model on the CPU, the smallest first; none if all are too large.
 
-    Shrinking a config may break it, so the caller takes the first copy on which a standard training step succeeds.
+    A smaller config may be invalid, so the caller takes the first copy on which a standard training step succeeds.
 
     Args:
-        model: As for `load_model`. The model of a `package.module:function` is used unchanged.
+        model: As for `load_model`. A model of a `package.module:function` is not made smaller.
     """
     if model in PRESETS:
         yield Decoder(_small_preset(PRESETS[model])).train()
@@ -234,13 +237,13 @@ def _small_preset(sizes: Preset) -> Preset:
 
 
 def _small_image_preset(sizes: ImagePreset) -> ImagePreset:
-    """Fewer blocks and channels, but as many stages and classes: the labels of a user's own batch must stay valid."""
+    """Fewer blocks and channels, but all stages and classes, so that the labels of a user's batch stay valid."""
     widths = tuple(_CHANNELS * 2**stage for stage in range(len(sizes.widths)))
     return replace(sizes, image_size=_SIDE, widths=widths, blocks_per_stage=1)
 
 
 def with_few_layers(settings: Settings) -> Settings:
-    """Two layers, or as many as are needed to have one of each kind, and a small vocabulary."""
+    """The config with two layers, or as many as it needs to have one of each layer type, and a small vocabulary."""
     small = _parts(settings, with_few_layers)
     kinds = settings.get("layer_types")
     count = 2
@@ -256,7 +259,7 @@ def with_few_layers(settings: Settings) -> Settings:
 
 
 def with_small_width(settings: Settings) -> Settings:
-    """Also few and narrow heads, few experts and small images."""
+    """The config with few layers, few and narrow heads, few experts, small images and a small vocabulary."""
     small = with_few_layers(_parts(settings, with_small_width))
     heads: int = next((small[name] for name in _ATTENTION_HEADS if isinstance(small.get(name), int)), _HEADS)
     groups = small.get("num_key_value_heads")
@@ -274,7 +277,7 @@ def with_small_width(settings: Settings) -> Settings:
 
 
 def _parts(settings: Settings, shrink: Callable[[Settings], Settings]) -> Settings:
-    """Shrink nested configs too: a model of text and images has one for each."""
+    """The config with smaller nested configs, which a model of text and images has."""
     return {
         key: shrink(value) if key.endswith("_config") and isinstance(value, dict) else value
         for key, value in settings.items()
@@ -297,7 +300,7 @@ def _built(settings: Settings) -> nn.Module | None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 return load_model(str(file), device="cpu")
-        except Exception:  # transformers may raise anything for a config that shrinking broke
+        except Exception:  # transformers may raise anything for an invalid config
             return None
 
 

@@ -1,10 +1,10 @@
-"""The processes of a trial, seen from one of them: its part of batch and model, and the results of all together.
+"""The processes of a trial: the part of batch and model that each one takes, and the results of all together.
 
-`ALONE` is the group of a trial with one process, so that `measure` needs no special case.
+A trial with one process uses `ALONE`, so that `measure` needs no special case for it.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.monitor.ranks.sharing import device_identity
+from flopwatch.monitor.ranks.group import device_identity
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
 from flopwatch.spread import median
@@ -25,14 +25,14 @@ from flopwatch.sweep.spec.parsing import check_processes, needs_one_process
 from flopwatch.sweep.trainers.batch import batch_rows, micro_batches
 
 _LEAST_TIMEOUT_SECONDS = 1800.0
-"""torch's default for gloo. The supervisor ends a hang, so collectives must not time out earlier."""
+"""torch's default for gloo. Collectives must not time out before the supervisor's own limit ends a hang."""
 
 
 class RankGroup:
-    """One process among those of its trial.
+    """The process group of a trial with one process.
 
     Attributes:
-        rank: Its number; rank 0 writes the results of all.
+        rank: The rank of this process; rank 0 writes the results of all.
         size: The number of processes.
     """
 
@@ -51,27 +51,21 @@ class RankGroup:
         """The samples that this process takes from the trial's batch."""
         return dict(batch)
 
-    def laid_out(self, model: nn.Module, device: torch.device) -> nn.Module:
+    def distributed(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """The model as this process trains it: wrapped by DDP or sharded by FSDP2 if there are several processes."""
         return model
 
-    def job_cost(self, cost: StepCost) -> StepCost:
-        """The cost of the whole trial, from the costs of all processes."""
-        return cost
+    def job_peak(self, device: torch.device, peak_of: Callable[[], Peak | None]) -> Peak | None:
+        """The sum of the peak FLOP/s of all devices; `peak_of` returns that of this process's device."""
+        return peak_of()
 
-    def job_peak(self, device: torch.device, peak_of: Any) -> Peak | None:
-        found: Peak | None = peak_of()
-        return found
-
-    def job_memory(self, memory: MemoryUse) -> MemoryUse:
-        return memory
-
-    def slowest_rows(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """The step times of the slowest process."""
-        return rows
+    def gathered(self, own: Any) -> list[Any]:
+        """The values of `own` of all processes, by rank."""
+        return [own]
 
 
 class ManyRanks(RankGroup):
-    """A trial of several processes, started by torchrun, which sets RANK, WORLD_SIZE and LOCAL_RANK."""
+    """The process group of a trial with several processes, which torchrun starts with RANK, WORLD_SIZE, LOCAL_RANK."""
 
     def __init__(self, spec: TrialSpec) -> None:
         check_processes(spec)
@@ -83,7 +77,7 @@ class ManyRanks(RankGroup):
         self._timeout = timedelta(seconds=max(_LEAST_TIMEOUT_SECONDS, 2 * silence))
 
     def device(self, device: torch.device) -> torch.device:
-        """The device of this process. Also joins the process group, with the backend of the device."""
+        """The device of this process. The call also initialises torch.distributed with the backend of the device."""
         if device.type == "cpu":
             dist.init_process_group("gloo", timeout=self._timeout)
             return device
@@ -94,32 +88,23 @@ class ManyRanks(RankGroup):
         return own
 
     def own_part(self, batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
-        """
-        Raises:
-            UnsupportedError: The batch does not have one row for each sample.
-        """
         rows = batch_rows(batch)
         if rows != batch_size:
             raise UnsupportedError(
-                f"the batch has {rows} rows for {batch_size} samples, so {self.size} processes cannot share it; make "
-                "a batch with one row for each sample, or leave nodes and processes out"
+                f"{self.size} processes cannot share the batch, because it has {rows} rows for {batch_size} samples; "
+                "make a batch with one row for each sample, or leave nodes and processes out"
             )
         part = micro_batches(batch, self.share(batch_size))[self.rank]
-        # Cloned, because a view would keep the whole batch in memory.
+        # Clones, because views would keep the whole batch in memory.
         return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in part.items()}
 
-    def laid_out(self, model: nn.Module, device: torch.device) -> nn.Module:
-        return laid_out(model, self._layout, device)
+    def distributed(self, model: nn.Module, device: torch.device) -> nn.Module:
+        return distributed(model, self._layout, device)
 
-    def job_cost(self, cost: StepCost) -> StepCost:
-        return job_cost(self._gathered(cost))
-
-    def job_peak(self, device: torch.device, peak_of: Any) -> Peak | None:
-        """The sum over the devices. Of the processes that share a device only the first measures its peak, with the
-        threads of all of them.
-        """
+    def job_peak(self, device: torch.device, peak_of: Callable[[], Peak | None]) -> Peak | None:
+        # If several processes share a device, only the first of them measures its peak, with the threads of all.
         mine = device_identity(device)
-        devices = self._gathered((mine, torch.get_num_threads()))
+        devices = self.gathered((mine, torch.get_num_threads()))
         first = [identity for identity, _ in devices].index(mine) == self.rank
         peak = None
         if first:
@@ -127,17 +112,11 @@ class ManyRanks(RankGroup):
             torch.set_num_threads(min(together, len(os.sched_getaffinity(0))))
             peak = peak_of()
             torch.set_num_threads(own)
-        return job_peak(self._gathered((first, peak)))
+        return job_peak(self.gathered((first, peak)))
 
-    def job_memory(self, memory: MemoryUse) -> MemoryUse:
-        return job_memory(self._gathered(memory))
-
-    def slowest_rows(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        return slowest_rows(self._gathered(list(rows)))
-
-    def _gathered(self, mine: Any) -> list[Any]:
+    def gathered(self, own: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine)
+        dist.all_gather_object(found, own)
         return found
 
 
@@ -148,11 +127,11 @@ def rank_group(spec: TrialSpec) -> RankGroup:
     return ManyRanks(spec) if spec.world_size > 1 else ALONE
 
 
-# How the processes of a trial share a model: each holds all of it (DDP) or a part of it (FSDP2).
+# How the processes of a trial share a model: each has a copy of it (DDP) or a part of it (FSDP2).
 
 
 class ReplicatedModel(DistributedDataParallel):
-    """DDP that passes unknown attributes on to the model: trainers look for `per_sample_losses` and `config`."""
+    """DDP that also has the attributes of its model, because trainers read `per_sample_losses` and `config`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -161,19 +140,18 @@ class ReplicatedModel(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-def laid_out(model: nn.Module, layout: str | None, device: torch.device) -> nn.Module:
-    """The model as this process trains it; the process group must exist.
+def distributed(model: nn.Module, layout: str | None, device: torch.device) -> nn.Module:
+    """The model wrapped by DDP or sharded by FSDP2; torch.distributed must be initialised.
 
-    Every process has built the same model from the same seed. With FSDP2 each block is a unit, as in its tutorial, so
-    that only one block at a time is gathered in full.
+    Every process has built the same model from the same seed. With FSDP2 each block is sharded as a unit, as in torch's
+    tutorial, so that a process holds all parameters of only one block at a time.
     """
     if layout == "ddp":
         return ReplicatedModel(model, device_ids=None if device.type == "cpu" else [device])
     if layout != "fsdp":
-        raise InputError(f"layout is ddp or fsdp, got {layout!r}")
-    mesh = init_device_mesh(
-        device.type, (dist.get_world_size(),)
-    )  # the default mesh would use a GPU even for a trial on the CPU
+        raise InputError(f"layout must be ddp or fsdp, got {layout!r}")
+    # The default mesh would use a GPU even for a trial on the CPU.
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in dict.fromkeys(blocks(model)):  # a model may contain one block several times
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -181,7 +159,7 @@ def laid_out(model: nn.Module, layout: str | None, device: torch.device) -> nn.M
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the outermost module lists, such as a transformer's layers."""
+    """The members of the outermost `ModuleList`s, such as the layers of a transformer."""
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList):
@@ -191,11 +169,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-# The results of the whole trial from those of its processes. Pure arithmetic, exact for FLOPs.
+# The results of the whole trial, computed from those of its processes.
 
 
 def job_cost(costs: Sequence[StepCost]) -> StepCost:
-    """The FLOPs of all processes together; unknown if one of them is unknown.
+    """The FLOPs of all processes together; None if those of one process are unknown.
 
     >>> job_cost([StepCost(model_flops=10, hardware_flops=12), StepCost(model_flops=10)]).model_flops
     20
@@ -212,7 +190,7 @@ def job_cost(costs: Sequence[StepCost]) -> StepCost:
 
 
 def job_peak(measured: Sequence[tuple[bool, Peak | None]]) -> Peak | None:
-    """The sum of the devices' peaks; each entry says whether its process measured a device, and that device's peak.
+    """The sum of the devices' peaks; each process gives whether it measured a device, and the peak of that device.
 
     >>> one = Peak(1e12, "a GPU", "bf16", "its datasheet", "datasheet", "high")
     >>> job_peak([(True, one), (True, one), (False, None)]).flops_per_s
@@ -234,7 +212,7 @@ def job_peak(measured: Sequence[tuple[bool, Peak | None]]) -> Peak | None:
 
 
 def job_memory(memories: Sequence[MemoryUse]) -> MemoryUse:
-    """The memory of the fullest accelerator. Host memory is that of rank 0; the supervisor measures all processes."""
+    """The largest memory of any accelerator. Host memory is that of rank 0; the supervisor measures the total."""
     parts = dict.fromkeys(part for memory in memories for part in memory.by_phase)
     return replace(
         memories[0],
@@ -246,7 +224,7 @@ def job_memory(memories: Sequence[MemoryUse]) -> MemoryUse:
 
 
 def slowest_rows(rows_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of the process with the longest median of its measured steps, each with the rank.
+    """The rows of the process with the longest median step, each row with the rank of that process.
 
     >>> fast, slow = ({"phase": "measure", "seconds": seconds} for seconds in (1.0, 2.0))
     >>> slowest_rows([[fast], [slow]])

@@ -1,4 +1,4 @@
-"""The FLOPs of a trainer's step: those of the model in standard training, and those this trainer executes."""
+"""Counts the FLOPs of a trainer's step: model FLOPs as in standard training, and the FLOPs that are executed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +15,7 @@ from flopwatch.records.flops import AttentionConvention, FlopCount
 from flopwatch.records.reading import cut, first_line
 from flopwatch.records.trial import StepCost
 from flopwatch.sweep.trainers.batch import micro_batches
-from flopwatch.sweep.trainers.builtin import StandardTrainer
-from flopwatch.sweep.trainers.losses import forward_inputs, own_loss, takes_labels
+from flopwatch.sweep.trainers.builtin import StandardTrainer, forward_inputs, own_loss, takes_labels
 from flopwatch.sweep.trainers.protocol import Trainer, run_step, step_parts
 from flopwatch.sweep.worker.exception_outcome import message_of
 from flopwatch.torch_internals import compiled_call, compiled_original, is_compiled_function
@@ -31,19 +30,19 @@ def count_step(
     micro_batch_size: int | None = None,
     is_alone: bool = True,
 ) -> StepCost:
-    """Count one step. MFU and HFU follow when its time and the peak are known (`supervisor/build_result.py`).
+    """Count the FLOPs of one step; `supervisor/build_result.py` computes MFU and HFU from them.
 
-    Unless the trainer is the built-in standard one with the whole batch at once, the trainer runs one more real step,
-    and torch will not compile its model afterwards; so count after everything else is measured.
+    Unless the trainer is the standard one without micro-batches, it runs one more real step, after which torch does not
+    compile its model any more. So call this function after everything else is measured.
 
     Args:
-        trainer: Ready to run a step on this batch.
-        model: The same architecture as a plain module, possibly on the meta device; it is not changed.
+        trainer: The trainer, ready to run a step on this batch.
+        model: A model of the same architecture, possibly on the meta device; it is not changed.
         batch: The batch of the trial.
         attention: `full` or `causal`.
-        micro_batch_size: Samples the trainer takes at once; None is the whole batch. Model FLOPs do not depend on it;
+        micro_batch_size: Samples of each micro-batch; None is the whole batch. Model FLOPs do not depend on it;
             hardware FLOPs are the sum over the micro-batches.
-        is_alone: False for one process of several, whose step would need the other processes; none is run then.
+        is_alone: False if the trial has several processes, so that this process alone cannot run another step.
     """
     batches = micro_batches(batch, micro_batch_size)
     try:
@@ -59,17 +58,17 @@ def count_step(
         return _without_a_step(cost, trainer, model, batches)
     try:
         executed = count_executed(trainer, batches, attention)
-    except Exception as error:  # a user's trainer may raise anything, and the trial is already measured
-        return _noted(cost, f"what the trainer executes could not be counted: {first_line(error, 300)}")
+    except Exception as error:  # a user's trainer may raise anything, and the steps are already measured
+        return _noted(cost, f"the hardware FLOPs could not be counted: {first_line(error, 300)}")
     return _with_executed(cost, executed)
 
 
 def _without_a_step(
     cost: StepCost, trainer: Trainer, model: nn.Module, batches: Sequence[Mapping[str, Any]]
 ) -> StepCost:
-    """The standard trainer runs the model on each micro-batch, which can be counted; other trainers are unknown."""
+    """The cost without running a step: the standard trainer's FLOPs follow from the model, other trainers' do not."""
     if type(trainer) is not StandardTrainer or cost.model_flops is None:
-        return _noted(cost, "what the trainer executes is not counted in one process of several")
+        return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
     counts = [count_plain(model, batch, cost.attention) for batch in batches]  # type: ignore[arg-type]
     return replace(cost, hardware_flops=sum(count.hardware_flops for count in counts))
 
@@ -77,9 +76,7 @@ def _without_a_step(
 def count_executed(
     trainer: Trainer, batches: Sequence[Mapping[str, Any]], attention: AttentionConvention = "full"
 ) -> FlopCount | None:
-    """Everything one step of the trainer runs on its micro-batches, including the update; None if compiled code hides
-    its ops.
-    """
+    """The FLOPs of all ops of one step on the micro-batches, including the update; None if compiled code hides ops."""
     if any(map(_is_compiled, _attributes(trainer))):
         return None
     mode = CountingMode(ModuleStack(), attention)
@@ -90,9 +87,11 @@ def count_executed(
 
 
 def count_plain(model: nn.Module, batch: Mapping[str, Any], attention: AttentionConvention) -> FlopCount:
-    """One standard training step of the model, whichever trainer the trial uses."""
+    """The FLOPs of one standard training step of the model, whichever trainer the trial uses."""
     on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
-    tensors = {name: value.cpu() if on_meta and _is_tensor(value) else value for name, value in batch.items()}
+    tensors = {
+        name: value.cpu() if on_meta and isinstance(value, torch.Tensor) else value for name, value in batch.items()
+    }
     is_loss_apart = hasattr(model, "per_sample_losses") or ("labels" in batch and not takes_labels(model))
     loss_fn = (lambda output: own_loss(model, output, tensors)) if is_loss_apart else None
     return count_flops(model, forward_inputs(model, tensors), attention=attention, loss_fn=loss_fn)
@@ -112,14 +111,17 @@ def _cost_of(count: FlopCount) -> StepCost:
 
 def _with_executed(cost: StepCost, executed: FlopCount | None) -> StepCost:
     if executed is None:
-        return _noted(cost, "what the trainer executes is not known: compiled code hides its ops")
+        return _noted(cost, "the hardware FLOPs are unknown, because the trainer's compiled code hides its ops")
     if executed.hardware_flops == 0:
-        return _noted(cost, "what the trainer executes is not known: none of its ops could be seen")
+        return _noted(cost, "the hardware FLOPs are unknown, because none of the trainer's ops could be observed")
     cost = replace(cost, hardware_flops=executed.hardware_flops)
     if not executed.uncounted:
         return cost
     ops = ", ".join(sorted({op.op for op in executed.uncounted}))
-    return replace(_noted(cost, f"the trainer executes ops without a formula: {ops}"), is_lower_bound=True)
+    return replace(
+        _noted(cost, f"the hardware FLOPs are a lower bound, because there is no formula for the ops {ops}"),
+        is_lower_bound=True,
+    )
 
 
 def _noted(cost: StepCost, note: str) -> StepCost:
@@ -132,13 +134,9 @@ def _attributes(trainer: Trainer) -> list[Any]:
 
 
 def _is_compiled(value: Any) -> bool:
-    """`torch.compile(module)`, `module.compile()`, or `torch.compile(function)`."""
+    """Whether the value comes from `torch.compile(module)`, `module.compile()` or `torch.compile(function)`."""
     if is_compiled_function(value) or compiled_original(value) is not None:
         return True
     if not isinstance(value, nn.Module):
         return False
     return any(compiled_original(module) is not None or compiled_call(module) is not None for module in value.modules())
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
