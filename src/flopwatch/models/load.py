@@ -29,6 +29,8 @@ from flopwatch.models.presets import (
 )
 from flopwatch.optional import require
 
+__all__ = ["dummy_batch", "load_model"]
+
 
 def load_model(spec: str, *, device: str = "meta") -> nn.Module:
     """Build a model in training mode; on the meta device it has shapes but no weights.

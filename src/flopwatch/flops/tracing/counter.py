@@ -272,9 +272,10 @@ class CountingMode(TorchDispatchMode):
         out = self._execute(func, args, kwargs)
         name = func.name()
         if name == "flex_attention":
-            self.add(name, forward_flops(flex_sizes(*args[:5], self._attention)), compute_type(args[0].dtype))
+            sizes = flex_sizes(args[0], args[1], args[2], args[3], args[4], self._attention)
+            self.add(name, forward_flops(sizes), compute_type(args[0].dtype))
         elif name == "flex_attention_backward":
-            sizes = flex_sizes(*args[:3], args[7], args[9], self._attention)
+            sizes = flex_sizes(args[0], args[1], args[2], args[7], args[9], self._attention)
             self.add(name, backward_flops(sizes, ()), compute_type(args[0].dtype))
         else:
             self._add_uncounted(name, args)
