@@ -190,10 +190,10 @@ def test_what_differs_is_listed_before_the_numbers(flopwatch, write):
         "coverage": ("1", "–"),
     }
     for what, (in_a, in_b) in facts.items():
-        pattern = rf"^  {what} +{re.escape(in_a)}  +{re.escape(in_b)}  +touches "
+        pattern = rf"^  {what} +{re.escape(in_a)}  +{re.escape(in_b)}  +affects "
         assert re.search(pattern, listed, re.MULTILINE), (what, listed)
-    assert listed.count("touches") == len(facts)
-    assert "With several ranks, rates and shares are those of the logging rank." in out
+    assert listed.count("affects") == len(facts)
+    assert "With several ranks, rates and shares are those of the rank that writes the log." in out
 
 
 def test_runs_made_alike_are_said_to_be(flopwatch, write):
@@ -256,7 +256,7 @@ def test_the_gate_goes_by_work_that_counts(flopwatch, write):
 def test_a_gate_that_cannot_judge_does_not_pass(flopwatch, write):
     status, _, err = flopwatch("compare", write("a", [1.0] * 10), write("b", [1.0] * 99), "--fail-if-slower", "5")
     assert status == 2
-    assert "needs 25 timed steps outside warm-up in each run, and there are 10 in A and 99 in B" in err
+    assert "needs 25 timed steps after warm-up in each run, but A has 10 and B has 99" in err
 
 
 @pytest.mark.parametrize("allowed", ["-1", "nan"])

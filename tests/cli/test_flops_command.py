@@ -85,7 +85,7 @@ def test_uncounted_ops_are_shown(
 
     assert status == 0
     assert "Not counted" in out
-    assert "The true number is higher" in out
+    assert "The true FLOPs are higher" in out
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_uncounted_ops_are_shown(
         (["--model", "tiny", "--batch-size", "0"], "positive whole number"),
         (["--model", "tiny", "--attention", "half"], "'full' or 'causal'"),
         (["--model", "tiny", "--method", "guess"], "method is one of"),
-        (["--model", "tiny", "--step-time", "1"], "needs both --device and --step-time"),
+        (["--model", "tiny", "--step-time", "1"], "pass both --device and --step-time"),
         (["--model", "tiny", "--step-time", "nan", "--device", "NVIDIA H100 80GB HBM3"], "positive finite number"),
         (["--model", "tiny", "--step-time", "1", "--device", "NVIDIA RTX A1000"], "peak is not known"),
     ],

@@ -81,7 +81,7 @@ def test_a_type_the_product_lacks_ends_with_status_1(flopwatch):
         (("--name", "Tesla T4", "--dtype", "bf17"), "dtype 'bf17' is not known; use one of:"),
         (("--device", "gpu"), "'gpu' is not a device"),
         (("--name", "Tesla T4", "--device", "cpu"), "pass one of them"),
-        (("--measure", "--name", "Tesla T4"), "--measure needs the device itself"),
+        (("--measure", "--name", "Tesla T4"), "--measure needs a device of this machine"),
         (("--measure", "--device", "cpu", "--dtype", "fp8"), "fp8 cannot be measured"),
         (("--seconds", "soon"), "Invalid value for '--seconds'"),
     ],

@@ -37,7 +37,7 @@ def test_a_spec_that_lies_in_no_sweep_is_refused(tmp_path, monkeypatch, flopwatc
     file.write_text(json.dumps({"spec": SPEC, "name": "t"}))
     code, _, errors = flopwatch("trial", "--spec", str(file))
     assert code == 2
-    assert "SWEEP/trials/NAME/" in errors
+    assert "is not in the folder of a sweep" in errors
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwatch.model_library_internals import prepare_for_opacus
+from flopwatch.library_internals import prepare_for_opacus
 from flopwatch.torch_internals import BACKWARD_HOOK_TABLES, FORWARD_HOOKS, FORWARD_PRE_HOOKS, HOOK_OPTION_TABLES
 
 Value = Callable[[Any], Any]

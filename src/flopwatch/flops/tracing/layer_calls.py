@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from flopwatch.model_library_internals import is_cache, outputs_are_captured
+from flopwatch.library_internals import is_cache, outputs_are_captured
 from flopwatch.torch_internals import (
     AnyBatchNorm,
     FakeTensor,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwatch.model_library_internals import CACHES, OUTPUT_CAPTURING
+from flopwatch.library_internals import CACHES, OUTPUT_CAPTURING
 from flopwatch.torch_internals import HOOK_TABLES, MODULE_STATE, FakeTensor, own_buffers, own_modules, own_parameters
 
 FEWEST_EQUAL = 6

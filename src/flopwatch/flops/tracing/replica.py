@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from flopwatch.errors import InputError, UntraceableError
 from flopwatch.flops.tracing.hooks import HookCopies, left_hooks_note
-from flopwatch.model_library_internals import SHARDED_FORWARDS
+from flopwatch.library_internals import SHARDED_FORWARDS
 from flopwatch.torch_internals import (
     BUFFERS,
     COMPILED_CALL,

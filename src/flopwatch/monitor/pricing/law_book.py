@@ -17,7 +17,7 @@ from flopwatch.flops.law import PHASES, FlopLaw, StepShape
 from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.steering import CHANCE
 from flopwatch.flops.tracing.passes import LossFn
-from flopwatch.model_library_internals import attention_implementation
+from flopwatch.library_internals import attention_implementation
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.output import Tell
 from flopwatch.monitor.pricing.batch_reader import Work
