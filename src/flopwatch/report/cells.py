@@ -114,14 +114,14 @@ def _varying(members: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 FEWEST_STEPS = 6
-"""Fewer steps have no 95 % interval: the range of 5 measured steps contains the median with only 94 %."""
+"""Fewer steps have no 95 % interval: the range of 5 steps contains the true median with a probability of only 94 %."""
 
 MOST_FINITE = sys.float_info.max
 """JSON may contain larger integers, but Python cannot convert them to float."""
 
 
 def make_cell(result: TrialResult, column: str) -> Cell:
-    """Collect the measurements of a trial; only of an `ok` trial, because others may not have reached their peak."""
+    """Collect the measurements of a trial. Only `ok` trials have some: others may not have reached their peak."""
     spec, measured = result.spec, result.measured
     place = (result.name, column, privacy_of(spec), spec.batch_size, spec.seq_len, str(result.outcome))
     if result.outcome != "ok":

@@ -121,7 +121,7 @@ def preflight_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def failure_facts(failure: Failure) -> dict[str, str]:
-    """Return what is known about a failure, by label. A text may be empty."""
+    """Return what is known about a failure: a text for each label, which may be empty."""
     return {
         "trainers": ", ".join(f"{name} {number:,}" for name, number in failure.by_trainer.items()),
         "example": failure.example,
@@ -185,7 +185,7 @@ def crossover_sentence(crossover: Crossover) -> str:
 
 
 def _limit(crossover: Crossover) -> str:
-    """Name the crossover, rounded; or the last measured value before it, if rounding leaves the measured interval."""
+    """Write the rounded crossover, or the last measured value before it if rounding leaves the measured interval."""
     at = rounded(crossover.at or 0)
     is_between = crossover.low < at <= crossover.high
     return f"below {crossover.axis} {at}" if is_between else f"up to {crossover.axis} {crossover.low}"
@@ -338,7 +338,7 @@ def _time_text(cell: Cell) -> str:
 
 
 def _narrow_percent(value: float) -> str:
-    # Without a space before the sign, because a column of the matrix has only 15 characters.
+    # There is no space before the percent sign, because a column of the matrix has only 15 characters.
     return f"{value:.0f}%" if value >= 2 else f"{value:.1f}%"
 
 

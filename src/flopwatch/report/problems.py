@@ -64,7 +64,7 @@ def _cause(result: TrialResult) -> str:
         return normalised(f"{exception['type']}: {exception.get('message') or ''}").rstrip(": ")
     if isinstance(exception, str) and exception:
         return normalised(exception)
-    if result.outcome == "oom_host" and result.reason:  # The signal is always SIGKILL; the reason says more.
+    if result.outcome == "oom_host" and result.reason:  # The reason says more than the signal, SIGKILL.
         return normalised(result.reason)
     if evidence.get("signal"):
         return signal_name(evidence["signal"])
@@ -356,7 +356,7 @@ def peak_warnings(results: Sequence[TrialResult]) -> tuple[str, ...]:
     if above:
         trial, name, value = max(above, key=lambda one: one[2])
         mixed.append(
-            f"{name} of {trial} is {percent(value, decimals=0)}, more than any device can do: its peak is wrong"
+            f"{name} of {trial} is {percent(value, decimals=0)}, more than any device can do: the peak is wrong"
         )
     return (*mixed, *_command_notes(results))
 
@@ -378,7 +378,7 @@ def _words(peak: Mapping[str, Any]) -> str:
 
 
 def incomplete_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
-    """Return a warning for each measurement after the steps that failed, such as counting FLOPs.
+    """Return a warning for each measurement that failed after the steps, such as counting FLOPs.
 
     The times and the memory of these trials are valid.
     """

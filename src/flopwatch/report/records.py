@@ -182,7 +182,7 @@ class Crossover:
 
     Attributes:
         axis: What varies: the `sequence` length or the `batch` size.
-        fixed: The constant value of the other one.
+        fixed: The batch size or sequence length that is the same in all these trials.
         below: The trainer that is better at smaller values.
         above: The trainer that is better at larger values.
         low: The largest measured value at which `below` is better.
@@ -319,14 +319,11 @@ class SweepSummary:
         name: Name of the sweep's folder; `folder` is its path.
         engine: Where the trials ran: `local`, `ray` or `slurm`.
         created: Unix time at which the sweep was planned.
-        totals: Totals of all trials.
-        trainers: Totals of each trainer.
         groups: Groups of comparable trials, the group with the most `ok` trials first.
         failures: One entry for each cause, the most urgent first.
         environments: The environments in which trials ran, the most common first.
         preflight: Rows of `preflight.json`, which say which trainer supports which model.
         warnings: What readers must know before they use the numbers.
-        rows: One row for each trial.
     """
 
     name: str

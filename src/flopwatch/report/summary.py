@@ -7,22 +7,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, PrivacySpent, TrialResult, TrialSpec
-from flopwatch.report import problems, verdicts
+from flopwatch.report import cells, problems, verdicts
 from flopwatch.report.capture import Capture
-from flopwatch.report.cells import (
-    column_names,
-    group_key,
-    group_settings,
-    group_title,
-    make_cell,
-    make_row,
-    missing_cell,
-    place_key,
-    positive,
-    privacy_of,
-    trainer_name,
-    trainer_order,
-)
 from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals
 
 MOST_COLUMNS = 16
@@ -40,7 +26,7 @@ def summarise(capture: Capture) -> SweepSummary:
     """Compute everything that the report shows."""
     results = list(capture.results.values())
     members = _grouped(capture)
-    varying = _varying([group_settings(group[0].spec) for group in members])
+    varying = _varying([cells.group_settings(group[0].spec) for group in members])
     groups = tuple(_group(group, varying) for group in members)
     totals = sweep_totals(results, len(capture.missing))
     return SweepSummary(
@@ -60,41 +46,43 @@ def summarise(capture: Capture) -> SweepSummary:
             *problems.incomplete_warnings(results),
             *problems.retried_warnings(results),
         ),
-        rows=tuple(make_row(m.cell, m.spec, place, m.result) for place, group in enumerate(members) for m in group),
+        rows=tuple(
+            cells.make_row(m.cell, m.spec, place, m.result) for place, group in enumerate(members) for m in group
+        ),
     )
 
 
 def _grouped(capture: Capture) -> list[list[_Member]]:
     """Divide the trials into groups of comparable trials, the group with the most `ok` trials first."""
     specs = {name: result.spec for name, result in capture.results.items()} | dict(capture.missing)
-    columns = column_names(specs)
+    columns = cells.column_names(specs)
     groups: dict[tuple[Any, ...], list[_Member]] = defaultdict(list)
     for name, spec in specs.items():
         result = capture.results.get(name)
-        cell = make_cell(result, columns[name]) if result else missing_cell(name, spec, columns[name])
-        groups[group_key(spec)].append(_Member(cell, spec, result))
+        cell = cells.make_cell(result, columns[name]) if result else cells.missing_cell(name, spec, columns[name])
+        groups[cells.group_key(spec)].append(_Member(cell, spec, result))
     return sorted(groups.values(), key=lambda group: -sum(member.cell.outcome == "ok" for member in group))
 
 
 def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
-    settings = group_settings(members[0].spec)
-    cells = _with_like_peaks([member.cell for member in members])
-    trainers = trainer_order((member.cell.trainer, member.spec.trainer) for member in members)
+    settings = cells.group_settings(members[0].spec)
+    measured = _with_like_peaks([member.cell for member in members])
+    trainers = cells.trainer_order((member.cell.trainer, member.spec.trainer) for member in members)
     results = [member.result for member in members if member.result is not None]
     counts = Counter(result.measured.parameters for result in results if result.measured.parameters)
     return Group(
-        title=group_title(settings, varying),
+        title=cells.group_title(settings, varying),
         settings=settings,
         parameters=counts.most_common(1)[0][0] if counts else None,
         trainers=trainers,
-        batch_sizes=tuple(sorted({cell.batch_size for cell in cells})),
-        seq_lens=tuple(sorted({cell.seq_len for cell in cells})),
-        cells=cells,
-        choices=verdicts.choose(cells),
-        cost_factors=verdicts.cost_factors(cells),
-        frontier=verdicts.frontier(cells),
-        crossovers=verdicts.find_crossovers(cells, trainers) if len(trainers) <= MOST_COLUMNS else (),
-        pareto=verdicts.pareto_trials(cells),
+        batch_sizes=tuple(sorted({cell.batch_size for cell in measured})),
+        seq_lens=tuple(sorted({cell.seq_len for cell in measured})),
+        cells=measured,
+        choices=verdicts.choose(measured),
+        cost_factors=verdicts.cost_factors(measured),
+        frontier=verdicts.frontier(measured),
+        crossovers=verdicts.find_crossovers(measured, trainers) if len(trainers) <= MOST_COLUMNS else (),
+        pareto=verdicts.pareto_trials(measured),
         denominators=problems.denominators(results),
         warnings=(
             *problems.mixed_warnings(results),
@@ -106,11 +94,11 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
     )
 
 
-def _with_like_peaks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+def _with_like_peaks(measured: Sequence[Cell]) -> tuple[Cell, ...]:
     """Remove peaks of host memory if other trials report accelerator memory, because the two are not comparable."""
-    if not any(cell.device_bytes for cell in cells):
-        return tuple(cells)
-    return tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in cells)
+    if not any(cell.device_bytes for cell in measured):
+        return tuple(measured)
+    return tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in measured)
 
 
 def _too_many(columns: int) -> tuple[str, ...]:
@@ -128,7 +116,7 @@ def _largest_ok(results: Sequence[TrialResult]) -> dict[tuple[Any, ...], int]:
     largest: dict[tuple[Any, ...], int] = {}
     for result in results:
         if result.outcome == "ok":
-            place = place_key(result.spec)
+            place = cells.place_key(result.spec)
             largest[place] = max(largest.get(place, 0), result.spec.batch_size)
     return largest
 
@@ -160,7 +148,7 @@ def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
     counts = Counter(str(result.outcome) for result in results)
     if missing:
         counts["missing"] = missing
-    lives = [(result.unix_time, positive(result.seconds) or 0.0) for result in results]
+    lives = [(result.unix_time, cells.positive(result.seconds) or 0.0) for result in results]
     return Totals(
         trials=len(results) + missing,
         by_outcome=dict(counts.most_common()),
@@ -190,13 +178,13 @@ def trainer_totals(results: Iterable[TrialResult], missing: Iterable[TrialSpec])
     missing_of: Counter[str] = Counter()
     specs: dict[str, TrialSpec] = {}
     for result in results:
-        by_trainer[trainer_name(result.spec)].append(result)
-        specs.setdefault(trainer_name(result.spec), result.spec)
+        by_trainer[cells.trainer_name(result.spec)].append(result)
+        specs.setdefault(cells.trainer_name(result.spec), result.spec)
     for spec in missing:
-        missing_of[trainer_name(spec)] += 1
-        specs.setdefault(trainer_name(spec), spec)
+        missing_of[cells.trainer_name(spec)] += 1
+        specs.setdefault(cells.trainer_name(spec), spec)
     shared = _shared_configurations(list(by_trainer.values()))
-    names = trainer_order((name, spec.trainer) for name, spec in specs.items())
+    names = cells.trainer_order((name, spec.trainer) for name, spec in specs.items())
     return tuple(_one_trainer(specs[name], by_trainer[name], missing_of[name], shared) for name in names)
 
 
@@ -204,16 +192,16 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
     tried = [result for result in results if was_tried(result)]
     ok = [result for result in tried if result.outcome == "ok"]
     too_large = sum(result.outcome in OUT_OF_MEMORY for result in tried)
-    peaks = [peak for result in ok if (peak := positive(result.measured.memory.peak_bytes))]
+    peaks = [peak for result in ok if (peak := cells.positive(result.measured.memory.peak_bytes))]
     shared_peaks = [
         peak
         for result in ok
-        if _configuration(result.spec) in shared and (peak := positive(result.measured.memory.peak_bytes))
+        if _configuration(result.spec) in shared and (peak := cells.positive(result.measured.memory.peak_bytes))
     ]
     counts = Counter(str(result.outcome) for result in results)
     return TrainerTotals(
-        trainer=trainer_name(spec),
-        privacy=privacy_of(spec),
+        trainer=cells.trainer_name(spec),
+        privacy=cells.privacy_of(spec),
         tried=len(tried),
         ok=len(ok),
         out_of_memory=too_large,
@@ -233,7 +221,7 @@ def _shared_configurations(by_trainer: Sequence[Sequence[TrialResult]]) -> set[s
     if len(by_trainer) < 2:
         return set()
     ran = [
-        {_configuration(r.spec) for r in results if r.outcome == "ok" and positive(r.measured.memory.peak_bytes)}
+        {_configuration(r.spec) for r in results if r.outcome == "ok" and cells.positive(r.measured.memory.peak_bytes)}
         for results in by_trainer
     ]
     return set.intersection(*ran)

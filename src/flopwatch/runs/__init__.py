@@ -1,10 +1,4 @@
-"""Read the log that a training run wrote, explain its MFU, and compare two runs. Nothing here imports torch.
-
->>> from flopwatch.runs import find_log, read_log
->>> log = read_log(find_log("outputs"))  # doctest: +SKIP
->>> log.rows[-1].values["perf/mfu"]  # doctest: +SKIP
-0.413
-"""
+"""Read the log that a training run wrote, explain its MFU, and compare two runs. Nothing here imports torch."""
 
 from flopwatch.runs.log_file import DEFAULT_NAME, NoLogError, find_log
 from flopwatch.runs.reading import (

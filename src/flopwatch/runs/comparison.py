@@ -38,7 +38,10 @@ def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
 
 
 def _provenance(name: str) -> Callable[[RunLog], Any]:
-    """Read a field of the last provenance record, because the first one is written before everything is known."""
+    """Read a field of the last provenance record, which says how FLOPs and peak were determined.
+
+    The first such record may be incomplete, because it is written at the start of the run.
+    """
     return lambda log: getattr(log.provenances[-1], name) if log.provenances else None
 
 
@@ -68,7 +71,7 @@ def _world_size(log: RunLog) -> int | None:
 
 
 def _exact(log: RunLog) -> bool | None:
-    """Whether the FLOPs are exact: by the last row that says so, or by the provenance in logs of older versions."""
+    """Whether the FLOPs are exact. In logs of older versions, not the rows but the provenance record says so."""
     known = [row.exact for row in log.rows if row.exact is not None]
     if known:
         return known[-1]
@@ -168,8 +171,6 @@ class Line:
         label: Name of the measure in the printed table.
         unit: `s`, `tokens/s`, `samples/s`, `steps/s`, `%`, `% of peak`, `x`, `per step`, `steps`, `tokens`,
             `FLOP` or `duration` (seconds).
-        a: The value of run A.
-        b: The value of run B.
         change: From A to B, in percent of A; in percentage points if the unit is `%`, because A may be 0 %.
         low: Lower end of the 99 % interval of the change.
         high: Upper end of that interval.
@@ -193,7 +194,6 @@ class RunSteps:
     """How many steps of a run are compared.
 
     Attributes:
-        log: Path of the log file.
         compared: Number of timed steps after warm-up.
         left_out: Number of warm-up steps and of steps without a measured time.
         has_ended: False if the run is still running or was killed.
@@ -212,8 +212,6 @@ class Comparison:
     """The comparison of run A with run B.
 
     Attributes:
-        a: The steps of run A.
-        b: The steps of run B.
         differences: Settings, versions and devices that differ, so that some numbers may not be comparable.
         lines: One line for each measure.
     """

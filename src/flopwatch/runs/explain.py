@@ -39,7 +39,6 @@ class LawSum:
     """The FLOPs of a step written as a sum of terms.
 
     Attributes:
-        terms: The terms.
         flops: The sum of the terms, which equals the FLOPs that the run logged.
         pairs_from_sum: True if the number of position pairs was derived from `flops`, because the log does not have
             the length of each sample.
@@ -167,33 +166,27 @@ class Explanation:
     """Every number from which the MFU of a step or a window was computed. Unknown values are None.
 
     Attributes:
-        log: Path of the log file.
         step: Number of the step, or of the last step of the window.
         window: First and last step of the logging window.
         is_window: True if the numbers are sums over a window, False if they belong to one step.
         session: Which session (start or resumption of the run) ran the step, counted from 1.
-        sessions: Number of sessions of the run.
         steps: The steps whose numbers are added up.
         left_out: The other steps of the window, each with the reason why it is left out.
         model_flops: The numerator of MFU.
         hardware_flops: The numerator of HFU.
         recompute_flops: The part of `hardware_flops` that activation checkpointing computed a second time.
-        model_law: `model_flops` written as a sum of terms.
-        hardware_law: `hardware_flops` written as a sum of terms.
+        model_law: `model_flops` written as a sum of terms; `hardware_law` is the same for `hardware_flops`.
         seconds: Step time, including the wait for the batch.
         input_wait_seconds: The part of `seconds` spent waiting for the batch.
         is_warm_up: True for a single warm-up step, which does not count towards the MFU of its window.
         other_seconds: Time outside of steps since the first start, by `eval`, `checkpoint`, `pause` and `count`.
         goodput: Goodput from the first start of the run to this window.
-        samples: Number of samples in the batches.
         tokens: Number of positions in the batches, including padding.
         real_tokens: Number of positions without padding.
         trainable_tokens: Number of positions whose label is not -100.
         provenance: The record that says how FLOPs and peak were determined.
         exact: Whether the FLOPs of the window are exact.
         notes: Why the FLOPs are not exact.
-        mfu: The division that gives MFU.
-        hfu: The division that gives HFU.
         unknown: For each unknown value, the reason why it is unknown.
         torn_lines: Number of lines of the log that could not be read.
         world_size: Number of ranks. The steps in a log are those of one rank, the one that writes the log.

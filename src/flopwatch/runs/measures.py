@@ -64,7 +64,6 @@ class Measure:
     Attributes:
         key: Name of the measure in JSON.
         label: Name of the measure in the printed table.
-        unit: Unit of the value.
         words: The verdicts on run B if its value is higher and if it is lower; None for a measure without a verdict.
         of_block: Reduces one block of steps to an intermediate result, such as (tokens, seconds).
         pool: Combines the intermediate results of all blocks in a bootstrap draw.

@@ -22,7 +22,6 @@ class RunLog:
     """The records of one run, oldest first.
 
     Attributes:
-        path: Path of the log file.
         starts: One record for each session, that is, for each start or resumption of the training.
         provenances: Records that say how FLOPs and peak were determined, one for each change of that.
         rows: One record for each logging window. If a later session ran the last steps of a window again, the record
@@ -223,7 +222,6 @@ class StepCells:
     """The logged values of one step.
 
     Attributes:
-        step: Number of the step.
         cells: The known values by column, such as `seconds` and `model_flops`.
         row: The record of the logging window that contains the step.
         provenance: The record that says how FLOPs and peak were determined; None if the log has none.
@@ -249,7 +247,7 @@ def step_cells(log: RunLog, step: int) -> StepCells:
 
 
 def provenance_at(log: RunLog, step: int) -> Provenance | None:
-    """Return the provenance record that was valid at a step: the last one written for this step or an earlier one."""
+    """Return the record that says how the FLOPs and the peak of a step were determined; None if there is none."""
     holding = [provenance for provenance in log.provenances if provenance.step <= step]
     return holding[-1] if holding else None
 

@@ -192,7 +192,6 @@ class WatchedRun:
 
     Attributes:
         start: The record at the start of the last session, that is, the last start or resumption of the training.
-        sessions: Number of sessions.
         provenance: The newest record that says how FLOPs and peak were determined.
         row: The record of the newest logging window.
         loss: Step and value of the newest logged loss.

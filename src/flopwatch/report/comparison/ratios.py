@@ -42,9 +42,7 @@ class Difference:
     """A setting, version or device that differs between the sweeps. A value is None if it is unknown.
 
     Attributes:
-        what: Name of the setting, such as `dtype`.
-        a: Value in sweep A.
-        b: Value in sweep B.
+        what: Name of the setting, such as `dtype`; `a` and `b` are its values in sweep A and B.
     """
 
     what: str
@@ -57,13 +55,9 @@ class Pair:
     """A trial of sweep A and the trial of sweep B with the same configuration.
 
     Attributes:
-        trial: Name of the trial in A.
-        trial_b: Name of the trial in B.
-        trainer: Name of the trainer, as in tables.
-        outcome_a: Outcome in A; `missing` if the trial has no result.
-        outcome_b: Outcome in B; `missing` if the trial has no result.
-        reason_a: Why the trial ended in A, in one line.
-        reason_b: Why the trial ended in B, in one line.
+        trial: Name of the trial in A; `trial_b` is its name in B.
+        outcome_a: Outcome in A; `missing` if the trial has no result. `outcome_b` is the outcome in B.
+        reason_a: Why the trial ended in A, in one line; `reason_b` is the reason in B.
         ratios: The ratio of each quantity; empty unless both trials are `ok`.
         differences: Settings in which only these two trials differ. There are some only if the trials were paired
             because they have the same name.

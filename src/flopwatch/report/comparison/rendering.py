@@ -42,7 +42,7 @@ HOW_DECIDED = (
 
 
 def shown_quantities(comparison: SweepComparison) -> list[Quantity]:
-    """Return the quantities to show. Samples per second are redundant if all pairs have step times."""
+    """Return the quantities to show. If all pairs have step times, samples per second are left out as redundant."""
     known = [quantity for quantity in QUANTITIES if quantity in comparison.overall]
     has_rate_alone = any("samples_per_s" in pair.ratios and "time" not in pair.ratios for pair in comparison.pairs)
     return [quantity for quantity in known if quantity != "samples_per_s" or has_rate_alone]
@@ -102,7 +102,7 @@ def overall_text(quantity: Quantity, found: Overall) -> str:
 
 
 def outcome_changes(comparison: SweepComparison) -> list[tuple[str, str, list[Pair]]]:
-    """Group pairs whose outcomes differ by these outcomes; trials that no longer run come first."""
+    """Group the pairs whose outcome changed by (outcome in A, outcome in B); trials that no longer run come first."""
     found: dict[tuple[str, str], list[Pair]] = {}
     for pair in comparison.changed_outcomes:
         found.setdefault((pair.outcome_a, pair.outcome_b), []).append(pair)

@@ -95,7 +95,7 @@
     if (tr.nextSibling && tr.nextSibling.className === "more") { tr.nextSibling.remove(); return; }
     const row = data.rows[Number(tr.dataset.place)], line = document.createElement("tr"), td = document.createElement("td");
     line.className = "more"; td.colSpan = tr.children.length;
-    td.textContent = data.columns.map((c, i) => c.shown ? "" : value(row, i)).filter((t) => typeof t === "string" && t).join("\n") || "no further words";
+    td.textContent = data.columns.map((c, i) => c.shown ? "" : value(row, i)).filter((t) => typeof t === "string" && t).join("\n") || "no further details";
     line.append(td); tr.after(line);
   });
   box.addEventListener("input", filter); outcome.addEventListener("change", filter);

@@ -278,9 +278,9 @@ def _chip(words: str) -> str:
     return f'<span class="chip">{esc(words)}</span>'
 
 
-# The script of the page draws the table of all trials from JSON, 200 rows at a time. For each field of `TrialRow`: its
-# name, its heading, its kind (which decides how the script formats it), and whether it is a column of the table. The
-# script shows the other fields when the user clicks a row.
+# The script of the page draws the table of all trials from JSON, 200 rows at a time. Each entry is a field of
+# `TrialRow`: its name, its heading, its kind (which decides how the script formats it), and whether it is a column of
+# the table. The script shows the other fields when the user clicks a row.
 _COLUMNS = (
     ("name", "trial", "text", True),
     ("trainer", "trainer", "words", True),
