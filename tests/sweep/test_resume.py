@@ -129,7 +129,7 @@ def test_a_slice_that_is_none(tmp_path, limit):
     if limit == ":":
         assert len(make_plan(tmp_path, SPECS, limit=limit).todo) == 4
         return
-    with pytest.raises(InputError, match="no slice of the matrix"):
+    with pytest.raises(InputError, match="not a slice of the trials"):
         make_plan(tmp_path, SPECS, limit=limit)
 
 

@@ -96,7 +96,7 @@ def test_a_dry_run_predicts_from_what_ran(tmp_path):
         (["--engine", "cloud"], "there is no engine 'cloud'"),
         (["--engine", "local", "--engine-option", "speed=9"], "does not take"),
         (["--only", "bad"], "--only must be one of failed, oom, missing"),
-        (["--limit", "9:2"], "no slice"),
+        (["--limit", "9:2"], "not a slice"),
         (["--jobs", "4000", "--gpu-ids", ""], "each trial needs a core"),
         (["--exclude", "speed>1"], "cannot name 'speed'"),
         (["--memory", "much"], "not an amount of memory"),
