@@ -62,8 +62,8 @@ def test_an_unknown_peak_is_none_with_advice_not_zero(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((0, 16, 1.0), "batch_size is a positive whole number, got 0"),
-        ((4, 1.5, 1.0), "seq_len is a positive whole number, got 1.5"),
+        ((0, 16, 1.0), "batch_size must be a positive whole number, got 0"),
+        ((4, 1.5, 1.0), "seq_len must be a positive whole number, got 1.5"),
         ((4, 16, 0.0), "seconds must be a positive finite number, got 0.0"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_model_on_no_device_has_no_peak() -> None:
 
 
 def test_a_model_that_takes_neither_text_nor_images_needs_a_batch() -> None:
-    with pytest.raises(flopwatch.InputError, match="with a batch of your own"):
+    with pytest.raises(flopwatch.InputError, match="with your own batch"):
         flopwatch.calculate_mfu_with_profiler(nn.Linear(2, 2), 4, 16, 1.0, peak_flops_per_s=1e12)
 
 
@@ -112,7 +112,7 @@ with warnings.catch_warnings(record=True) as caught:
 from flopwatch.records.trial import TrialSpec as today
 print(TrialSpec is today is again.TrialSpec, [(str(w.message), w.category.__name__, w.filename) for w in caught])
 """
-    said = "flopwatch.trial_records is now flopwatch.records.trial; import it from there"
+    said = "flopwatch.trial_records was renamed; import flopwatch.records.trial instead"
     assert in_a_fresh_python(code) == f"True [('{said}', 'DeprecationWarning', '<string>')]"
 
 

@@ -42,7 +42,7 @@ def heavy_modules_after(statement):
         "import flopwatch.runs, flopwatch.runs.explain, flopwatch.records.metrics",
         "import flopwatch.sweep.supervisor.supervise, flopwatch.sweep.runner.run, flopwatch.sweep.runner.plan",
         "import flopwatch.sweep.preflight",
-        "import flopwatch.sweep.engines.local, flopwatch.records.trainer_names",
+        "import flopwatch.sweep.engines.local, flopwatch.records.trial",
         RUN.format(arguments=["sweep", "--help"]),
         RUN.format(arguments=["trial", "--help"]),
         RUN.format(arguments=["report", "--help"]),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flopwatch.errors import InputError
 from flopwatch.records.run import FORMAT, Notice, Provenance, Row, RunStart, Summary
 from flopwatch.runs import LogFollower, NoLogError, find_log, read_around, read_log, rows_from_end, step_cells
-from flopwatch.runs.lines import lines_from_end
+from flopwatch.runs.log_file import lines_from_end
 from support.make_run_log import Accounts, Story, session, summary_of, to_line, write_log, write_run
 
 LOG = "training_log.jsonl"
@@ -262,14 +262,14 @@ def test_the_provenance_that_began_last_holds(tmp_path):
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path, read):
     path = write(tmp_path, start(), row(1, 10), row(11, 20), row(31, 40), row(41, 50))
     asked = (lambda step: read(path, step)) if read is read_around else (lambda step: read(path))
-    with pytest.raises(InputError, match=r"step 51 is not in .*: it has steps 1 to 50$"):
+    with pytest.raises(InputError, match=r"step 51 is not in .*: the log has steps 1 to 50$"):
         step_cells(asked(51), 51)
-    with pytest.raises(InputError, match=r"steps 1 to 50, but not .* next to it are 11 to 20 and 31 to 40"):
+    with pytest.raises(InputError, match=r"steps 1 to 50, but step 25 is missing; .* steps 11 to 20 and 31 to 40"):
         step_cells(asked(25), 25)
 
 
 def test_a_log_without_a_window_has_no_steps_yet(tmp_path):
-    with pytest.raises(InputError, match="it has no steps yet"):
+    with pytest.raises(InputError, match="the log has no steps yet"):
         step_cells(read_log(write(tmp_path, start())), 1)
 
 

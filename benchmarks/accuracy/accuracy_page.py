@@ -43,8 +43,8 @@ def section(truths: dict[str, int], results: Results) -> str:
         "### In short",
         _summary_table(truths, results),
         "### Every architecture",
-        "Cells are the error of the tool's count; beyond half or double the truth, count / truth. "
-        "`exact` means equal to the FLOP.",
+        "A cell has the relative error of the tool's count. If the count is below half or above twice the truth, the "
+        "cell has count / truth instead (as in `2.4x`). `exact` means equal to the FLOP.",
         _full_table(truths, results),
         *notes(truths, results),
         "### How each column was obtained",

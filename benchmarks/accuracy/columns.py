@@ -21,7 +21,7 @@ COLUMNS = [
         "flopwatch",
         "trace",
         "trace",
-        '`count_flops(model, batch, method="trace")`: followed with fake tensors, no product is computed.',
+        '`count_flops(model, batch, method="trace")`: traced with fake tensors, so that no product is computed.',
     ),
     Column(
         "flopwatch_step",

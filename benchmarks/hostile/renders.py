@@ -13,10 +13,10 @@ from rich.console import Console
 from flopwatch.cli.trials.sweep_screens import LiveTable, PlainLines, print_dry_run, print_line, print_preflight
 from flopwatch.cli.trials.trial_screens import print_result, probe_line
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import Capture
 from flopwatch.report.exports import report_json, report_markdown
 from flopwatch.report.html_page.page import report_page
+from flopwatch.report.summary import summarise
 from flopwatch.report.terminal import draw_report
 from flopwatch.sweep.fit import Probe
 from flopwatch.sweep.folder import Trial

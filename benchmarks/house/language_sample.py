@@ -36,6 +36,7 @@ _SHOWN_BY = {
     "say",
     "Option",
     "Argument",
+    "flag",
 }
 """Last part of the name of functions whose text arguments a person sees, besides exceptions."""
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from flopwatch.models.networks import Decoder
+from flopwatch.models.load import Decoder
 from flopwatch.models.presets import Preset
 from overhead.intervals import Block, Pair
 

@@ -16,14 +16,16 @@ _MOST_WORDS = 180
 
 HEAD = """# Loops
 
-Every kind of training loop below is run twice from the same seed: once without flopwatch, each step counted op by op
-with torch's own formulas, and once with the monitor. A row of the monitor's log that says it is `exact` must have the
-count to the FLOP; any other must say why it is not. The weights after both runs must be the same bit by bit.
-Products that an optimizer computes itself (Muon, Shampoo) are in neither count.
+This page shows for which kinds of training loops the monitor's FLOPs are exact. Each loop below runs twice from the
+same seed: once without flopwatch, while torch's own formulas count each step op by op, and once with the monitor.
+Each row of the monitor's log covers a few steps. A row with `exact: true` must have the same FLOPs as the count; any
+other row must give a reason. The weights after both runs must be equal bit by bit. Products that an optimizer
+computes itself (Muon, Shampoo) are in neither count.
 
-Written by `python benchmarks/pages/loops_table.py`; the same loops are tests (`tests/monitor/test_loops.py`). The
-first rows of a run are told, because a kind of step has to be counted as it runs a few times before its rows are called
-exact.
+The first rows of a run are not exact, because the monitor has to count several steps of the same kind live, while
+they run, before it calls their rows exact. A column gives the number of rows that are not exact, and the last column
+the reason of the last such row. The page is written by `python benchmarks/pages/loops_table.py`; the same loops are
+tests (`tests/monitor/loops/`).
 """
 
 
@@ -40,13 +42,13 @@ def main() -> None:
 
 
 def page(audited: list[tuple[Any, Any]]) -> str:
-    lines = [HEAD, summary(audited), "", "| loop | rows | exact | told | wrong and exact | why told |"]
+    lines = [HEAD, summary(audited), "", "| loop | rows | exact | not exact | called exact but wrong | why not exact |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for loop, outcome in audited:
         wrong = sum(row.is_wrong_and_exact for row in outcome.rows)
-        told = len(outcome.rows) - outcome.exact_rows
+        not_exact = len(outcome.rows) - outcome.exact_rows
         why = f"known hole: {loop.hole}" if loop.hole else _why(outcome)
-        cells = [_in_cell(loop.what), len(outcome.rows), outcome.exact_rows, told, wrong, why]
+        cells = [_in_cell(loop.what), len(outcome.rows), outcome.exact_rows, not_exact, wrong, why]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
@@ -57,17 +59,17 @@ def summary(audited: list[tuple[Any, Any]]) -> str:
     wrong = sum(any(row.is_wrong_and_exact for row in outcome.rows) for outcome in outcomes)
     same = sum(outcome.is_same_training for outcome in outcomes)
     return (
-        f"{len(outcomes)} loops: {in_the_end} are exact in the end, {len(outcomes) - in_the_end} are told, {wrong} "
-        f"have a row that is wrong and called exact; {same} trained the same bit by bit."
+        f"{len(outcomes)} loops: the last row is exact in {in_the_end} and not exact in {len(outcomes) - in_the_end}; "
+        f"{wrong} have a row that is called exact and is wrong; {same} end with the same weights."
     )
 
 
 def _why(outcome: Any) -> str:
-    """The last reason is the one that stays."""
-    told = [row for row in outcome.rows if not row.is_exact]
-    if not told:
+    """The reason of the last row that is not exact."""
+    not_exact = [row for row in outcome.rows if not row.is_exact]
+    if not not_exact:
         return ""
-    reason = told[-1].notes[-1] if told[-1].notes else "; ".join(outcome.warnings)
+    reason = not_exact[-1].notes[-1] if not_exact[-1].notes else "; ".join(outcome.warnings)
     return _in_cell(reason if len(reason) <= _MOST_WORDS else reason[:_MOST_WORDS].rsplit(" ", 1)[0] + " …")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flopwatch.models.networks import Decoder
+from flopwatch.models.load import Decoder
 from flopwatch.models.presets import PRESETS
 from flopwatch.monitor.training_monitor import TrainingMonitor
 

@@ -51,7 +51,7 @@ def own_microseconds(steps: int) -> float:
     import torch
 
     import flopwatch
-    from flopwatch.models.networks import Decoder
+    from flopwatch.models.load import Decoder
     from flopwatch.models.presets import PRESETS
 
     hook_seconds = _timed_hook()

@@ -48,7 +48,7 @@ _HEADINGS = (
     "family",
     "tried",
     "built",
-    *(f"{column}: {state}" for column in COLUMNS for state in ("equal", "told", "wrong")),
+    *(f"{column}: {state}" for column in COLUMNS for state in ("equal", "reported", "wrong")),
 )
 
 
@@ -77,7 +77,7 @@ def _counts(name: str, rows: list[Outcome]) -> tuple[str, ...]:
 def page(rows: list[Outcome], not_tried: Sequence[tuple[str, str]] = ()) -> str:
     """All of docs/zoo.md; `not_tried` are families and names without a row."""
     parts = ["# The zoo", _introduction(), _provenance(rows), "## In short", _markdown_summary(rows)]
-    for state, title in (("wrong", "## Wrong"), ("told", "## Told")):
+    for state, title in (("wrong", "## Wrong"), ("told", "## Reported")):
         parts += [title, *(_cells_section(rows, column, state) for column in COLUMNS)]
     parts += [
         "## Not tried",
@@ -91,22 +91,23 @@ def page(rows: list[Outcome], not_tried: Sequence[tuple[str, str]] = ()) -> str:
 
 
 def _introduction() -> str:
-    return f"""Small models of many architectures, made automatically from the configuration classes and model lists of
-transformers, torchvision, timm and diffusers, each run for real on a CPU.
-`{COMMAND}` makes this page again; `--only`, `--family` and `--resume` run a part.
+    return f"""This page compares the FLOPs that flopwatch counts with those of real steps on a CPU, for small
+models of many architectures. The models are made automatically from the configuration classes and model lists of
+transformers, torchvision, timm and diffusers.
+`{COMMAND}` writes this page again; `--only`, `--family` and `--resume` run a part.
 The first run installs torchvision, timm and diffusers into `.cache/zoo`, without their dependencies.
 
-- **count**: `count_flops` of one batch, against the products of a real step with eager attention by torch's own
+- **count**: `count_flops` of one batch is compared with a real step with eager attention, counted by torch's own
   formulas (with the closed form for the backward pass of grouped convolutions). The executed FLOPs of the eager model
-  and the needed FLOPs of the model with its default attention must both be equal.
-- **law**: `fit_flops_law` of that batch, asked for other batch sizes and, where there is a sequence, for three other
-  lengths of both parities, one of them beyond the example; each against a real step of that shape.
-- **padding**: a batch of three rows of different lengths with an attention mask. `model_flops` against the rows run
-  alone without padding; what a step pays once is counted once. In encoder-decoders source and target are padded
-  separately.
+  and the model FLOPs of the model with its default attention must both be equal to this count.
+- **law**: `fit_flops_law` of that batch is evaluated for other batch sizes and, if the model takes sequences, for three
+  other lengths, even and odd, one of them longer than the example. Each value is compared with a real step.
+- **padding**: a batch has three rows of different lengths and an attention mask. `model_flops` is compared with the sum
+  over the rows, run alone without padding; work that does not depend on the number of rows is counted once. In
+  encoder-decoders, source and target are padded separately.
 
-*Equal* means equal to the FLOP. *Told* means that it is not, and that the count or the law says so beside the number.
-*Wrong* is a different number without a word, or an exception that is not flopwatch's own."""
+*Equal* means equal to the FLOP. *Reported* means not equal, but the count or the law says that it is not exact. *Wrong*
+means not equal without such a report, or an exception that is not one of flopwatch's errors."""
 
 
 def _provenance(rows: list[Outcome]) -> str:

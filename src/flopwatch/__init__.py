@@ -1,7 +1,7 @@
 """flopwatch: know what every training step costs, to the FLOP.
 
-The public names are listed in `__all__`, and each sub-package lists its own. Most of them need torch, so every name is
-imported on first use: `import flopwatch` costs nothing, and `flopwatch.peak_flops(name=...)` answers without torch.
+The public names are in `__all__` of this package and of its sub-packages. They are imported on first use, because most
+of them need torch: `import flopwatch` is fast, and `flopwatch.peak_flops(name=...)` works without torch.
 """
 
 from typing import TYPE_CHECKING
@@ -66,31 +66,19 @@ __all__ = [
     "sweep",
 ]
 
-_HOMES = {
-    **{name: f"flopwatch.{name}" for name in ("errors", "flops", "hardware", "models", "monitor", "records", "report")},
-    **{name: f"flopwatch.{name}" for name in ("runs", "sinks", "sweep")},
-    "FlopCount": "flopwatch.records.flops",
-    "FlopLaw": "flopwatch.flops.law",
-    "FlopwatchError": "flopwatch.errors",
-    "InputError": "flopwatch.errors",
-    "MeasurementError": "flopwatch.errors",
-    "MissingDependencyError": "flopwatch.errors",
-    "Peak": "flopwatch.records.flops",
-    "PhaseFlops": "flopwatch.records.flops",
-    "TrainingMonitor": "flopwatch.monitor.training_monitor",
-    "UncountedOp": "flopwatch.records.flops",
-    "UntraceableError": "flopwatch.errors",
-    "calculate_mfu": "flopwatch.compat",
-    "calculate_mfu_with_profiler": "flopwatch.compat",
-    "calculate_precise_mfu": "flopwatch.compat",
-    "count_flops": "flopwatch.flops.count",
-    "fit_flops_law": "flopwatch.flops.fit",
-    "load_model": "flopwatch.models.load",
-    "measure_peak": "flopwatch.hardware",
-    "peak_flops": "flopwatch.hardware",
-    "profile_model_flops": "flopwatch.compat",
-    "register_formula": "flopwatch.flops.formulas",
+_NAMES_BY_PACKAGE = {
+    "errors": ("FlopwatchError", "InputError", "MeasurementError", "MissingDependencyError", "UntraceableError"),
+    "compat": ("calculate_mfu", "calculate_mfu_with_profiler", "calculate_precise_mfu", "profile_model_flops"),
+    "flops": ("FlopLaw", "count_flops", "fit_flops_law", "register_formula"),
+    "hardware": ("measure_peak", "peak_flops"),
+    "models": ("load_model",),
+    "monitor": ("TrainingMonitor",),
+    "records": ("FlopCount", "Peak", "PhaseFlops", "UncountedOp"),
 }
+_PACKAGES = ("errors", "flops", "hardware", "models", "monitor", "records", "report", "runs", "sinks", "sweep")
+
+_HOMES = {name: f"flopwatch.{package}" for package, names in _NAMES_BY_PACKAGE.items() for name in names}
+_HOMES |= {package: f"flopwatch.{package}" for package in _PACKAGES}
 
 __getattr__ = lazy_exports("flopwatch", _HOMES)
 

@@ -1,4 +1,4 @@
-"""Lets `python -m flopwatch` work like the command."""
+"""Runs the command line as `python -m flopwatch`."""
 
 from flopwatch.cli import main
 

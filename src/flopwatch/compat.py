@@ -1,6 +1,6 @@
-"""What flopwatch keeps for code that exists: the functions of docs/requirements.md, and old names that still work.
+"""Functions that docs/requirements.md prescribes, and old names of modules and flags that still work.
 
-Imported by `import flopwatch`, so it must not load torch: the functions import what they need when they are called.
+`import flopwatch` imports this module, so torch is imported inside the functions that need it.
 """
 
 import math
@@ -23,18 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["calculate_mfu", "calculate_mfu_with_profiler", "calculate_precise_mfu", "profile_model_flops"]
 
-# Functions that docs/requirements.md prescribes with these names and arguments.
-
 
 def calculate_mfu(flops: float, seconds: float, peak_flops_per_s: float) -> float:
-    """The share of a device's peak that `flops` in `seconds` amount to: MFU for model FLOPs, HFU for hardware FLOPs.
+    """FLOPs per second as a fraction of the peak: MFU if `flops` are model FLOPs, HFU if they are hardware FLOPs.
 
-    The result is never clamped: a value above 1 shows that the peak or the count is wrong.
+    The result is never clamped to 1, because a value above 1 shows that the peak or the count is wrong.
 
     Args:
-        flops: FLOPs of one step (or any window).
-        seconds: How long it took.
-        peak_flops_per_s: Sum of the peaks of all devices that took part.
+        flops: FLOPs of one step, or of several.
+        seconds: How long these steps took.
+        peak_flops_per_s: Sum of the peaks of all devices that were used.
 
     Example:
         >>> calculate_mfu(flops=500e12, seconds=1.0, peak_flops_per_s=1000e12)
@@ -54,25 +52,12 @@ def calculate_mfu_with_profiler(
     *,
     peak_flops_per_s: float | None = None,
 ) -> float | None:
-    """MFU of a training step that took `step_time` seconds, counted on a dummy batch.
+    """MFU of a training step that took `step_time` seconds; its FLOPs are counted op by op on a dummy batch.
 
-    Forward and backward are counted op by op. The model's mode, gradients and random states do not change.
-
-    Args:
-        model: A model that takes `input_ids` (or `pixel_values`), on the device it trains on.
-        batch_size: Samples per step on this device.
-        seq_length: Positions of each sample.
-        step_time: Seconds of the whole step: forward, backward, optimizer.
-        peak_flops_per_s: The device's peak; None looks it up.
-
-    Returns:
-        A fraction, or None with a warning if the device's peak is unknown.
+    Arguments and result are those of `calculate_precise_mfu`. The model's mode, gradients and random states do not
+    change.
     """
-    from flopwatch.flops.count import count_flops
-    from flopwatch.models.load import dummy_batch
-
-    flops = count_flops(model, dummy_batch(model, batch_size, seq_length)).model_flops
-    return _mfu(model, flops, step_time, peak_flops_per_s)
+    return _mfu(model, _flops(model, batch_size, seq_length, "profiler"), step_time, peak_flops_per_s)
 
 
 def calculate_precise_mfu(
@@ -85,16 +70,17 @@ def calculate_precise_mfu(
     *,
     peak_flops_per_s: float | None = None,
 ) -> float | None:
-    """MFU of a training step that took `step_time` seconds, in one of the monitor's four modes.
+    """MFU of a training step that took `step_time` seconds, with FLOPs counted in one of the monitor's four modes.
 
     Args:
         model: A model that takes `input_ids` (or `pixel_values`), on the device it trains on.
         batch_size: Samples per step on this device.
         seq_length: Positions of each sample.
         step_time: Seconds of the whole step: forward, backward, optimizer.
-        measurement_mode: `smart` fits the FLOP law once and evaluates it afterwards; `profiler` counts op by op every
-            time; `estimate` reads the modules' shapes; `hybrid` reads no hardware counters yet and counts instead.
-        actual_flops: Model FLOPs of the step, if you know them.
+        measurement_mode: `smart` fits a polynomial in the batch shape once and evaluates it in later calls; `profiler`
+            counts op by op in every call; `estimate` computes FLOPs from the modules' shapes; `hybrid` is meant for
+            hardware counters, which this version does not read, and counts like `profiler`.
+        actual_flops: Model FLOPs of the step, if you know them; nothing is counted then.
         peak_flops_per_s: The device's peak; None looks it up.
 
     Returns:
@@ -104,13 +90,13 @@ def calculate_precise_mfu(
 
     if measurement_mode not in get_args(ModeName):
         choices = ", ".join(map(repr, get_args(ModeName)))
-        raise InputError(f"measurement_mode is one of {choices}, got {measurement_mode!r}")
+        raise InputError(f"measurement_mode must be one of {choices}, got {measurement_mode!r}")
     flops = actual_flops if actual_flops is not None else _flops(model, batch_size, seq_length, measurement_mode)
     return _mfu(model, flops, step_time, peak_flops_per_s)
 
 
 def profile_model_flops(model: "nn.Module", batch_example: Mapping[str, Any]) -> float:
-    """FLOPs of one training step on this batch, estimated from the modules' shapes; nothing is run.
+    """FLOPs of one training step on this batch, estimated from the modules' shapes without running the model.
 
     Padding, images (`image_grid_thw`), frozen weights and idle experts are taken into account. `count_flops` gives the
     exact number; docs/accuracy.md shows the difference between the two.
@@ -130,7 +116,7 @@ def _peak_of(model: "nn.Module") -> float | None:
 
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type == "meta":
-        raise InputError("the model is on no device whose peak could be looked up; pass peak_flops_per_s")
+        raise InputError("the model's parameters are not on a device with a peak; pass peak_flops_per_s")
     dtype = matmul_dtype(parameter.device.type, parameter.dtype)
     peak = peak_flops(parameter.device, dtype)
     if peak is None:
@@ -140,7 +126,7 @@ def _peak_of(model: "nn.Module") -> float | None:
 
 
 _laws: "weakref.WeakKeyDictionary[nn.Module, tuple[int, FlopLaw]]" = weakref.WeakKeyDictionary()
-"""The law of each living model, with the fingerprint the model had when it was fitted."""
+"""For each model: a hash of its structure, and the FLOP polynomial that was fitted for this structure."""
 
 
 def _flops(model: "nn.Module", batch_size: int, seq_length: int, mode: str) -> int:
@@ -157,14 +143,14 @@ def _flops(model: "nn.Module", batch_size: int, seq_length: int, mode: str) -> i
             return law.model_flops(batch_size, seq_length if has_length else None)
     if mode == "hybrid":
         warnings.warn(
-            "mode hybrid: this version of flopwatch reads no hardware counters; FLOPs are counted as in mode profiler",
+            "measurement_mode 'hybrid' counts like 'profiler', because this version reads no hardware counters",
             stacklevel=4,
         )
     return count_flops(model, batch).model_flops
 
 
 def _law(model: "nn.Module", batch: object) -> "FlopLaw":
-    """The model's law, fitted again after the model has changed."""
+    """The polynomial that gives the model's FLOPs from the batch shape; fitted again if the model has changed."""
     from flopwatch.flops.fit import fit_flops_law
     from flopwatch.monitor.pricing.call_costs import fingerprint
 
@@ -175,8 +161,6 @@ def _law(model: "nn.Module", batch: object) -> "FlopLaw":
     return known[1]
 
 
-# Modules that were documented under another name.
-
 MOVED_MODULES: Mapping[str, str] = {
     "flopwatch.metrics": "flopwatch.records.metrics",
     "flopwatch.mfu": "flopwatch.compat",
@@ -186,27 +170,27 @@ MOVED_MODULES: Mapping[str, str] = {
     "flopwatch.run_records": "flopwatch.records.run",
     "flopwatch.trial_records": "flopwatch.records.trial",
 }
-"""Old name to the module that has its content now."""
+"""Documented modules that were renamed: old name to new name."""
 
 
 class OldModules:
-    """A finder that imports a moved module under its old name, with a warning.
+    """Import finder for `sys.meta_path` that imports a renamed module under its old name, with a warning.
 
-    It is the last on `sys.meta_path`, so Python asks it only for modules that do not exist. Python keeps what it has
-    imported in `sys.modules`, so each old name warns once.
+    It is the last finder, so Python calls it only for modules that do not exist. Each old name warns once, because
+    imported modules stay in `sys.modules`.
     """
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        # The import system needs a loader's two methods, not the base class that its type asks for.
+        # Any, because ModuleSpec is annotated with importlib's base class, but only needs an object with two methods.
         loader: Any = _MovedModule(MOVED_MODULES[name]) if name in MOVED_MODULES else None
         return ModuleSpec(name, loader) if loader is not None else None
 
 
 class _MovedModule:
-    """Loads a module that forwards every name to its new home.
+    """Import loader that fills a module with all names of the renamed one.
 
-    The new module itself cannot stand in `sys.modules` under both names: the import system would overwrite its
+    The renamed module itself cannot be in `sys.modules` under both names, because the import system would overwrite its
     `__spec__` with that of the old name.
     """
 
@@ -214,11 +198,11 @@ class _MovedModule:
         self._home = home
 
     def create_module(self, spec: ModuleSpec) -> None:
-        return None  # an ordinary empty module
+        return None  # Python then creates an empty module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The warnings module skips importlib's own frames, so level 2 is the line that imports the old name.
-        warnings.warn(f"{module.__name__} is now {self._home}; import it from there", DeprecationWarning, stacklevel=2)
+        # With stacklevel=2 the warning shows the user's import, because warnings skip the frames of importlib.
+        warnings.warn(f"{module.__name__} was renamed; import {self._home} instead", DeprecationWarning, stacklevel=2)
         home = import_module(self._home)
         module.__dict__.update((name, value) for name, value in vars(home).items() if not name.startswith("__"))
         module.__doc__ = home.__doc__
@@ -229,17 +213,15 @@ def install_old_modules() -> None:
         sys.meta_path.append(OldModules)
 
 
-# Flags of the command line that had another name.
-
 RENAMED_FLAGS: Mapping[str, Mapping[str, str]] = {
     "peak": {"--refresh": "--measure-again"},
     "sweep": {"--gpus": "--gpu-ids", "--seed": "--order-seed"},
 }
-"""By command: the old flag and its name now. docs/reference.md says why."""
+"""Renamed flags of each command: old name to new name. docs/reference.md gives the reasons."""
 
 
 def with_new_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments of a command with old flags replaced, and a note for each that was.
+    """The command-line arguments with renamed flags replaced, and a note for the user about each of them.
 
     >>> with_new_flags(["sweep", "--gpus=0,1", "--jobs", "2"])
     (['sweep', '--gpu-ids=0,1', '--jobs', '2'], ['--gpus is now --gpu-ids; the old name still works'])

@@ -2,18 +2,18 @@
 
 FlopwatchError
 ├── BrokenRecordError         a record in a file has a missing or wrong field (also a ValueError)
-├── InputError                what was passed cannot be used (also a ValueError)
-│   ├── NoLogError            a run has no log, or not yet
+├── InputError                an argument, a file or a model cannot be used (also a ValueError)
+│   ├── NoLogError            a run has no log, or has not written it yet
 │   └── UnsupportedError      this trainer cannot train this model
 ├── MeasurementError          counting or measuring failed
 │   ├── NeedsOtherRanksError  the model calls collectives and cannot run on one rank alone
-│   ├── ReplayRefusedError    layers that looked equal were not (internal: the model is then traced in full)
-│   └── UntraceableError      the model cannot be followed with fake tensors
+│   ├── ReplayRefusedError    internal: layers with the same shapes ran different ops, so every layer is traced
+│   └── UntraceableError      the model cannot run on fake tensors
 ├── MissingDependencyError    an optional package is not installed (also an ImportError)
 ├── NewerFormatError          a newer flopwatch wrote the file
-└── UnreadableError           a file exists and cannot be read
+└── UnreadableError           a file exists but cannot be read
 
-Each message says what happened, with the value, and what to do next.
+Each message says what happened, which value caused it, and what to do next.
 """
 
 
@@ -34,7 +34,7 @@ class MeasurementError(FlopwatchError):
 
 
 class UntraceableError(MeasurementError):
-    """The model's control flow depends on tensor values, which fake tensors do not have."""
+    """The model cannot run on fake tensors, because its control flow depends on values of tensors."""
 
 
 class MissingDependencyError(FlopwatchError, ImportError):

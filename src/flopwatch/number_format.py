@@ -1,7 +1,7 @@
-"""Numbers as every screen, log line and report of flopwatch writes them: one function per quantity.
+"""Formats numbers for screens, log lines and reports, with one function per quantity. Standard library only.
 
-An unknown value (None) is a dash. `digits` counts significant digits: three are enough to compare trials in a table,
-four fit where a screen shows a single run. No value that is not 0 is written as 0. Standard library only.
+An unknown value (None) becomes a dash. `digits` is the number of significant digits. A value other than 0 is never
+written as 0.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from math import isfinite
 UNKNOWN = "–"
 _FLOP_PREFIXES = ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _COUNT_PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-"""B and not G: models and datasets are counted in billions."""
+"""The prefix for 1e9 is B, because the sizes of models and datasets are given in billions."""
 _BINARY_PREFIXES = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
 _ROUNDS_UP = 0.9995
-"""From this share of a unit on, three digits of the smaller unit would show 1,000 of it."""
+"""From this fraction of a unit on, the larger unit is used, because the smaller one would be rounded to 1,000."""
 
 _LARGEST_WRITTEN_OUT = 1e15
-"""Beyond it floats have no decimals, and a damaged file could fill a screen with digits."""
+"""Larger numbers are written with an exponent, because a value from a damaged file could have 300 digits."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A plain number; digits before the decimal point are always shown.
+    """A number without a unit. All digits before the decimal point are shown.
 
     >>> number(2.1466), number(49668.2), number(0.000312), number(0), number(None)
     ('2.15', '49,668', '0.00031', '0.00', '–')
@@ -39,7 +39,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def count(value: float | None, digits: int = 3) -> str:
-    """How many: parameters, tokens, tokens per second.
+    """A count, such as parameters or tokens per second.
 
     >>> count(7_391_744), count(1_339_000_000), count(182_345), count(950), count(9.5), count(999_999)
     ('7.39M', '1.34B', '182k', '950', '9.5', '1M')
@@ -52,7 +52,7 @@ def count(value: float | None, digits: int = 3) -> str:
 
 
 def flops(value: float | None) -> str:
-    """Floating-point operations, with the one decimal that datasheets have.
+    """Floating-point operations with one decimal, as in datasheets.
 
     >>> flops(989.4e12), flops(61.34e9), flops(1.2e21), flops(12)
     ('989.4 TFLOP', '61.3 GFLOP', '1.2 ZFLOP', '12 FLOP')
@@ -64,7 +64,7 @@ def flops(value: float | None) -> str:
 
 
 def flop_prefix(value: float) -> tuple[float, str]:
-    """The unit that fits a number of FLOPs, for a table with one unit.
+    """The factor and the prefix of the unit that suits a number of FLOPs, for a table that uses one unit.
 
     >>> flop_prefix(61.34e9)
     (1000000000.0, 'G')
@@ -105,11 +105,11 @@ def step_time(seconds: float | None, digits: int = 3) -> str:
 
 
 def duration(seconds: float | None, *, rough: bool = False) -> str:
-    """How long something took, in two units at most.
+    """A duration in at most two units.
 
     Args:
-        seconds: Its length.
-        rough: Leave out the seconds beside minutes, for estimates and for times that grow while one looks at them.
+        seconds: The duration in seconds.
+        rough: Show minutes without seconds, as for estimates and for times that are still running.
 
     >>> duration(0.0123), duration(4.24), duration(42.4), duration(200), duration(3840), duration(200_000)
     ('12 ms', '4.2 s', '42 s', '3 min 20 s', '1 h 04 min', '2 d 8 h')
@@ -133,7 +133,7 @@ def duration(seconds: float | None, *, rough: bool = False) -> str:
 
 
 def percent(share: float | None, decimals: int = 1) -> str:
-    """A share of 1 in percent; below 1 % two digits, so that little is not shown as nothing.
+    """A fraction as a percentage; below 1 %, with two significant digits.
 
     >>> percent(0.4127), percent(1.0), percent(0.00042), percent(0.0), percent(None)
     ('41.3 %', '100 %', '0.042 %', '0 %', '–')
@@ -148,7 +148,7 @@ def percent(share: float | None, decimals: int = 1) -> str:
 
 
 def factor(value: float | None, digits: int = 3) -> str:
-    """How many times as much.
+    """A ratio, such as a speed-up.
 
     >>> factor(2.456), factor(0.93456, digits=4), factor(None)
     ('2.46×', '0.935×', '–')
@@ -157,7 +157,7 @@ def factor(value: float | None, digits: int = 3) -> str:
 
 
 def plural(amount: int, word: str) -> str:
-    """An amount with its word.
+    """A number and a noun in the singular or plural.
 
     >>> plural(1, "trial"), plural(3000, "trial")
     ('1 trial', '3,000 trials')

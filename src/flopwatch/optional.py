@@ -1,4 +1,4 @@
-"""Modules that are loaded only when they are needed: optional packages, and the homes of public names."""
+"""Imports modules when they are first needed: optional packages, and modules that define public names."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -9,44 +9,41 @@ from flopwatch.errors import MissingDependencyError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import `module`, or raise an error that names the extra to install.
+    """Import `module`, or raise an error that names the extra of flopwatch to install.
 
     >>> require("json", "hf").__name__
     'json'
     """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise MissingDependencyError(
-            f"this needs the package {package!r}, which could not be imported ({error}); "
-            f'install it with: pip install "flopwatch[{extra}]"'
-        ) from error
+    return _imported(module, module.partition(".")[0], "this feature", f'"flopwatch[{extra}]"')
 
 
 def require_package(package: str, purpose: str, instead: str = "") -> ModuleType:
-    """Import a package that none of our extras installs, such as `pandas`, or raise an error that names it.
+    """Import a package that no extra of flopwatch installs, such as `pandas`, or raise an error that names it.
 
     >>> require_package("json", "this").__name__
     'json'
     """
+    return _imported(package, package, purpose, package + instead)
+
+
+def _imported(module: str, package: str, purpose: str, pip_arguments: str) -> ModuleType:
     try:
-        return import_module(package)
+        return import_module(module)
     except ImportError as error:
         raise MissingDependencyError(
             f"{purpose} needs the package {package!r}, which could not be imported ({error}); "
-            f"install it with: pip install {package}{instead}"
+            f"install it with: pip install {pip_arguments}"
         ) from error
 
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose public names are imported from their home modules on first use.
+    """Return a `__getattr__` for a package that imports each public name on first use.
 
-    Importing a package must not load torch: supervisors and half of the commands do without it.
+    Importing a package must not load torch, because many commands and the supervisors of trials run without it.
 
     Args:
-        package: The package's name, for the error message.
-        homes: Public name to the module that defines it; a name that is the last part of its home is that module.
+        package: The package's name.
+        homes: Public name to the module that defines it. A sub-module is its own home: `{"sweep": "flopwatch.sweep"}`.
 
     Example:
         >>> lazy_exports("flopwatch", {"sqrt": "math"})("sqrt")(9.0)

@@ -1,6 +1,6 @@
-"""Fakes for tests of code that uses flopwatch: devices, a clock, a sink that fails, engines without processes.
+"""Fakes for tests of code that uses flopwatch: devices, clocks, sinks, and engines that start no processes.
 
-Nothing in the package imports this module.
+No other module of flopwatch imports this one.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ FAKE_DEVICES = {
 
 
 def fake_device(product: str) -> DeviceFacts:
-    """A device that this machine does not have, for `peak_flops(device=...)`.
+    """The facts of a device that this machine need not have, for `peak_flops(device=...)`.
 
     >>> fake_device("a100-mig-1g.5gb").unit_count
     14
@@ -51,7 +51,7 @@ def fake_device(product: str) -> DeviceFacts:
 
 
 def fake_torch(facts: DeviceFacts) -> Any:
-    """The part of torch that reading a device uses, as on a machine with this one device.
+    """A fake `torch` module of a machine that has this one device, for `read_device(torch_module=...)`.
 
     >>> from flopwatch.hardware import read_device
     >>> read_device("cuda:0", fake_torch(fake_device("h100"))) == fake_device("h100")
@@ -89,7 +89,7 @@ def fake_torch(facts: DeviceFacts) -> Any:
 
 
 class FakeClock:
-    """A clock that only `advance` moves.
+    """A clock that stands still until `advance` is called.
 
     >>> clock = FakeClock()
     >>> clock.advance(2.5)
@@ -108,7 +108,7 @@ class FakeClock:
 
 
 class FakeEvents:
-    """Fake events of a device: each completes a fixed time after it was recorded.
+    """Replaces `torch.Event`: each fake event completes `lag_seconds` after it was recorded.
 
     >>> clock = FakeClock()
     >>> events = FakeEvents(clock, lag_seconds=3.0)
@@ -144,7 +144,7 @@ class FakeEvents:
 
 
 class FakeMatmul:
-    """Replaces the timer of `measure_peak`: each shape runs at the rate that a function returns, and the clock moves.
+    """Replaces the timer of `measure_peak`: `flops_per_s` returns the rate of a shape, and the clock advances.
 
     >>> clock = FakeClock()
     >>> time_matmul = FakeMatmul(clock, lambda shape: 1e9)
@@ -170,7 +170,7 @@ class FakeMatmul:
 
 
 class RecordingSink:
-    """A sink that keeps its records, and fails, hangs or is slow on request.
+    """A sink that keeps its records in a list. Its arguments make it fail, hang or be slow.
 
     >>> from flopwatch.records.run import Notice
     >>> sink = RecordingSink()
@@ -181,14 +181,14 @@ class RecordingSink:
     Args:
         name: The sink's name.
         raises: The exception that `write` raises.
-        fails_after: Number of records that it takes before it raises or hangs.
-        hangs: True blocks in `write` until `release` is called.
+        fails_after: Number of records that the sink accepts before it raises or hangs.
+        hangs: Whether `write` blocks until `release` is called.
         seconds_per_record: How long each `write` takes.
 
     Attributes:
-        records: The records so far, in order.
-        flushes: How often it was flushed.
-        closed: How often it was closed.
+        records: The records that were written, in order.
+        flushes: Number of calls of `flush`.
+        closed: Number of calls of `close`.
     """
 
     def __init__(
@@ -227,12 +227,12 @@ class RecordingSink:
         self.closed += 1
 
     def release(self) -> None:
-        """Stop hanging and being slow."""
+        """End the waiting of this and of later calls of `write`."""
         self._released.set()
 
 
 class InProcessEngine:
-    """An engine without processes: `run` returns the result of every trial at once.
+    """An engine that runs trials in the calling process, by a function that returns the result.
 
     >>> def run(trial):
     ...     return TrialResult(trial.name, trial.key, trial.spec, "ok")
@@ -240,8 +240,8 @@ class InProcessEngine:
     'in-process'
 
     Args:
-        run: Returns the trial's result; None means that the supervisor vanished without one.
-        room: Number of trials it takes at once.
+        run: Returns the result of a trial; None simulates a supervisor process that died.
+        room: Number of trials that the engine accepts at once.
     """
 
     name = "in-process"
@@ -287,17 +287,17 @@ class InProcessEngine:
 
 
 class FlakyEngine(InProcessEngine):
-    """An engine without processes whose trials do nothing, and are sometimes lost as if their node had failed.
+    """An engine that runs no processes: trials succeed without doing anything, or are lost as if their node had failed.
 
-    Which attempts are lost depends on the trial's name, the attempt and the seed, so that every runner sees the same.
+    Which attempts are lost depends only on the trial's name, the number of the attempt and the seed.
 
     >>> FlakyEngine(share_lost=0.5).name
     'in-process'
 
     Args:
         share_lost: Probability that an attempt is lost.
-        seed: Decides which attempts are lost.
-        room: Number of trials it takes at once.
+        seed: Determines which attempts are lost.
+        room: Number of trials that the engine accepts at once.
     """
 
     def __init__(self, share_lost: float = 0.01, seed: int = 0, room: int = 8) -> None:
@@ -315,7 +315,7 @@ class FlakyEngine(InProcessEngine):
 
     def submit(self, trials: Sequence[Trial]) -> None:
         super().submit(trials)
-        self.submitted.clear()  # long sweeps would otherwise fill the memory with names
+        self.submitted.clear()  # otherwise the list would grow with every trial of a long sweep
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         return [Ended(ended.name, {"state": "NODE_FAIL", "host": "n1"}) for ended in super().wait(seconds)]

@@ -1,3 +1,3 @@
-"""The version, where the build and the code both read it."""
+"""The version of flopwatch, read by the build and by the code."""
 
 __version__ = "0.1.0"

@@ -42,7 +42,7 @@ class WithUnusedToken(nn.Module):
 
 
 def skipped_with_an_unused_parameter(audit: Audit) -> list[nn.Module]:
-    """Some steps skip their backward pass; the model's first parameter would not have told."""
+    """Some steps skip their backward pass, which the model's first parameter does not show."""
     model = WithUnusedToken()
     optimizer = sgd(model)
     audit.watch(model)
@@ -110,7 +110,7 @@ def crops_in_a_list(audit: Audit) -> list[nn.Module]:
 
 
 def function_with_another_closure(audit: Audit) -> list[nn.Module]:
-    """The model is handed a function; which one does not show in the function's code."""
+    """The model gets a function as an argument; its code does not show which function it is."""
 
     class Given(nn.Module):
         def __init__(self) -> None:

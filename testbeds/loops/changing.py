@@ -149,7 +149,7 @@ def swapped_model(audit: Audit) -> list[nn.Module]:
 
 
 def swapped_without_a_word(audit: Audit) -> list[nn.Module]:
-    """Another model is trained from the middle on, and nobody tells the monitor."""
+    """Another model is trained from the middle on, without `monitor.set_model`."""
     first = model = mlp(WIDTH, 8, 4)
     audit.watch(model)
     optimizer = sgd(model)
@@ -463,7 +463,7 @@ def checkpointing_switched_on(audit: Audit) -> list[nn.Module]:
 
 
 def pruned(audit: Audit) -> list[nn.Module]:
-    """A copy of the model with fewer blocks goes on, told by `set_model`."""
+    """A copy of the model with fewer blocks goes on, after `monitor.set_model`."""
     model = TinyGPT(blocks=3)
     audit.watch(model)
     optimizer = sgd(model)

@@ -11,7 +11,7 @@ from testbeds.loops.models import WIDTH, TinyGPT, ids, mlp, sgd
 
 
 def compiled_model(audit: Audit) -> list[nn.Module]:
-    """`model = torch.compile(model)`; the compiled one is watched."""
+    """`model = torch.compile(model)`; the compiled model is monitored."""
     model = TinyGPT()
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = sgd(model)

@@ -65,7 +65,7 @@ class _Distilling(Trainer):
 
 
 def trainer_with_a_loss_of_its_own(audit: Audit) -> list[nn.Module]:
-    """A `Trainer` whose `compute_loss` asks a teacher too."""
+    """A `Trainer` whose `compute_loss` calls a teacher too."""
     return _train(audit, hf_trainer, model=llama(vocab_size=128), kind=_Distilling)
 
 

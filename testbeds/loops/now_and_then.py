@@ -29,7 +29,7 @@ def lazy_regulariser(audit: Audit) -> list[nn.Module]:
 
 
 def critic_trained_more_often(audit: Audit) -> list[nn.Module]:
-    """WGAN: the critic is watched and trained on every step, the generator on every third."""
+    """WGAN: the critic is monitored and trained on every step, the generator on every third."""
     generator, critic = mlp(4, 12, WIDTH), mlp(WIDTH, 12, 1)
     of_generator, of_critic = sgd(generator), sgd(critic)
     audit.watch(critic)
@@ -79,7 +79,7 @@ def preconditioner_now_and_then(audit: Audit) -> list[nn.Module]:
 
 
 def teacher_now_and_then(audit: Audit) -> list[nn.Module]:
-    """A teacher is asked on every third step only; otherwise its last answer is used."""
+    """A teacher is called on every third step only; otherwise its last output is used."""
     student, teacher = mlp(WIDTH, 8, 4), mlp(WIDTH, 32, 4)
     optimizer = sgd(student)
     audit.watch(student)

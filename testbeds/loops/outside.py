@@ -209,7 +209,7 @@ class Picky(nn.Module):
 
 
 def teacher_after_a_failed_call(audit: Audit) -> list[nn.Module]:
-    """The model raises inside of a step, the loop catches that, asks a teacher, and calls the model again."""
+    """The model raises inside a step; the loop catches the error, calls a teacher, and calls the model again."""
     refused: list[bool] = []
     model, teacher = Picky(refused), mlp(WIDTH, 32, 4)
     optimizer = sgd(model)

@@ -11,7 +11,7 @@ from testbeds.loops.models import WIDTH, Block, TinyGPT, ids, mlp, sgd
 
 
 def gan(audit: Audit) -> list[nn.Module]:
-    """A generator and a discriminator with an optimizer each; the generator is watched."""
+    """A generator and a discriminator with an optimizer each; the generator is monitored."""
     generator, judge = mlp(4, 12, WIDTH), mlp(WIDTH, 12, 1)
     of_generator, of_judge = sgd(generator), sgd(judge)
     audit.watch(generator)
@@ -88,7 +88,7 @@ def distillation_in_inference_mode(audit: Audit) -> list[nn.Module]:
 
 
 def distillation_with_gradients(audit: Audit) -> list[nn.Module]:
-    """A teacher that nobody has frozen: its gradients are computed too."""
+    """A teacher that is not frozen: its gradients are computed too."""
     return _distillation(audit, "grad")
 
 
@@ -110,7 +110,7 @@ def simcse(audit: Audit) -> list[nn.Module]:
 
 
 def r_drop(audit: Audit) -> list[nn.Module]:
-    """R-Drop: two passes of one batch, whose answers are drawn together."""
+    """R-Drop: two passes of one batch, with a loss on the difference of their outputs."""
     model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.2), nn.Linear(16, 4))
     optimizer = sgd(model)
     audit.watch(model)
@@ -318,7 +318,7 @@ def triplet(audit: Audit) -> list[nn.Module]:
 
 
 def two_models_in_one_optimizer(audit: Audit) -> list[nn.Module]:
-    """An encoder that is watched and a decoder that is not, trained together."""
+    """An encoder that is monitored and a decoder that is not, trained together."""
     encoder, decoder = mlp(WIDTH, 12, 4), mlp(4, 12, WIDTH)
     optimizer = sgd(encoder, decoder)
     audit.watch(encoder)

@@ -276,12 +276,12 @@ def evaluation_in_a_phase(audit: Audit) -> list[nn.Module]:
 
 
 def evaluation_between_steps(audit: Audit) -> list[nn.Module]:
-    """Evaluation between two `with monitor.step()`, told to nobody."""
+    """Evaluation between two `with monitor.step()`, without `monitor.phase`."""
     return _with_evaluation(audit, in_phase=False, opens_steps=True)
 
 
 def evaluation_between_log_steps(audit: Audit) -> list[nn.Module]:
-    """Evaluation between two `log_step`, told to nobody."""
+    """Evaluation between two `log_step`, without `monitor.phase`."""
     return _with_evaluation(audit, in_phase=False, opens_steps=False)
 
 

@@ -67,7 +67,7 @@ def test_json_and_markdown_do_not_share_standard_output(flopwatch, sweeps):
 def test_a_sweep_is_not_told_apart_from_itself(flopwatch, sweeps):
     status, out, _ = flopwatch("compare", sweeps[0], sweeps[0], "--fail-if-slower", "0")
     assert status == 0
-    assert "Nothing differs in settings" in out
+    assert "Both sweeps have the same settings" in out
     assert "0 faster, 0 slower, 11 without a measurable difference" in out
 
 
@@ -86,7 +86,7 @@ def test_the_gate_fails_for_what_no_longer_runs_and_never_passes_unseen(flopwatc
     status, _, err = flopwatch("compare", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-if-slower", "5")
     assert (status, "no longer ok" in err) == (1, True)
     status, _, err = flopwatch("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--fail-if-slower", "5")
-    assert (status, "needs a configuration that ran in both" in err) == (2, True)
+    assert (status, "needs a trial that both sweeps measured" in err) == (2, True)
 
 
 def test_a_run_and_a_sweep_are_refused_in_both_orders(flopwatch, sweeps, tmp_path):
@@ -94,14 +94,14 @@ def test_a_run_and_a_sweep_are_refused_in_both_orders(flopwatch, sweeps, tmp_pat
     for pair in ((sweeps[0], str(tmp_path / "run")), (str(tmp_path / "run"), sweeps[0])):
         status, out, err = flopwatch("compare", *pair)
         assert (status, out) == (2, "")
-        assert "compare two sweeps, or two runs" in err
+        assert "name two sweeps, or two runs" in err
 
 
 def test_markdown_of_two_runs_is_refused(flopwatch, tmp_path):
     write_run(tmp_path / "run", 20)
     status, _, err = flopwatch("compare", str(tmp_path / "run"), str(tmp_path / "run"), "--md", "x.md")
     assert status == 2
-    assert "--md is for two sweeps" in err
+    assert "--md works only for two sweeps" in err
 
 
 def test_hostile_text_is_shown_as_text_and_keeps_to_the_screen(flopwatch, tmp_path):

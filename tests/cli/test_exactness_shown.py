@@ -10,7 +10,7 @@ import torch
 import flopwatch as package
 from flopwatch.sinks.console import ConsoleSink
 
-REASON = "what they run besides the model is not seen"
+REASON = "so work outside the model is not seen"
 
 
 def train(folder, *, in_steps):
@@ -93,4 +93,4 @@ def test_explain_divides_mixed_types_by_the_peak_that_the_row_was_divided_by(flo
     _, out, _ = flopwatch("explain", str(tmp_path))
     if row["values"].get("perf/mfu") is None:
         pytest.skip("this CPU has no known peak for bf16")
-    assert "the log says the same" in out, out
+    assert "The log has the same value" in out, out

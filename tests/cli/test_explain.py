@@ -68,7 +68,7 @@ def test_the_newest_window_divides_to_what_the_run_logged(flopwatch, tmp_path):
     assert mfu[1][1] == Decimal(PEAK["flops_per_s"])
     for division, key in ((mfu, "perf/mfu"), (hfu, "perf/hfu")):
         assert is_close(division[2], row["values"][key])
-    assert out.count("the log says the same") == 2
+    assert out.count("The log has the same value") == 2
     assert f"MFU {100 * row['values']['perf/mfu']:.2f} %, HFU {100 * row['values']['perf/hfu']:.2f} %" in out
 
 
@@ -92,7 +92,7 @@ def test_one_step_divides_by_its_own_cells(flopwatch, tmp_path):
     assert is_close(result, columns["model_flops"][index] / columns["seconds"][index] / PEAK["flops_per_s"])
     assert f"{columns['tokens'][index]:,} positions, {columns['real_tokens'][index]:,} not padding" in out
     assert f"padding {100 * (1 - columns['real_tokens'][index] / columns['tokens'][index]):.2f} %" in out
-    assert "logged with steps 51 to 60" in out
+    assert "in the logging window of steps 51 to 60" in out
 
 
 def test_the_law_is_written_out_with_the_steps_own_numbers_and_adds_up(flopwatch, tmp_path):
@@ -126,8 +126,8 @@ def test_a_law_whose_terms_the_log_does_not_tell_is_shown_as_it_is(flopwatch, tm
     write_log(tmp_path / LOG, records)
     _, out, _ = flopwatch("explain", str(tmp_path))
     text = " ".join(out.split())
-    assert "by the law forward: 10 x positions + 7,168 x patches; backward: 20 x positions." in text
-    assert "The log does not say how many of each the step had" in text
+    assert "by the formula forward: 10 x positions + 7,168 x patches; backward: 20 x positions." in text
+    assert "The log does not hold how many patches and positions the step had" in text
 
 
 def test_a_sum_that_no_lengths_can_give_is_not_made_up():
@@ -150,24 +150,24 @@ def test_fractions_in_the_law_are_exact():
 def test_without_a_law_it_says_how_each_shape_was_counted(flopwatch, tmp_path):
     write_run(tmp_path, 20, Story(has_law=False))
     _, out, _ = flopwatch("explain", str(tmp_path))
-    assert "counted by trace, nothing was run, for each shape: there is no law" in " ".join(out.split())
+    assert "counted by a trace that runs nothing, separately for each batch shape" in " ".join(out.split())
 
 
 def test_untimed_and_warm_up_steps_are_named_and_not_summed(flopwatch, tmp_path):
     path = write_run(tmp_path, 10)
     _, out, _ = flopwatch("explain", str(tmp_path))
     columns = rows_in(path)[0]["steps"]
-    assert "Steps 1 to 10 (7 of 10 of them count)" in out
+    assert "Steps 1 to 10 (7 of 10 are used)" in out
     assert "Left out: step 1 (not timed)" in out
     assert "Left out: steps 2, 3 (warm-up)" in out
     assert divisions(out)["MFU"][0] == sum(columns["model_flops"][3:])
     assert is_close(divisions(out)["MFU"][1][0], sum(columns["seconds"][3:]), 12)
-    assert out.count("the log says the same") == 1, "HFU is in detailed rows only"
+    assert out.count("The log has the same value") == 1, "HFU is in detailed rows only"
 
 
 def test_a_warm_up_step_says_that_it_is_one(flopwatch, tmp_path):
     write_run(tmp_path, 10)
-    assert "warm-up step: no MFU in the log includes it" in flopwatch("explain", str(tmp_path), "--step", "2")[1]
+    assert "warm-up step, so no MFU in the log includes it" in flopwatch("explain", str(tmp_path), "--step", "2")[1]
     assert "warm-up" not in flopwatch("explain", str(tmp_path), "--step", "7")[1]
 
 
@@ -175,19 +175,19 @@ def test_the_first_step_has_no_time_and_says_why(flopwatch, tmp_path):
     write_run(tmp_path, 10)
     status, out, _ = flopwatch("explain", str(tmp_path), "--step", "1")
     assert status == 0
-    assert "unknown: the step has no beginning" in " ".join(out.split())
-    assert "MFU unknown: without seconds there is nothing to divide" in out
+    assert "unknown: the start of the step was not measured" in " ".join(out.split())
+    assert "MFU is unknown: it cannot be calculated without seconds" in out
 
 
 @pytest.mark.parametrize(
     ("story", "reasons"),
     [
-        (Story(knows_peak=False), ["the peak of NVIDIA H100 80GB HBM3 is not in the table; pass peak_flops_per_s="]),
-        (Story(knows_flops=False), ["FLOPs had not been found by then"]),
-        (Story(knows_tokens=False), ["the batch's shape was not given; pass batch= or attention_mask="]),
+        (Story(knows_peak=False), ["flopwatch has no peak FLOP/s for NVIDIA H100 80GB HBM3: pass peak_flops_per_s="]),
+        (Story(knows_flops=False), ["FLOPs were not yet counted when this was logged"]),
+        (Story(knows_tokens=False), ["the shape of the batch was not logged: pass batch= or attention_mask="]),
         (
             Story(knows_peak=False, knows_flops=False, knows_tokens=False),
-            ["is not in the table", "MFU unknown: without model FLOPs and peak"],
+            ["has no peak FLOP/s for", "MFU is unknown: it cannot be calculated without model FLOPs and peak"],
         ),
     ],
 )
@@ -226,8 +226,8 @@ def test_seconds_rounded_to_nanoseconds_still_give_the_same(flopwatch, tmp_path)
     row["steps"]["seconds"] = [round(seconds, 9) for seconds in exact]
     path.write_text("\n".join([*lines[:-1], json.dumps(row)]) + "\n")
     _, out, _ = flopwatch("explain", str(tmp_path))
-    assert "the log says the same" in out.partition("HFU =")[0]
-    assert "more than the peak: the peak, the count or the time is wrong" in out
+    assert "The log has the same value" in out.partition("HFU =")[0]
+    assert "This is more than the peak, so the peak, the FLOPs or the time is wrong." in out
 
 
 def test_a_step_that_was_run_again_is_explained_as_it_ran_last(flopwatch, tmp_path):
@@ -253,7 +253,7 @@ def test_a_window_run_again_in_part_is_summed_over_what_is_left(flopwatch, tmp_p
     path = write_log(tmp_path / LOG, session(Story(), 1, 60, Accounts()))
     write_log(path, [RunStart("again", 0.0, "out", resumed_after_step=54)], append=True)
     _, out, _ = flopwatch("explain", str(tmp_path))
-    assert "Steps 51 to 54 (all 4 of them count" in out
+    assert "Steps 51 to 54 (all 4 are used" in out
     assert divisions(out)["MFU"][0] == sum(rows_in(path)[-1]["steps"]["model_flops"][:4])
 
 
@@ -278,7 +278,7 @@ def test_a_real_run_is_explained_to_what_it_logged(flopwatch, tmp_path):
 
     _, out, _ = flopwatch("explain", str(tmp_path))
     assert divisions(out)["MFU"][0] == sum(range(36, 41)) * 2 * (2 * 64 * 32)
-    assert "the log says the same" in out.partition("HFU =")[0]
+    assert "The log has the same value" in out.partition("HFU =")[0]
 
 
 def test_json_carries_the_same_numbers(flopwatch, tmp_path):
@@ -299,8 +299,8 @@ def test_json_carries_the_same_numbers(flopwatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "51"], "step 51 is not in .*: it has steps 1 to 50"),
-        (["--step", "0"], "step 0 is not in .*: it has steps 1 to 50"),
+        (["--step", "51"], "step 51 is not in .*: the log has steps 1 to 50"),
+        (["--step", "0"], "step 0 is not in .*: the log has steps 1 to 50"),
     ],
 )
 def test_a_step_that_is_not_in_the_log_ends_with_status_2_and_those_that_are(flopwatch, tmp_path, arguments, message):

@@ -85,17 +85,17 @@ def test_uncounted_ops_are_shown(
 
     assert status == 0
     assert "Not counted" in out
-    assert "The true number is higher" in out
+    assert "The true FLOPs are higher" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", "gigantic"], "none of the presets"),
+        (["--model", "gigantic"], "must be a preset"),
         (["--model", "tiny", "--batch-size", "0"], "positive whole number"),
         (["--model", "tiny", "--attention", "half"], "'full' or 'causal'"),
-        (["--model", "tiny", "--method", "guess"], "method is one of"),
-        (["--model", "tiny", "--step-time", "1"], "needs both --device and --step-time"),
+        (["--model", "tiny", "--method", "guess"], "method must be one of"),
+        (["--model", "tiny", "--step-time", "1"], "pass both --device and --step-time"),
         (["--model", "tiny", "--step-time", "nan", "--device", "NVIDIA H100 80GB HBM3"], "positive finite number"),
         (["--model", "tiny", "--step-time", "1", "--device", "NVIDIA RTX A1000"], "peak is not known"),
     ],

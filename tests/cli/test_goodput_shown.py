@@ -42,7 +42,7 @@ def test_explain_tells_goodput_as_text_and_as_json(flopwatch, tmp_path):
     write_log(tmp_path / "training_log.jsonl", records_with_goodput())
     _, out, _ = flopwatch("explain", str(tmp_path))
     assert "80.00 % of 10,000.0 s since the first process started" in out
-    assert "Lost most to restart 900.0 s, start-up 500.0 s, eval 400.0 s." in out
+    assert "Largest losses: restart 900.0 s, start-up 500.0 s, eval 400.0 s." in " ".join(out.split())
     _, text, _ = flopwatch("explain", str(tmp_path), "--json")
     assert json.loads(text)["goodput"]["lost_seconds"]["other"] == 100.0
 

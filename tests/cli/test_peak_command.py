@@ -27,7 +27,7 @@ A100 SXM4 80GB
   kind        datasheet
   confidence  high
   source      fp64: NVIDIA A100 datasheet r4/2188504 and whitepaper; NVIDIA
-              aiconfigurator a100_*.yaml (rate fp64_tensor: what matmuls run on)
+              aiconfigurator a100_*.yaml (rate fp64_tensor, which matmuls use)
   source      fp32, tf32, bf16, fp16, int8, int4: NVIDIA A100 datasheet
               r4/2188504 and whitepaper; NVIDIA aiconfigurator a100_*.yaml
 
@@ -78,10 +78,10 @@ def test_a_type_the_product_lacks_ends_with_status_1(flopwatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--name", "Tesla T4", "--dtype", "bf17"), "dtype 'bf17' is not known; use one of:"),
+        (("--name", "Tesla T4", "--dtype", "bf17"), "dtype 'bf17' is not known; use one of "),
         (("--device", "gpu"), "'gpu' is not a device"),
         (("--name", "Tesla T4", "--device", "cpu"), "pass one of them"),
-        (("--measure", "--name", "Tesla T4"), "--measure needs the device itself"),
+        (("--measure", "--name", "Tesla T4"), "--measure needs a device of this machine"),
         (("--measure", "--device", "cpu", "--dtype", "fp8"), "fp8 cannot be measured"),
         (("--seconds", "soon"), "Invalid value for '--seconds'"),
     ],

@@ -165,7 +165,7 @@ def test_a_field_of_a_later_version_is_ignored_and_a_bare_format_is_damage(flopw
 def test_an_unknown_metric_and_an_unwritable_file_say_what_would_do(flopwatch, sweep, tmp_path):
     status, _, err = flopwatch("report", str(sweep), "--metric", "speed")
     assert status == 2
-    assert "it knows memory, time" in err
+    assert "choose from memory, time" in err
     status, _, err = flopwatch("report", str(sweep), "--md", str(tmp_path / "none" / "a.md"))
     assert status == 2
     assert "in a folder that exists" in err

@@ -104,10 +104,10 @@ def test_ctrl_c_leaves_the_viewer_and_not_the_sweep(tmp_path, detached):
 
 def test_stop_finishes_what_runs_and_a_second_one_ends_it(tmp_path, detached):
     until(lambda: left_behind(tmp_path / "s"))
-    assert "it finishes running trials; stop again to end them" in flopwatch("sweep", "stop", "s")
+    assert "which finishes running trials; a second stop ends them" in flopwatch("sweep", "stop", "s")
     until(lambda: json.loads((tmp_path / "s" / "runner.json").read_text())["stopping"] == "finish")
     assert detached[1].is_running()
-    assert "it ends running trials" in flopwatch("sweep", "stop", "s")
+    assert "which ends running trials" in flopwatch("sweep", "stop", "s")
     psutil.wait_procs([detached[1]], timeout=30)
     until(lambda: json.loads((tmp_path / "s" / "runner.json").read_text())["stopping"] == "over")
     assert outcomes(tmp_path / "s") == {"Command_bs1_seq8": "cancelled"}
@@ -166,4 +166,4 @@ def test_a_supervisor_that_is_killed_is_tried_again_as_often_as_asked(tmp_path):
     (result,) = read_results(tmp_path / "s").values()
     assert (result.outcome, len(result.earlier_attempts)) == ("lost", 1)
     assert left_behind(tmp_path / "s") == []
-    assert "--retry-on takes crash" in flopwatch(*words("true"), "--retry-on", "ok", code=2)
+    assert "--retry-on must be one of crash" in flopwatch(*words("true"), "--retry-on", "ok", code=2)

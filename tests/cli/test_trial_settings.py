@@ -13,11 +13,11 @@ SPEC = TrialSpec("standard", "tiny", 2, 8).to_json()
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ([], "it is list, not an object"),
-        (3, "it is int, not an object"),
-        ({"spec": SPEC}, "it has no 'name'"),
-        ({"spec": {"trainer": "standard"}, "name": "t"}, "spec: it has no 'model'"),
-        ({"spec": SPEC, "name": 3}, "name is 3, not text"),
+        ([], "expected a JSON object, found list"),
+        (3, "expected a JSON object, found int"),
+        ({"spec": SPEC}, "the field 'name' is missing"),
+        ({"spec": {"trainer": "standard"}, "name": "t"}, "spec: the field 'model' is missing"),
+        ({"spec": SPEC, "name": 3}, "name: expected text, found 3"),
         ({"format": FORMAT + 1, "spec": SPEC, "name": "t"}, "written by a newer flopwatch"),
         ({"spec": {**SPEC, "nodes": 3}, "name": "t"}, "cannot share a batch of"),
     ],
@@ -37,7 +37,7 @@ def test_a_spec_that_lies_in_no_sweep_is_refused(tmp_path, monkeypatch, flopwatc
     file.write_text(json.dumps({"spec": SPEC, "name": "t"}))
     code, _, errors = flopwatch("trial", "--spec", str(file))
     assert code == 2
-    assert "SWEEP/trials/NAME/" in errors
+    assert "is not in the folder of a sweep" in errors
 
 
 @pytest.mark.parametrize(

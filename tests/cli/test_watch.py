@@ -277,8 +277,8 @@ def test_once_prints_one_frame(flopwatch, tmp_path):
     ("arguments", "message"),
     [
         (["--once"], "has no training_log.jsonl"),
-        (["--refresh", "0"], "--refresh is a positive number of seconds, got 0"),
-        (["--refresh", "nan"], "--refresh is a positive number of seconds, got nan"),
+        (["--refresh", "0"], "--refresh must be a positive number of seconds, got 0"),
+        (["--refresh", "nan"], "--refresh must be a positive number of seconds, got nan"),
     ],
 )
 def test_wrong_input_ends_with_status_2_and_a_message(flopwatch, tmp_path, arguments, message):

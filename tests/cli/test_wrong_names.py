@@ -147,10 +147,10 @@ def flopwatch(*words):
     ("words", "told"),
     [
         (["--engine", "k8s"], "there is no engine 'k8s'"),
-        (["--jobs", "4000"], "every trial needs at least one core"),
-        (["--gpu-ids", "77"], "names the device with that number"),
+        (["--jobs", "4000"], "each trial needs a core"),
+        (["--gpu-ids", "77"], "there is no GPU number 77"),
         (["--trainers", "nosuch:Class"], "there is no module 'nosuch'"),
-        (["retry_on=foo"], "--retry-on takes"),
+        (["retry_on=foo"], "--retry-on must be one of"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, words, told):
@@ -163,7 +163,7 @@ def test_a_slot_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", "/proc/nowhere")
     code, text = flopwatch("sweep", "--command", "true", "batch_size=1", "seq_len=8")
     assert code == 2
-    assert "name another folder with FLOPWATCH_SLOT_DIR" in text
+    assert "set FLOPWATCH_SLOT_DIR to another folder" in text
     assert "Traceback" not in text
 
 

@@ -29,10 +29,10 @@ class Broken(nn.Module):
         (nn.Linear(8, 8), {}, {}, "holds no tensor"),
         (nn.Linear(8, 8), None, {}, "holds no tensor"),
         (nn.Linear(8, 8), "text", {}, "holds no tensor"),
-        (nn.Linear(8, 8), torch.empty(0, 8), {}, r"the batch is empty: '0' has the shape \(0, 8\)"),
-        (nn.Linear(8, 8), {0: X}, {}, "argument names as keys"),
+        (nn.Linear(8, 8), torch.empty(0, 8), {}, r"the batch is empty: its tensor '0' has the shape \(0, 8\)"),
+        (nn.Linear(8, 8), {0: X}, {}, "keys of a batch must be names"),
         (nn.Linear(8, 8), X, {"attention": "half"}, "'full' or 'causal', got 'half'"),
-        (nn.Linear(8, 8), X, {"method": "guess"}, "method is one of .* got 'guess'"),
+        (nn.Linear(8, 8), X, {"method": "guess"}, "method must be one of .* got 'guess'"),
         (nn.Linear(8, 8), X, {"loss_fn": lambda output: 3.0}, "must be a tensor, got float"),
         (nn.Linear(8, 8), X, {"loss_fn": lambda output: output.detach().sum()}, "does not depend on any parameter"),
         (nn.LazyLinear(8), X, {}, "lazy parameters"),
@@ -93,7 +93,7 @@ def test_a_row_of_padding_alone_is_refused() -> None:
     batch = architecture.batch(2, 8)
     batch["attention_mask"][1] = 0
 
-    with pytest.raises(flopwatch.InputError, match="row 1 padding"):
+    with pytest.raises(flopwatch.InputError, match="row 1 as padding"):
         flopwatch.count_flops(architecture.build(), batch)
 
 

@@ -62,7 +62,7 @@ def test_a_step_that_takes_attention_apart_does_not_call_itself_causal() -> None
     count = flopwatch.count_flops(Model(0.1, None), torch.randn(3, LENGTH, 16), method="step", attention="causal")
 
     assert count.attention == "full"
-    assert "counts in full" in count.notes[0]
+    assert "counts masked pairs too" in count.notes[0]
 
 
 @pytest.mark.parametrize("method", ["trace", "estimate"])

@@ -21,7 +21,7 @@ def test_it_is_within_five_percent_on_every_decoder(architecture: Architecture) 
 
     assert abs(count.model_flops / truth - 1) <= 0.05
     assert count.method == "estimate"
-    assert "an estimate" in count.notes[0]
+    assert "are estimated" in count.notes[0]
     assert count.coverage is None
 
 

@@ -69,7 +69,7 @@ def test_several_losses_are_added_and_told(model: nn.Module, added: Callable[[An
     count = flopwatch.count_flops(model, X)
 
     assert count.model_flops == true_flops(model, added)
-    assert any(f"the sum of what the model returns as {names};" in note for note in count.notes)
+    assert any(f"the sum of the model's outputs {names};" in note for note in count.notes)
 
 
 def test_a_loss_fn_decides_otherwise_and_nothing_is_told() -> None:

@@ -65,7 +65,7 @@ def test_a_row_that_cannot_stand_alone_is_said_to_be_padded() -> None:
 
     assert count.padding_flops == 0
     assert count.model_flops == count.forward_flops + count.backward_flops
-    assert "padding counts as work" in count.notes[0]
+    assert "model_flops includes padding" in count.notes[0]
     assert "needs a pair" in count.notes[0]
 
 

@@ -62,7 +62,7 @@ def test_a_layer_that_is_split_by_hand_counts_as_one_ranks_share_and_says_so(mes
     count, law = flopwatch.count_flops(Reduces(), X), flopwatch.fit_flops_law(Reduces(), X)
 
     assert (count.method, count.model_flops) == ("trace", 2 * 3 * 8 * 4 * (2 + 3))
-    assert count.notes == ("the model's own code calls collectives: what is counted is the share of this rank",)
+    assert count.notes == ("the model's own code calls collectives, so only the share of this rank is counted",)
     assert not law.exact
     assert law.notes[0] == count.notes[0]
 
@@ -164,7 +164,7 @@ def test_one_rank_alone_counts_the_whole_model(kind: str) -> None:
         "the step after it is its own"
     )
     if kind != "ddp":
-        assert result["step"].startswith("InputError: its parameters are spread over ranks")
+        assert result["step"].startswith("InputError: the model's parameters are spread over ranks")
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_on_nvidia_the_field_for_amds_architecture_is_not_believed():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_device_that_is_not_here_is_an_error_that_says_so():
-    with pytest.raises(InputError, match="device 'cuda:3' cannot be used here"):
+    with pytest.raises(InputError, match="device 'cuda:3' cannot be used on this machine"):
         read_device("cuda:3")
 
 

@@ -70,7 +70,7 @@ def test_a_fast_device_tries_every_shape():
 
 
 def test_a_timer_that_says_no_time_has_passed_is_an_error():
-    with pytest.raises(MeasurementError, match=r"took 0\.0 s"):
+    with pytest.raises(MeasurementError, match=r"reports 0\.0 s"):
         measure_peak("cpu", "fp32", time_matmul=lambda shape, calls: 0.0)
 
 
@@ -78,7 +78,7 @@ def test_a_device_that_cannot_multiply_in_the_type_is_an_error_that_says_so():
     def refuse(shape, calls):
         raise RuntimeError("not implemented for 'Half'")
 
-    with pytest.raises(MeasurementError, match=r"no fp16 matmul could be run on .*not implemented for 'Half'"):
+    with pytest.raises(MeasurementError, match=r"fp16 matmuls failed on .*not implemented for 'Half'"):
         measure_peak("cpu", "fp16", time_matmul=refuse)
 
 

@@ -149,7 +149,7 @@ def test_device_and_name_together_are_an_error():
 
 
 def test_a_device_that_is_not_here_is_an_error():
-    with pytest.raises(InputError, match="'xpu:7' cannot be used here"):
+    with pytest.raises(InputError, match="'xpu:7' cannot be used on this machine"):
         peak_flops("xpu:7", "bf16")
 
 

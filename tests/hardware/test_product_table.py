@@ -96,7 +96,7 @@ def test_namesakes_without_facts_mean_the_one_marked_as_default():
 
 def test_namesakes_of_which_none_fits_the_facts_mean_nothing():
     answer = find_accelerator(DeviceFacts("Orin", unit_count=6, memory_gib=15.3))
-    assert answer == Unknown("5 products report the name 'Orin' and none is known to have 6 units, 15.3 GiB")
+    assert answer == Unknown("5 products in the table report the name 'Orin', but none of them has 6 units, 15.3 GiB")
 
 
 def test_amds_generic_name_needs_architecture_units_and_memory():

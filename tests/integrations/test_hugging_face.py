@@ -103,7 +103,7 @@ class TestTokens:
             callback.on_step_end(args, state, TrainerControl())
         callback.on_train_end(args, state, TrainerControl())
         assert [record.message for record in caplog.records] == [
-            "flopwatch: no Trainer found around the callback, so there are no tokens, FLOPs or MFU"
+            "flopwatch: the callback was not called by a Trainer, so tokens, FLOPs and MFU are unknown"
         ]
         assert callback.monitor.summary.values["total/steps"] == 2
         assert "total/tokens" not in callback.monitor.summary.values

@@ -80,9 +80,9 @@ def test_a_function_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("gigantic", "none of the presets"),
-        ("nowhere.json", "there is no file"),
-        ("os:nonexistent", "cannot load 'os:nonexistent'"),
+        ("gigantic", "must be a preset"),
+        ("nowhere.json", "config file nowhere.json does not exist"),
+        ("os:nonexistent", "cannot load the model 'os:nonexistent'"),
         ("no_such_module_here:f", "cannot load"),
     ],
 )
@@ -94,7 +94,7 @@ def test_what_cannot_be_loaded_is_refused_with_advice(spec: str, says: str) -> N
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is not JSON"),
+        ("{", "is not valid JSON"),
         ("{}", "no 'model_type'"),
         ('{"model_type": "no-such-model"}', "cannot build"),
     ],

@@ -198,7 +198,7 @@ def test_steps_that_are_missing_from_the_log_are_told(tmp_path, caplog):
     second.number = 40
     second.train(1)
     second.rows()
-    assert "the log ends at step 9 and the run continues at 40" in caplog.text
+    assert "the log ends at step 9 and the run continues at step 40" in caplog.text
 
 
 def test_a_fresh_run_in_a_used_folder_starts_at_nothing(tmp_path):

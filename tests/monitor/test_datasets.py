@@ -88,8 +88,8 @@ def test_switched_off_it_does_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"names": ["a"]}, "needs the loss of each sample"),
-        ({"names": ["a"], "logits": torch.zeros(1, 2)}, "logits and labels"),
+        ({"names": ["a"]}, "with the loss of each sample"),
+        ({"names": ["a"], "logits": torch.zeros(1, 2)}, "logits= and labels="),
         ({"names": ["a", "b"], "losses": torch.zeros(3)}, "2 dataset names for tensors of shape"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_loop_that_writes_into_its_batch_is_found_out_and_read_at_once(tmp_pat
 
     truth = Truth("llama")
     late = sum(truth.of_length(8 + number % 4) + truth.of_length(16) for number in range(4, 20))
-    assert caplog.text.count("from here on batches are read at once") == 1
+    assert caplog.text.count("later batches are read during log_step") == 1
     assert monitor.summary.values["total/model_flops"] == late, "the four that were written into are left out"
     assert monitor.summary.values["total/steps"] == 20
 
@@ -243,4 +243,4 @@ def test_a_batch_that_was_made_up_is_told(tmp_path):
     (log,) = tmp_path.rglob("*.jsonl")
     rows = [row for row in map(json.loads, log.read_text().splitlines()) if row["type"] == "row"]
     assert [row["exact"] for row in rows] == [False]
-    assert "made up" in rows[0]["notes"][0]
+    assert "of its shape was assumed" in rows[0]["notes"][0]

@@ -116,5 +116,5 @@ def test_tensors_deep_inside_a_dict_are_found(batch):
 
 
 def test_a_dict_without_a_tensor_is_answered_with_its_keys():
-    with pytest.raises(InputError, match=r"holds no tensor: it has the keys 'text' \(list\), 'idx' \(int\)"):
+    with pytest.raises(InputError, match=r"holds no tensor \(got a dict with the keys 'text' \(list\), 'idx' \(int\)"):
         read_shape({"text": ["a"], "idx": 3})

@@ -169,7 +169,7 @@ def test_a_configuration_that_is_not_there_is_named(tmp_path, caplog):
     [
         ({"config": {"monitoring": {"mode": "fast"}}}, "mode='fast'"),
         ({"sinks": ["tensorbord"]}, "no sink 'tensorbord'"),
-        ({"preset": "fast"}, "there are production"),
+        ({"preset": "fast"}, "the presets are production"),
     ],
 )
 def test_strict_raises_at_once(tmp_path, options, message):
@@ -245,3 +245,30 @@ def test_messages_go_through_pythons_logging(tmp_path, caplog):
     with caplog.at_level(logging.ERROR, logger="flopwatch"):
         run(tmp_path, sinks=["tensorbord"])
     assert {record.name for record in caplog.records} == {"flopwatch"}
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise RuntimeError("this exception cannot be printed")
+
+
+def test_an_exception_that_cannot_be_printed_is_reported_by_its_class(tmp_path, caplog):
+    def flops_of(batch):
+        raise UnprintableError
+
+    monitor, rounds = run(tmp_path, flops_fn=flops_of)
+
+    assert rounds == 20
+    assert "batch failed in the monitor, the training goes on: UnprintableError" in caplog.text
+    assert monitor.summary.failed_parts == {"batch": "UnprintableError: UnprintableError"}
+    assert monitor.summary.values["total/steps"] == 20
+
+
+def test_a_training_that_ends_with_an_exception_that_cannot_be_printed_has_a_summary(tmp_path):
+    monitor = flopwatch.TrainingMonitor(tmp_path)
+    monitor.log_step(0, loss=1.0)
+    with pytest.raises(UnprintableError), monitor:
+        raise UnprintableError
+
+    assert monitor.summary.ended_by == f"{UnprintableError.__module__}.UnprintableError"
+    assert monitor.summary.values["total/steps"] == 1

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flopwatch import TrainingMonitor
-from flopwatch.models.networks import Decoder
+from flopwatch.models.load import Decoder
 from flopwatch.models.presets import PRESETS
 from support.forbidden_calls import forbidden_calls
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from flopwatch.errors import InputError
-from flopwatch.records.trainer_names import canonical_trainer, is_private
+from flopwatch.records.trial import canonical_trainer, is_private
 
 
 @pytest.mark.requirement("R23")
@@ -61,5 +61,5 @@ def test_which_trainers_are_private():
 
 
 def test_names_and_preflight_do_not_load_torch():
-    code = "import sys, flopwatch.records.trainer_names, flopwatch.sweep.preflight; sys.exit('torch' in sys.modules)"
+    code = "import sys, flopwatch.records.trial, flopwatch.sweep.preflight; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -84,7 +84,7 @@ def test_an_older_record_has_defaults():
 
 @pytest.mark.parametrize("path", ["name", "key", "spec", "outcome", "spec.batch_size", "measured.steps.median"])
 def test_a_missing_field_without_a_default_is_told(path):
-    with pytest.raises(BrokenRecordError, match=f"it has no '{path.split('.')[-1]}'"):
+    with pytest.raises(BrokenRecordError, match=f"the field '{path.split('.')[-1]}' is missing"):
         TrialResult.from_json(without(path))
 
 
@@ -136,8 +136,8 @@ BROKEN = [
 def test_a_value_of_the_wrong_type_is_told_with_its_field(path, value):
     with pytest.raises(BrokenRecordError) as error:
         TrialResult.from_json(changed(path, value))
-    last = path.rpartition(".")[2]
-    assert last in str(error.value) or "it" in str(error.value)  # a rule over several fields says what it found
+    record, _, field = path.rpartition(".")
+    assert str(error.value).startswith(f"{record}: " if record else "the name") or field in str(error.value)
     assert len(str(error.value)) < 200
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.report.analysis.problems import mixed_warnings, peak_warnings
+from flopwatch.report.problems import mixed_warnings, peak_warnings
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.supervisor.build_result import collect_measurements

@@ -47,7 +47,7 @@ def test_one_that_cannot_be_made_does_not_lose_the_others(tmp_path, bad, options
 
 
 def test_an_object_that_is_no_sink_is_refused(tmp_path):
-    with pytest.raises(InputError, match="is no sink: it lacks write, flush, close"):
+    with pytest.raises(InputError, match="is not a sink, because it lacks write, flush, close"):
         build_sinks([object()], tmp_path, {})
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from flopwatch.records.trial import Measured, MemoryUse, StepCost, StepTimes, TrialResult, TrialSpec
-from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import Capture
+from flopwatch.report.summary import summarise
 
 GIB = 2**30
 # Both a spec and a result have a command; here it is the result's.

@@ -9,8 +9,8 @@ import pytest
 from flopwatch.errors import InputError
 from flopwatch.records.sweep_results import gather_results, read_results, troubles
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import capture_sweep
+from flopwatch.report.summary import summarise
 from flopwatch.sweep.runner.plan import make_plan
 from flopwatch.testing import InProcessEngine
 from support.sweeping import run_sweep

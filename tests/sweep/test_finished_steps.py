@@ -5,8 +5,8 @@ import os
 import pytest
 
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import capture_sweep
+from flopwatch.report.summary import summarise
 from flopwatch.sweep.engines.local import LocalEngine
 from flopwatch.sweep.runner.plan import proves_too_large
 from support.sweeping import TESTS, left_behind, run_sweep

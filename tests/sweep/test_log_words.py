@@ -5,8 +5,8 @@ import json
 import pytest
 
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.report.analysis.summarise import summarise
 from flopwatch.report.capture import capture_sweep
+from flopwatch.report.summary import summarise
 from flopwatch.sweep.engines.local import LocalEngine
 from support.sweeping import run_sweep
 

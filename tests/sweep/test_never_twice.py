@@ -23,7 +23,7 @@ from flopwatch.sweep.claims import LivenessFile, LivenessWatcher, create_exclusi
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, result_file
 from flopwatch.sweep.host.memory import group_places, limit_memory
-from flopwatch.sweep.runner.waiting import LateResults, SilentSupervisors
+from flopwatch.sweep.runner.run import LateResults, SilentSupervisors
 from flopwatch.sweep.supervisor import supervise as supervisor
 from flopwatch.sweep.supervisor.leftovers import group_tag
 from flopwatch.testing import FakeClock
@@ -310,7 +310,7 @@ def test_a_supervisor_without_a_sign_of_life_is_ended_after_its_limits_and_our_p
     finally:
         monkey.undo()
     assert ended == ["one"], "once"
-    assert "no sign of life for 19" in stuck.explain(Ended("one")).evidence["stuck"]
+    assert "wrote no heartbeat for 19" in stuck.explain(Ended("one")).evidence["stuck"]
 
 
 def test_a_folder_whose_runner_died_here_is_taken_at_once(tmp_path):

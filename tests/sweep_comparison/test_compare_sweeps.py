@@ -70,7 +70,7 @@ def test_an_unstable_time_is_marked_whatever_it_decides():
     found = compared([ran("standard", 4, 64, 1.0, spread=0.04)], [ran("standard", 4, 64, 2.0, spread=0.01)])
     (pair,) = found.pairs
     assert (pair.ratios["time"].verdict, pair.is_unstable) == ("worse", True)
-    assert any("quiet machine" in note for note in found.notes)
+    assert any("idle machine" in note for note in found.notes)
     assert "**slower** ~" in comparison_markdown(found)
     assert not only_pair(ran("standard", 4, 64, 1.0), ran("standard", 4, 64, 2.0)).is_unstable
 

@@ -1,18 +1,20 @@
-"""The command line: `flopwatch`. It does not load torch for commands that do not need it.
+"""The entry point of the command line, and output that cannot stop a command.
 
-Output must not decide over the work: while trials run, a closed pipe, a full disk or a terminal that disappeared is
-reported once, and everything goes on.
+Commands that do not need torch do not load it. While trials run, a closed pipe, a full disk or a closed terminal is
+reported once, and the trials continue.
 """
 
 import contextlib
 import errno
 import io
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from threading import Thread
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import typer
 
@@ -20,13 +22,14 @@ from flopwatch.compat import with_new_flags
 from flopwatch.errors import FlopwatchError
 
 _OUTPUT_IS_GONE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
+_WIDEST_TEXT = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Wrong input ends with a message and exit status 2.
+    """Run the command line. Wrong input prints a message and exits with status 2.
 
     Args:
-        arguments: The arguments after `flopwatch`; None takes those of the process.
+        arguments: The arguments after `flopwatch`; None reads them from `sys.argv`.
     """
     from flopwatch.cli.app import app
 
@@ -53,29 +56,65 @@ def _escape_unknown_characters() -> None:
 
 
 def _leave_without_output(error: OSError) -> None:
-    """Exit with status 1, because the result was not shown. A closed pipe needs no message."""
+    """Exit with status 1, because the result could not be printed. A closed pipe needs no message."""
     with contextlib.suppress(OSError, ValueError):
-        # Python would write what is left in the buffer at exit, and fail again.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        _discard_output(sys.stdout)
         if error.errno != errno.EPIPE:
             print_error(f"cannot write the output: {error.strerror}")
     sys.exit(1)
 
 
+def _discard_output(stream: TextIO) -> None:
+    """Send the stream to /dev/null, because at exit Python writes the rest of its buffer and would fail again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def flag(text: str, *names: str, metavar: str | None = None) -> Any:
+    """A command-line option with its help text. Without `names` it is called like its parameter."""
+    return typer.Option(*names, help=text, metavar=metavar)
+
+
+def print_json(content: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(content, indent=2))
+
+
 def print_error(message: str) -> None:
-    """Print a message to stderr, in red on a terminal. Control characters from users or files are escaped."""
+    """Print a message to stderr, in red on a terminal. Control characters in the message are escaped."""
     from flopwatch.records.reading import plain
 
     typer.secho(plain(message), fg="red", err=True)
 
 
+def text_width() -> int:
+    return min(shutil.get_terminal_size().columns, _WIDEST_TEXT)
+
+
+def print_section(label: str, label_width: int, paragraphs: Iterable[str]) -> None:
+    """Print a label and, to the right of it, paragraphs wrapped to the terminal.
+
+    A paragraph that begins with a space is a line of a table. It is printed unwrapped, because a number that is broken
+    over two lines is hard to read.
+    """
+    indent = 2 + label_width
+    width = max(text_width() - indent, 20)
+    lines: list[str] = []
+    for paragraph in paragraphs:
+        wrapped = textwrap.wrap(paragraph, width, break_on_hyphens=False)
+        lines += [paragraph] if paragraph.startswith(" ") else [f"{'':{indent}}{line}" for line in wrapped]
+    typer.secho(f"  {label:<{label_width}}", dim=True, nl=False)
+    typer.echo("\n".join(lines)[indent:])
+
+
 class LastingStream:
-    """A text stream whose `write` and `flush` never raise because of the receiver.
+    """A text stream whose `write` and `flush` do not raise if the pipe is closed or the disk is full.
 
     Args:
-        stream: The stream to write to, as long as that works.
-        other: The stream for the one message when it no longer works.
+        stream: The stream to write to.
+        other: The stream that gets one message when `stream` can no longer be written to.
     """
 
     def __init__(self, stream: TextIO, other: TextIO) -> None:
@@ -87,14 +126,14 @@ class LastingStream:
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
-            raise TypeError(f"text is written here, not {type(text).__name__}")
+            raise TypeError(f"write() takes a str, got {type(text).__name__}")
         if self.is_gone:
             return len(text)
         try:
             self._stream.write(text)
-        except UnicodeError:  # a lone surrogate, or an encoding with few characters
+        except UnicodeError:  # the encoding lacks a character, or the text has a lone surrogate
             return self.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
-        except BlockingIOError:  # a full non-blocking pipe: this piece is lost
+        except BlockingIOError:  # a non-blocking pipe is full: this text is lost
             return len(text)
         except (OSError, ValueError) as error:
             self._give_up(error)
@@ -124,11 +163,8 @@ class LastingStream:
     def _give_up(self, error: Exception) -> None:
         self.is_gone = True
         with contextlib.suppress(OSError, ValueError):
-            # Python would write the rest of the buffer at exit, fail again and exit with status 120.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-        if not isinstance(error, BrokenPipeError):  # as by `| head -1`: the reader has read enough
+            _discard_output(self._stream)
+        if not isinstance(error, BrokenPipeError):  # such as `| head -1`, which closes the pipe on purpose
             reason = getattr(error, "strerror", None) or str(error)
             with contextlib.suppress(OSError, ValueError):
                 self._other.write(f"flopwatch: cannot write to the output ({reason}); continuing without it\n")
@@ -137,7 +173,7 @@ class LastingStream:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Replace stdout and stderr by streams that never raise because of the receiver."""
+    """Inside the block, printing does not raise if the pipe is closed or the disk is full."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
         cast("TextIO", LastingStream(stream, other)) if stream is not None else stream
@@ -156,16 +192,17 @@ _PATIENCE_SECONDS = 5.0
 
 
 class PatientLines:
-    """Prints lines in a thread, so that a pipe that is not read (`| less`) does not block the sweep.
+    """Prints lines in a thread, so that a pipe that is not read, such as `| less`, does not block the sweep.
 
     Args:
-        say: Prints a line; it may block for any time.
+        say: A function that prints a line and may block.
     """
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
-        self._lines: SimpleQueue[str | None] = SimpleQueue()  # whose put() may be called by a signal handler
-        # Not a daemon thread: Python waits for it at exit, so that no line is lost.
+        self._lines: SimpleQueue[str | None] = SimpleQueue()  # a signal handler may call its put()
+
+        # It is not a daemon thread, so that Python waits at exit until every line is printed.
         self._thread = Thread(target=self._print, name="flopwatch lines")
         self._thread.start()
 
@@ -173,7 +210,7 @@ class PatientLines:
         self._lines.put(line)
 
     def close(self) -> None:
-        """Wait a few seconds for the lines that are left; the rest is printed at exit, if it can be."""
+        """Wait up to 5 s until all lines are printed. The thread prints lines that are left at exit."""
         self._lines.put(None)
         self._thread.join(_PATIENCE_SECONDS)
 

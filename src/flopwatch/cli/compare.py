@@ -1,6 +1,6 @@
-"""`flopwatch compare`: whether a change has made training faster, as far as two logs or two sweeps can show.
+"""`flopwatch compare`: shows from two logs or two sweeps whether a change made training faster.
 
-The text is not drawn with rich, which takes longer to load than everything else in this command.
+The command does not use rich, because rich takes longer to load than everything else in it.
 """
 
 import shutil
@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flopwatch.cli import flag, print_json, text_width
+from flopwatch.cli.report import write_file
+from flopwatch.errors import InputError
 from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, step_time
 
 if TYPE_CHECKING:
@@ -19,65 +22,62 @@ if TYPE_CHECKING:
 
 
 def compare(
-    run_a: Annotated[str, typer.Argument(metavar="A", help="Folder of the run before, its log file, or a sweep.")],
-    run_b: Annotated[str, typer.Argument(metavar="B", help="Folder of the run after, its log file, or a sweep.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    md: Annotated[str | None, typer.Option(metavar="PATH", help="For two sweeps: write Markdown.")] = None,
+    run_a: Annotated[
+        str, typer.Argument(metavar="A", help="The run before the change: folder or log file; or a sweep.")
+    ],
+    run_b: Annotated[
+        str, typer.Argument(metavar="B", help="The run after the change: folder or log file; or a sweep.")
+    ],
+    as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
+    md: Annotated[str | None, flag("Write the comparison of two sweeps as Markdown.", metavar="PATH")] = None,
     fail_if_slower: Annotated[
         float | None,
-        typer.Option(
-            metavar="PERCENT",
-            help="Exit with 1 if B is slower than A by more than this, and noise does not explain it.",
-        ),
+        flag("Exit with status 1 if B is slower than A by more than this and beyond noise.", metavar="PERCENT"),
     ] = None,
 ) -> None:
-    """Compare two runs, or two sweeps: step time, rates, MFU; what differs between them, and what is noise."""
-    from flopwatch.errors import InputError
+    """Compare the step time, rates and MFU of two runs or two sweeps, and tell differences from noise."""
     from flopwatch.runs import find_log, read_log
     from flopwatch.runs.comparison import compare as compare_logs
 
     if fail_if_slower is not None and not fail_if_slower >= 0:
-        raise InputError(f"--fail-if-slower is a percentage of 0 or more, got {fail_if_slower:g}")
+        raise InputError(f"--fail-if-slower must be a percentage of 0 or more, got {fail_if_slower:g}")
     if is_sweep(run_a) != is_sweep(run_b):
         refuse_mixed(run_a, run_b)
     if is_sweep(run_a):
         compare_two_sweeps(run_a, run_b, as_json=as_json, md=md, fail_if_slower=fail_if_slower)
         return
     if md is not None:
-        raise InputError("--md is for two sweeps; for two runs use the text or --json")
+        raise InputError("--md works only for two sweeps; leave it out to print text, or use --json")
     comparison = compare_logs(read_log(find_log(run_a)), read_log(find_log(run_b)))
     if as_json:
-        import json
-
-        typer.echo(json.dumps(comparison.to_json(), indent=2))
+        print_json(comparison.to_json())
     else:
         print_comparison(comparison)
     if fail_if_slower is not None:
-        _refuse_slower(comparison, fail_if_slower)
+        _fail_if_slower(comparison, fail_if_slower)
 
 
-def _refuse_slower(comparison: "Comparison", percent: float) -> None:
-    """Exit with 1 if B is slower. Prints to stderr, to keep `--json` valid. A gate that cannot judge is an error."""
-    from flopwatch.errors import InputError
+def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
+    """Exit with status 1 if B is slower than A by more than `percent`. Prints to stderr, to keep `--json` valid."""
     from flopwatch.runs.comparison import speed_line
     from flopwatch.spread import FEWEST_STEPS
 
     line = speed_line(comparison)
     if line is None or line.change is None or line.low is None:
         raise InputError(
-            f"--fail-if-slower needs {FEWEST_STEPS} timed steps outside warm-up in each run, "
-            f"and there are {comparison.a.compared} in A and {comparison.b.compared} in B: train for longer"
+            f"--fail-if-slower needs {FEWEST_STEPS} timed steps after warm-up in each run, but A has "
+            f"{comparison.a.compared} and B has {comparison.b.compared}; run both for more steps"
         )
     is_slower = line.verdict == "slower" and line.change < -percent
-    said = f"{line.label} {line.change:+.1f} % ({line.verdict}), and {percent:g} % slower is allowed"
+    verdict = _SHORT.get(line.verdict or "", line.verdict)
+    said = f"{line.label} {line.change:+.1f} % ({verdict}), and {percent:g} % slower is allowed"
     typer.secho(f"{'failed' if is_slower else 'passed'}: {said}", fg="red" if is_slower else None, err=True)
     if is_slower:
         raise typer.Exit(1)
 
 
 def is_sweep(path: str) -> bool:
-    """Whether it is the folder of a sweep; the folder of a run may have a log called results.jsonl."""
-    from flopwatch.errors import InputError
+    """Whether the path is the folder of a sweep, and not that of a run whose log is called results.jsonl."""
     from flopwatch.records.sweep_results import is_sweep_folder
     from flopwatch.records.trial_files import SWEEP
     from flopwatch.runs import find_log
@@ -95,59 +95,45 @@ def is_sweep(path: str) -> bool:
 
 
 def refuse_mixed(a: str, b: str) -> None:
-    """Refuse to compare a run with a sweep."""
-    from flopwatch.errors import InputError
-
     sweep, other = (a, b) if is_sweep(a) else (b, a)
     if not Path(other).expanduser().exists():
-        raise InputError(
-            f"{other!r} does not exist, and {sweep!r} is the folder of a sweep: name another sweep's folder"
-        )
+        raise InputError(f"{other!r} does not exist; name the folder of a sweep to compare with the sweep {sweep!r}")
     raise InputError(
-        f"{sweep!r} is the folder of a sweep and {other!r} is not: compare two sweeps, or two runs "
-        "(folders with a training_log.jsonl)"
+        f"{sweep!r} is the folder of a sweep, but {other!r} is not; name two sweeps, or two runs (folders with a "
+        "training_log.jsonl)"
     )
 
 
 def compare_two_sweeps(a: str, b: str, *, as_json: bool, md: str | None, fail_if_slower: float | None) -> None:
-    """Print or write the comparison of two sweeps; exit with 1 if `fail_if_slower` is exceeded."""
-    from flopwatch.errors import InputError
+    """Print or write the comparison of two sweeps; exit with status 1 if B is too slow."""
     from flopwatch.report.capture import capture_sweep
-    from flopwatch.report.comparison import compare_sweeps
+    from flopwatch.report.comparison import compare_sweeps, rendering
 
     if as_json and md == "-":
-        raise InputError("--json and --md - would both write to standard output; name a file for the Markdown")
+        raise InputError("--json and '--md -' would both write to standard output; name a file after --md")
     comparison = compare_sweeps(capture_sweep(Path(a).expanduser()), capture_sweep(Path(b).expanduser()))
     if md is not None:
-        from flopwatch.cli.report import write_file
-        from flopwatch.report.comparison.rendering import comparison_markdown
-
-        write_file(md, comparison_markdown(comparison).encode("utf-8"))
+        write_file(md, rendering.comparison_markdown(comparison).encode("utf-8"))
     if as_json:
-        from flopwatch.report.comparison.rendering import comparison_json
-
-        typer.echo(comparison_json(comparison))
+        typer.echo(rendering.comparison_json(comparison))
     elif md is None:
-        from flopwatch.report.comparison.rendering import print_sweep_comparison
-
-        print_sweep_comparison(comparison)
+        rendering.print_sweep_comparison(comparison)
     if md not in (None, "-"):
         typer.echo(f"Written: {md}", err=as_json)
     if fail_if_slower is not None:
-        _refuse_slower_sweep(comparison, fail_if_slower)
+        _fail_if_sweep_is_slower(comparison, fail_if_slower)
 
 
-def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
-    """Exit with 1 if B is slower. Prints to stderr, to keep `--json` valid. A gate that cannot judge is an error."""
-    from flopwatch.errors import InputError
+def _fail_if_sweep_is_slower(comparison: "SweepComparison", percent: float) -> None:
+    """Exit with status 1 if a trial of B is slower by more than `percent` or no longer ends ok. Prints to stderr."""
     from flopwatch.records.reading import one_line
 
     rates = {pair.trial: pair.ratios.get("time") for pair in comparison.pairs}
     judged = {trial: ratio for trial, ratio in rates.items() if ratio is not None and ratio.verdict != "too few steps"}
     if not judged:
         raise InputError(
-            "--fail-if-slower needs a configuration that ran in both sweeps with 6 measured steps or more; "
-            "there is none here"
+            "--fail-if-slower needs a trial that both sweeps measured for 6 steps or more; run the same trials in both "
+            "sweeps, with steps=6 or more"
         )
     slower = [
         trial for trial, ratio in judged.items() if ratio.verdict == "worse" and 100 * (ratio.ratio - 1) > percent
@@ -161,12 +147,11 @@ def _refuse_slower_sweep(comparison: "SweepComparison", percent: float) -> None:
     typer.secho(f"passed: of {len(judged):,} pairs none is slower by more than {percent:g} %", err=True)
 
 
-_WIDEST = 100
 _WIDTH_FOR_INTERVALS = 98
 _GOOD = ("faster", "steadier")
 _BAD = ("slower", "less steady")
-_SHORT = {"no measurable difference": "no clear difference", "too few steps to tell": "too few steps"}
-"""Verdicts that would not fit a terminal of 80 columns."""
+_SHORT = {"no difference that can be told": "no clear difference", "too few steps to tell": "too few steps"}
+"""What the text says for verdicts of the JSON that would not fit a terminal of 80 columns."""
 _LABEL_WIDTH = 20
 _VALUE_WIDTH = 12
 _FACT_WIDTH = 30
@@ -184,7 +169,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 
 
 def print_comparison(comparison: "Comparison") -> None:
-    """Print what differs, the table, and how the verdicts were reached."""
+    """Print the settings that differ, the table of figures, and how far the verdicts can be trusted."""
     typer.echo()
     for name, run in (("A", comparison.a), ("B", comparison.b)):
         typer.secho(f"{name}  {run.log}", bold=True)
@@ -205,12 +190,12 @@ def _print_differences(differences: "Sequence[Difference]") -> None:
     if not differences:
         typer.echo(_wrapped("Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."))
         return
-    typer.secho("The runs differ in these, so compare with care:", fg="yellow")
+    typer.secho("The runs differ in these settings, so a difference in speed may have several causes:", fg="yellow")
     rows = [(entry.what, _fact(entry.a), _fact(entry.b), entry.touches) for entry in differences]
     what_width, a_width, b_width = (max(len(row[column]) for row in rows) for column in range(3))
     for what, a, b, touches in rows:
         typer.echo(f"  {what:<{what_width}}  {a:<{a_width}}  {b:<{b_width}}  ", nl=False)
-        typer.secho(f"touches {touches}", dim=True)
+        typer.secho(f"affects {touches}", dim=True)
 
 
 def _fact(value: Any) -> str:
@@ -225,27 +210,19 @@ def _fact(value: Any) -> str:
 def _print_table(lines: "Sequence[Line]") -> None:
     has_intervals = shutil.get_terminal_size().columns >= _WIDTH_FOR_INTERVALS
     heading = f"  {'':<{_LABEL_WIDTH}}{'A':>{_VALUE_WIDTH}}{'B':>{_VALUE_WIDTH}}{'change':>10}"
-    typer.secho(f"\n{heading}{'99 % of draws':>20}" if has_intervals else f"\n{heading}", dim=True)
+    typer.secho(f"\n{heading}{'99 % interval':>20}" if has_intervals else f"\n{heading}", dim=True)
     for line in lines:
         values = f"{_value(line.a, line.unit):>{_VALUE_WIDTH}}{_value(line.b, line.unit):>{_VALUE_WIDTH}}"
         interval = f"{_interval(line):>18}" if has_intervals else ""
         text = f"  {line.label:<{_LABEL_WIDTH}}{values}{_change(line):>12}{interval}"
         typer.echo(text if line.verdict else text.rstrip(), nl=not line.verdict)
         if line.verdict:
-            _print_verdict(line.verdict)
-
-
-def _print_verdict(verdict: str) -> None:
-    colour = "green" if verdict in _GOOD else "red" if verdict in _BAD else None
-    typer.secho(f"  {_SHORT.get(verdict, verdict)}", fg=colour, dim=verdict in _SHORT)
+            colour = "green" if line.verdict in _GOOD else "red" if line.verdict in _BAD else None
+            typer.secho(f"  {_SHORT.get(line.verdict, line.verdict)}", fg=colour, dim=line.verdict in _SHORT)
 
 
 def _value(value: float | None, unit: str) -> str:
-    return UNKNOWN if value is None else _FORMATS.get(unit, _rate)(value)
-
-
-def _rate(value: float) -> str:
-    return number(value, digits=4)
+    return UNKNOWN if value is None else _FORMATS[unit](value) if unit in _FORMATS else number(value, digits=4)
 
 
 def _change(line: "Line") -> str:
@@ -259,7 +236,7 @@ def _interval(line: "Line") -> str:
 
 
 def _signed(change: float) -> str:
-    """Without the sign of a rounded zero.
+    """The change with its sign and one decimal; a change that rounds to zero has no sign.
 
     >>> _signed(-4.56), _signed(0.01)
     ('-4.6', '0.0')
@@ -270,19 +247,20 @@ def _signed(change: float) -> str:
 
 def _print_remarks(comparison: "Comparison") -> None:
     remarks = [
-        "Verdicts are based on the spread within each run, in blocks of consecutive steps; about one in twenty is "
-        "wrong by chance. They do not cover what drifts over a whole run or changes from run to run, such as another "
-        "node, clocks or neighbours: repeat both runs before you rely on a small difference."
+        "The verdicts compare the difference with the spread of step times within each run, in blocks of consecutive "
+        "steps; about one verdict in twenty is wrong by chance. They do not cover slow drift or differences between "
+        "runs, such as another node, other clock rates or other jobs on the machine: repeat both runs before you rely "
+        "on a small difference."
     ]
     per_step = comparison.line("tokens_per_step")
     if per_step.change is not None and abs(per_step.change) > 1:
-        remarks.insert(0, "The runs' steps differ in size: compare rates and MFU, not step times.")
+        remarks.insert(0, "The steps of the two runs differ in size: compare rates and MFU, not step times.")
     if max(comparison.a.world_size, comparison.b.world_size) > 1:
-        remarks.insert(0, "With several ranks, rates and shares are those of the logging rank.")
+        remarks.insert(0, "With several ranks, rates and shares are those of the rank that writes the log.")
     typer.echo()
     for remark in remarks:
         typer.secho(_wrapped(remark), dim=True)
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, min(shutil.get_terminal_size().columns, _WIDEST))
+    return textwrap.fill(text, text_width())

@@ -1,15 +1,15 @@
-"""`flopwatch explain`: one MFU taken apart, so that it can be checked by hand.
+"""`flopwatch explain`: prints how a logged MFU was calculated, so that a person can check it by hand.
 
-The text is not drawn with rich, which takes longer to load than everything else in this command.
+The command does not use rich, because rich takes longer to load than everything else in it.
 """
 
-import shutil
-import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flopwatch.cli import flag, print_json, print_section
+from flopwatch.errors import InputError
 from flopwatch.number_format import percent
 
 if TYPE_CHECKING:
@@ -19,43 +19,38 @@ if TYPE_CHECKING:
 
 
 def explain(
-    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or its log file.")],
-    step: Annotated[int | None, typer.Option(help="A step. Default: the newest logging window.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, or its log file.")],
+    step: Annotated[int | None, flag("The step to explain. Default: the newest logging window.")] = None,
+    as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
 ) -> None:
-    """Where a logged MFU comes from: numerator, denominator, seconds, and the division."""
-    from flopwatch.errors import InputError
+    """Print how a logged MFU was calculated: the FLOPs, the seconds, the peak, and the division."""
     from flopwatch.runs import find_log, read_around
     from flopwatch.runs.explain import explain_step, explain_window
 
     log = read_around(find_log(run_dir), step)
     if step is None and not log.rows:
-        raise InputError(f"{str(log.path)!r} has no logging window yet: the first one is written after log_every steps")
+        raise InputError(f"{str(log.path)!r} has no logging window yet; the first one is written after log_every steps")
     explanation = explain_window(log, log.rows[-1]) if step is None else explain_step(log, step)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(explanation.to_json(), indent=2))
+        print_json(explanation.to_json())
     else:
         print_explanation(explanation)
 
 
-_WIDEST = 100
 _LABEL_WIDTH = 16
 _TABLE_INDENT = 4
 _METHODS = {
-    "trace": "counted by trace, nothing was run",
-    "step": "counted on one real step",
+    "trace": "counted by a trace that runs nothing",
+    "step": "counted while a real step ran",
     "estimate": "estimated from the modules' shapes",
     "flops_fn": "returned by the user's flops_fn",
 }
 _PHASES = {"eval": "evaluation", "checkpoint": "checkpoints", "pause": "pauses", "count": "counting FLOPs"}
 _ROUNDING_SECONDS = 1e-9
-"""Precision of the seconds in the log."""
+"""The log rounds seconds to this precision."""
 
 
 def print_explanation(explanation: "Explanation") -> None:
-    """Print the result, its parts, and the division."""
     typer.secho(f"\n{_title(explanation)}", bold=True)
     typer.secho(explanation.log, dim=True)
     typer.secho(f"MFU {_percent(explanation.mfu)}, HFU {_percent(explanation.hfu)}", bold=True)
@@ -73,7 +68,7 @@ def print_explanation(explanation: "Explanation") -> None:
     if explanation.goodput is not None:
         sections["goodput"] = _goodput(explanation.goodput)
     for label, paragraphs in sections.items():
-        _print_section(label, paragraphs)
+        print_section(label, _LABEL_WIDTH, paragraphs)
     _print_division("MFU", "model FLOPs", explanation.mfu, explanation)
     _print_division("HFU", "hardware FLOPs", explanation.hfu, explanation)
     typer.echo()
@@ -81,7 +76,7 @@ def print_explanation(explanation: "Explanation") -> None:
 
 def _of_one_rank(explanation: "Explanation") -> str:
     together = "" if explanation.all_ranks_mfu is None else f": MFU {percent(explanation.all_ranks_mfu, decimals=2)}"
-    return f"of the logging rank's own steps; the window of all {explanation.world_size} ranks is in the log{together}"
+    return f"for the rank that writes the log; the log also has all {explanation.world_size} ranks together{together}"
 
 
 def _percent(division: "Division | None") -> str:
@@ -92,21 +87,21 @@ def _title(explanation: "Explanation") -> str:
     first, last = explanation.window
     session = f", session {explanation.session} of {explanation.sessions}" if explanation.sessions > 1 else ""
     if not explanation.is_window:
-        return f"Step {explanation.step:,} (logged with steps {first:,} to {last:,}{session})"
+        return f"Step {explanation.step:,} (in the logging window of steps {first:,} to {last:,}{session})"
     counted, in_all = len(explanation.steps), len(explanation.steps) + len(explanation.left_out)
     which = f"all {in_all}" if counted == in_all else f"{counted} of {in_all}"
-    return f"Steps {first:,} to {last:,} ({which} of them count{session})"
+    return f"Steps {first:,} to {last:,} ({which} are used{session})"
 
 
 def _flops(explanation: "Explanation", which: str) -> Iterator[str]:
     flops: int | None = getattr(explanation, f"{which}_flops")
     law: LawSum | None = getattr(explanation, f"{which}_law")
     if flops is None:
-        yield "unknown: " + explanation.unknown.get("model_flops", "executed FLOPs were not counted")
+        yield "unknown: " + explanation.unknown.get("model_flops", "the executed FLOPs were not counted")
         return
     yield f"{flops:,}"
     if law is not None and law.terms:
-        yield from _law(law)
+        yield from _terms_table(law)
     elif explanation.provenance is not None and which == "model":
         yield _without_law(explanation.provenance)
     if which == "hardware" and explanation.model_flops is not None and flops != explanation.model_flops:
@@ -114,7 +109,7 @@ def _flops(explanation: "Explanation", which: str) -> Iterator[str]:
 
 
 def _why_more(explanation: "Explanation", hardware_flops: int) -> str:
-    """What was executed beyond the model FLOPs: recomputation, padding, pairs of positions in different documents."""
+    """Why the hardware executed more than the model FLOPs: recomputation, padding or attention across documents."""
     needed, again = explanation.model_flops or 0, explanation.recompute_flops
     is_padded = explanation.real_tokens is None or explanation.real_tokens != explanation.tokens
     of_documents = "pairs of positions in different documents"
@@ -129,8 +124,7 @@ def _why_more(explanation: "Explanation", hardware_flops: int) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _law(law: "LawSum") -> Iterator[str]:
-    """The terms as a table, whose lines begin with spaces."""
+def _terms_table(law: "LawSum") -> Iterator[str]:
     rows = [(term.phase, f"{term.count:,}", term.name, _each(term.flops_each), f"{term.flops:,}") for term in law.terms]
     phase_width, count_width, name_width, each_width, flops_width = (
         max(map(len, column)) for column in zip(*rows, strict=True)
@@ -140,8 +134,8 @@ def _law(law: "LawSum") -> Iterator[str]:
         yield f"{'':{_TABLE_INDENT}}{phase:<{phase_width}}  {terms} = {flops:>{flops_width}}"
     if law.pairs_from_sum:
         yield (
-            "pairs is the sum of the squared lengths. The log does not hold the lengths, so it was derived from the "
-            "logged FLOPs."
+            "The term 'pairs' is the sum of the squared sequence lengths. The log does not hold the lengths, so the "
+            "sum was derived from the logged FLOPs."
         )
 
 
@@ -151,13 +145,14 @@ def _each(text: str) -> str:
 
 def _without_law(provenance: "Provenance") -> str:
     if not provenance.law:
-        return _METHODS.get(provenance.method or "", "") + ", for each shape: there is no law"
+        return f"{_METHODS.get(provenance.method or '', '')}, separately for each batch shape (no formula fits all)"
     terms = (
         f"{phase}: " + " + ".join(f"{_each(each)} x {name}" for name, each in phase_terms.items())
         for phase, phase_terms in provenance.law.items()
         if phase_terms
     )
-    return f"by the law {'; '.join(terms)}. The log does not say how many of each the step had."
+    names = " and ".join(sorted({name for phase_terms in provenance.law.values() for name in phase_terms}))
+    return f"by the formula {'; '.join(terms)}. The log does not hold how many {names} the step had."
 
 
 def _seconds(explanation: "Explanation") -> Iterator[str]:
@@ -166,15 +161,15 @@ def _seconds(explanation: "Explanation") -> Iterator[str]:
     else:
         yield f"{explanation.seconds!r}"
     if explanation.seconds is not None and explanation.input_wait_seconds is not None:
-        yield f"of which {explanation.input_wait_seconds:.6g} waiting for the batch"
+        yield f"of which {explanation.input_wait_seconds:.6g} s were spent waiting for the batch"
     if explanation.is_warm_up:
-        yield "This is a warm-up step: no MFU in the log includes it."
+        yield "This is a warm-up step, so no MFU in the log includes it."
     for reason in sorted(set(explanation.left_out.values())):
         steps = [f"{step:,}" for step, why in explanation.left_out.items() if why == reason]
         yield f"Left out: {'steps' if len(steps) > 1 else 'step'} {', '.join(steps)} ({reason})"
     spent = [f"{_PHASES[name]} {seconds:,.1f} s" for name, seconds in explanation.other_seconds.items()]
-    so_far = f" So far: {', '.join(spent)}." if spent else ""
-    yield f"Excluded: pauses, evaluation, checkpoints, counting FLOPs.{so_far}"
+    so_far = f" The run has spent so far: {', '.join(spent)}." if spent else ""
+    yield f"Time for pauses, evaluation, checkpoints and counting FLOPs is not included.{so_far}"
 
 
 def _peak(explanation: "Explanation") -> Iterator[str]:
@@ -186,14 +181,14 @@ def _peak(explanation: "Explanation") -> Iterator[str]:
     yield f"{peak['flops_per_s']:,.0f} FLOP/s, {peak['device']}, {peak['dtype']}"
     yield f"{peak['kind']}, confidence {peak['confidence']}: {peak['source']}"
     if peak.get("fraction", 1) < 1:
-        yield f"for the visible {percent(peak['fraction'])} of the device"
+        yield f"scaled to the {percent(peak['fraction'])} of the device that this process can use"
     devices = provenance.device_count
     yield "1 device" if devices == 1 else f"{devices} devices, {devices * peak['flops_per_s']:,.0f} FLOP/s in all"
 
 
 def _tokens(explanation: "Explanation") -> Iterator[str]:
     if explanation.tokens is None:
-        yield "unknown: " + explanation.unknown.get("tokens", "all steps are left out")
+        yield "unknown: " + explanation.unknown.get("tokens", "no step of this window is used")
         return
     parts = [f"{explanation.tokens:,} positions"]
     for name, what in (("real_tokens", "not padding"), ("trainable_tokens", "with a label")):
@@ -211,37 +206,37 @@ def _tokens(explanation: "Explanation") -> Iterator[str]:
 def _counting(explanation: "Explanation") -> Iterator[str]:
     provenance = explanation.provenance
     if provenance is None:
-        yield "unknown: the log does not say how FLOPs were counted"
+        yield "unknown: the log does not contain how FLOPs were counted"
         return
-    method = _METHODS.get(provenance.method or "", "not found yet")
+    method = _METHODS.get(provenance.method or "", "no FLOPs counted yet")
     exact = provenance.exact if explanation.exact is None else explanation.exact
     yield f"mode {provenance.mode}; {method}; {'exact' if exact else 'not exact'}"
     yield from (f"Not exact: {note}." for note in explanation.notes)
     yield {
-        "full": "attention full: every pair of positions counts, masked or not",
-        "causal": "attention causal: only pairs that are not masked count",
+        "full": "attention full: all pairs of positions are counted, masked or not",
+        "causal": "attention causal: only pairs of positions that are not masked are counted",
     }.get(provenance.attention, provenance.attention)
     yield _coverage(provenance.coverage)
     yield from (f"Note: {note}" for note in provenance.notes)
     if explanation.torn_lines:
-        yield f"{explanation.torn_lines} torn lines in the log were skipped"
+        yield f"{explanation.torn_lines} incomplete lines of the log were skipped"
 
 
 def _goodput(goodput: "Goodput") -> Iterator[str]:
     yield f"{percent(goodput.share, decimals=2)} of {goodput.wall_seconds:,.1f} s since the first process started"
     losses = [f"{name.replace('_', '-')} {seconds:,.1f} s" for name, seconds in goodput.largest_losses()]
     if losses:
-        yield f"Lost most to {', '.join(losses)}."
+        yield f"Largest losses: {', '.join(losses)}."
 
 
 def _coverage(coverage: float | None) -> str:
     if coverage is None:
-        return "coverage unknown: no op was seen"
+        return "coverage unknown: no operation was traced"
     if coverage < 1:
         return (
-            f"coverage {percent(coverage, decimals=2)}: some matmul-like ops had no formula, the true number is higher"
+            f"coverage {percent(coverage, decimals=2)}: some matmul-like ops have no formula, the true number is higher"
         )
-    return "coverage 100 %: every matmul-like op had a formula"
+    return "coverage 100 %: every matmul-like op has a formula"
 
 
 def _print_division(name: str, numerator: str, division: "Division | None", explanation: "Explanation") -> None:
@@ -249,7 +244,7 @@ def _print_division(name: str, numerator: str, division: "Division | None", expl
     if division is None:
         missing = [what for what in ("model_flops", "seconds", "peak") if what in explanation.unknown]
         reason = " and ".join(missing).replace("_flops", " FLOPs") or numerator
-        typer.secho(f"{name} unknown: without {reason} there is nothing to divide", fg="yellow")
+        typer.secho(f"{name} is unknown: it cannot be calculated without {reason}", fg="yellow")
         return
     devices = "" if division.device_count == 1 else f" x {division.device_count}"
     unit, prefix = (1e12, "T") if division.peak_flops_per_s >= 1e12 else (1e9, "G")
@@ -261,24 +256,11 @@ def _print_division(name: str, numerator: str, division: "Division | None", expl
     if division.logged is not None:
         typer.secho(f"      {_compared(division, division.logged, len(explanation.steps))}", dim=True)
     if division.share > 1:
-        typer.secho("      more than the peak: the peak, the count or the time is wrong", fg="yellow")
+        typer.secho("      This is more than the peak, so the peak, the FLOPs or the time is wrong.", fg="yellow")
 
 
 def _compared(division: "Division", logged: float, steps: int) -> str:
     difference = logged / division.share - 1 if division.share else 0.0
     if abs(difference) <= _ROUNDING_SECONDS * (1 + steps / division.seconds):
-        return f"the log says the same: {logged:.6g}"
-    return f"the log says {logged:.6g}, which differs by {difference:+.2%}"
-
-
-def _print_section(label: str, paragraphs: Iterator[str]) -> None:
-    indent = 2 + _LABEL_WIDTH
-    width = max(min(shutil.get_terminal_size().columns, _WIDEST) - indent, 20)
-    lines: list[str] = []
-    for paragraph in paragraphs:
-        # Tables are not wrapped: a number broken over two lines cannot be checked.
-        is_table = paragraph.startswith(" ")
-        wrapped = textwrap.wrap(paragraph, width, break_on_hyphens=False)
-        lines += [paragraph] if is_table else [f"{'':{indent}}{line}" for line in wrapped]
-    typer.secho(f"  {label:<{_LABEL_WIDTH}}", dim=True, nl=False)
-    typer.echo("\n".join(lines)[indent:])
+        return f"The log has the same value: {logged:.6g}."
+    return f"The log has {logged:.6g}, which differs by {difference:+.2%}."

@@ -1,14 +1,16 @@
-"""`flopwatch flops`: what a training step costs. `flopwatch peak`: what a device can do at best."""
+"""`flopwatch flops` counts the FLOPs of a training step; `flopwatch peak` prints the peak FLOP/s of a device."""
 
+import os
 import re
-import shutil
-import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flopwatch.cli import flag, print_error, print_json, print_section
+from flopwatch.cli.trials.trial import MODEL_HELP
+from flopwatch.errors import InputError
 from flopwatch.number_format import flop_prefix, flop_rate, percent
 from flopwatch.number_format import flops as flop_text
 
@@ -21,32 +23,26 @@ if TYPE_CHECKING:
 
 
 _METHODS = {
-    "trace": "traced, nothing was run",
-    "step": "counted on one real step",
-    "estimate": "estimated from the modules' shapes",
+    "trace": "by a trace that runs nothing",
+    "step": "while a real step ran",
+    "estimate": "estimated from the shapes of the modules",
 }
 _ROWS = 14
 
 
 def flops(
-    model: Annotated[
-        str, typer.Option(help="tiny, small, medium, 1b; a Hugging Face config.json; or module:function.")
-    ],
-    batch_size: Annotated[int, typer.Option(help="Samples per step.")] = 1,
-    seq_len: Annotated[int, typer.Option(help="Positions of each sample.")] = 1024,
-    checkpoint: Annotated[bool, typer.Option("--checkpoint", help="With gradient checkpointing.")] = False,
-    attention: Annotated[
-        str, typer.Option(help="full counts every pair of positions, causal those not masked.")
-    ] = "full",
-    method: Annotated[str, typer.Option(help="auto, trace, step or estimate.")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help='A product for the MFU of a step, such as "NVIDIA H100 80GB HBM3".')
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Compute type on that product. Default: bf16.")] = None,
-    step_time: Annotated[float | None, typer.Option(help="Seconds of such a step, for its MFU.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    model: Annotated[str, flag(MODEL_HELP)],
+    batch_size: Annotated[int, flag("Samples per step.")] = 1,
+    seq_len: Annotated[int, flag("Sequence length: tokens of each sample.")] = 1024,
+    checkpoint: Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")] = False,
+    attention: Annotated[str, flag("full counts all pairs of positions, causal only those not masked.")] = "full",
+    method: Annotated[str, flag("How to count: auto, trace, step or estimate.")] = "auto",
+    device: Annotated[str | None, flag('Device for the MFU, such as "NVIDIA H100 80GB HBM3"; see --step-time.')] = None,
+    dtype: Annotated[str | None, flag("Compute type for the peak of --device. Default: bf16.")] = None,
+    step_time: Annotated[float | None, flag("Seconds per step, to print MFU and HFU; needs --device.")] = None,
+    as_json: Annotated[bool, flag("Print JSON instead of tables.", "--json")] = False,
 ) -> None:
-    """The FLOPs of one training step: forward, backward, recomputation, by module."""
+    """Count the FLOPs of one training step, by module: forward, backward and recomputation."""
     from flopwatch.flops.count import count_flops
     from flopwatch.models.load import dummy_batch
 
@@ -58,39 +54,35 @@ def flops(
     if peak is not None and step_time is not None:
         facts["step"] = _step(count, peak, step_time)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         print_flops(facts, count, peak)
 
 
 def _quiet_transformers() -> None:
-    """Hide advice on training options, which does not apply here. transformers reads this when it is imported."""
-    import os
-
+    """Hide advice of transformers about training options; it reads this variable when it is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def _built(model: str, *, checkpoint: bool, with_weights: bool) -> "nn.Module":
-    from flopwatch.errors import InputError
     from flopwatch.models.load import load_model
 
     built = load_model(model, device="cpu" if with_weights else "meta")
     if checkpoint:
         enable = getattr(built, "gradient_checkpointing_enable", None)
         if enable is None:
-            raise InputError(f"{type(built).__name__} has no gradient_checkpointing_enable; leave out --checkpoint")
+            raise InputError(
+                f"{type(built).__name__} has no method gradient_checkpointing_enable; leave out --checkpoint"
+            )
         enable()
     return built
 
 
 def _peak(device: str | None, dtype: str | None, step_time: float | None) -> "Peak | None":
-    from flopwatch.errors import InputError
     from flopwatch.hardware import explain_unknown, peak_flops
 
     if (device is None) != (step_time is None):
-        raise InputError("the MFU of a step needs both --device and --step-time")
+        raise InputError("to print the MFU of a step, pass both --device and --step-time")
     if device is None:
         return None
     peak = peak_flops(dtype=dtype, name=device)
@@ -123,7 +115,6 @@ def _step(count: "FlopCount", peak: "Peak", seconds: float) -> dict[str, Any]:
 
 
 def print_flops(facts: Mapping[str, Any], count: "FlopCount", peak: "Peak | None") -> None:
-    """Print the totals, the modules and, with a step time, MFU and HFU."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -137,7 +128,7 @@ def print_flops(facts: Mapping[str, Any], count: "FlopCount", peak: "Peak | None
     console.print(_modules(count))
     if peak is not None:
         _print_step(console, facts["step"], peak)
-    _print_doubts(console, count)
+    _print_warnings(console, count)
 
 
 def _totals(count: "FlopCount", tokens: int) -> "Table":
@@ -152,7 +143,7 @@ def _totals(count: "FlopCount", tokens: int) -> "Table":
     table.add_row(
         "per token",
         flop_text(count.model_flops / tokens),
-        f"attention counted {count.attention}, {_METHODS[count.method]}",
+        f"counted {_METHODS[count.method]}, attention {count.attention}",
     )
     return table
 
@@ -164,7 +155,7 @@ def _how_sure(count: "FlopCount") -> str:
 
 
 def _modules(count: "FlopCount") -> "Table":
-    """One row per kind of module: layers that differ only in their number are added up."""
+    """A table with the FLOPs of each module. Layers whose names differ only in their number share a row."""
     from rich.table import Table
     from rich.text import Text
 
@@ -173,11 +164,11 @@ def _modules(count: "FlopCount") -> "Table":
     groups: dict[str, PhaseFlops] = defaultdict(PhaseFlops)
     members: dict[str, int] = defaultdict(int)
     for path, flops in count.by_module.items():
-        kind = _kind(path)
-        groups[kind] += flops
-        members[kind] += 1
+        name = _without_numbers(path)
+        groups[name] += flops
+        members[name] += 1
     ranked = sorted(groups.items(), key=lambda item: -item[1].total)
-    shown = [(kind, str(members[kind]), flops) for kind, flops in ranked[:_ROWS]]
+    shown = [(name, str(members[name]), flops) for name, flops in ranked[:_ROWS]]
     if len(ranked) > _ROWS:
         rest = sum((flops for _, flops in ranked[_ROWS:]), PhaseFlops())
         shown.append((f"{len(ranked) - _ROWS} more", "", rest))
@@ -186,18 +177,18 @@ def _modules(count: "FlopCount") -> "Table":
         box=None, padding=(0, 2, 0, 0), header_style="bold", caption=f"in {prefix}FLOP", caption_justify="left"
     )
     table.add_column("module")
-    for heading in ("times", "forward", "backward", "again", "share"):
+    for heading in ("times", "forward", "backward", "recompute", "share"):
         table.add_column(heading, justify="right")
     table.add_column("", no_wrap=True)
-    for kind, times, flops in shown:
+    for name, times, flops in shown:
         parts = [f"{part / factor:,.1f}" if part else "" for part in (flops.forward, flops.backward, flops.recompute)]
         share = flops.total / count.hardware_flops
-        table.add_row(kind, times, *parts, percent(share), Text("█" * round(share * 24), style="cyan"))
+        table.add_row(name, times, *parts, percent(share), Text("█" * round(share * 24), style="cyan"))
     return table
 
 
-def _kind(path: str) -> str:
-    """The path without the number of its layer and expert: `model.layers.3.mlp.0` becomes `model.layers.*.mlp.0`."""
+def _without_numbers(path: str) -> str:
+    """Replace the numbers of the layer and the expert: `model.layers.3.mlp.0` becomes `model.layers.*.mlp.0`."""
     without_layer = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path, count=1)
     return re.sub(r"\bexperts\.\d+", "experts.*", without_layer) or "(the model itself)"
 
@@ -205,52 +196,44 @@ def _kind(path: str) -> str:
 def _print_step(console: "Console", step: Mapping[str, Any], peak: "Peak") -> None:
     console.print(
         f"\nA step of {step['seconds']:g} s on one {peak.device}, "
-        f"{flop_rate(peak.flops_per_s)} in {peak.dtype} by its {peak.kind}:\n"
+        f"peak {flop_rate(peak.flops_per_s)} in {peak.dtype} ({peak.kind}):\n"
         f"[bold green]MFU {percent(step['mfu'])}[/]  HFU {percent(step['hfu'])}"
     )
     if step["hfu"] > 1:
-        console.print(f"[yellow]More than the peak: no {peak.device} can be this fast; check the step time.[/]")
+        console.print(f"[yellow]This is more than the peak of one {peak.device}; check the step time.[/]")
 
 
-def _print_doubts(console: "Console", count: "FlopCount") -> None:
+def _print_warnings(console: "Console", count: "FlopCount") -> None:
     for note in count.notes:
         console.print(f"[yellow]Note: {note}[/]")
     for op in count.uncounted:
-        console.print(f"[yellow]Not counted: {op.op} in {op.module or 'the model'}, {op.calls} calls, {op.shapes}[/]")
+        console.print(f"[yellow]Not counted: {op.calls} calls of {op.op} in {op.module or 'the model'}, {op.shapes}[/]")
     if count.is_lower_bound:
-        console.print("[yellow]The true number is higher; add a formula with flopwatch.register_formula.[/]")
+        console.print("[yellow]The true FLOPs are higher; add a formula for the op with flopwatch.register_formula.[/]")
 
 
 def _share(flops: int, whole: int) -> str:
-    return f"{flops / whole:.3f} x model FLOPs: recomputation" if flops != whole else "the same: nothing is recomputed"
+    return f"{flops / whole:.3f} x the model FLOPs, with recomputation" if flops != whole else "nothing is recomputed"
 
 
 def peak(
-    name: Annotated[
-        str | None, typer.Option(help='A product to look up without having it, such as "NVIDIA H100 80GB HBM3".')
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="A device here, such as cuda:1 or cpu. Default: the accelerator, else the CPU.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Compute type, such as bf16. Default: all the table has.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Run matmuls on the device and keep the best.")] = False,
-    seconds: Annotated[float, typer.Option(help="How long to measure.")] = 3.0,
-    measure_again: Annotated[
-        bool, typer.Option("--measure-again", help="Measure, even if it was measured before.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    name: Annotated[str | None, flag('Look up a device by its name, such as "NVIDIA H100 80GB HBM3".')] = None,
+    device: Annotated[str | None, flag("A device of this machine. Default: the accelerator, else cpu.")] = None,
+    dtype: Annotated[str | None, flag("Compute type, such as bf16. Default: all types of the table.")] = None,
+    measure: Annotated[bool, flag("Run matmuls on the device and print the best rate.", "--measure")] = False,
+    seconds: Annotated[float, flag("Seconds that --measure takes.")] = 3.0,
+    measure_again: Annotated[bool, flag("With --measure: ignore an earlier measurement.", "--measure-again")] = False,
+    as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
 ) -> None:
-    """The peak FLOP/s of a device: from the datasheet, or measured with --measure."""
+    """Print the peak FLOP/s of a device from its datasheet, or measure it with --measure."""
     from flopwatch.hardware import explain_unknown, product_notes
 
     peaks = [_measure(name, device, dtype, seconds, measure_again)] if measure else _look_up(name, device, dtype)
     if as_json:
-        _print_json(peaks)
+        print_json({"peaks": [peak.to_json() for peak in peaks]})
     elif peaks:
         print_peaks(peaks, product_notes(device, name=name))
     if not peaks:
-        from flopwatch.cli import print_error
-
         print_error(explain_unknown(device, dtype, name=name))
         raise typer.Exit(1)
 
@@ -265,35 +248,26 @@ def _look_up(name: str | None, device: str | None, dtype: str | None) -> "list[P
 
 
 def _measure(name: str | None, device: str | None, dtype: str | None, seconds: float, refresh: bool) -> "Peak":
-    from flopwatch.errors import InputError
-
     if name is not None:
         raise InputError(
-            f"--measure needs the device itself, not a name ({name!r}); use --device, or leave out --measure"
+            f"--measure needs a device of this machine, not --name {name!r}; use --device, or leave out --measure"
         )
     from flopwatch.hardware import measure_peak
 
     return measure_peak(device, dtype, seconds=seconds, refresh=refresh)
 
 
-def _print_json(peaks: "list[Peak]") -> None:
-    import json
-
-    typer.echo(json.dumps({"peaks": [peak.to_json() for peak in peaks]}, indent=2))
-
-
-_WIDEST = 100
 _LABEL_WIDTH = 12
 _SMALLEST_IN_TFLOPS = 1e13
 
 
 def print_peaks(peaks: "list[Peak]", notes: str = "") -> None:
-    """Print the peaks of one device and their sources. Without rich: its import takes as long as the whole command."""
+    """Print the peaks of one device and their sources; without rich, whose import takes as long as the command."""
     typer.secho(f"\n{peaks[0].device}\n", bold=True)
     _print_figures(peaks)
     typer.echo()
     for label, text in _explanations(peaks, notes):
-        _print_labelled(label, text)
+        print_section(label, _LABEL_WIDTH, [text])
     typer.echo()
 
 
@@ -303,18 +277,15 @@ def _print_figures(peaks: "list[Peak]") -> None:
     width = max(len("dtype"), *(len(peak.dtype) for peak in peaks))
     typer.secho(f"  {'dtype':<{width}}  {heading}", dim=True)
     for peak in peaks:
-        typer.echo(f"  {peak.dtype:<{width}}  {_rounded(peak.flops_per_s / unit):>{len(heading)}}")
-
-
-def _rounded(figure: float) -> str:
-    return f"{figure:,.1f}" if figure >= 10 else f"{figure:.3f}"
+        rate = peak.flops_per_s / unit
+        typer.echo(f"  {peak.dtype:<{width}}  {rate:>{len(heading)},.{1 if rate >= 10 else 3}f}")
 
 
 def _explanations(peaks: "list[Peak]", notes: str) -> list[tuple[str, str]]:
     first = peaks[0]
     explained: list[tuple[str, str]] = [("kind", first.kind), ("confidence", first.confidence)]
     if first.fraction < 1:
-        explained.append(("visible", f"{percent(first.fraction)} of the device; the figures are scaled to that"))
+        explained.append(("visible", f"{percent(first.fraction)} of the device; the peaks are scaled to that share"))
     dtypes_by_source: dict[str, list[str]] = {}
     for peak in peaks:
         dtypes_by_source.setdefault(peak.source, []).append(peak.dtype)
@@ -322,11 +293,3 @@ def _explanations(peaks: "list[Peak]", notes: str) -> list[tuple[str, str]]:
         is_shared = len(dtypes_by_source) == 1
         explained.append(("source", source if is_shared else f"{', '.join(dtypes)}: {source}"))
     return [*explained, ("note", notes)] if notes else explained
-
-
-def _print_labelled(label: str, text: str) -> None:
-    indent = 2 + _LABEL_WIDTH
-    width = min(shutil.get_terminal_size().columns, _WIDEST)
-    lines = textwrap.wrap(text, max(width - indent, 20), break_on_hyphens=False)
-    typer.secho(f"  {label:<{_LABEL_WIDTH}}", dim=True, nl=False)
-    typer.echo(("\n" + " " * indent).join(lines))

@@ -1,9 +1,12 @@
-"""`flopwatch report`: what a sweep found, on the screen, as a page, Markdown or JSON, as a table, or in a tracker."""
+"""`flopwatch report`: prints the results of a sweep, writes them to files, or logs them to W&B or MLflow."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from flopwatch.cli import flag
+from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -13,34 +16,24 @@ if TYPE_CHECKING:
 
 
 def report(
-    directory: Annotated[str | None, typer.Argument(metavar="[DIR]", help="Folder of a sweep.")] = None,
-    logs_dir: Annotated[str | None, typer.Option(help="Its logs folder instead: DIR/logs.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="PATH", help="Write one self-contained page.")] = None,
-    md: Annotated[str | None, typer.Option(metavar="PATH", help="Write Markdown.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    output: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Write the same JSON, to results.json say.")
-    ] = None,
-    csv: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Write a row per trial as CSV; - is standard output.")
-    ] = None,
+    directory: Annotated[str | None, typer.Argument(metavar="[DIR]", help="The folder of a sweep.")] = None,
+    logs_dir: Annotated[str | None, flag("The logs folder of a sweep, DIR/logs, instead of DIR.")] = None,
+    html: Annotated[str | None, flag("Write one self-contained HTML page.", metavar="PATH")] = None,
+    md: Annotated[str | None, flag("Write Markdown.", metavar="PATH")] = None,
+    as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
+    output: Annotated[str | None, flag("Write the JSON to a file.", metavar="PATH")] = None,
+    csv: Annotated[str | None, flag("Write one row per trial as CSV; - is standard output.", metavar="PATH")] = None,
     parquet: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The same as Parquet, with pyarrow; - is standard output.")
+        str | None, flag("Write the same rows as Parquet; - is standard output.", metavar="PATH")
     ] = None,
-    wandb: Annotated[
-        str | None, typer.Option(metavar="PROJECT", help="Log every trial to W&B; again updates the same runs.")
-    ] = None,
-    mlflow: Annotated[
-        str | None, typer.Option(metavar="EXPERIMENT", help="Log every trial to MLflow; again updates the same runs.")
-    ] = None,
-    metric: Annotated[
-        str | None, typer.Option(help="Matrices to print: memory, time, tokens, samples, mfu, hfu; comma between.")
-    ] = None,
+    wandb: Annotated[str | None, flag("Log every trial to W&B, or update its run.", metavar="PROJECT")] = None,
+    mlflow: Annotated[str | None, flag("Log every trial to MLflow, or update its run.", metavar="EXPERIMENT")] = None,
+    metric: Annotated[str | None, flag("Tables to print, such as memory,time,tokens,samples,mfu,hfu.")] = None,
 ) -> None:
-    """What a sweep found: what to run, memory and time and MFU of every trainer, what failed and why."""
+    """Print the results of a sweep: the best configuration, memory, time and MFU of each trainer, and failures."""
     from flopwatch.cli.trials.tracking import log_capture, refuse_unusable
-    from flopwatch.report.analysis.summarise import summarise
     from flopwatch.report.capture import capture_sweep
+    from flopwatch.report.summary import summarise
 
     metrics = _metrics(metric)
     refuse_two_on_standard_output(csv, parquet, as_json=as_json)
@@ -61,7 +54,12 @@ def report(
 
         typer.echo(report_json(summary))
     elif (not written or metrics) and not is_printed:
-        _print(summary, metrics)
+        from rich.console import Console
+
+        from flopwatch.report.terminal import draw_report
+
+        console = Console(highlight=False)
+        console.print(draw_report(summary, metrics, console.width))
     _say_written(written, err=as_json or is_printed)
     if is_logged:
         log_capture(capture, wandb, mlflow)
@@ -73,72 +71,57 @@ def _say_written(paths: "Iterable[str]", *, err: bool) -> None:
 
 
 def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
-    from flopwatch.errors import InputError
     from flopwatch.records.sweep_results import is_sweep_folder
 
     if (directory is None) == (logs_dir is None):
-        raise InputError("name one folder: `flopwatch report DIR`, or its logs with --logs-dir DIR/logs")
+        raise InputError("name one folder: either `flopwatch report DIR` or `flopwatch report --logs-dir DIR/logs`")
     folder = Path(directory or logs_dir or "").expanduser()
     if not folder.is_dir():
-        raise InputError(f"{str(folder)!r} is not a folder; name the folder `flopwatch sweep` wrote")
-    # docs/requirements.md: --logs-dir names DIR/logs. The folder of a sweep itself is accepted too.
+        raise InputError(f"{str(folder)!r} is not a folder; name the folder that `flopwatch sweep` wrote")
+    # --logs-dir is meant for DIR/logs (docs/requirements.md), but DIR itself is accepted too.
     return folder if directory is not None or is_sweep_folder(folder) else folder.resolve().parent
 
 
 def _metrics(names: str | None) -> tuple[str, ...]:
     if names is None:
         return ()
-    from flopwatch.errors import InputError
     from flopwatch.report.contents import METRICS
 
     chosen = tuple(name.strip() for name in names.split(","))
     for name in chosen:
         if name not in METRICS:
-            raise InputError(f"--metric does not know {name!r}; it knows {', '.join(METRICS)}")
+            raise InputError(f"--metric has no table {name!r}; choose from {', '.join(METRICS)}")
     return chosen
 
 
 def _write_files(summary: "SweepSummary", *, html: str | None, md: str | None, output: str | None) -> list[str]:
+    from flopwatch.report.exports import report_json, report_markdown
+
     written = []
     if html is not None:
         from flopwatch.report.html_page.page import report_page
 
-        written.append(_write(html, report_page(summary)))
+        written.append(_write(html, report_page(summary).encode("utf-8")))
     if md is not None:
-        from flopwatch.report.exports import report_markdown
-
-        written.append(_write(md, report_markdown(summary)))
+        written.append(_write(md, report_markdown(summary).encode("utf-8")))
     if output is not None:
-        from flopwatch.report.exports import report_json
-
-        written.append(_write(output, report_json(summary) + "\n"))
+        written.append(_write(output, f"{report_json(summary)}\n".encode()))
     return written
 
 
-def _write(path: str, text: str) -> str:
-    from flopwatch.errors import InputError
-
+def _write(path: str, content: bytes) -> str:
     try:
-        Path(path).expanduser().write_text(text, encoding="utf-8")
+        Path(path).expanduser().write_bytes(content)
     except OSError as error:
         raise InputError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
     return path
-
-
-def _print(summary: "SweepSummary", metrics: tuple[str, ...]) -> None:
-    from rich.console import Console
-
-    from flopwatch.report.terminal import draw_report
-
-    console = Console(highlight=False)
-    console.print(draw_report(summary, metrics, console.width))
 
 
 STANDARD_OUTPUT = "-"
 
 
 def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:
-    """Write the requested tables. Returns the files written, without standard output."""
+    """Write the requested tables. Returns the paths of the files, without `-` for standard output."""
     from flopwatch.records.reading import one_line
     from flopwatch.report.exports import table_csv, table_parquet
     from flopwatch.report.table import make_table
@@ -157,9 +140,7 @@ def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> li
 
 
 def refuse_two_on_standard_output(csv: str | None, parquet: str | None, *, as_json: bool) -> None:
-    """Refuse two formats on standard output, which a reader could not separate."""
-    from flopwatch.errors import InputError
-
+    """Raise an error if two formats would be mixed on standard output."""
     asked = [f"--{name} -" for name, path in (("csv", csv), ("parquet", parquet)) if path == STANDARD_OUTPUT]
     asked += ["--json"] if as_json else []
     if len(asked) > 1:
@@ -167,14 +148,8 @@ def refuse_two_on_standard_output(csv: str | None, parquet: str | None, *, as_js
 
 
 def write_file(path: str, content: bytes) -> str:
-    """Write to the file, or to standard output for `-`. Returns the path."""
-    from flopwatch.errors import InputError
-
+    """Write to a file, or to standard output if the path is `-`. Returns the path."""
     if path == STANDARD_OUTPUT:
         typer.echo(content, nl=False)
         return path
-    try:
-        Path(path).expanduser().write_bytes(content)
-    except OSError as error:
-        raise InputError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
-    return path
+    return _write(path, content)

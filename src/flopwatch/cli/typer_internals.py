@@ -1,12 +1,12 @@
-"""Private names of typer, checked with typer 0.29: commands that do not load pydantic to convert text to text.
+"""Commands that do not load pydantic for values that need no conversion; uses undocumented names of typer 0.29.
 
 typer 0.29 loads pydantic to convert the value of any option, even text into text or None into None. That doubles the
-processor time of a command: `flopwatch peak --name X` takes 390 ms instead of 185 ms, `flopwatch sweep --help` 320 ms
-instead of 150 ms (median of 15 interleaved runs). Here a value that needs no conversion is not converted; numbers and
-lists still go through typer.
+CPU time of a command: `flopwatch peak --name X` takes 390 ms instead of 185 ms, `flopwatch sweep --help` 320 ms instead
+of 150 ms (median of 15 interleaved runs). These commands return such values unchanged, and pass numbers and lists on to
+typer.
 
-The names used are `get_runtime_param` and `type_descriptor` of a parameter. Where they are missing, as in versions of
-typer before 0.29, nothing is changed and commands work as usual.
+The undocumented names are `get_runtime_param` and `type_descriptor` of a parameter. Without them, as before typer 0.29,
+typer converts every value.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,11 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class LightCommand(TyperCommand):
-    """A command that converts only values that need it."""
-
     def get_params(self, ctx: Any) -> Any:
         return _lightened(super().get_params(ctx))
 
 
 class LightGroup(TyperGroup):
-    """A group of commands that convert only values that need it."""
-
     def get_params(self, ctx: Any) -> Any:
         return _lightened(super().get_params(ctx))
 

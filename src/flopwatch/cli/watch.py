@@ -1,9 +1,13 @@
-"""`flopwatch watch`: a live view of a run, from its log alone."""
+"""`flopwatch watch`: shows a run live, from its log."""
 
+import signal
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from flopwatch.cli import flag
+from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -12,18 +16,17 @@ if TYPE_CHECKING:
 
 
 def watch(
-    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or its log file.")],
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
-    refresh: Annotated[float, typer.Option(help="Seconds between two looks at the log.")] = 1.0,
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, or its log file.")],
+    once: Annotated[bool, flag("Print the view once and exit.", "--once")] = False,
+    refresh: Annotated[float, flag("Seconds between two reads of the log.")] = 1.0,
 ) -> None:
-    """Watch a run until it ends: progress, loss, MFU, where time and FLOPs go. Ctrl-C does not affect the run."""
+    """Watch a run until it ends: progress, loss, MFU, use of time and FLOPs. Ctrl-C does not stop the run."""
     from rich.console import Console
 
-    from flopwatch.errors import InputError
     from flopwatch.runs.state import WatchFeed
 
     if not refresh > 0:
-        raise InputError(f"--refresh is a positive number of seconds, got {refresh:g}")
+        raise InputError(f"--refresh must be a positive number of seconds, got {refresh:g}")
     console = Console(highlight=False)
     feed = WatchFeed(run_dir, time.time)
     if once or not console.is_terminal:
@@ -34,14 +37,12 @@ def watch(
 
 
 def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -> None:
-    import signal
-
     from rich.live import Live
 
-    # SIGTERM raises KeyboardInterrupt too, so that the terminal returns from the alternate screen.
+    # SIGTERM raises KeyboardInterrupt like Ctrl-C, so that `Live` restores the normal screen of the terminal.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with console.status(f"Reading the log in {feed.place}"):  # takes seconds for gigabytes
+        with console.status(f"Reading the log in {feed.place}"):  # a log of gigabytes takes seconds
             feed.look()
         if _is_over(feed):
             console.print(_frame(feed, console))
@@ -51,17 +52,15 @@ def _watch_live(feed: "WatchFeed", console: "Console", refresh_seconds: float) -
                 time.sleep(refresh_seconds)
                 feed.look()
                 live.update(_frame(feed, console), refresh=True)
-            # A signal from here on would interrupt the return to the normal screen.
+            # A signal from now on would interrupt `Live` while it restores the normal screen.
             _ignore_signals()
     except KeyboardInterrupt:
         _ignore_signals()
-    # The last frame stays on the normal screen.
+    # `Live` erased its screen, so the last frame is printed once more.
     console.print(_frame(feed, console))
 
 
 def _ignore_signals() -> None:
-    import signal
-
     for late in (signal.SIGTERM, signal.SIGINT):
         signal.signal(late, signal.SIG_IGN)
 

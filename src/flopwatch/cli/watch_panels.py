@@ -1,4 +1,4 @@
-"""The panels of `flopwatch watch`: cards, curves and bars, and the characters and lines they are drawn with."""
+"""The parts of the screen of `flopwatch watch`: cards with one number each, curves and bars."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,6 @@ _TIME_PARTS = {
     "rerun": ("bright_yellow", "="),
     "other": ("bright_black", "-"),
 }
-_LOSSES = {"count": "counting", "input_wait": "input wait"}
 _FLOPS_PARTS = {
     "useful": ("green", "█"),
     "recompute": ("yellow", "▒"),
@@ -38,16 +37,16 @@ _CURVES: Mapping[str, tuple[str, str, Callable[[float], str], float]] = {
     "perf/mfu_percent": ("MFU", "green", lambda value: percent(value / 100), 0.2),
     "perf/step_time": ("step time", "magenta", lambda value: step_time(value, digits=4), 0.2),
 }
-"""Name, colour, text of a value, and the least range of the axis as a share of the values."""
+"""By metric: its name, its colour, how to format a value, and the least range of its axis as a share of the value."""
 _CARD_WIDTHS = (20, 20, 20, 21)
-"""On a screen of 120 columns; the last card gets the rest."""
+"""Widths of the first four cards on a screen of 120 columns; the last card gets the other columns."""
 _LABEL_WIDTH = 7
 _AXIS_WIDTH = 8
 _REMARK_WIDTH = 15
 
 
 class Card(NamedTuple):
-    """One number, in large digits if there is room."""
+    """One number with its name, its unit and a remark."""
 
     name: str
     value: str | None
@@ -67,13 +66,11 @@ def cards(run: WatchedRun, width: int, *, in_large_digits: bool) -> list[Text]:
 
 def _card_lines(card: Card, width: int, in_large_digits: bool) -> list[Text]:
     name, remark = line((card.name, "dim")), line((card.remark, "dim"))
-    if card.value is None:
-        unknown = line(("unknown", "dim italic"))
-        return [name, line(), unknown, line(), remark] if in_large_digits else [name, unknown, remark]
-    style = f"bold {card.style}"
-    digits = large(card.value) if in_large_digits else None
+    digits = large(card.value) if in_large_digits and card.value is not None else None
     if digits is None or len(f"{digits[0]} {card.unit}".rstrip()) > width:
-        value = line((card.value, style), (f" {card.unit}" if card.unit else "", card.style))
+        value = line(("unknown", "dim italic"))
+        if card.value is not None:
+            value = line((card.value, f"bold {card.style}"), (f" {card.unit}" if card.unit else "", card.style))
         return [name, line(), value, line(), remark] if in_large_digits else [name, value, remark]
     *upper, lowest = digits
     return [
@@ -111,7 +108,9 @@ def _tokens(run: WatchedRun) -> Card:
     if value is None:
         samples = run.value("perf/samples_per_second")
         return Card("tokens/s", None, "", "" if samples is None else f"{number(samples, digits=4)} samples/s", "")
-    shown = number(value, digits=4) if value < 1e6 else count(value, digits=4)  # seven large digits do not fit
+    shown = (
+        number(value, digits=4) if value < 1e6 else count(value, digits=4)
+    )  # a card has no room for seven large digits
     digits = shown.rstrip("kMBT")
     remark = "" if padding is None else f"{100 - padding:.0f} % real"
     return Card("tokens/s", digits, shown.removeprefix(digits), remark, "")
@@ -153,19 +152,11 @@ def _curve(run: WatchedRun, key: str, width: int, height: int) -> list[Text]:
 
 
 def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
-    """How the time since the first start was spent; it covers all of it if the log has the wall time."""
+    """A bar of how the time since the first start of the run was spent."""
     spent = run.seconds_spent()
     parts = {
         "compute": max(spent["train"] - spent["input_wait"] - spent["warm_up"], 0.0),
-        "input wait": spent["input_wait"],
-        "warm-up": spent["warm_up"],
-        "eval": spent["eval"],
-        "checkpoint": spent["checkpoint"],
-        "pause": spent["pause"],
-        "counting": spent["count"],
-        "start-up": spent["start_up"],
-        "restart": spent["restart"],
-        "rerun": spent["rerun"],
+        **{_part_name(key): seconds for key, seconds in spent.items() if key not in ("train", "wall")},
     }
     parts["other"] = max(spent["wall"] - sum(parts.values()), 0.0)
     whole = sum(parts.values())
@@ -174,22 +165,26 @@ def time_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
     return [*_bar("time", parts, _TIME_PARTS, duration(whole), width, in_colour), *_goodput(run, width)]
 
 
+def _part_name(key: str) -> str:
+    return {"count": "counting", "input_wait": "input wait"}.get(key, key.replace("_", "-"))
+
+
 def _goodput(run: WatchedRun, width: int) -> list[Text]:
-    """Goodput and its largest losses, named as in the bar; empty for a log without them."""
+    """A line with the goodput and its largest losses; empty if the log has no goodput."""
     goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
     if goodput is None:
         return []
     text = line((" " * _LABEL_WIDTH, ""), "goodput ", (percent(goodput.share), "bold"))
     for index, (name, seconds) in enumerate(goodput.largest_losses()):
         share = percent(seconds / goodput.wall_seconds)
-        loss = f"{', lost to' if index == 0 else ','} {_LOSSES.get(name) or name.replace('_', '-')} {share}"
+        loss = f"{', lost to' if index == 0 else ','} {_part_name(name)} {share}"
         if text.cell_len + len(loss) <= width:
             text.append(loss, "dim")
     return [text]
 
 
 def flops_bar(run: WatchedRun, width: int, *, in_colour: bool) -> list[Text]:
-    """What the FLOPs of the newest window were used for."""
+    """A bar of what the FLOPs of the newest logging window were used for."""
     shares = run.flops_shares()
     if not shares:
         return [line((f"{'FLOPs':<{_LABEL_WIDTH}}", "dim"), ("not known", "dim italic"))]
@@ -226,13 +221,10 @@ def _bar(
     return [bar, *(line(" " * _LABEL_WIDTH) + row for row in flow(legend, width - _LABEL_WIDTH))]
 
 
-# Pictures made of characters: plain text without colours.
-
-
 Points = Sequence[tuple[float, float]]
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Bits of a braille character: two columns of four dots, from the top."""
+"""The bits of the dots of a braille character: two columns of four dots, from top to bottom."""
 _BRAILLE = 0x2800
 
 _DIGITS = {
@@ -253,9 +245,9 @@ _DIGITS = {
 
 
 def draw_curve(points: Points, width: int, height: int, low: float, high: float) -> list[str]:
-    """A curve as lines of braille characters, each two by four dots.
+    """Draw a curve with braille characters of two by four dots. Returns the lines of text, from the top.
 
-    Values outside `low` to `high` are drawn at the edge.
+    Values below `low` or above `high` are drawn at the edge.
 
     >>> draw_curve([(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)], width=2, height=1, low=0.0, high=3.0)
     ['⡠⠊']
@@ -268,7 +260,7 @@ def draw_curve(points: Points, width: int, height: int, low: float, high: float)
         if value is None:
             continue
         level = _level(value, low, high, dots)
-        # Joined to the point before, so that a steep curve has no holes.
+        # The dots reach up or down to the previous point, so that a steep curve has no gaps.
         reach = level if before is None else before + (1 if level > before else -1 if level < before else 0)
         for dot in range(min(level, reach), max(level, reach) + 1):
             from_top = dots - 1 - dot
@@ -291,7 +283,7 @@ def _column_means(points: Points, columns: int) -> list[float | None]:
 
 
 def _filled(means: list[float | None]) -> list[float | None]:
-    """Interpolate columns between two known ones."""
+    """Interpolate unknown columns between two known ones, in place."""
     known = [index for index, value in enumerate(means) if value is not None]
     for left, right in pairwise(known):
         start, end = means[left], means[right]
@@ -307,11 +299,11 @@ def _level(value: float, low: float, high: float, dots: int) -> int:
 
 
 def shown_range(values: Sequence[float], least_share: float = 0.0) -> tuple[float, float]:
-    """The range of an axis. A steep beginning is cut off, so that the rest of the curve can be seen.
+    """The lowest and the highest value of an axis. A steep beginning is cut off, so that the rest can be seen.
 
     Args:
-        values: What is drawn.
-        least_share: The least range as a share of the values, so that noise looks small.
+        values: The values of the curve.
+        least_share: The smallest range as a share of the values, so that noise looks small.
 
     >>> shown_range([10.0, 3.0] + [2.0] * 50 + [1.5] * 50)
     (1.5, 2.0)
@@ -327,7 +319,7 @@ def shown_range(values: Sequence[float], least_share: float = 0.0) -> tuple[floa
 
 
 def divide_bar(shares: Mapping[str, float], width: int) -> dict[str, int]:
-    """The number of characters for each share of a bar, `width` in all, by the largest-remainder method.
+    """Divide the `width` characters of a bar among the shares, by the largest-remainder method.
 
     >>> divide_bar({"a": 2.0, "b": 1.0}, width=10)
     {'a': 7, 'b': 3}
@@ -344,7 +336,7 @@ def divide_bar(shares: Mapping[str, float], width: int) -> dict[str, int]:
 
 
 def large(number: str) -> list[str] | None:
-    r"""A number in large digits, as three lines; None if it has other characters.
+    r"""A number drawn in large digits, as three lines; None if it contains a letter.
 
     >>> print(*large("41.5"), sep="\n")
     █ █ ▀█    █▀▀
@@ -356,16 +348,13 @@ def large(number: str) -> list[str] | None:
     return [" ".join(_DIGITS[character][line] for character in number) for line in range(3)]
 
 
-# Lines of a screen: rich texts that never wrap, so that the height of a frame is its number of lines.
-
-
 def line(*parts: str | tuple[str, str]) -> Text:
-    """One line of parts, plain or with a style."""
+    """Join texts, plain or with a style, to one line that never wraps: the height of a frame is its number of lines."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def spread(left: Text, right: Text, width: int) -> Text:
-    """One text at the left edge and one at the right; the left one is cut if they do not fit."""
+    """Join a text at the left edge and one at the right edge. The left one is cut if there is no room."""
     room = max(width - right.cell_len - 1, 0)
     fitted = left.copy()
     fitted.truncate(room, overflow="ellipsis", pad=True)
@@ -373,7 +362,7 @@ def spread(left: Text, right: Text, width: int) -> Text:
 
 
 def beside(columns: Sequence[tuple[int, Sequence[Text]]], gap: int) -> list[Text]:
-    """Blocks next to each other, each cut or filled to its width."""
+    """Put blocks of lines next to each other; each line is cut or filled to the width of its block."""
     height = max(len(block) for _, block in columns)
     rows = []
     for index in range(height):
@@ -387,7 +376,7 @@ def beside(columns: Sequence[tuple[int, Sequence[Text]]], gap: int) -> list[Text
 
 
 def flow(items: Iterable[Text], width: int, gap: int = 2) -> list[Text]:
-    """Items in as many lines as they need."""
+    """Put items one after the other, in as many lines as needed."""
     lines: list[Text] = []
     for item in items:
         if lines and lines[-1].cell_len + gap + item.cell_len <= width:

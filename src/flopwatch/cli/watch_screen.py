@@ -1,4 +1,4 @@
-"""The screen of `flopwatch watch`: one frame of a given size."""
+"""Draws the screen of `flopwatch watch` for a terminal of a given size."""
 
 from collections.abc import Mapping
 
@@ -31,15 +31,9 @@ _LOWEST_CURVE = 3
 def draw_frame(
     run: WatchedRun, place: str, unix_time: float, *, width: int, height: int, in_colour: bool = True
 ) -> list[Text]:
-    """The lines of one frame: no more than `height` in a terminal of 80 x 24 or more.
+    """The lines of the screen: at most `height` of them in a terminal of 80 x 24 or more.
 
-    Args:
-        run: The state of the run.
-        place: The folder or file that is watched.
-        unix_time: The current time.
-        width: Columns of the terminal.
-        height: Lines of the terminal.
-        in_colour: False if parts of a bar must differ by their pattern.
+    Without colour, the parts of a bar differ by their pattern. `place` is the path shown in the title.
     """
     width = min(width, _WIDEST)
     state = run.state(unix_time)
@@ -74,7 +68,7 @@ def _words(run: WatchedRun, state: State, unix_time: float) -> str:
     if state == "silent":
         return f"silent for {duration(run.silent_seconds(unix_time), rough=True)}"
     if state == "died":
-        return "died: killed, or crashed without an exception"
+        return "died: the process was killed or crashed"
     if state == "stopped":
         return "stopped by Ctrl-C"
     if state == "failed" and run.summary is not None and run.summary.ended_by:
@@ -83,7 +77,7 @@ def _words(run: WatchedRun, state: State, unix_time: float) -> str:
 
 
 def _facts(run: WatchedRun, width: int) -> Text:
-    """Facts about the run, as many as fit, the most important first."""
+    """One line with device, peak and method, the most important first, as far as they fit."""
     facts: list[str] = [*_device(run), *_counting(run)]
     if run.sessions > 1:
         facts.append(f"{run.sessions} sessions")
@@ -138,7 +132,7 @@ def _progress(run: WatchedRun, state: State, width: int) -> Text:
 
 
 def _notices(run: WatchedRun, width: int) -> list[Text]:
-    """The exception that ended the run, then the notices, newest first."""
+    """Lines with the exception that ended the run, then with the notices, newest first."""
     ended_by = run.summary.ended_by if run.summary is not None else None
     if ended_by is not None and ":" in ended_by:
         last = [Notice(None, "error", "ended", ended_by)]
@@ -167,7 +161,7 @@ _CAUSES = {"input": "waiting for input", "compute": "computing", "host": "stalle
 
 
 def ranks_lines(run: WatchedRun, width: int) -> list[Text]:
-    """The line about the ranks of a training; none for a single process."""
+    """A line about ranks that report late or delay the others; empty for a run with one rank."""
     world_size = 1 if run.start is None else run.start.world_size
     if world_size == 1 or run.row is None:
         return []
@@ -181,7 +175,9 @@ def ranks_lines(run: WatchedRun, width: int) -> list[Text]:
 def _parts(run: WatchedRun, world_size: int) -> list[tuple[str, str]]:
     reporting = run.value("ranks/reporting")
     if reporting is not None and reporting < world_size:
-        return [(f"{reporting} of {world_size} report: the numbers are those of the logging rank", "yellow")]
+        return [
+            (f"{reporting} of {world_size} report: the numbers are those of the rank that writes the log", "yellow")
+        ]
     parts = [(f"{world_size}", "bold")]
     values = {} if run.row is None else run.row.values
     rank, excess = values.get("ranks/straggler"), values.get("ranks/straggler_excess_percent")

@@ -1,4 +1,4 @@
-"""What a training step costs: FLOPs counted op by op, and the law that predicts them for other shapes."""
+"""Counts the FLOPs of a training step op by op, and fits a formula for the FLOPs of other batch shapes."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,7 @@
-"""What a batch contains: all its tensors, however nested, their sizes, and all plain values.
+"""Describes what a batch contains: all its tensors, at any depth of nesting, and all plain values.
 
-A batch is described by its structure (names, types, ranks, plain values: what two batches of one kind have in common)
-and its sizes (all dimensions of all tensors, in order). A FLOP law belongs to one structure, and its layout says which
-of the sizes may vary.
+A description has two parts: the structure (names, types, numbers of dimensions, plain values) and the sizes (all
+dimensions of all tensors, in order). One formula for the FLOPs of a step serves all batches of the same structure.
 """
 
 import copy
@@ -22,19 +21,21 @@ from flopwatch.errors import InputError
 from flopwatch.torch_internals import stored_count
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-# Batches are described on every step, so long lists and large arrays are reduced to a hash.
-_LONG, _MOST_ELEMENTS = 32, 4096
+# Batches are described on every step. To save time, lists with more plain values than this are reduced to a hash.
+_LONGEST_LIST = 32
+# Of an array with more elements than this, only about this many are hashed, to save time.
+_MOST_ELEMENTS = 4096
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-# Objects nested deeper than this, or in a cycle, are described by their type.
+# Objects nested deeper than this are described by their type only. The limit also ends cycles of objects.
 _DEEPEST = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A batch without its values.
+    """The structure and sizes of a batch, without the values of its tensors.
 
     Attributes:
-        structure: Names, types and ranks of everything in it, and the plain values; hashable.
+        structure: Names, types, numbers of dimensions and plain values of everything in the batch; hashable.
         sizes: All dimensions of all tensors, and the lengths of lists of equal items, in the order of the structure.
     """
 
@@ -43,7 +44,7 @@ class Description:
 
 
 def describe(batch: Any) -> Description:
-    """The structure and sizes of a batch.
+    """Return the structure and sizes of a batch.
 
     >>> describe({"x": torch.zeros(2, 3), "flag": True}).sizes
     (2, 3)
@@ -69,14 +70,14 @@ def _described(value: Any, sizes: list[int], depth: int) -> Any:
 
 
 def _described_list(items: Any, sizes: list[int], depth: int) -> Any:
-    """A list of items with equal descriptions, sizes included, is described by one item and their number."""
-    if len(items) > _LONG and all(isinstance(item, _PLAIN) for item in items):
+    """Describe a list; if all its items have the same structure and sizes, by one item and the number of items."""
+    if len(items) > _LONGEST_LIST and all(isinstance(item, _PLAIN) for item in items):
         return "value", len(items), hash(tuple(items))
     apart: list[tuple[Any, list[int]]] = []
     for item in items:
         own: list[int] = []
         apart.append((_described(item, own, depth + 1), own))
-    # At depth 0 a list holds the arguments of the model, which differ even if they look alike.
+    # At depth 0 the list holds the model's arguments, which have different meanings even if their shapes are equal.
     if depth > 0 and apart and apart[0][1] and all(each == apart[0] for each in apart[1:]):
         sizes.append(len(apart))
         sizes.extend(apart[0][1])
@@ -93,7 +94,7 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
     if type(value).__module__ == "numpy":
         return "value", name, str(getattr(value, "dtype", "")), getattr(value, "shape", ()), _numpy_hash(value)
     if callable(value) or isinstance(value, type):
-        # Closures of one function over different values behave differently.
+        # Functions with the same code but other closure values behave differently, so these values are described too.
         own_values = _described([*_closed_over(value)], sizes, depth + 1)
         return "object", name, getattr(value, "__qualname__", ""), id(getattr(value, "__code__", None)), own_values
     held = getattr(value, "__dict__", None)
@@ -104,16 +105,11 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
         held = {field.name: getattr(value, field.name) for field in fields(value)}
     if not isinstance(held, dict):
         return "object", name
-    parts = []
-    for key, item in held.items():
-        own: list[int] = []
-        parts.append((key, _described(item, own, depth + 1)))
-        sizes.extend(own)
-    return "parts", name, tuple(parts)
+    return "parts", name, tuple((key, _described(item, sizes, depth + 1)) for key, item in held.items())
 
 
 def stored_elements(tensor: torch.Tensor) -> int | None:
-    """How many elements a sparse tensor stores, on which the cost of its products depends; None for dense ones."""
+    """Return how many elements a sparse tensor stores, which decides the FLOPs of its products; None if dense."""
     return int(stored_count(tensor)) if tensor.layout in _SPARSE else None
 
 
@@ -123,23 +119,23 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _closed_over(function: Any) -> Iterator[Any]:
-    """The values besides its code that a function's behaviour may depend on."""
+    """Yield the closure values, default arguments and `partial` arguments of a function."""
     if isinstance(function, partial):
         yield from (function.func, list(function.args), function.keywords)
     yield from getattr(function, "__defaults__", None) or ()
     for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # not filled yet
+        with suppress(ValueError):  # the closure cell is empty
             yield cell.cell_contents
 
 
 def _numpy_hash(value: Any) -> int:
-    """A hash of an array, or of a few thousand elements of a large one."""
+    """Return a hash of an array; of a large array, only evenly spaced elements are hashed."""
     flat = value.reshape(-1)
     return hash((flat if flat.size <= _MOST_ELEMENTS else flat[:: flat.size // _MOST_ELEMENTS]).tobytes())
 
 
 def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
-    """All tensors by their path, such as `targets.0.boxes`; a single tensor is called `0`."""
+    """Return all tensors by their path, such as `targets.0.boxes`; a batch that is one tensor has the path `0`."""
     found: dict[str, torch.Tensor] = {}
     for path, value in _leaves(batch, "", 0):
         if isinstance(value, torch.Tensor):
@@ -175,7 +171,10 @@ def map_tensors(
     path: str = "",
     depth: int = 0,
 ) -> Any:
-    """The same batch with every tensor changed; lists, dicts and dataclasses are copied, other objects shared."""
+    """Return a copy of the batch with `change(path, tensor)` for every tensor and `change_other(value)` for the rest.
+
+    Lists, dicts and dataclasses are copied. Objects of other classes are not searched for tensors.
+    """
     if isinstance(batch, torch.Tensor):
         return change(path or "0", batch)
     children = _children(batch) if depth <= _DEEPEST else None
@@ -196,7 +195,7 @@ def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:
         try:
             for name, item in items.items():
                 twin[name] = item
-        except TypeError:  # a mapping that cannot be written to
+        except TypeError:  # the mapping is read-only
             return items
         return twin
     if isinstance(original, list):
@@ -206,7 +205,7 @@ def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:
         return type(original)(*values) if hasattr(original, "_fields") else tuple(values)
     try:
         return replace(original, **items)
-    except (TypeError, ValueError):  # fields that __init__ does not take
+    except (TypeError, ValueError):  # the dataclass has fields that its __init__ does not take
         twin = copy.copy(original)
         for name, item in items.items():
             object.__setattr__(twin, name, item)
@@ -214,23 +213,23 @@ def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:
 
 
 MAIN_SEQUENCE = ("input_ids", "inputs_embeds", "input_values", "decoder_input_ids", "labels")
-"""Arguments whose dimension 1 is the sequence; the first one present is the main one. `input_values` is raw audio."""
+"""Arguments whose dimension 1 is a sequence, the most important one first. `input_values` is raw audio."""
 FLAT_IMAGES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
-"""Patches of all images in one tensor, and the tensor with the grid of each image (Qwen-VL and others)."""
+"""Arguments with the patches of all images in one tensor, and the arguments with the images' grids (as in Qwen-VL)."""
 _DEEPEST_SEARCHED = 8
 _MOST_KEYS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """Samples and positions of a batch; `seq_len` is None for a batch without a text sequence."""
+    """The number of samples, and of positions per sample; `seq_len` is None for a batch without a text sequence."""
 
     batch_size: int
     seq_len: int | None
 
 
 def named(batch: Any) -> dict[str, Any]:
-    """The batch as a dict; positional arguments are named by their index."""
+    """Return the batch as a dict of arguments; positional arguments are named by their index."""
     if isinstance(batch, Mapping):
         return dict(batch)
     items = batch if isinstance(batch, tuple | list) else [batch]
@@ -238,7 +237,7 @@ def named(batch: Any) -> dict[str, Any]:
 
 
 def read_shape(batch: Any) -> BatchShape:
-    """Batch size and length, from the tensors' shapes alone."""
+    """Read the batch size and the sequence length from the shapes of the batch's tensors."""
     arguments = named(batch)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     samples = _items_of_lists(arguments)
@@ -246,15 +245,16 @@ def read_shape(batch: Any) -> BatchShape:
         tensors = tensors_of(batch) or {str(index): leaf for index, leaf in enumerate(tensors_inside(batch))}
     if not tensors:
         raise InputError(
-            f"the batch holds no tensor: {_content(batch)}; pass a dict of the model's keyword arguments, "
-            "a tuple of its arguments, or a tensor; of a DataLoader next(iter(loader)), of an array torch.from_numpy"
+            f"the batch holds no tensor (got {_content(batch)}); pass a dict of the model's keyword arguments, a tuple "
+            "of its positional arguments, or one tensor. If you have a DataLoader, pass next(iter(loader)); if you "
+            "have a numpy array, pass torch.from_numpy(array)"
         )
     for name, tensor in tensors.items():
         if tensor.numel() == 0:
-            raise InputError(f"the batch is empty: {name!r} has the shape {tuple(tensor.shape)}")
+            raise InputError(f"the batch is empty: its tensor {name!r} has the shape {tuple(tensor.shape)}")
     for name in MAIN_SEQUENCE:
         if name in tensors and tensors[name].dim() == (3 if name == "inputs_embeds" else 2):
-            if name == "labels" and "pixel_values" in tensors:  # classes of an image, not a sequence
+            if name == "labels" and "pixel_values" in tensors:  # with images, `labels` holds classes and no sequence
                 continue
             return BatchShape(tensors[name].shape[0], tensors[name].shape[1])
     if samples is not None:
@@ -267,14 +267,14 @@ def read_shape(batch: Any) -> BatchShape:
 
 
 def _items_of_lists(arguments: Mapping[str, Any]) -> int | None:
-    """The number of samples if the first argument is a list with an entry per sample (images of a detector)."""
+    """Return the length of the first argument if it is a list with one entry per sample (a detector's images)."""
     first = next(iter(arguments.values()), None)
     is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
     return len(first or ()) if is_list and tensors_of(first) else None
 
 
 def tensors_inside(value: Any, depth: int = _DEEPEST_SEARCHED) -> Iterator[torch.Tensor]:
-    """All tensors in lists, dicts, dataclasses and plain objects, in order."""
+    """Yield all tensors in nested lists, dicts, dataclasses and other objects with attributes, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth > 0:
@@ -289,38 +289,41 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, str | bytes | int | float | type | ModuleType | nn.Module) or callable(value):
         return ()
-    if isinstance(value, DataLoader | Dataset | Iterator):  # they yield batches, but are none
+    if isinstance(value, DataLoader | Dataset | Iterator):  # these yield batches, but are not batches
         return ()
     return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 def _content(batch: Any) -> str:
     if not isinstance(batch, Mapping):
-        return f"got {type(batch).__name__}"
+        return type(batch).__name__
     keys = [f"{key!r} ({type(value).__name__})" for key, value in list(batch.items())[:_MOST_KEYS]]
-    more = f" and {len(batch) - _MOST_KEYS} more" if len(batch) > _MOST_KEYS else ""
-    return f"it has the keys {', '.join(keys)}{more}" if keys else "it is an empty dict"
+    more = f" and {len(batch) - _MOST_KEYS} more keys" if len(batch) > _MOST_KEYS else ""
+    return f"a dict with the keys {', '.join(keys)}{more}" if keys else "an empty dict"
 
 
 def real_lengths(batch: Any) -> list[int] | None:
-    """The number of unmasked positions of each row by `attention_mask`, or None if nothing is padded."""
+    """Return the number of positions of each row that `attention_mask` does not mask; None if nothing is padded."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.device.type == "meta":
         return None
     lengths = [int(length) for length in (mask != 0).sum(dim=1).tolist()]
     if min(lengths) == 0:
-        raise InputError(f"attention_mask calls every position of row {lengths.index(0)} padding")
+        raise InputError(
+            f"attention_mask marks every position of row {lengths.index(0)} as padding; "
+            "pass a batch in which every row has at least one real position"
+        )
     return None if all(length == mask.shape[1] for length in lengths) else lengths
 
 
 def images_of_row(
     pixels: torch.Tensor, grids: torch.Tensor, batch_size: int, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The patches and grids of one row. Images are listed over the whole batch, equally many per row."""
+    """Return the patches and grids of one sample's images. All samples must have the same number of images."""
     if grids.shape[0] % batch_size:
         raise InputError(
-            f"{grids.shape[0]} images over {batch_size} samples: flopwatch cannot tell which sample has which; "
-            "pass a batch in which every sample has the same number of images"
+            f"the batch has {grids.shape[0]} images for {batch_size} samples, so flopwatch cannot tell which image "
+            "belongs to which sample; pass a batch in which every sample has the same number of images"
         )
     per_row = grids.shape[0] // batch_size
     patches = [prod(grid) for grid in grids.tolist()]
@@ -329,10 +332,13 @@ def images_of_row(
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the model's call: a batch is a dict, a sequence or the only argument."""
+    """Return the positional and keyword arguments with which the model is called on this batch.
+
+    A dict holds keyword arguments, a tuple or list holds positional ones, anything else is the only argument.
+    """
     if isinstance(batch, Mapping):
         if not all(isinstance(name, str) for name in batch):
-            raise InputError(f"a batch given as a dict needs argument names as keys, got {list(batch)[:5]}")
+            raise InputError(f"the keys of a batch must be names of the model's arguments, got {list(batch)[:5]}")
         return (), dict(batch)
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
@@ -341,14 +347,14 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 IGNORED_LABEL = -100
 """The label that torch's cross entropy and transformers leave out of the loss."""
-# A fixed seed, so that fitting twice gives the same law.
+# The seed is fixed, so that fitting the same model twice gives the same formula.
 _SEED = 20_24
 
 
 def altered_batches(batch: Any, name: str) -> Iterator[Any]:
-    """The batch with other values of one argument, to test whether they change the cost: shuffled, smaller, masked.
+    """Yield copies of the batch with other values of one integer argument, to test whether they change the FLOPs.
 
-    Some may be values that the model rejects.
+    The values are shuffled, drawn anew, halved or masked. The model may reject some of the copies.
     """
     own = [tensor for path, tensor in tensors_of(batch).items() if path.partition(".")[0] == name]
     if not own or any(tensor.is_floating_point() or tensor.device.type == "meta" for tensor in own):
@@ -368,10 +374,6 @@ def altered_batches(batch: Any, name: str) -> Iterator[Any]:
         yield map_tensors(batch, changed)
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(_SEED)
-
-
 def _is_mask(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all())
 
@@ -379,13 +381,14 @@ def _is_mask(tensor: torch.Tensor) -> bool:
 def _shuffled_rows(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 0:
         return tensor
-    order = torch.randperm(tensor.shape[-1], generator=_generator())
+    order = torch.randperm(tensor.shape[-1], generator=torch.Generator().manual_seed(_SEED))
     return tensor[..., order]
 
 
 def _drawn_anew(tensor: torch.Tensor) -> torch.Tensor:
     low, high = int(tensor.min()), int(tensor.max())
-    return torch.randint(low, high + 1, tensor.shape, generator=_generator()).to(tensor.dtype)
+    generator = torch.Generator().manual_seed(_SEED)
+    return torch.randint(low, high + 1, tensor.shape, generator=generator).to(tensor.dtype)
 
 
 def _half_ignored(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Which sizes of a batch vary together (the variables of a FLOP law), and one sample that can be resized along them.
+"""Finds which sizes of a batch vary together, and resizes one sample of the batch.
 
-Every size of a batch is a slot. A layout gives some slots a variable (`n` samples, `s` positions of the main sequence,
-`t`, `u` of other sequences) and keeps all others as they are in the example. Names and equal sizes only suggest a
-layout: the law is verified by counts at other values of the variables, and a batch belongs to the law only if all its
-sizes agree with the layout.
+Every size of a batch is a slot: one dimension of a tensor, or the length of a list. A layout gives some slots a
+variable (`n` is the number of samples, `s` the length of the main sequence, `t` and `u` are lengths of other sequences)
+and fixes all other slots at their size in the example batch. Layouts are guessed from argument names and equal sizes,
+so `fit.py` verifies them by counting batches with other values of the variables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,12 +29,12 @@ from flopwatch.flops.batch_contents import (
 
 SAMPLES = "n"
 LENGTHS = ("s", "t", "u")
-"""Names of the lengths; the first is that of the main sequence."""
+"""The variables for sequence lengths; the first one belongs to the main sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One size of a batch: dimension `dim` of the tensor at `path`, or (`dim` None) how many items a list has."""
+    """One size of a batch: dimension `dim` of the tensor at `path`; if `dim` is None, the length of the list there."""
 
     path: str
     dim: int | None
@@ -44,19 +44,18 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """The name of the argument it belongs to."""
         return self.path.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which slot follows which variable.
+    """Which variable each size of a batch follows.
 
     Attributes:
-        slots: All sizes of the example, in the order of `Description.sizes`.
-        variables: The variable of each slot, or None where the size is fixed.
-        factors: The ratio of a slot's size to its variable (three images per sample).
-        sizes: The values of the variables in the example.
+        slots: All sizes of the example batch, in the order of `Description.sizes`.
+        variables: The variable of each slot; None for a slot of fixed size.
+        factors: The ratio of each slot's size to its variable, such as 3 for three images per sample.
+        sizes: The values of the variables in the example batch.
     """
 
     structure: Any
@@ -67,11 +66,11 @@ class Layout:
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        """The lengths that vary, the main one first."""
+        """The length variables of this layout, that of the main sequence first."""
         return tuple(name for name in LENGTHS if name in self.sizes)
 
     def match(self, batch: Description) -> dict[str, int] | None:
-        """The values of the variables in this batch; None if it does not belong to the layout."""
+        """Return the values of the variables in this batch; None if its structure or its fixed sizes differ."""
         if batch.structure != self.structure or len(batch.sizes) != len(self.slots):
             return None
         found: dict[str, int] = {}
@@ -84,14 +83,14 @@ class Layout:
         return found
 
     def sizes_at(self, values: Mapping[str, int]) -> list[int]:
-        """The size of every slot for these values; variables that are left out keep their value in the example."""
+        """Return the size of every slot for these values; the default for a variable is its value in the example."""
         return [
             slot.size if variable is None else factor * values.get(variable, self.sizes[variable])
             for slot, variable, factor in zip(self.slots, self.variables, self.factors, strict=True)
         ]
 
     def with_own_length(self, path: str) -> "Layout | None":
-        """The same layout with a separate length for the tensor at `path`; None if all names for lengths are taken."""
+        """Return this layout with a new length variable for the tensor at `path`; None if no variable is free."""
         free = next((name for name in LENGTHS if name not in self.sizes), None)
         moved = [i for i, slot in enumerate(self.slots) if slot.path == path and self.variables[i] in self.lengths]
         if free is None or not moved:
@@ -100,7 +99,7 @@ class Layout:
         return replace(self, variables=variables, sizes={**self.sizes, free: self.slots[moved[0]].size})
 
     def paths_along(self, variable: str) -> list[str]:
-        """The tensors with a dimension that follows this variable."""
+        """Return the paths of the tensors that have a dimension which follows this variable."""
         paths = [slot.path for slot, own in zip(self.slots, self.variables, strict=True) if own == variable]
         return list(dict.fromkeys(paths))
 
@@ -132,7 +131,7 @@ def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None
 
 
 def suggest_layouts(batch: Any) -> list[Layout]:
-    """Layouts to try, the one with most variables first; the last one fixes every length."""
+    """Return the layouts to try, the one with the most variables first; the last one fixes every length."""
     slots = slots_of(batch)
     shape = read_shape(batch)
     variables: list[str | None] = [None] * len(slots)
@@ -160,14 +159,17 @@ def _rows_per_sample(slot: Slot, batch_size: int) -> int | None:
     is_inside_list = slot.dim == 0 and "." in slot.path and slot.path.rpartition(".")[2].isdigit()
     if slot.size == batch_size and not is_inside_list:
         return 1
-    # Only pixels (rank 4) may have several rows per sample, one per image.
+    # Only tensors with 4 dimensions may have several rows per sample, because they hold images: one row per image.
     return slot.size // batch_size if slot.size % batch_size == 0 and slot.rank == 4 and not is_inside_list else None
 
 
 def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_too: bool) -> Layout:
-    """Make dimensions after the first variable: those of integers (token ids, masks), and of floats of equal size."""
+    """Return the layout with length variables for sequence dimensions of integer tensors, such as token ids and masks.
+
+    With `floats_too`, dimensions of float tensors that have the same size as such a sequence follow its variable.
+    """
     main = next((name for name in MAIN_SEQUENCE if any(slot.path == name for slot in slots)), None)
-    # Equal sizes are taken for one length; `fit.separate_lengths` tests whether they are.
+    # Dimensions of equal size share a variable; `fit.separate_lengths` tests whether the model lets them differ.
     variables = list(plain.variables)
     sizes: dict[int, str] = {seq_len: LENGTHS[0]}
     for index, slot in enumerate(slots):
@@ -183,7 +185,7 @@ def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_
 
 
 def resized(batch: Any, layout: Layout, values: Mapping[str, int]) -> Any:
-    """A batch in which the layout's variables have these values, made from a batch of one sample."""
+    """Return a batch in which the layout's variables have these values, made from a batch of one sample."""
     sizes = iter(layout.sizes_at(values))
     return _resized(batch, layout.structure, sizes)
 
@@ -210,7 +212,6 @@ def _resized(value: Any, structure: Any, sizes: Any) -> Any:
 
 
 def _size_count(structure: Any) -> int:
-    """The number of sizes that belong to a structure."""
     kind = structure[0]
     if kind == "tensor":
         return int(structure[2])
@@ -224,7 +225,7 @@ def _size_count(structure: Any) -> int:
 
 
 def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Cut a dimension at its end, or lengthen it: samples are repeated, and of a sequence the last position."""
+    """Cut a dimension at its end, or lengthen it by repeating all samples or the last position of a sequence."""
     have = value.shape[dim]
     if size == have:
         return value
@@ -232,7 +233,7 @@ def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         return value.narrow(dim, 0, size)
     if dim == 0 and size % have == 0:
         return torch.cat([value] * (size // have))
-    # A repeated position has valid token ids.
+    # The last position is repeated because it is sure to hold valid token ids.
     last = value.narrow(dim, have - 1, 1)
     shape = list(value.shape)
     shape[dim] = size - have
@@ -240,7 +241,7 @@ def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 Grid = tuple[int, int, int]
-"""Frames, rows and columns of patches of one image or video."""
+"""The number of frames, rows of patches and columns of patches of one image or video."""
 _TOKEN_NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
@@ -250,10 +251,10 @@ class Sample:
 
     Attributes:
         one: The sample as a batch of size 1.
-        layout: Which of its sizes can be changed.
-        image_tokens: Ids of image placeholders. Their number does not change with the length, because the model checks
-            it against the pixels.
-        merge: Patches per side that the vision tower merges into one placeholder.
+        layout: Which sizes of the sample can be changed.
+        image_tokens: Token ids of image placeholders. Resizing keeps their number, because the model compares it with
+            the number of patches.
+        merge: The vision tower merges `merge` x `merge` patches into one placeholder.
     """
 
     one: Any
@@ -267,7 +268,7 @@ class Sample:
 
     @property
     def shortest(self) -> int:
-        """The shortest length that keeps all placeholders."""
+        """The shortest sequence length that keeps all image placeholders."""
         ids = tensors_of(self.one).get("input_ids")
         if ids is None or not self.image_tokens or ids.dim() != 2:
             return 1
@@ -275,24 +276,21 @@ class Sample:
         return int(placeholders.max()) + 2 if placeholders.numel() else 1
 
     def batch(self, values: Mapping[str, int]) -> Any:
-        """A batch of copies of the sample in which the layout's variables have these values."""
+        """Return a batch of copies of the sample in which the layout's variables have these values."""
         return resized(self.one, self.layout, values)
 
-    def with_layout(self, layout: Layout) -> "Sample":
-        return replace(self, layout=layout)
-
     def with_grids(self, grids: Sequence[Grid], length: int) -> Any:
-        """A batch of the same sample with other images, and with patches and placeholders that match them."""
+        """Return the sample as a batch with images of these grids, and with as many patches and placeholders."""
         tensors = named(self.one)
         per_patch = tensors["pixel_values"].shape[1]
         counts = [prod(grid) // self.merge**2 for grid in grids]
-        # The last token is text. It separates the images and fills the rest of the sequence.
+        # The sample's last token is text. It separates the images and fills the rest of the sequence.
         text = int(tensors["input_ids"][0, -1])
         ids = [text]
         for count in counts:
             ids += [self.image_tokens[0]] * count + [text]
         row = torch.tensor([ids + [text] * (length - len(ids))])
-        # A trace only needs the shape of pixels.
+        # Counting needs the shape of the pixels, not their values.
         pixels = torch.empty(sum(map(prod, grids)), per_patch, device="meta")
         other = {
             **self.batch({SAMPLES: 1, "s": row.shape[1]}),
@@ -307,7 +305,6 @@ class Sample:
 
 
 def repeated(batch: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """The samples of a batch repeated, images included."""
     return {
         name: torch.cat([value] * times) if isinstance(value, torch.Tensor) and value.dim() else value
         for name, value in batch.items()
@@ -320,7 +317,7 @@ def grids_of(batch: Any) -> tuple[Grid, ...]:
 
 
 def take_sample(model: nn.Module, batch: Any, layout: Layout, index: int = 0) -> Sample:
-    """One sample of the batch without its padding."""
+    """Return one sample of the batch without its padding."""
     config = getattr(model, "config", None)
     tokens = [getattr(config, name, None) for name in _TOKEN_NAMES]
     merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
@@ -333,7 +330,7 @@ def take_sample(model: nn.Module, batch: Any, layout: Layout, index: int = 0) ->
 
 
 def one_sample(batch: Any, layout: Layout, index: int) -> Any:
-    """One sample of every argument that has one per sample; shared arguments stay unchanged."""
+    """Return the batch with one sample only; arguments that all samples share stay unchanged."""
     if SAMPLES not in layout.sizes:
         return batch
     factors = {
@@ -369,13 +366,13 @@ def _one_of_lists(batch: Any, lists: set[str], index: int) -> Any:
 
 
 def mask_variable(layout: Layout, mask: str = "attention_mask") -> str | None:
-    """The length variable of this mask."""
+    """Return the variable that the length of this mask follows; None if there is none."""
     pairs = zip(layout.slots, layout.variables, strict=True)
     return next((own for slot, own in pairs if slot.path == mask and slot.dim == 1 and slot.rank == 2), None)
 
 
 def without_padding(sample: Any, layout: Layout, mask: str = "attention_mask") -> Any:
-    """One sample without its padding, in all tensors that have the mask's length."""
+    """Remove the padding of one sample from all tensors that have the mask's length."""
     variable = mask_variable(layout, mask)
     values = sample.get(mask) if isinstance(sample, Mapping) else None
     if variable not in layout.lengths or not isinstance(values, torch.Tensor) or values.device.type == "meta":
@@ -384,12 +381,15 @@ def without_padding(sample: Any, layout: Layout, mask: str = "attention_mask") -
         return sample
     columns = (values[0] != 0).nonzero()[:, 0]
     if not columns.numel():
-        raise InputError(f"{mask} calls every position of a row padding")
+        raise InputError(
+            f"{mask} marks every position of a row as padding; "
+            "pass a batch in which every row has at least one real position"
+        )
     return select_positions(sample, layout, variable, columns)
 
 
 def select_positions(sample: Any, layout: Layout, variable: str | None, columns: torch.Tensor) -> Any:
-    """Keep these positions in every dimension that follows the variable."""
+    """Return the sample with only these positions in every dimension that follows the variable."""
     dims: dict[str, list[int]] = {}
     for slot, own in zip(layout.slots, layout.variables, strict=True):
         if own == variable and slot.dim is not None:

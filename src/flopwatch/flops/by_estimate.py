@@ -1,10 +1,10 @@
-"""Estimates FLOPs from the modules' shapes alone. It runs nothing, so it nearly always has an answer, with an error.
+"""Estimates the FLOPs of a step from the shapes of the model's weights, without running the model.
 
-Every weight matrix is multiplied with every token of its stream once: 2 FLOPs per weight and token forward, and as many
-again for the gradients of the input and of the weight where they are needed (Kaplan et al., arXiv 2001.08361, §2.1,
-without their assumption that all are). Experts count by the share that is active. Attention adds its two products over
-the pairs of positions. State-space scans, relative positions and losses are left out. docs/accuracy.md has the measured
-errors per architecture.
+Every weight matrix is multiplied with every token of its stream (text, image patches) once. This takes 2 FLOPs per
+weight and token in the forward pass, and as many for the gradient of the input and for that of the weight, if they are
+needed (Kaplan et al., arXiv 2001.08361, §2.1, who assume that both are). Experts count by the share that is active per
+token. Attention adds two products over the pairs of positions. State-space scans, relative positions and losses are
+left out. docs/accuracy.md has the measured errors per architecture.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,9 +24,9 @@ from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
 
 @dataclass
 class Stream:
-    """The positions that one part of a model processes: text, one side of an encoder-decoder, image patches.
+    """The positions (tokens or image patches) that one part of a model processes, `attended` of them in each sample.
 
-    `size` is the image size that the next convolution sees. Strides shrink it in the order of the modules.
+    `size` is the spatial size of the next convolution's input. Each convolution with a stride reduces it.
     """
 
     batch_size: int
@@ -37,24 +37,24 @@ class Stream:
 
     @property
     def attended_now(self) -> int:
-        """Positions that attend to each other after the strides so far."""
+        """The positions of one sample that attend to each other, after the strides of all modules so far."""
         return prod(self.size) if self._before else self.attended
 
     def linear_positions(self, path: str) -> int:
-        """Positions that a matrix is multiplied with: all, or those left after pooling or strides."""
+        """Return how many positions of the batch a weight matrix is multiplied with, after pooling and strides."""
         if self.size and path.rpartition(".")[2] in _AFTER_POOLING:
             return self.batch_size
         return self.batch_size * prod(self.size) if self._before else self.positions
 
     def conv_positions(self, path: str, module: nn.Module) -> int:
-        """Positions per sample that a convolution's or pooling's kernel is applied at."""
+        """Return at how many positions of one sample a convolution or pooling runs, and update `size`."""
         dims = len(self.size)
         kernel, stride, padding, dilation = (
             _sides(module, name, dims) for name in ("kernel_size", "stride", "padding", "dilation")
         )
         if not dims or len(kernel) != dims:
             return max(1, self.positions // max(1, self.batch_size))
-        # A shortcut is parallel to the path that is listed before it, so it sees that path's input.
+        # A shortcut runs in parallel to the convolution that is listed before it, so both have the same input.
         is_shortcut = any(word in path for word in ("shortcut", "downsample.0", "residual"))
         entering = self._before if is_shortcut and self._before else self.size
         leaving = [
@@ -66,12 +66,12 @@ class Stream:
         return max(1, prod(leaving))
 
 
-# Heads that get one pooled vector per image.
+# Names of layers that get one pooled vector per image.
 _AFTER_POOLING = {"classifier", "fc", "head", "visual_projection"}
 
 
 def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream]:
-    """The streams of a batch; `text`, `image` and `merged` always have an entry."""
+    """Return the streams of a batch by name; `text`, `image` and `merged` are always among them."""
     text = _text_stream(batch)
     image = _image_stream(model, batch, text)
     streams = {"text": text, "image": image, "merged": _merged(model, image)}
@@ -84,7 +84,7 @@ def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream
 
 
 def stream_of(path: str, streams: Mapping[str, Stream]) -> str:
-    """The stream a module belongs to, by its place in the tree."""
+    """Return the name of the stream that a module processes, judged by the module's path."""
     parts = path.lower().split(".")
     if any(word in part for part in parts for word in ("merger", "projector")):
         return "merged"
@@ -104,7 +104,7 @@ def _text_stream(batch: Mapping[str, Any]) -> Stream:
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2:
         return Stream(0, 0, 0)
     lengths = real_lengths(batch) or [ids.shape[1]] * ids.shape[0]
-    # The root mean square length has as many attention pairs as the ragged batch has on average.
+    # A row of the root mean square length has as many attention pairs as the rows have on average.
     attended = round((sum(length**2 for length in lengths) / len(lengths)) ** 0.5)
     return Stream(ids.shape[0], sum(lengths), attended)
 
@@ -128,7 +128,7 @@ def _image_stream(model: nn.Module, batch: Mapping[str, Any], text: Stream) -> S
 
 
 def _merged(model: nn.Module, image: Stream) -> Stream:
-    """Patches as they enter the language model: neighbours are merged if the vision tower does that."""
+    """Return the stream of patches that enters the language model, after the vision tower has merged neighbours."""
     side = getattr(getattr(getattr(model, "config", None), "vision_config", None), "spatial_merge_size", 1)
     share = side**2 if isinstance(side, int) else 1
     return Stream(image.batch_size, image.positions // share, image.attended // share)
@@ -164,7 +164,7 @@ _POOLINGS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """One use of one weight: its multiply-adds, and whether the weight is trained."""
+    """The product of a weight with its inputs: the number of multiply-adds, and whether the weight is trained."""
 
     module: str
     multiply_adds: int
@@ -174,12 +174,12 @@ class _Product:
 def count_by_estimate(
     model: nn.Module, batch: Any, *, attention: AttentionConvention, loss_fn: LossFn | None, training: bool
 ) -> FlopCount:
-    """The estimate; raises InputError for a model without any weight matrix."""
+    """Estimate the FLOPs of one step. Raises InputError for a model without a weight matrix."""
     model = unwrap(model)
     streams = read_streams(model, named(batch))
     products = list(_weight_products(model, streams))
     if not products:
-        raise InputError(f"{type(model).__name__} has no weight matrix to estimate from")
+        raise InputError(f"the FLOPs of {type(model).__name__} cannot be estimated, because it has no weight matrix")
     scores = _attention_products(model, streams, attention)
     by_module: dict[str, PhaseFlops] = {}
     any_trained_before = _trains_embeddings(model)
@@ -188,10 +188,10 @@ def count_by_estimate(
         any_trained_before = any_trained_before or _layer(product.module) in trained_norms
         backward = int(any_trained_before) * product.multiply_adds
         if product in scores:
-            backward *= 2  # both operands of each product are activations
+            backward *= 2  # both factors are activations, and each needs a gradient
         elif product.trained:
             backward += product.multiply_adds
-        # A gradient is needed for the input only if something before it is trained.
+        # An input needs a gradient only if a parameter before it is trained.
         any_trained_before = any_trained_before or product.trained
         flops = PhaseFlops(2 * product.multiply_adds, 2 * backward if training else 0)
         by_module[product.module] = by_module.get(product.module, PhaseFlops()) + flops
@@ -201,9 +201,9 @@ def count_by_estimate(
 def _as_count(by_module: dict[str, PhaseFlops], attention: AttentionConvention, *, checkpointed: bool) -> FlopCount:
     total = sum(by_module.values(), PhaseFlops())
     recompute = total.forward if checkpointed else 0
-    notes = ["an estimate from the modules' shapes: see docs/accuracy.md for its error on architectures like this one"]
+    notes = ["the FLOPs are estimated from the shapes of the weights; docs/accuracy.md lists the errors of estimates"]
     if checkpointed:
-        notes.append("the model uses gradient checkpointing: one more forward pass is assumed")
+        notes.append("the model uses gradient checkpointing, so the estimate includes one more forward pass")
     return FlopCount(
         model_flops=total.forward + total.backward,
         hardware_flops=total.forward + total.backward + recompute,
@@ -234,13 +234,13 @@ def _weight_products(model: nn.Module, streams: Mapping[str, Stream]) -> Iterato
 
 
 def _weights_per_token(model: nn.Module, path: str, module: nn.Module, name: str, weight: torch.Tensor) -> float:
-    """Multiply-adds of one token with this parameter."""
+    """Return the number of multiply-adds of one token with this parameter."""
     if weight.dim() < 2 or name.endswith("bias") or isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return 0
     if isinstance(module, _CONVOLUTIONS):
         return prod(weight.shape)
     if weight.dim() == 3:
-        # Stacked experts; a leading 1 is a token or position table.
+        # The first dimension is the number of stacked experts; if it is 1, this is a token or position table.
         return prod(weight.shape) * _active_share(model, weight.shape[0]) if weight.shape[0] > 1 else 0
     if ".experts." in f".{path}." and path.rpartition("experts.")[2][:1].isdigit():
         siblings = len(list(model.get_submodule(path.rpartition("experts.")[0] + "experts").children()))
@@ -261,7 +261,7 @@ def _active_share(model: nn.Module, experts: int) -> float:
 def _attention_products(
     model: nn.Module, streams: Mapping[str, Stream], attention: AttentionConvention
 ) -> list[_Product]:
-    """The two products over pairs of positions, for every module with a query projection or a fused projection."""
+    """Return the products over pairs of positions (scores, and scores times values) of every attention module."""
     products = []
     for path, module in model.named_modules():
         widths = _attention_widths(module)
@@ -274,7 +274,7 @@ def _attention_products(
 
 
 def _attention_widths(module: nn.Module) -> tuple[int, int] | None:
-    """Heads x width of queries and of values, from the shapes of the projections."""
+    """Return heads x width of the queries and of the values; None if the module is not an attention layer."""
     if "attention" not in type(module).__name__.lower() and "attn" not in type(module).__name__.lower():
         return None
     children = {name.lower(): child for name, child in module.named_children()}
@@ -289,12 +289,12 @@ def _attention_widths(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _features(module: nn.Module) -> tuple[int | None, int | None]:
-    """Inputs and outputs of a projection, through a LoRA wrapper if there is one."""
+    """Return the input and output features of a projection; for a LoRA layer, those of the layer it wraps."""
     module = getattr(module, "base_layer", module)
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.Tensor) and weight.dim() == 2:  # GPT-2's Conv1D keeps it transposed
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2:  # GPT-2's Conv1D stores its weight transposed
         return weight.shape[0], weight.shape[1]
     return None, None
 
@@ -312,18 +312,16 @@ def _is_causal(model: nn.Module, path: str, module: nn.Module) -> bool:
 
 
 def _in_order(products: list[_Product], scores: list[_Product]) -> list[_Product]:
-    """Attention's products after the projections that feed them."""
+    """Insert each attention product after the projections that compute its factors."""
     ordered: list[_Product] = []
     waiting = list(scores)
     for product in products:
-        while waiting and not product.module.startswith(waiting[0].module) and _is_past(ordered, waiting[0]):
+        while waiting and not product.module.startswith(waiting[0].module):
+            if not any(earlier.module.startswith(waiting[0].module) for earlier in ordered):
+                break
             ordered.append(waiting.pop(0))
         ordered.append(product)
     return ordered + waiting
-
-
-def _is_past(ordered: list[_Product], score: _Product) -> bool:
-    return any(product.module.startswith(score.module) for product in ordered)
 
 
 def _trains_embeddings(model: nn.Module) -> bool:
@@ -336,7 +334,7 @@ def _trains_embeddings(model: nn.Module) -> bool:
 
 
 def _layers_with_trained_norms(model: nn.Module) -> set[str]:
-    """Layers with a trained norm: it runs first, wherever it is listed, so the whole layer needs input gradients."""
+    """Return the layers with a trained norm. The norm runs first, so all products of its layer need input gradients."""
     return {
         _layer(path)
         for path, module in model.named_modules()
@@ -346,7 +344,7 @@ def _layers_with_trained_norms(model: nn.Module) -> set[str]:
 
 
 def _layer(path: str) -> str:
-    """The path up to the layer's number: `model.layers.3.mlp.up_proj` to `model.layers.3`."""
+    """Return the path up to the layer's number: `model.layers.3` for `model.layers.3.mlp.up_proj`."""
     parts = path.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])

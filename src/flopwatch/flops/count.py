@@ -1,7 +1,7 @@
-"""`count_flops`: the FLOPs of one training step of one model on one batch.
+"""Counts the FLOPs of one training step of one model on one batch (`count_flops`).
 
-A padded batch is counted as it runs, and then without its padding: the mathematics needs each sample at its own length,
-and once what a step pays once.
+A padded batch is counted twice: with padding, for the FLOPs that the hardware executes, and without, for those that the
+model needs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,13 +27,13 @@ from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.records.flops import AttentionConvention, FlopCount
 
-# With more different rows than this, fitting a law takes fewer traces than counting each row.
-_MOST_KINDS_COUNTED = 8
+# If a batch has more different rows than this, fitting a FLOP law takes fewer traces than counting each row.
+_MOST_ROWS_COUNTED = 8
 _TARGET_MASK, _TARGET = "decoder_attention_mask", "labels"
 
 
 def is_padded(batch: Any) -> bool:
-    """Whether a mask of the source or the target marks any position as padding."""
+    """Return whether `attention_mask` or `decoder_attention_mask` marks any position as padding."""
     if real_lengths(batch) is not None:
         return True
     mask = batch.get(_TARGET_MASK) if isinstance(batch, Mapping) else None
@@ -43,7 +43,7 @@ def is_padded(batch: Any) -> bool:
 
 
 def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount, options: dict[str, Any]) -> int:
-    """Model FLOPs of the batch without its padding; raises FlopwatchError where they cannot be determined."""
+    """Return the model FLOPs of the batch without its padding. Raises FlopwatchError if they cannot be determined."""
 
     def counted(part: Any) -> FlopCount:
         return count_as_is(model, part, **options)
@@ -51,18 +51,20 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
     layout = separate_lengths(model, batch, counted, suggest_layouts(batch)[0])
     columns = real_columns(batch, layout)
     rows = [_row(batch, layout, columns, index) for index in range(layout.sizes[SAMPLES])]
-    kinds = [_kind(row, columns, index, alone=bool(count.steered_by)) for index, row in enumerate(rows)]
-    # A cost that is not a sum over samples (a contrastive loss) needs a law instead of single rows.
+    keys = [_cost_key(row, columns, index, alone=bool(count.steered_by)) for index, row in enumerate(rows)]
+    # The FLOPs of single rows do not add up if samples are compared with each other, as in a contrastive loss.
     is_additive = _is_additive(batch, rows, counted, count)
-    if len(set(kinds)) <= _MOST_KINDS_COUNTED and is_additive:
-        return _sum_of_rows(rows, kinds, counted)
+    if len(set(keys)) <= _MOST_ROWS_COUNTED and is_additive:
+        return _sum_of_rows(rows, keys, counted)
     law = fit_flops_law(
         model, batch, attention=options["attention"], loss_fn=options["loss_fn"], training=options["training"]
     )
     if is_additive and not law.exact:
-        return _sum_of_rows(rows, kinds, counted)
+        return _sum_of_rows(rows, keys, counted)
     if not law.exact or law.layout is None:
-        raise MeasurementError(f"its cost is not a sum over samples, and no law holds ({'; '.join(law.notes)})")
+        raise MeasurementError(
+            f"the FLOPs are not a sum over samples, and no exact formula was found ({'; '.join(law.notes)})"
+        )
     lengths = [
         {name: len(columns[name][index]) if name in columns else law.layout.sizes[name] for name in law.layout.lengths}
         for index in range(len(rows))
@@ -71,15 +73,15 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
     return needed.forward + needed.backward
 
 
-def _sum_of_rows(rows: Sequence[Any], kinds: Sequence[Any], counted: Any) -> int:
-    cost = {kind: counted(rows[kinds.index(kind)]).model_flops for kind in dict.fromkeys(kinds)}
-    return sum(cost[kind] for kind in kinds)
+def _sum_of_rows(rows: Sequence[Any], keys: Sequence[Any], counted: Any) -> int:
+    cost = {key: counted(rows[keys.index(key)]).model_flops for key in dict.fromkeys(keys)}
+    return sum(cost[key] for key in keys)
 
 
 def real_columns(batch: Mapping[str, Any], layout: Layout) -> dict[str, list[torch.Tensor]]:
-    """The positions of each row that are not padding, by the length variable of the mask.
+    """Return the positions of each row that are not padding, by the length variable of the mask.
 
-    A target with its own length is masked by `decoder_attention_mask`, or by trailing labels that the loss ignores.
+    The padding of a decoder's target is marked by `decoder_attention_mask` or by trailing labels that the loss ignores.
     """
     found: dict[str, list[torch.Tensor]] = {}
     for name in ("attention_mask", _TARGET_MASK):
@@ -93,7 +95,7 @@ def real_columns(batch: Mapping[str, Any], layout: Layout) -> dict[str, list[tor
 
 
 def target_lengths(labels: torch.Tensor) -> torch.Tensor:
-    """The length of each row up to its last label that is not ignored; at least 1."""
+    """Return the length of each row up to its last label that the loss does not ignore; at least 1."""
     positions = torch.ones_like(labels).cumsum(1)
     return ((labels != IGNORED_LABEL) * positions).amax(1).clamp(min=1)
 
@@ -105,14 +107,14 @@ def _row(batch: Any, layout: Layout, columns: Mapping[str, Sequence[torch.Tensor
     return row
 
 
-def _kind(row: Any, columns: Mapping[str, Sequence[torch.Tensor]], index: int, *, alone: bool) -> Any:
-    """Equal for rows that cost the same: of the same lengths, with the same images, unless values steer the cost."""
+def _cost_key(row: Any, columns: Mapping[str, Sequence[torch.Tensor]], index: int, *, alone: bool) -> Any:
+    """Return a key that is equal for rows with the same lengths and images; with `alone`, every row has its own key."""
     lengths = tuple(len(of_rows[index]) for of_rows in columns.values())
     return (index if alone else None, lengths, str(grids_of(row)), str(row.get("video_grid_thw")))
 
 
 def _is_additive(batch: Any, rows: Sequence[Any], counted: Any, count: FlopCount) -> bool:
-    """Whether the batch costs as much as its rows one by one, padding included in both."""
+    """Return whether the padded batch costs as many FLOPs as its padded rows, counted one by one."""
     layout = suggest_layouts(batch)[-1]
     executed = count.forward_flops + count.backward_flops
     whole = one_sample(batch, layout, 0)
@@ -132,22 +134,22 @@ def count_flops(
 ) -> FlopCount:
     """Count the FLOPs of one step: forward, backward, recomputation.
 
-    The model may be wrapped (`torch.compile`, DDP, FSDP2), tensor parallel or on the meta device; the count is that of
-    the whole model, and one rank may count alone. Nothing about it changes: not its gradients, buffers, random states,
-    hooks or compiled graphs.
+    The model may be wrapped (`torch.compile`, DDP, FSDP2), tensor parallel or on the meta device. The count is always
+    that of the whole model, and one rank may call this function alone. The model's gradients, buffers, random states,
+    hooks and compiled graphs do not change.
 
     Args:
         model: Any `nn.Module`.
-        batch: Keyword arguments as a dict, positional ones as a tuple, or the single tensor the model takes.
-        method: `trace` runs the model's code with fake tensors and nothing on a device; `step` counts one real step;
-            `estimate` reads the modules' shapes; `auto` takes the first of them that works and says which. A function
-            from the batch to its FLOPs replaces all of them.
-        attention: `full` counts every pair of positions (as PaLM's appendix B does), `causal` those not masked.
-        loss_fn: From the model's output to the loss, where the model does not return one.
-        training: False counts the forward pass alone.
+        batch: Keyword arguments as a dict, positional ones as a tuple, or the single tensor that the model takes.
+        method: `trace` runs the model's code on fake tensors and uses no device; `step` runs and counts one real step;
+            `estimate` calculates from the shapes of the weights; `auto` uses the first of these that works, and
+            `FlopCount.method` says which. Instead, you can pass a function that returns the FLOPs of a batch.
+        attention: `full` counts every pair of positions (as PaLM's appendix B does), `causal` only unmasked pairs.
+        loss_fn: Computes the loss from the model's output; needed if the model does not return a loss.
+        training: False counts only the forward pass.
 
     Returns:
-        A `FlopCount`. Look at `coverage` and `notes` before you quote it.
+        A `FlopCount`. Its `coverage` and `notes` say what the numbers leave out.
 
     Example:
         >>> import torch
@@ -158,9 +160,9 @@ def count_flops(
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if attention not in get_args(AttentionConvention):
-        raise InputError(f"attention is 'full' or 'causal', got {attention!r}")
+        raise InputError(f"attention must be 'full' or 'causal', got {attention!r}")
     if isinstance(batch, Mapping):
-        batch = dict(batch)  # torch's pytree does not open a tokenizer's BatchEncoding
+        batch = dict(batch)  # torch's pytree finds tensors in a dict, but not in a tokenizer's BatchEncoding
     read_shape(batch)
     options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "training": training}
     count = count_as_is(model, batch, method=method, **options)
@@ -172,14 +174,14 @@ def count_flops(
 def _without_padding(
     count: FlopCount, model: nn.Module, batch: Mapping[str, Any], options: dict[str, Any]
 ) -> FlopCount:
-    """The count with the FLOPs of padding moved from `model_flops` to `padding_flops`."""
+    """Return the count with the FLOPs of padding moved from `model_flops` to `padding_flops`."""
     try:
         needed = unpadded_flops(model, batch, count, options)
     except FlopwatchError as error:
-        note = f"padding counts as work here, because a row could not be counted alone: {error}"
+        note = f"model_flops includes padding, because the rows could not be counted without it: {error}"
         return replace(count, notes=(*count.notes, note))
     executed = count.forward_flops + count.backward_flops
     if needed == executed:
-        note = "padding counts as work here: no sequence that the model computes with runs along the mask"
+        note = "model_flops includes padding, because removing the masked positions did not change the FLOPs"
         return replace(count, notes=(*count.notes, note))
     return replace(count, model_flops=needed, padding_flops=executed - needed)

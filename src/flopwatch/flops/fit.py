@@ -1,8 +1,9 @@
-"""Fits the FLOP law of a model on a few small traces, and tests it on shapes it was not fitted on.
+"""Fits the FLOP law of a model: a formula for the FLOPs of a step as a function of the batch's shape.
 
-The user's example, unaltered, is always counted and held out. Other held-out shapes are at both ends of the range, at
-neighbouring lengths of both parities, and at the edges of windows and blocks that the model's configuration names.
-Where no formula holds, or values or random draws steer the cost, shapes are counted one by one.
+The formula is fitted on counts of a few small shapes and tested on others, which are held out from the fit. The user's
+unaltered example is always held out. The other held-out shapes have the shortest and the longest lengths, odd and even
+lengths, and lengths next to the window and block sizes in the model's configuration. If no formula predicts them all,
+or if tensor values or random draws change the FLOPs, there is no formula, and each shape is counted when needed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from flopwatch.records.flops import AttentionConvention, FlopCount
 
 
 def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fraction] | None:
-    """Gaussian elimination of a square system in rational numbers, so that a law is exact; None if it is singular.
+    """Solve a square system of equations exactly, by Gaussian elimination in rational numbers; None if it is singular.
 
     >>> solve([[1, 1], [1, 2]], [3, 5])
     [Fraction(1, 1), Fraction(2, 1)]
@@ -46,19 +47,20 @@ def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fracti
     return [row[-1] for row in rows]
 
 
-# A quadratic needs three different lengths, and the held-out ones must differ from them.
+# The least difference between the longest and shortest tested length: a quadratic is fitted on three lengths, and the
+# held-out lengths must differ from these.
 _SHORTEST_SPAN = 12
-# Words in names of settings at whose values the formula of a model's cost may change.
+# Words in the names of settings whose values are lengths beyond which the FLOPs may follow another formula.
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")
-# Each edge takes two more traces.
+# How many window, chunk or block sizes of a model are tested at most. Each takes two more traces.
 _MOST_EDGES = 2
-# Samples of the largest probed batch; in a trace more samples take no more time.
+# The number of samples in the largest tested batch. A trace of many samples takes no longer than one of few.
 _MANY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """Terms to fit, shapes to fit them on, shapes to test the result on."""
+    """The terms of a formula, the shapes to fit their coefficients on, and the shapes to test the result on."""
 
     terms: list[str]
     fitted: list[StepShape]
@@ -75,17 +77,17 @@ def fit_flops_law(
     autocast: AutocastState | None = None,
     training: bool = True,
 ) -> FlopLaw:
-    """Find what a training step of this model costs as a function of the batch's shape.
+    """Fit a formula for the FLOPs of a training step of this model as a function of the batch's shape.
 
     Args:
         model: The live model; it is not changed.
-        batch: An example of what it is trained on. It is counted unaltered; for other shapes one of its samples is
+        batch: An example of a training batch. Batches of other shapes are made from one of its samples, which is
             lengthened, cut and repeated.
-        attention: `full` counts every pair of positions, `causal` those not masked.
-        loss_fn: From the model's output to the loss, where the model does not return one.
+        attention: `full` counts every pair of positions, `causal` only unmasked pairs.
+        loss_fn: Computes the loss from the model's output; needed if the model does not return a loss.
         method: How the shapes are counted, as in `count_flops`.
-        autocast: The autocast state of the training; the current one by default.
-        training: False fits the forward pass alone.
+        autocast: The autocast state of the training; by default, the current one.
+        training: False fits only the forward pass.
 
     Example:
         >>> import torch
@@ -105,7 +107,7 @@ def fit_flops_law(
 def _first_that_holds(
     model: nn.Module, batch: Any, counts: ShapeCounts, layouts: Sequence[Layout], own: FlopCount
 ) -> FlopLaw:
-    reason = "the shapes tried"
+    reason = "the number of samples cannot be varied"
     if own.method == "estimate" and own.coverage is not None:
         layouts = ()
     for suggested in layouts:
@@ -122,32 +124,35 @@ def _first_that_holds(
             try:
                 coefficients = _solved(counts, attempt)
                 wrong = _first_wrong(counts, attempt, coefficients)
-            except FlopwatchError as error:  # the model does not take such a shape
-                reason, takes_shapes = f"the probes: {error}", False
+            except FlopwatchError as error:
+                reason, takes_shapes = f"the model fails on another shape: {error}", False
                 break
             if coefficients and wrong is None:
                 return counts.law(coefficients, _dtype_coefficients(counts, attempt), _domain(attempt))
-            reason = f"{wrong.values}" if wrong else reason
-        # The model takes these shapes but no formula holds; a layout with fewer variables would not help.
+            reason = f"no polynomial predicts the FLOPs of the shape {wrong.values}" if wrong else reason
+        # The model accepts these shapes, but no formula holds. A layout with fewer variables would not help.
         if takes_shapes:
             break
-    note = f"no polynomial of the shape predicts {reason}; shapes are counted on demand, {CACHED_SHAPES} are kept"
+    note = f"no formula ({reason}): each shape is counted when needed, and the last {CACHED_SHAPES} counts are kept"
     return counts.law({}, {}, {}, note)
 
 
 def _with_steering_doubts(model: nn.Module, batch: Any, counts: ShapeCounts, law: FlopLaw, own: FlopCount) -> FlopLaw:
-    """Take away `exact` where values or random draws steer the cost. Values that were only read may be harmless."""
+    """Return the law, marked as not exact if tensor values or random draws change the FLOPs.
+
+    Values that the model or a library only reads may not change the FLOPs, so this is tested with altered batches.
+    """
     steered = {*own.steered_by, *own.values_read}
     reason = None
     if CHANCE in steered:
-        reason = "a random draw steers the cost, so a count holds for one draw only"
+        reason = "a random draw changes the FLOPs, so a count is right for one draw only"
     elif WEIGHTS in steered:
-        reason = "activations steer what is computed, so a count holds for one batch only"
+        reason = "the values of activations change the FLOPs, so a count is right for one batch only"
     else:
         harmless = {"image_grid_thw"} if law.sample_grids and law.coefficients else set()
         for name in sorted(steered - harmless):
-            if name in own.steered_by or _follows_values_of(name, batch, counts, own):
-                reason = f"the cost depends on the values of {name!r}, so a count holds for one batch only"
+            if name in own.steered_by or _depends_on_values(name, batch, counts, own):
+                reason = f"the values of {name!r} change the FLOPs, so a count is right for one batch only"
                 break
     if reason is None:
         return law
@@ -157,26 +162,26 @@ def _with_steering_doubts(model: nn.Module, batch: Any, counts: ShapeCounts, law
     )
 
 
-def _follows_values_of(name: str, batch: Any, counts: ShapeCounts, own: FlopCount) -> bool:
-    """Whether another batch of the same shapes, with other values of this argument, costs something else."""
+def _depends_on_values(name: str, batch: Any, counts: ShapeCounts, own: FlopCount) -> bool:
+    """Return whether batches of the same shape but with other values of this argument cost different FLOPs."""
     tried = 0
     for other in altered_batches(batch, name):
         try:
             count = counts.count(other)
-        except FlopwatchError:  # values the model does not take
+        except FlopwatchError:  # the model rejects these values
             continue
         tried += 1
         if (count.forward_flops, count.backward_flops) != (own.forward_flops, own.backward_flops):
             return True
-    # If the model rejected every altered batch nothing is known, so values are assumed to matter.
+    # If the model rejected every altered batch, nothing is known, so the values are assumed to change the FLOPs.
     return not tried
 
 
 def separate_lengths(model: nn.Module, batch: Any, count: Callable[[Any], FlopCount], layout: Layout) -> Layout:
-    """Give sequences a length of their own where the model takes them in different lengths.
+    """Return the layout with a separate variable for each sequence whose length may differ from the main one's.
 
-    Source and target of an encoder-decoder may have the same length in the example. Whether two sequences belong
-    together is found out by giving the model one of them a position shorter.
+    Source and target of an encoder-decoder may have the same length in the example by coincidence. To find out, the
+    model is run with a main sequence that is one position shorter.
     """
     if "s" not in layout.sizes or layout.sizes["s"] < 3:
         return layout
@@ -186,7 +191,7 @@ def separate_lengths(model: nn.Module, batch: Any, count: Callable[[Any], FlopCo
         if apart is None:
             continue
         added = next(name for name in apart.lengths if name not in layout.sizes)
-        sample = take_sample(model, batch, layout).with_layout(apart)
+        sample = replace(take_sample(model, batch, layout), layout=apart)
         length = layout.sizes["s"]
         try:
             count(sample.batch({SAMPLES: 2, "s": length - 1, added: length}))
@@ -204,7 +209,7 @@ def _longest_row(batch: Any, layout: Layout) -> int:
 
 
 def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_real: bool) -> Iterator[_Attempt]:
-    """First the terms that nearly every model has; then these with further terms that a few models need."""
+    """Yield first the terms that nearly every model needs, then these and further terms that few models need."""
     layout = sample.layout
     if SAMPLES not in layout.sizes:
         return
@@ -212,7 +217,7 @@ def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_
     powers = _monomials(lengths)
     levels = {name: _levels(sample, name) for name in lengths}
     points = [{name: levels[name][power.get(name, 0)] for name in lengths} for power in powers]
-    first, second = (1, 2) if lengths else (2, 3)  # batch norm refuses a single value per channel
+    first, second = (1, 2) if lengths else (2, 3)  # batch norm raises an error on a single sample
 
     def at(samples: int, point: dict[str, int]) -> StepShape:
         others = tuple((name, size) for name, size in point.items() if name != "s")
@@ -233,7 +238,7 @@ def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_
 
 
 def _monomials(lengths: Sequence[str]) -> list[dict[str, int]]:
-    """Products of lengths up to degree two: 1, s, s², t, s·t, t², ..."""
+    """Return the exponents of all products of lengths up to degree two: 1, s, s², t, s·t, t², ..."""
     degrees = [power for power in product(range(3), repeat=len(lengths)) if sum(power) <= 2]
     return [{name: power for name, power in zip(lengths, each, strict=True) if power} for each in sorted(degrees)]
 
@@ -244,9 +249,11 @@ def _range_of(sample: Sample, name: str) -> tuple[int, int]:
 
 
 def _levels(sample: Sample, name: str) -> tuple[int, int, int]:
-    """Three lengths to fit on, of both parities, so that a cost which depends on parity (a stride of 2) shows."""
+    """Return three lengths to fit on. Odd and even ones are among them, because a stride of 2 treats them differently.
+
+    The lengths are not at the ends of the range, where the held-out lengths are.
+    """
     shortest, longest = _range_of(sample, name)
-    # Away from both ends of the range, where the held-out lengths are.
     low, middle, high = (shortest + round((longest - shortest) * share) for share in (0.2, 0.45, 0.8))
     return low, middle + (1 if (middle - low) % 2 == 0 and middle + 1 < high else 0), high
 
@@ -254,7 +261,7 @@ def _levels(sample: Sample, name: str) -> tuple[int, int, int]:
 def _held_out(
     model: nn.Module, sample: Sample, levels: dict[str, Any], at: Any, *, runs_for_real: bool
 ) -> list[StepShape]:
-    """Shapes to test on: lengths of both parities at the top, at the bottom and in between; edges of windows."""
+    """Return the shapes to test on: the two longest lengths, the shortest, one in between, and edges of windows."""
     many = 3 if runs_for_real else max(_MANY, 2 * sample.layout.sizes[SAMPLES])
     if not levels:
         return [at(5, {}), at(7, {}), *([] if runs_for_real else [at(many, {}), at(many - 3, {})])]
@@ -262,9 +269,8 @@ def _held_out(
     shapes = []
     for name in levels:
         shortest, longest = _range_of(sample, name)
+        # 0.37 of the range is not among the lengths to fit on, which are 0.2, 0.45 and 0.8 of the range (`_levels`).
         between = shortest + round((longest - shortest) * 0.37)
-        # The corner of the range, both parities at its top, and batches of 1, 2, 3 and many samples. 0.37 of the range
-        # is no length that the law was fitted on.
         for samples, length in ((many, longest), (1, longest - 1), (3, between), (2, shortest)):
             shapes.append(at(samples, {**middle, name: length}))
         for edge in _edges(model, shortest, longest) if name == "s" else ():
@@ -273,7 +279,7 @@ def _held_out(
 
 
 def _edges(model: nn.Module, shortest: int, longest: int) -> list[int]:
-    """Values of settings that name a window, a chunk or a block, if they are in the range."""
+    """Return the values of the model's window, chunk and block settings that lie in the range of lengths."""
     found: set[int] = set()
     for holder in (getattr(model, "config", None), *model.children()):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
@@ -283,11 +289,11 @@ def _edges(model: nn.Module, shortest: int, longest: int) -> list[int]:
 
 
 def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepShape]]:
-    """Terms and shapes for other image sizes and one more image, in sequences long enough for the placeholders."""
+    """Return the terms for images, the shapes to fit them on, and the shapes to test them on."""
     side = sample.merge
     fit_grids: list[list[Grid]] = [[(1, 2 * side, 2 * side)], [(1, 3 * side, 4 * side)], [(1, 2 * side, 2 * side)] * 2]
     other_grids: list[list[Grid]] = [[(1, side, 5 * side)], [(1, 4 * side, 6 * side), (1, 2 * side, 3 * side)]]
-    # The largest probe below has 30 placeholders and 3 text tokens around its images.
+    # 40 more positions have room for the most images above: 30 placeholders and 3 text tokens around them.
     length = _range_of(sample, "s")[1] + 40
 
     def with_grids(grids: list[Grid], batch_size: int = 1) -> StepShape:
@@ -301,13 +307,13 @@ def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepS
 
 
 def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
-    """The least and greatest tested value of each variable."""
+    """Return the least and greatest value of each variable among the shapes."""
     met: dict[str, list[int]] = {}
     for shape in (*attempt.fitted, *attempt.held_out):
         for name, value in shape.values.items():
             met.setdefault(name, []).append(value)
     domain = {name: (min(values), max(values)) for name, values in met.items()}
-    # Batch norm may refuse a single sample, so it is not always probed; the polynomial includes it.
+    # A batch of one sample is not always among the shapes, because batch norm may reject it. The formula holds for it.
     return domain | {SAMPLES: (1, domain[SAMPLES][1])}
 
 
@@ -327,7 +333,10 @@ def _coefficients(attempt: _Attempt, values: list[list[int]]) -> dict[str, dict[
 
 
 def _dtype_coefficients(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dict[str, dict[str, Any]]]:
-    """The coefficients for each compute type; empty ones if there is only one type, which gets the whole law."""
+    """Return the coefficients of each compute type, such as bf16; {} if they do not predict the held-out shapes.
+
+    If there is only one type, it has no coefficients here, because those of the whole formula apply to it.
+    """
     measured = [counts.by_dtype(shape) for shape in attempt.fitted]
     names = sorted({name for each in measured for name in each})
     if len(names) < 2:
@@ -348,9 +357,8 @@ def _dtype_coefficients(counts: ShapeCounts, attempt: _Attempt) -> dict[str, dic
 
 
 def _first_wrong(counts: ShapeCounts, attempt: _Attempt, coefficients: dict[str, dict[str, Any]]) -> StepShape | None:
-    return next((shape for shape in attempt.held_out if not _predicts(coefficients, counts, shape)), None)
-
-
-def _predicts(coefficients: dict[str, dict[str, Any]], counts: ShapeCounts, shape: StepShape) -> bool:
-    flops = counts(shape)
-    return all(evaluate(coefficients.get(phase, {}), shape) == getattr(flops, phase) for phase in PHASES)
+    for shape in attempt.held_out:
+        flops = counts(shape)
+        if any(evaluate(coefficients.get(phase, {}), shape) != getattr(flops, phase) for phase in PHASES):
+            return shape
+    return None

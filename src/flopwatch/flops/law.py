@@ -1,10 +1,10 @@
-"""FLOPs as an exact function of the batch's shape, so that a step's cost is known without counting it.
+"""The FLOP law: a formula that gives the exact FLOPs of a step from the batch's shape, without counting the step.
 
-In a transformer, n samples of S positions cost n·(a + b·S + c·S²): projections grow with the positions, attention with
-their pairs. A contrastive loss compares all samples with each other, n² times. Work that does not depend on the batch
-size (position embeddings) adds a polynomial of S alone. Each image of t frames of h x w patches adds
-α + β·t·h·w + γ·t·(h·w)². No polynomial holds to the FLOP for models that cut the sequence into chunks or windows; their
-shapes are counted one by one.
+In a transformer, n samples of S positions cost n·(a + b·S + c·S²) FLOPs, because projections grow with the number of
+positions and attention with the number of pairs. A contrastive loss compares all pairs of samples and adds a term in
+n². Work that does not depend on the batch size (position embeddings) adds a polynomial in S. Each image of t frames of
+h x w patches adds α + β·t·h·w + γ·t·(h·w)². For models that cut the sequence into chunks or windows no polynomial is
+exact, so each of their shapes is counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ from flopwatch.records.flops import AttentionConvention, Method, PhaseFlops
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step's cost depends on.
+    """The sizes of a batch on which the FLOPs of a step depend.
 
     Attributes:
-        batch_size: Samples.
-        seq_len: Positions of the main sequence.
-        grids: All images of the batch, in order.
-        others: Lengths of other sequences (a decoder's target) by the name of their variable.
+        batch_size: The number of samples.
+        seq_len: The length of the main sequence; None for a model without one.
+        grids: The grids of all images of the batch, in order.
+        others: The lengths of other sequences, such as a decoder's target, by the name of their variable.
     """
 
     batch_size: int
@@ -41,7 +41,8 @@ class StepShape:
         return {SAMPLES: self.batch_size, **main, **dict(self.others)}
 
 
-# Names of the terms in samples and main sequence; terms with other sequences are spelled out, such as `n*s*t`.
+# The exponents of n (samples) and s (length of the main sequence) in the terms that have a name. Terms with other
+# lengths are named after their variables, such as `n*s*t`.
 _EXPONENTS: Mapping[str, Mapping[str, int]] = {
     "samples": {"n": 1},
     "positions": {"n": 1, "s": 1},
@@ -64,7 +65,7 @@ PHASES = ("forward", "backward", "recompute")
 
 
 def term_name(exponents: Mapping[str, int]) -> str:
-    """The name of a product of variables.
+    """Return the name of a product of variables.
 
     >>> term_name({"n": 1, "s": 2}), term_name({"n": 1, "s": 1, "t": 1})
     ('pairs', 'n*s*t')
@@ -82,7 +83,6 @@ def exponents_of(term: str) -> dict[str, int]:
 
 
 def term_value(term: str, shape: StepShape) -> int:
-    """The value of a term for a step of this shape."""
     if term in _IMAGE_TERMS:
         return _IMAGE_TERMS[term](shape.grids)
     values = shape.values
@@ -91,7 +91,7 @@ def term_value(term: str, shape: StepShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """What the cost of separate documents depends on: their number, their tokens, the sum of their squared lengths."""
+    """Sums over packed documents, from which their FLOPs follow: number, tokens, and squared lengths."""
 
     count: int
     tokens: int
@@ -103,7 +103,7 @@ class Documents:
 
 
 class CountsShapes(Protocol):
-    """Counts a shape on its first use, and remembers the result."""
+    """Counts the FLOPs of a shape when they are first needed, and remembers them."""
 
     def __call__(self, shape: StepShape) -> PhaseFlops: ...
 
@@ -114,25 +114,25 @@ class CountsShapes(Protocol):
 
 @dataclass(frozen=True)
 class FlopLaw:
-    """What a step costs, for any shape of the batch it was fitted on.
+    """A formula for the FLOPs of a step, for all batches that differ from the example only in variable sizes.
 
     Attributes:
-        exact: True if the formula predicted every held-out shape and the example itself to the FLOP, the counts it was
-            fitted on miss and estimate nothing, and neither values nor random draws steer the cost. It holds inside
-            `domain`; `exact_for` answers for one shape.
-        seq_lens: The shortest and longest length it was verified on; None for a model without a text sequence.
-        attention: The convention of the counts.
-        coefficients: FLOPs per term, for each phase; empty when no formula holds and shapes are counted on demand.
-        sample_grids: The images of the example sample, assumed for every sample when none are given.
-        method: How the counts it was fitted on were made.
-        coverage: Share of the matmul-like op calls that had a formula; None where no op was seen.
-        notes: What limits the law, for the reader.
-        layout: Which sizes of the batch are variables, and which must be as in the example.
-        domain: The least and greatest value of each variable that the law was verified on.
-        doubts: Why the counts it was fitted on are not exact; empty if they are.
-        dtypes: The compute types of the products, each with its own coefficients if there are several.
-        mode_risks: Ops whose last bits may differ while a dispatch mode is on.
-        per_batch: True if values or random draws steer the cost, so that a count holds for its own batch only.
+        exact: True if the formula gave the exact FLOPs of every held-out shape and of the example, the counts leave
+            nothing out and estimate nothing, and neither tensor values nor random draws change the FLOPs. This applies
+            to shapes inside `domain`; `exact_for` answers for any shape.
+        seq_lens: The shortest and longest length that was verified; None for a model without a text sequence.
+        attention: How attention was counted: `full` or `causal`.
+        coefficients: FLOPs per term, for each phase; empty if no formula holds and each shape is counted when needed.
+        sample_grids: The image grids of one sample of the example, used for every sample if no grids are given.
+        method: How the counts were made.
+        coverage: The share of matmul-like op calls that had a formula; None if no op was seen.
+        notes: Sentences about the limits of the law.
+        layout: Which sizes of the batch are variables; all others must be the same as in the example.
+        domain: The least and greatest value of each variable that was verified.
+        doubts: Reasons why the counts are not exact; empty if they are.
+        dtypes: The compute types of the products (such as bf16), each with its own coefficients if there are several.
+        mode_risks: Ops whose results may differ in the last bits while a torch dispatch mode is active.
+        per_batch: True if tensor values or random draws change the FLOPs, so that each batch has to be counted.
     """
 
     exact: bool
@@ -159,13 +159,13 @@ class FlopLaw:
         lengths: Sequence[int] | None = None,
         image_grids: Sequence[Grid] | None = None,
     ) -> int:
-        """FLOPs that the mathematics of such a step needs. A shape outside the verified domain is counted first.
+        """Return the FLOPs that a step needs, without recomputation. A shape outside `domain` is counted.
 
         Args:
             batch_size: Samples in the batch.
-            seq_len: Positions of each; left out for a model without a text sequence.
-            lengths: Instead of both: the real length of each sample, for padded or packed batches.
-            image_grids: (frames, rows, columns) of patches of every image in the batch; without it, every sample has
+            seq_len: Positions of each sample; leave it out for a model without a text sequence.
+            lengths: The real length of each sample, for padded or packed batches; replaces the first two arguments.
+            image_grids: (frames, rows, columns) of patches of every image in the batch; by default, every sample has
                 the images of the example.
         """
         if lengths is not None:
@@ -176,11 +176,11 @@ class FlopLaw:
     def hardware_flops(
         self, batch_size: int, seq_len: int | None = None, *, image_grids: Sequence[Grid] | None = None
     ) -> int:
-        """FLOPs such a step executes, recomputation and padding included."""
+        """Return the FLOPs that a step of this shape executes, recomputation and padding included."""
         return self.phase_flops(batch_size, seq_len, image_grids=image_grids).total
 
     def exact_for(self, batch_size: int, seq_len: int | None = None) -> bool:
-        """Whether the answer for this shape is exact: inside the verified domain, or counted on demand.
+        """Return whether the FLOPs of this shape are exact: the shape lies inside `domain`, or it can be counted.
 
         >>> law = FlopLaw(True, (1, 64), "full", {"forward": {}}, domain={"n": (1, 8), "s": (1, 64)})
         >>> law.exact_for(4, 64), law.exact_for(4, 65)
@@ -200,28 +200,25 @@ class FlopLaw:
         *,
         image_grids: Sequence[Grid] | None = None,
     ) -> PhaseFlops:
-        """The FLOPs that such a step executes, by phase."""
+        """Return the FLOPs that a step of this shape executes, by phase."""
         return self.cost(self._shape(batch_size, seq_len, image_grids))
 
     def cost(self, shape: StepShape) -> PhaseFlops:
-        """The FLOPs that a step of this shape executes, by phase; a shape outside the domain is counted."""
-        # The formula is only verified inside the domain; outside it the shape is counted.
-        if self.coefficients and (self.covers_shape(shape) or self.count_shape is None):
-            if not self.covers_shape(shape):
-                raise InputError(
-                    f"{shape.values} lies outside of the range this law was verified on ({dict(self.domain)}), and "
-                    "the model it was fitted on is not here to count it; fit a law on the model first"
-                )
-            return PhaseFlops(*(_sum_of(terms, lambda term: term_value(term, shape)) for terms in self._phase_terms))
+        """Return the FLOPs that a step of this shape executes, by phase. A shape outside `domain` is counted."""
+        if self.coefficients and self.covers_shape(shape):
+            return self._summed(lambda term: term_value(term, shape))
         if self.count_shape is None:
-            raise InputError("this law has neither a formula nor a model to count with")
+            raise InputError(
+                f"the FLOPs of the shape {shape.values} are unknown: this FLOP law was verified on "
+                f"{dict(self.domain)}, and it has no model to count others with; call fit_flops_law with the model"
+            )
         return self.count_shape(shape)
 
     def cost_by_dtype(self, shape: StepShape) -> dict[str, PhaseFlops]:
-        """The same by the type that the products run in; empty where it is not known."""
+        """Return the FLOPs of a step of this shape by compute type, such as bf16; empty if the types are unknown."""
         if not self.coefficients or not self.covers_shape(shape):
             return dict(self.count_shape.by_dtype(shape)) if self.count_shape is not None else {}
-        # A single type has the whole cost, so no coefficients are stored for it.
+        # A single type has all FLOPs, so it has no coefficients of its own.
         if len(self.dtypes) == 1:
             return {next(iter(self.dtypes)): self.cost(shape)}
         return {
@@ -232,14 +229,14 @@ class FlopLaw:
     def phase_flops_of_rows(
         self, rows: Sequence[Mapping[str, int]], *, image_grids: Sequence[Grid] | None = None
     ) -> PhaseFlops:
-        """FLOPs of samples of different lengths in one step, without padding.
+        """Return the FLOPs of one step on samples of different lengths, without padding, by phase.
 
-        Terms in the number of samples are evaluated for each sample at its own lengths, terms that a step pays once
-        (position embeddings) at the greatest length, and terms that compare samples for all pairs of them.
+        Terms that are linear in the number of samples are evaluated for each sample at its own lengths. All other terms
+        (position embeddings, pairs of samples) are evaluated at the greatest lengths.
 
         Args:
             rows: The lengths of each sample, by variable.
-            image_grids: All images in them; without it, each has the images of the example.
+            image_grids: The grids of all images; by default, each sample has the images of the example.
         """
         longest = {name: max(row[name] for row in rows) for name in rows[0]}
         grids = self._grids(image_grids, len(rows))
@@ -249,10 +246,8 @@ class FlopLaw:
                 return _IMAGE_TERMS[term](grids)
             powers = exponents_of(term)
             samples = powers.pop(SAMPLES, 0)
-            # Linear in n: every sample adds the term at its own lengths.
             if samples == 1:
                 return sum(prod(int(row.get(name, 0) ** power) for name, power in powers.items()) for row in rows)
-            # A cost per step, or over all pairs of samples, is its term at the greatest lengths of the batch.
             return int(len(rows) ** samples) * prod(
                 int(longest.get(name, 0) ** power) for name, power in powers.items()
             )
@@ -268,15 +263,15 @@ class FlopLaw:
         others: Sequence[tuple[str, int]] = (),
         image_grids: Sequence[Grid] | None = None,
     ) -> PhaseFlops:
-        """FLOPs of packed documents in one step, each attending to itself alone.
+        """Return the FLOPs of one step on packed documents, where attention stays inside each document, by phase.
 
         Args:
-            documents: Their number, tokens and squared lengths.
-            longest: The length of a row, at which terms that a step pays once are evaluated; None for one row without
-                padding.
-            rows: The number of rows they are packed into.
+            documents: The sums over the documents.
+            longest: The length of a row, for terms that do not depend on the number of samples; None for one row
+                without padding.
+            rows: The number of rows that the documents are packed into.
             others: Lengths of other sequences of each document.
-            image_grids: All images in them; without it, each has the images of the example.
+            image_grids: The grids of all images; by default, each document has the images of the example.
         """
         # The sums of length⁰, length¹ and length² over all documents, indexed by the exponent of s.
         powers_of_main = (documents.count, documents.tokens, documents.squares)
@@ -296,28 +291,30 @@ class FlopLaw:
 
     def _summed(self, amount: Callable[[str], int]) -> PhaseFlops:
         if not self.coefficients:
-            raise InputError("this model has no law: pass the lengths of the samples, so that each can be counted")
+            raise InputError(
+                "this model has no formula for its FLOPs; call model_flops(lengths=...), which counts each sample"
+            )
         return PhaseFlops(*(_sum_of(terms, amount) for terms in self._phase_terms))
 
     def covers(self, seq_len: int | None) -> bool:
-        """Whether this length lies in the range the law was verified on."""
+        """Return whether this sequence length lies in the range that was verified."""
         if self.seq_lens is None or seq_len is None:
             return self.seq_lens is None and seq_len is None
         return self.seq_lens[0] <= seq_len <= self.seq_lens[1]
 
     def covers_shape(self, shape: StepShape) -> bool:
-        """Whether all variables of this shape lie in the ranges the law was verified on."""
+        """Return whether all variables of this shape lie in the ranges that were verified."""
         values = shape.values
         return all(low <= values.get(name, low) <= high for name, (low, high) in self.domain.items())
 
     def has_counted(self, shape: StepShape) -> bool:
-        """Whether this shape's cost is known without counting."""
+        """Return whether the FLOPs of this shape are known without counting."""
         is_formula = bool(self.coefficients) and self.covers_shape(shape)
         return is_formula or self.count_shape is None or shape in self.count_shape
 
     def _sum_of_samples(self, batch_size: Any, seq_len: Any, lengths: Sequence[int], image_grids: Any) -> int:
         if batch_size is not None or seq_len is not None:
-            raise InputError("pass the lengths of the samples, or batch_size and seq_len, not both")
+            raise InputError("pass either lengths, or batch_size and seq_len, but not both")
         if len(lengths) == 0:
             raise InputError("lengths is empty: pass the length of each sample")
         for length in lengths:
@@ -327,25 +324,28 @@ class FlopLaw:
             cost = self.phase_flops_of_rows(rows, image_grids=image_grids)
             return cost.forward + cost.backward
         if image_grids is not None:
-            raise InputError("this model is counted sample by sample, and which images belong to which is not known")
-        # Without a formula each sample is counted alone, which leaves out what compares samples.
+            raise InputError(
+                "leave image_grids out: this model is counted sample by sample, and the grids do not say which image "
+                "belongs to which sample"
+            )
+        # Each sample is counted alone, so FLOPs that compare samples with each other are missing.
         costs = [self.cost(self._shape(1, length, None)) for length in lengths]
         return sum(cost.forward + cost.backward for cost in costs)
 
     def _shape(self, batch_size: int | None, seq_len: int | None, image_grids: Sequence[Grid] | None) -> StepShape:
         if batch_size is None:
-            raise InputError("pass batch_size (and seq_len), or the lengths of the samples")
+            raise InputError("pass batch_size (and seq_len, for a text model), or the lengths of the samples")
         if self.seq_lens is None and seq_len is not None:
             raise InputError(f"this model has no text sequence: leave seq_len out, got {seq_len!r}")
         if self.seq_lens is not None and seq_len is None:
-            raise InputError("this model's cost depends on the length: pass seq_len, or lengths")
+            raise InputError("the FLOPs of this model depend on the sequence length: pass seq_len, or lengths")
         samples = _size("batch_size", batch_size)
         grids = self._grids(image_grids, samples)
         length = None if seq_len is None else _size("a length", seq_len)
         return StepShape(samples, length, grids, self._other_lengths())
 
     def _other_lengths(self) -> tuple[tuple[str, int], ...]:
-        """The lengths of other sequences, as in the example."""
+        """Return the lengths of all sequences except the main one, which are those of the example."""
         if self.layout is None:
             return ()
         return tuple((name, self.layout.sizes[name]) for name in self.layout.lengths if name != "s")
@@ -354,7 +354,7 @@ class FlopLaw:
         if image_grids is None:
             return self.sample_grids * samples
         if not self.sample_grids:
-            raise InputError("the example this law was fitted on has no image_grid_thw: leave image_grids out")
+            raise InputError("leave image_grids out: the batch this FLOP law was fitted on has no image_grid_thw")
         return tuple(map(_grid, image_grids))
 
     @cached_property
@@ -369,7 +369,8 @@ class FlopLaw:
         }
 
 
-# Terms with integer factors, and their common divisor: a live run evaluates the law on every step.
+# Terms with integer factors, and the divisor of their sum. A monitor evaluates the formula on every step, and integers
+# are faster than fractions.
 _Terms = tuple[list[tuple[str, int]], int]
 
 
@@ -389,12 +390,12 @@ def evaluate(coefficients: Mapping[str, Fraction], shape: StepShape) -> Fraction
 
 def _size(what: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{what} is a positive whole number, got {value!r}")
+        raise InputError(f"{what} must be a positive whole number, got {value!r}")
     return value
 
 
 def _grid(grid: Sequence[int]) -> Grid:
     if len(grid) != 3:
-        raise InputError(f"an image grid is (frames, rows, columns), got {tuple(grid)!r}")
+        raise InputError(f"an image grid must be (frames, rows, columns), got {tuple(grid)!r}")
     t, h, w = (_size("a side of an image grid", int(side)) for side in grid)
     return t, h, w

@@ -1,8 +1,9 @@
-"""The methods to count one batch, padding included: by a trace with fake tensors, by a real step, by an estimate.
+"""Counts one batch, padding included, by one of three methods: a trace with fake tensors, a real step, an estimate.
 
-A trace runs the model's own code without weights and without device time. A real step serves models that fake tensors
-cannot follow: it runs on a stand-in that shares the live parameters' storage, so live gradients, buffers and hooks are
-untouched, but forward and backward really run and need their memory.
+A trace runs the model's own code on fake tensors, which have shapes but no values, so it needs neither weights nor a
+device. Models that need values are counted on a real step instead. It runs on a stand-in, a copy of the module tree
+that shares the live parameters' storage. The live model's gradients, buffers and hooks stay untouched, but forward and
+backward really run and need their memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,9 +49,9 @@ def count_by_step(
     training: bool,
     autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Count one real step. Raises InputError where one process cannot run it, MeasurementError where it fails.
+    """Count one real step. Raises InputError if one process cannot run the step, MeasurementError if the step fails.
 
-    `autocast` is the state to run the model under; None takes the current one.
+    `autocast` is the autocast state that the model runs under; None means the current one.
     """
     obstacle = step_obstacle(model)
     if obstacle:
@@ -81,22 +82,22 @@ def count_by_step(
 
 
 def step_obstacle(model: nn.Module) -> str | None:
-    """Why a real step cannot run in this process, or None."""
+    """Return why a real step cannot run in this process; None if it can."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "meta":
-            return "the model is on the meta device and has no weights to run a step with"
+            return "the model is on the meta device, so it has no weights to run a step with"
         if hasattr(tensor, "full_tensor"):  # a DTensor
-            return "its parameters are spread over ranks (DTensor), so one rank alone cannot run a step"
+            return "the model's parameters are spread over ranks (DTensor), so one rank alone cannot run a step"
     return None
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Parameters are only read, so they share storage; buffers (batch norm's statistics) are written to, so copied."""
+    """Share the storage of a parameter, which the step only reads; copy a buffer, which the step may write to."""
     return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 class _GradientKeeper:
-    """Restores the gradients of live parameters that the step reaches past the stand-in (a module in a closure)."""
+    """Restores the gradients of live parameters that the step uses from outside the stand-in, as in a closure."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -117,7 +118,7 @@ class _GradientKeeper:
 
 
 def copied_batch(batch: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with all tensors and random generators copied; `requires_grad` is kept."""
+    """Return the batch with copies of all its tensors and random generators; `requires_grad` is kept."""
 
     def copied(path: str, tensor: torch.Tensor) -> torch.Tensor:
         return copy(tensor).requires_grad_(tensor.requires_grad)
@@ -125,15 +126,15 @@ def copied_batch(batch: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> An
     return map_tensors(batch, copied, own_generator)
 
 
-WITHOUT_AUTOCAST = "the model could not be followed under autocast, so the types of its products are not known"
+WITHOUT_AUTOCAST = "the model could not be traced under autocast, so the compute types of its products are not known"
 
-# Weak keys, so that a counted model can be freed.
+# The keys are weak references, so that a counted model can be freed.
 _memories: "WeakKeyDictionary[nn.Module, ReplayMemory]" = WeakKeyDictionary()
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """The caller promises not to change the model inside the block, so traces may reuse what they found about it."""
+    """Let traces reuse what earlier ones found about the model. The caller must not change the model in the block."""
     with _memories.setdefault(model, ReplayMemory()).unchanged():
         yield
 
@@ -149,17 +150,11 @@ def count_by_trace(
     replay: bool = True,
     memory: ReplayMemory | None = None,
 ) -> FlopCount:
-    """Count with fake tensors. Raises UntraceableError where the model needs values that they do not have.
+    """Count a step on fake tensors. Raises UntraceableError if the model needs values, which these do not have.
 
-    Args:
-        model: The live model.
-        batch: As `count_flops` takes it.
-        attention: The convention for fused attention.
-        loss_fn: From the model's output to the loss.
-        training: False counts the forward pass alone.
-        autocast: The state to run the model under; None takes the current one.
-        replay: Run only a few of the layers with equal structure; the count is the same.
-        memory: What earlier traces have proven about the layers; by default, that of the same model's traces.
+    `autocast` is the autocast state that the model runs under; None means the current one. With `replay`, only a few of
+    the layers with equal structure run, which gives the same count. `memory` holds what earlier traces have proven
+    about the layers; None means the earlier traces of this model.
     """
     state = current_autocast() if autocast is None else autocast
     memory = memory or _memories.setdefault(model, ReplayMemory())
@@ -169,7 +164,8 @@ def count_by_trace(
     except MeasurementError:
         if not state.enabled:
             raise
-        # The CPU's autocast keeps other ops in fp32 than an accelerator's does, so an op may get mixed types.
+        # A trace runs under the CPU's autocast, which keeps other ops in fp32 than an accelerator's autocast does.
+        # The model may fail because an op gets tensors of two types, so it is traced once more without autocast.
         count = replace(trace, autocast=AutocastState()).count(replay=replay)
         return replace(count, by_dtype={}, notes=(*count.notes, WITHOUT_AUTOCAST))
 
@@ -184,16 +180,16 @@ class _Trace:
     training: bool
     memory: ReplayMemory
     keep_whole: bool = False
-    """Whether to keep attention whole where torch would decompose it, at the price of a function mode."""
+    """Whether to count attention as one op where torch would decompose it; this takes longer."""
 
     def count(self, *, replay: bool) -> FlopCount:
-        """Count, and keep attention whole only where the result depends on it."""
+        """Count the step, and set `keep_whole` only if the result depends on it."""
         if self.attention == "causal" or device_type_of(self.model, self.autocast) != "cpu":
             return replace(self, keep_whole=True)._counted(replay=replay)
         try:
             return self._counted(replay=replay)
         except MeasurementError as error:
-            # torch's message when flex_attention needs a backward pass on the CPU.
+            # torch's message says FlexAttention if a backward pass is needed on the CPU, where it has none.
             if "FlexAttention" not in str(error):
                 raise
             return replace(self, keep_whole=True)._counted(replay=replay)
@@ -216,7 +212,7 @@ class _Trace:
             self._run(faker, stack, mode, steering, replay.attach)
             return _as_count("trace", replay.tally(), stack, mode, self.attention, steering)
         except Exception as error:
-            # Replay may have caused the failure; a full trace decides.
+            # Replaying layers instead of running them may have caused the failure, so all layers are run now.
             if replay.failed_like_the_model(error, in_backward=mode.in_backward):
                 raise
             self.memory.is_refused = isinstance(error, ReplayRefusedError)
@@ -237,10 +233,11 @@ class _Trace:
             prepare(replica)
             fake_batch = copied_batch(self.batch, faker.tensor)
             steering.name_batch(fake_batch)
-            # Without gradients torch runs an encoder layer as one op, but not under a function mode.
+            # Without gradients torch runs an encoder layer as one op. A function mode such as `PythonReads` would
+            # prevent that.
             reads = PythonReads(steering) if self.training else nullcontext()
             noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)
-            # `whole_attention` must be the innermost mode, because it looks at its caller's frame.
+            # `whole_attention` must be the innermost mode, because it inspects its caller's frame.
             with failures_named(stack, NEEDS_VALUES), noticed[0], noticed[1], noticed[2], whole_attention:
                 run_step(replica, *as_call(fake_batch), self.loss_fn, mode, training=self.training, autocast=autocast)
 
@@ -271,18 +268,18 @@ def count_as_is(
     training: bool,
     autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Count every position, padding included, under this autocast state or the current one."""
+    """Count all positions, padding included; `autocast` None means the current autocast state."""
     if callable(method):
         return _count_by_user(method, batch, attention)
     if method not in get_args(MethodChoice):
         choices = ", ".join(map(repr, get_args(MethodChoice)))
-        raise InputError(f"method is one of {choices} or a function from a batch to its FLOPs, got {method!r}")
-    ways = {"trace": count_by_trace, "step": count_by_step}
+        raise InputError(f"method must be one of {choices}, or a function that takes a batch, got {method!r}")
+    counters = {"trace": count_by_trace, "step": count_by_step}
     options: dict[str, Any] = {"attention": attention, "loss_fn": loss_fn, "training": training}
     if method == "estimate":
         return count_by_estimate(model, batch, **options)
     if method != "auto":
-        return ways[method](model, batch, autocast=autocast, **options)
+        return counters[method](model, batch, autocast=autocast, **options)
     return _count_by_first_that_works(model, batch, autocast, **options)
 
 
@@ -291,34 +288,34 @@ def _count_by_first_that_works(
 ) -> FlopCount:
     try:
         traced = count_by_trace(model, batch, autocast=autocast, **options)
-        # A real step can count inside threads, a trace cannot.
+        # A real step can count ops in threads that the model starts, a trace cannot.
         if THREADS not in {op.op for op in traced.uncounted} or step_obstacle(model) is not None:
             return traced
-        trace_error = MeasurementError("it starts threads, in which fake tensors are not seen")
+        trace_error = MeasurementError("the model starts threads, and a trace does not see the ops in them")
     except NeedsOtherRanksError as error:
         return _estimated(model, batch, str(error), options)
     except MeasurementError as error:
         trace_error = error
-    cannot_follow = f"fake tensors could not follow the model ({trace_error})"
+    cannot_trace = f"the model could not be traced with fake tensors ({trace_error})"
     obstacle = step_obstacle(model)
     if obstacle is not None:
-        return _estimated(model, batch, f"{cannot_follow}, and {obstacle}", options)
+        return _estimated(model, batch, f"{cannot_trace}, and {obstacle}", options)
     try:
         count = count_by_step(model, batch, autocast=autocast, **options)
     except NeedsOtherRanksError as error:
-        return _estimated(model, batch, f"{cannot_follow}, and {error}", options)
-    note = f"counted on one real step, because fake tensors could not follow the model: {trace_error}"
+        return _estimated(model, batch, f"{cannot_trace}, and {error}", options)
+    note = f"counted on one real step, because the model could not be traced with fake tensors: {trace_error}"
     return replace(count, notes=(note, *count.notes))
 
 
 def _estimated(model: nn.Module, batch: Any, reason: str, options: dict[str, Any]) -> FlopCount:
     count = count_by_estimate(model, batch, **options)
-    return replace(count, notes=(f"estimated: {reason}", *count.notes))
+    return replace(count, notes=(f"the FLOPs are estimated, because {reason}", *count.notes))
 
 
 def _count_by_user(flops_fn: Callable[[Any], int], batch: Any, attention: AttentionConvention) -> FlopCount:
     flops = flops_fn(batch)
     if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
         raise InputError(f"the function given as method must return a positive finite number of FLOPs, got {flops!r}")
-    note = "from the user's function, which does not separate forward and backward"
+    note = "the FLOPs come from the user's function, which does not separate forward and backward"
     return FlopCount(int(flops), int(flops), 0, 0, 0, method="flops_fn", attention=attention, notes=(note,))

@@ -1,4 +1,4 @@
-"""Counts per shape, made on demand from one sample. A FLOP law is fitted on them, and they replace it if none holds."""
+"""Counts batches of any shape, made from one sample: to fit a FLOP law, or in its place if no formula holds."""
 
 import weakref
 from collections import OrderedDict
@@ -17,10 +17,10 @@ from flopwatch.flops.tracing.counter import ONE_RANKS_SHARE
 from flopwatch.flops.tracing.custom_functions import CANNOT_TELL, MAY_RUN_AGAIN, NOT_FOLLOWED
 from flopwatch.records.flops import FlopCount, Method, PhaseFlops
 
-# Enough for the lengths a training meets again; a cost is a few integers, so memory is no concern.
+# The number of shapes whose FLOPs are kept. Each takes a few integers, and lengths often recur in a training.
 CACHED_SHAPES = 256
-# A law is only as good as its least trusted count.
-_LEAST_TRUSTED_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
+# A FLOP law names the least reliable of the methods that its counts were made with.
+_LEAST_RELIABLE_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class _Cost:
 
 
 class ShapeCounts:
-    """Counts shapes of one sample, and keeps the most recently used results.
+    """Counts batches made from one sample, and keeps the most recently used results.
 
     Attributes:
-        sample: The sample that shapes are made from.
+        sample: The sample that batches are made from.
         notes: The notes of all counts.
-        doubts: Why no law fitted on these counts can be exact.
+        doubts: Reasons why a law that is fitted on these counts is not exact.
     """
 
     def __init__(self, model: nn.Module, sample: Sample, options: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class ShapeCounts:
         return shape in self._known
 
     def add_example(self, batch: Any, shape: BatchShape) -> FlopCount:
-        """Count the user's own batch, unaltered. All other shapes are counted with the same method, or not at all."""
+        """Count the user's own batch, unaltered. All other shapes will be counted with the same method."""
         count = self.count(batch)
         self._options = {**self._options, "method": count.method}
         self._example = shape, grids_of(batch)
@@ -70,7 +70,7 @@ class ShapeCounts:
         return count
 
     def example_shape(self, layout: Layout) -> StepShape:
-        """The shape of the example in a layout; its cost is set to that of the unaltered batch."""
+        """Return the shape of the user's batch in this layout, and store the batch's FLOPs under this shape."""
         assert self._example is not None
         assert self._example_cost is not None
         size, grids = self._example
@@ -86,7 +86,7 @@ class ShapeCounts:
         domain: dict[str, tuple[int, int]],
         note: str = "",
     ) -> FlopLaw:
-        """The law with these coefficients; without any, the law counts shapes on demand."""
+        """Return a FLOP law with these coefficients; without coefficients, it counts each shape when needed."""
         layout = self.sample.layout
         whole = self.example_shape(layout)
         lengths = domain.get("s")
@@ -102,7 +102,7 @@ class ShapeCounts:
             coefficients=coefficients,
             sample_grids=self.sample.grids,
             notes=tuple(filter(None, (*self.doubts, note, *self._other_lengths(layout), *self.notes))),
-            method=next((method for method in _LEAST_TRUSTED_FIRST if method in self._methods), "trace"),
+            method=next((method for method in _LEAST_RELIABLE_FIRST if method in self._methods), "trace"),
             coverage=self._coverage,
             count_shape=self,
             layout=layout,
@@ -113,10 +113,13 @@ class ShapeCounts:
         )
 
     def count(self, batch: Any) -> FlopCount:
-        """Count a batch unaltered, and keep its notes and doubts."""
+        """Count a batch, and add the count's notes to those of the law."""
         model = self._model()
         if model is None:
-            raise InputError("the model this law was fitted on is gone, so a new shape cannot be counted")
+            raise InputError(
+                "this shape cannot be counted, because the model that the FLOP law was fitted on no longer exists; "
+                "keep a reference to the model as long as you use its law"
+            )
         count = count_as_is(model, batch, **self._options)
         self.notes.update(dict.fromkeys(count.notes))
         self._methods[count.method] = None
@@ -124,14 +127,14 @@ class ShapeCounts:
         if count.coverage is not None:
             self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
         if count.method == "estimate":
-            self.doubts["the counts are estimates"] = None
-        # These notes mean that the number itself may be off.
+            self.doubts["the FLOPs are estimates"] = None
+        # These notes say that the number of FLOPs may be wrong.
         for doubt in (ONE_RANKS_SHARE, MAY_RUN_AGAIN, CANNOT_TELL, NOT_FOLLOWED):
             if doubt in count.notes:
                 self.doubts[doubt] = None
         if count.uncounted:
             ops = ", ".join(sorted({op.op for op in count.uncounted}))
-            self.doubts[f"ops without a formula are not in the counts ({ops})"] = None
+            self.doubts[f"the FLOPs leave out ops that have no formula ({ops})"] = None
         return count
 
     def _cost(self, shape: StepShape) -> _Cost:
@@ -152,9 +155,9 @@ class ShapeCounts:
 
     @staticmethod
     def _other_lengths(layout: Layout) -> list[str]:
-        """Notes on sequences with their own length, such as a decoder's, which `seq_len` does not mean."""
+        """Return notes on sequences whose length `seq_len` does not set, such as a decoder's."""
         return [
-            f"{path!r} has its own length, {layout.sizes[name]} in the example, which seq_len does not change"
+            f"the length of {path!r} does not depend on seq_len; it is {layout.sizes[name]}, as in the example"
             for name in layout.lengths
             if name != "s"
             for path in layout.paths_along(name)
@@ -170,7 +173,7 @@ def _grids_of_one_sample(shape: StepShape) -> tuple[Grid, ...]:
     grids = shape.grids[:per_sample]
     if left or grids * shape.batch_size != shape.grids:
         raise InputError(
-            "this law is counted shape by shape, and can only count batches in which all samples have the same images; "
-            f"got {len(shape.grids)} images for {shape.batch_size} samples"
+            "this model has no formula for its FLOPs, and a batch can only be counted if all its samples have the same "
+            f"images; got {len(shape.grids)} images for {shape.batch_size} samples"
         )
     return grids

@@ -1,9 +1,9 @@
-"""Finds out what steers a model's work besides shapes: values of the batch, activations, random draws.
+"""Finds out whether anything but shapes decides a model's FLOPs: values in the batch, activations, random draws.
 
-During a count every real tensor carries the names of what it was computed from: arguments of the batch, random draws,
-weights. Where such a tensor becomes a Python number, a Python decision or a size (`item`, `nonzero`, a mask used as an
-index), the names are recorded. A count steered by a random draw holds for that draw; a count with sizes that depend on
-values holds for that batch.
+During a count, every real tensor carries its origins: the names of what it was computed from (arguments of the batch,
+random draws, weights). If such a tensor becomes a Python number, a Python decision or a size (`item`, `nonzero`, a mask
+used as an index), its origins are recorded. If a random draw is among them, the count is right for that draw only. If a
+size depends on values, the count is right for that batch only.
 """
 
 import random
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,22 +26,22 @@ Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 CHANCE = "a random draw"
 WEIGHTS = "activations"
-ONE_DRAW = "a random draw steers what the model computes: this is the count of one draw, and another may differ"
-# Attributes that are set on tensors during a count.
+ONE_DRAW = "a random draw decides what the model computes, so another draw may cost other FLOPs than this count says"
+# Attributes that are set on tensors during a count: the origins of the tensor's values, and those of its size.
 _ORIGIN = "_flopwatch_origin"
 _SIZED = "_flopwatch_sized_by"
-# What these libraries read was reviewed: checks, positions and logging, which do not change the cost.
+# These libraries read tensor values only for checks, positions and logging, which do not change the FLOPs.
 _LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "peft", "accelerate", "trl", "opacus", "lightning")
 _NOTHING: frozenset[str] = frozenset()
 _UNIFORM = "_flopwatch_is_uniform"
 _aten = torch.ops.aten
 _UNIFORM_DRAWS = {_aten.rand, _aten.rand_like, _aten.uniform, _aten.uniform_}
 _COMPARISONS = {_aten.lt, _aten.le, _aten.gt, _aten.ge}
-# Ops whose output size depends on values, but which torch does not tag as such.
+# Ops whose output size depends on values, although they lack torch's tag for such ops.
 _SIZES_BY_VALUE = {"aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::repeat_interleave"}
-# Ops whose number of products depends on their input's values.
+# Ops that run more or fewer matrix products, depending on their input's values.
 _PRODUCTS_BY_VALUE = {"aten::linalg_matrix_exp"}
-# They return values to Python without an op that a dispatch mode would see.
+# Methods that return values to Python without an op, so that a dispatch mode does not see them.
 _PYTHON_READS = {
     torch.Tensor.tolist,
     torch.Tensor.numpy,
@@ -52,9 +53,9 @@ class Steering:
     """Records what decides sizes and control flow while a model is counted.
 
     Attributes:
-        sizes: What the sizes of products depend on, and what the model's own code has read and may branch on: arguments
-            of the batch, `CHANCE`, `WEIGHTS`.
-        reads: What libraries have read, and what only sizes outside of products depend on: checks, positions, logging.
+        sizes: Origins of the sizes of matrix products, and of values that the model's own code has read and may branch
+            on: arguments of the batch, `CHANCE`, `WEIGHTS`.
+        reads: Origins of values that libraries have read, and of sizes that no matrix product has used so far.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Steering:
             (self.reads if _is_library_reading() else self.sizes).update(origin)
 
     def name_batch(self, batch: Any) -> None:
-        """Name the real tensors of a batch after the argument they belong to."""
+        """Set the origin of each real tensor of a batch to the name of its argument."""
         for path, tensor in tensors_of(batch).items():
             if not isinstance(tensor, FakeTensor):
                 _set_origin(tensor, frozenset({path.partition(".")[0]}))
@@ -76,7 +77,7 @@ class Steering:
             _set_origin(tensor, frozenset({WEIGHTS}))
 
     def _follow_sizes(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Follow sizes that depend on values until a product uses them."""
+        """Pass the origins of sizes on from an op's inputs to its results, and record them if a product uses them."""
         if op_packet(func) is _aten.index:
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             origin = _origins(masks) | _sized([i for i in args[1] if i is not None])
@@ -91,12 +92,12 @@ class Steering:
             self.sizes |= origin
         plain = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor) and not _sized(value)]
         for leaf in out if isinstance(out, list | tuple) else (out,):
-            # A result with the shape of an operand whose size is ordinary has an ordinary size.
+            # If a result has the shape of an input whose size does not depend on values, the result's size does not.
             if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) not in plain:
                 _set_sized(leaf, origin)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Record one op that has run."""
+        """Record the origins of the results of an op that has run."""
         origin = _origins(args) | _origins(kwargs)
         tags = func.tags
         self._follow_sizes(func, args, out)
@@ -124,8 +125,8 @@ class Steering:
 
 
 def _is_library_reading() -> bool:
-    """Whether the reader of a value is a library whose reads were reviewed, as opposed to the model's own code."""
-    # Skips this function, `_note_read`, and the method that called it.
+    """Return whether the code that reads a value belongs to one of `_LIBRARIES`, and not to the model itself."""
+    # 3 skips this function, `_note_read`, and the method that called it.
     frame = sys._getframe(3)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -136,14 +137,14 @@ def _is_library_reading() -> bool:
 
 
 def _set_sized(out: Any, origin: frozenset[str]) -> None:
-    """Mark a tensor, real or fake, as one whose size depends on these."""
+    """Record on each tensor in `out`, real or fake, that its size depends on these origins."""
     for leaf in out if isinstance(out, list | tuple) else (out,):
         if isinstance(leaf, torch.Tensor):
             setattr(leaf, _SIZED, getattr(leaf, _SIZED, _NOTHING) | origin)
 
 
 def _is_certain(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a uniform draw is compared with 0 or 1, which decides nothing: layer drop that is off."""
+    """Return whether an op compares a uniform draw with 0 or 1, so that every draw gives the same result."""
     if op_packet(func) not in _COMPARISONS or not getattr(args[0], _UNIFORM, False):
         return False
     bound = args[1]
@@ -155,7 +156,7 @@ def _is_certain(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def following(execute: Execute, steering: Steering) -> Execute:
-    """Run ops as `execute` does, and record each with `steering`."""
+    """Return a function that runs an op with `execute` and records it in `steering`."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = execute(func, args, kwargs)
@@ -167,7 +168,7 @@ def following(execute: Execute, steering: Steering) -> Execute:
 
 
 class PythonReads(TorchFunctionMode):
-    """Records values that reach Python without an op."""
+    """Records values that Python code reads from a tensor without an op, such as with `tolist`."""
 
     def __init__(self, steering: Steering) -> None:
         self._steering = steering
@@ -179,7 +180,7 @@ class PythonReads(TorchFunctionMode):
 
 
 def with_steering(count: FlopCount, steering: Steering, risky_ops: Iterable[str]) -> FlopCount:
-    """The count with what steered it, and a note where it holds for one draw only."""
+    """Return the count with the recorded origins, and with a note if a random draw is among them."""
     by_chance = CHANCE in steering.sizes | steering.reads
     notes = (*count.notes, ONE_DRAW) if by_chance else count.notes
     return replace(
@@ -193,7 +194,7 @@ def with_steering(count: FlopCount, steering: Steering, risky_ops: Iterable[str]
 
 @contextmanager
 def python_draws(steering: Steering) -> Iterator[None]:
-    """Notice draws from Python's and numpy's global generators, which models usually draw from to decide."""
+    """Record a random draw if the block uses Python's or numpy's global generator, as models do to drop layers."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), _numpy_state(numpy)
     try:
@@ -210,14 +211,6 @@ def _numpy_state(numpy: Any) -> Any:
     return name, keys.tobytes(), tuple(rest)
 
 
-def _origins(values: Any) -> frozenset[str]:
-    return _gathered(values, _ORIGIN)
-
-
-def _sized(values: Any) -> frozenset[str]:
-    return _gathered(values, _SIZED)
-
-
 def _gathered(values: Any, name: str) -> frozenset[str]:
     if isinstance(values, torch.Tensor):
         return getattr(values, name, _NOTHING)
@@ -230,6 +223,10 @@ def _gathered(values: Any, name: str) -> frozenset[str]:
     if isinstance(values, dict):
         return _gathered(list(values.values()), name)
     return _NOTHING
+
+
+_origins = partial(_gathered, name=_ORIGIN)
+_sized = partial(_gathered, name=_SIZED)
 
 
 def _set_origin(tensor: torch.Tensor, origin: frozenset[str]) -> None:

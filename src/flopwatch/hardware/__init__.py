@@ -1,13 +1,13 @@
-"""The peak rate of a device: from the product table, derived from its architecture, or measured.
+"""The peak FLOP/s of a device: from the product table, derived from its architecture, or measured.
 
-Torch is loaded only when a device of this machine is read or measured.
+Torch is loaded only to read or measure a device of this machine.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flopwatch.hardware.peaks import DeviceFacts
 from flopwatch.hardware.resolve import explain_unknown, list_peaks, peak_flops, product_notes
+from flopwatch.optional import lazy_exports
 
 if TYPE_CHECKING:
     from flopwatch.hardware.device import matmul_dtype, read_device
@@ -24,14 +24,11 @@ __all__ = [
     "read_device",
 ]
 
-_NEEDS_TORCH = {
-    "matmul_dtype": "flopwatch.hardware.device",
-    "measure_peak": "flopwatch.hardware.measure",
-    "read_device": "flopwatch.hardware.device",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module 'flopwatch.hardware' has no attribute {name!r}")
-    return getattr(import_module(_NEEDS_TORCH[name]), name)
+__getattr__ = lazy_exports(
+    "flopwatch.hardware",
+    {
+        "matmul_dtype": "flopwatch.hardware.device",
+        "measure_peak": "flopwatch.hardware.measure",
+        "read_device": "flopwatch.hardware.device",
+    },
+)

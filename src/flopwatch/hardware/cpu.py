@@ -1,4 +1,4 @@
-"""The CPU as Linux describes it to this process, and its peak: cores x clock x FLOP per cycle. Never loads torch."""
+"""The CPU of this machine and its peak: cores x clock x FLOP per cycle. Reads /proc and /sys; never loads torch."""
 
 import os
 import re
@@ -15,15 +15,15 @@ _IDENTITY = {"vendor_id": "vendor_id", "family": "cpu family", "model": "model",
 
 @dataclass(frozen=True, slots=True)
 class CpuFacts:
-    """The CPU as this process sees it; facts that cannot be read are None or empty.
+    """The CPU that this process runs on; facts that cannot be read are None or empty.
 
     Attributes:
         name: Model name.
         flags: Instruction sets.
         identity: `vendor_id`, `family`, `model`, `arm_part`, as the kernel prints them.
-        core_count: Physical cores this process may use; a CPU quota can make it fractional.
-        clock_ghz: The clock that all cores can hold at once.
-        clock_source: Where the clock was read.
+        core_count: Number of physical cores that this process may use; fractional under a CPU quota.
+        clock_ghz: The clock that all cores can sustain at once.
+        clock_source: From where the clock was read.
     """
 
     name: str = "cpu"
@@ -35,17 +35,13 @@ class CpuFacts:
 
 
 def read_cpu(root: Path = Path("/"), usable_cpus: set[int] | None = None) -> CpuFacts:
-    """Read this machine's CPU; on systems without /proc nothing is known.
+    """Read the facts about this machine's CPU; all are unknown on systems without /proc.
 
     Args:
-        root: The folder of /proc and /sys; tests pass another one.
-        usable_cpus: Numbers of the logical CPUs to count; None takes this process's affinity.
+        root: The folder that contains `proc` and `sys`; tests pass another one.
+        usable_cpus: Numbers of the logical CPUs to count; None counts those in this process's CPU affinity.
     """
-    try:
-        text = (root / "proc/cpuinfo").read_text()
-    except OSError:
-        return CpuFacts()
-    blocks = (_fields(block) for block in text.split("\n\n"))
+    blocks = (_fields(block) for block in _text(root / "proc/cpuinfo").split("\n\n"))
     processors = [fields for fields in blocks if fields.get("processor", "").isdigit()]
     if not processors:
         return CpuFacts()
@@ -75,7 +71,7 @@ def _core_count(root: Path, processors: list[dict[str, str]], usable: set[int] |
     for fields in processors:
         number = int(fields["processor"])
         if usable is None or number in usable:
-            # Hyper-threads share a core; Arm prints no core id and has none.
+            # Hyper-threads share a core id. Arm CPUs have no hyper-threads, and Linux prints no core id for them.
             cores.add((fields.get("physical id", ""), fields.get("core id", f"cpu{number}")))
     if not cores:
         return None
@@ -84,12 +80,12 @@ def _core_count(root: Path, processors: list[dict[str, str]], usable: set[int] |
 
 
 def _cgroup_quota(root: Path) -> float | None:
-    """The CPU quota of this process's control groups, in CPUs: the smallest one applies."""
+    """The smallest CPU quota of this process's control groups, in CPUs; None without a quota."""
     quotas = []
     for path in _cgroup_folders(root):
-        quota_and_period = _words(path / "cpu.max")
+        quota_and_period = _text(path / "cpu.max").split()
         if not quota_and_period:
-            quota_and_period = _words(path / "cpu.cfs_quota_us") + _words(path / "cpu.cfs_period_us")
+            quota_and_period = [*_text(path / "cpu.cfs_quota_us").split(), *_text(path / "cpu.cfs_period_us").split()]
         if len(quota_and_period) == 2 and all(word.isdigit() for word in quota_and_period):
             quotas.append(int(quota_and_period[0]) / int(quota_and_period[1]))
     return min(quotas, default=None)
@@ -97,19 +93,19 @@ def _cgroup_quota(root: Path) -> float | None:
 
 def _cgroup_folders(root: Path) -> list[Path]:
     folders = []
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / controllers
         own = mount / group.strip("/")
-        # In a container the group's path may not be mounted; its limits are then at the mount point.
+        # In a container, the group's path may not be mounted. Its limits are then in the files at the mount point.
         folders += [folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents]
     return folders
 
 
 def _clock(root: Path, fields: dict[str, str]) -> tuple[float | None, str]:
-    """The clock that all cores can hold. The single-core turbo would make the peak a third too high."""
+    """The clock in GHz that all cores can sustain, and its source. The single-core turbo would be a third too high."""
     cpu0 = root / "sys/devices/system/cpu/cpu0"
     in_name = re.search(r"@\s*([\d.]+)\s*GHz", fields.get("model name", ""))
     candidates = (
@@ -117,7 +113,7 @@ def _clock(root: Path, fields: dict[str, str]) -> tuple[float | None, str]:
         (_number(cpu0 / "acpi_cppc/nominal_freq"), 1e3, "nominal clock, sysfs"),
         (float(in_name[1]) if in_name else None, 1, "base clock, in the model name"),
         (float(fields["cpu MHz"]) if "cpu MHz" in fields else None, 1e3, "current clock, /proc/cpuinfo"),
-        # Only Arm servers get here, and they run all cores at this clock.
+        # A CPU that reports none of the above is an Arm server, which runs all cores at this clock.
         (_number(cpu0 / "cpufreq/cpuinfo_max_freq"), 1e6, "maximal clock, sysfs"),
     )
     for value, per_ghz, source in candidates:
@@ -126,36 +122,32 @@ def _clock(root: Path, fields: dict[str, str]) -> tuple[float | None, str]:
     return None, ""
 
 
-def _lines(path: Path) -> list[str]:
+def _text(path: Path) -> str:
     try:
-        return path.read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return []
-
-
-def _words(path: Path) -> list[str]:
-    return " ".join(_lines(path)).split()
+        return ""
 
 
 def _number(path: Path) -> float | None:
-    words = _words(path)
+    words = _text(path).split()
     return float(words[0]) if words and words[0].isdigit() else None
 
 
 def peak_of_cpu(cpu: CpuFacts, dtype: str) -> Peak | Unknown:
-    """The peak by formula, or why there is none.
+    """The peak of a CPU by formula, or why it is unknown.
 
     >>> cpu = CpuFacts("a CPU", frozenset({"avx2", "fma"}), core_count=8, clock_ghz=3.0, clock_source="given")
     >>> peak_of_cpu(cpu, "fp32").flops_per_s
     768000000000.0
     """
     if not cpu.flags or cpu.core_count is None:
-        return Unknown("this CPU's instruction sets and cores cannot be read (only Linux reports them)")
+        return Unknown("the instruction sets and cores of this CPU cannot be read, because only Linux reports them")
     if cpu.clock_ghz is None:
         return Unknown(f"the clock of {cpu.name} cannot be read")
     rate = _best_rate(cpu, dtype)
     if rate is None:
-        return Unknown(f"{cpu.name} has no instruction for {dtype} products with a known rate")
+        return Unknown(f"{cpu.name} has no instruction for {dtype} matmuls whose rate flopwatch knows")
     flop_per_cycle, how = rate
     return Peak(
         flops_per_s=cpu.core_count * cpu.clock_ghz * 1e9 * flop_per_cycle,

@@ -1,4 +1,4 @@
-"""What torch reports about a device of this machine, and the type that its matmuls are computed in now."""
+"""Reads what torch reports about a device of this machine, and in which type its matmuls are computed now."""
 
 import math
 from typing import Any
@@ -15,17 +15,17 @@ _EUS_PER_XE_CORE = 8
 
 
 def read_device(device: torch.device | str | None = None, torch_module: Any = torch) -> DeviceFacts:
-    """The facts that torch reports about a device.
+    """Read what torch reports about a device, such as its name and memory.
 
     >>> read_device("cpu").kind
     'cpu'
 
     Args:
-        device: A device or its name, such as `cuda:1`; None is the current accelerator, or the CPU without one.
-        torch_module: The torch to read from; tests pass `flopwatch.testing.fake_torch(...)`.
+        device: A device or its name, such as `cuda:1`; None is the current accelerator, or the CPU if there is none.
+        torch_module: The `torch` module to use; tests pass `flopwatch.testing.fake_torch(...)`.
 
     Raises:
-        InputError: There is no such device here.
+        InputError: This machine has no such device.
     """
     wanted = find_device(device, torch_module)
     if wanted.type == "cpu":
@@ -36,25 +36,27 @@ def read_device(device: torch.device | str | None = None, torch_module: Any = to
         return read(wanted, torch_module)
     except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"device {str(wanted)!r} cannot be used here: {first_line(error)}; "
-            f"pass a device that exists, such as 'cpu', or look a product up by name"
+            f"device {str(wanted)!r} cannot be used on this machine: {first_line(error)}; "
+            f"pass a device that this machine has, such as 'cpu', or look a product up by its name"
         ) from error
 
 
 def find_device(device: torch.device | str | None = None, torch_module: Any = torch) -> torch.device:
-    """A device by name; None is the current accelerator, or the CPU without one.
+    """The `torch.device` of a name; for None, the current accelerator, or the CPU if there is none.
 
     >>> find_device("cuda:1")
     device(type='cuda', index=1)
     """
     if device is None:
-        # Without the check, a CUDA build of torch names CUDA on a machine that has no GPU.
+        # With check_available=False, a CUDA build of torch returns CUDA on a machine that has no GPU.
         current: torch.device | None = torch_module.accelerator.current_accelerator(check_available=True)
         return current or torch.device("cpu")
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"{device!r} is not a device: {first_line(error)}; use one like 'cuda:0' or 'cpu'") from error
+        raise InputError(
+            f"{device!r} is not a device: {first_line(error)}; pass a name such as 'cuda:0' or 'cpu'"
+        ) from error
 
 
 def _read_cuda(device: torch.device, torch_module: Any) -> DeviceFacts:
@@ -65,10 +67,10 @@ def _read_cuda(device: torch.device, torch_module: Any) -> DeviceFacts:
         kind="cuda",
         unit_count=properties.multi_processor_count,
         memory_gib=properties.total_memory / _GIB,
-        # CUDA builds of torch have gcnArchName too, but it holds the product's name.
+        # CUDA builds of torch have the attribute gcnArchName too, but its value is the product's name.
         gcn_arch=properties.gcnArchName if is_rocm else None,
         compute_capability=None if is_rocm else (properties.major, properties.minor),
-        clock_mhz=properties.clock_rate / 1e3,  # in kHz
+        clock_mhz=properties.clock_rate / 1e3,  # clock_rate is in kHz
     )
 
 
@@ -84,12 +86,12 @@ def _read_xpu(device: torch.device, torch_module: Any) -> DeviceFacts:
 
 def _read_mps(device: torch.device, torch_module: Any) -> DeviceFacts:
     if not torch_module.backends.mps.is_available():
-        raise RuntimeError("this torch has no Metal device")
+        raise RuntimeError("torch reports no Metal device")
     return DeviceFacts(torch_module.backends.mps.get_name(), "mps", torch_module.backends.mps.get_core_count())
 
 
 def _read_other(device: torch.device, torch_module: Any) -> DeviceFacts:
-    """Ascend (`torch.npu`, present once torch_npu is imported) and others that follow torch's naming."""
+    """Read a device by the functions that torch's plug-ins share, such as `torch.npu` of Ascend's torch_npu."""
     return DeviceFacts(getattr(torch_module, device.type).get_device_name(device), device.type)
 
 
@@ -101,7 +103,7 @@ def matmul_dtype(
     parameter_dtype: torch.dtype | None = None,
     compute_capability: tuple[int, int] | None = None,
 ) -> str | None:
-    """The compute type of a matmul in the current context: that of autocast, else TF32, else the parameters' type.
+    """The type in which a matmul would be computed now: autocast's type, TF32 if it is allowed, or the weights' type.
 
     >>> with torch.autocast("cpu", dtype=torch.bfloat16):
     ...     matmul_dtype("cpu", torch.float32)
@@ -109,12 +111,12 @@ def matmul_dtype(
 
     Args:
         device_type: torch's device type, such as `cuda`.
-        parameter_dtype: Type of the weights; None takes torch's default type.
-        compute_capability: That of an NVIDIA device, if known: devices before 8.0 have no TF32.
+        parameter_dtype: Type of the weights; None is torch's default type.
+        compute_capability: Compute capability of an NVIDIA device, if known; devices before 8.0 have no TF32.
 
     Returns:
-        `bf16`, `fp16`, `tf32`, `fp32`, ..., or None if the weights are stored as integers and autocast is off: the
-        model converts such weights before it multiplies them, to a type that is not known here.
+        `bf16`, `fp16`, `tf32`, `fp32`, ..., or None if the weights are stored as integers and autocast is off, because
+        the model converts quantised weights to a type that torch does not report.
     """
     dtype = _autocast_dtype(device_type) or parameter_dtype or torch.get_default_dtype()
     if not dtype.is_floating_point:
@@ -127,7 +129,7 @@ def matmul_dtype(
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
     try:
         is_on = torch.is_autocast_enabled(device_type)
-    except RuntimeError:  # a device type this torch has no plug-in for
+    except RuntimeError:  # torch has no plug-in for this device type
         return None
     return torch.get_autocast_dtype(device_type) if is_on else None
 
@@ -135,6 +137,6 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
 def _tf32_is_allowed(compute_capability: tuple[int, int] | None) -> bool:
     if compute_capability is not None and compute_capability < _FIRST_WITH_TF32:
         return False
-    # `fp32_precision` reflects all three switches (allow_tf32, set_float32_matmul_precision and itself); the getters of
-    # the older two raise once it has been set.
+    # `fp32_precision` also reflects the older switches, `allow_tf32` and `set_float32_matmul_precision`. Reading those
+    # raises an error after a user has set `fp32_precision`.
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -1,6 +1,5 @@
-"""The achievable peak of a device: the rate of the fastest matmul that it runs in a search over shapes."""
+"""Measures the achievable peak of a device: the rate of the fastest matmul in a search over shapes."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,16 +16,16 @@ from flopwatch.errors import InputError, MeasurementError
 from flopwatch.hardware.device import find_device, matmul_dtype, read_device
 from flopwatch.hardware.peaks import DeviceFacts, canonical_dtype
 from flopwatch.records.flops import Confidence, Peak
-
-# The search is pure arithmetic: timer and clock are arguments.
+from flopwatch.records.reading import read_object
+from flopwatch.records.trial_files import write_json
 
 Shape = tuple[int, int, int]
-"""Rows of the left matrix, the contracted dimension, columns of the right matrix."""
+"""Shape of a matmul: rows of the left matrix, contracted dimension, columns of the right matrix."""
 
 TimeMatmul = Callable[[Shape, int], float]
-"""Takes a shape and a number of matmuls; returns the seconds they take one after the other."""
+"""Runs so many matmuls of a shape one after the other and returns the seconds they took in total."""
 
-# Squares, and the flat and deep products of transformer layers; the fastest differs from device to device.
+# Square matmuls, and the wide and deep ones of transformer layers. Which is fastest depends on the device.
 SHAPES: tuple[Shape, ...] = (
     (512, 512, 512),
     (1024, 1024, 1024),
@@ -45,13 +44,13 @@ _SHARE_FOR_SEARCH = 0.6
 _SEARCH_REPEATS = 3
 _FEWEST_REPEATS = 5
 _MOST_REPEATS = 100
-# Long enough to make the cost of launching and of reading the clock negligible.
+# Long enough that the time to launch kernels and to read the clock is negligible.
 _SAMPLE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class BestMatmul:
-    """The fastest shape: its median rate, the number of repeats, and their spread (range over median)."""
+    """The fastest shape, its median rate and the number of repeats; `spread` is (max - min) / median of their times."""
 
     flops_per_s: float
     shape: Shape
@@ -61,7 +60,7 @@ class BestMatmul:
 
 
 def matmul_flops(shape: Shape) -> int:
-    """Two FLOPs for each multiply-add.
+    """FLOPs of a matmul, with two FLOPs per multiply-add.
 
     >>> matmul_flops((2, 3, 4))
     48
@@ -72,9 +71,10 @@ def matmul_flops(shape: Shape) -> int:
 def search_best_matmul(
     time_matmul: TimeMatmul, seconds: float, clock: Clock, shapes: Sequence[Shape] = SHAPES
 ) -> BestMatmul:
-    """Try shapes from small to large while time allows, then measure the fastest again, longer.
+    """Find the fastest shape by trying them from small to large, then measure its rate with more repeats.
 
-    The second measurement is the result, because the best of many noisy figures is biased upwards.
+    Only the second measurement is returned, because the maximum of many noisy rates is biased upwards. Shapes that
+    would take too long for `seconds` are skipped.
     """
     start = clock()
     found: dict[Shape, _Candidate] = {}
@@ -102,7 +102,7 @@ class _Candidate:
 
 
 def _try(time_matmul: TimeMatmul, shape: Shape) -> _Candidate:
-    _seconds_per_call(time_matmul, shape, 1)  # the first call allocates and chooses a kernel
+    _seconds_per_call(time_matmul, shape, 1)  # not timed: the first call allocates memory and chooses a kernel
     calls = max(1, math.ceil(_SAMPLE_SECONDS / _seconds_per_call(time_matmul, shape, 1)))
     seconds = median(_seconds_per_call(time_matmul, shape, calls) for _ in range(_SEARCH_REPEATS))
     return _Candidate(matmul_flops(shape) / seconds, calls)
@@ -112,8 +112,8 @@ def _seconds_per_call(time_matmul: TimeMatmul, shape: Shape, calls: int) -> floa
     seconds = time_matmul(shape, calls)
     if not seconds > 0:
         raise MeasurementError(
-            f"{calls} matmuls of shape {shape} took {seconds} s by the device's own clock; measure again, "
-            "or set FLOPWATCH_PEAK_TFLOPS to the figure of the datasheet"
+            f"the device's clock reports {seconds} s for {calls} matmuls of shape {shape}, which is impossible; "
+            "measure again, or set FLOPWATCH_PEAK_TFLOPS to the figure of the datasheet"
         )
     return seconds / calls
 
@@ -135,13 +135,13 @@ _MOST_BYTES_OFF_CUDA = 2**30
 
 
 def matmul_timer(device: torch.device, dtype: torch.dtype) -> TimeMatmul:
-    """A timer of matmuls on `device`: by CUDA events, or by the clock around a synchronisation."""
+    """A function that times matmuls on `device`: with CUDA events, or with the host's clock and synchronisation."""
     seconds_of = _seconds_by_events if device.type == "cuda" else _seconds_by_clock
     latest: dict[Shape, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def time_matmul(shape: Shape, calls: int) -> float:
         if shape not in latest:
-            latest.clear()  # keep one set of operands only: the largest takes gigabytes
+            latest.clear()  # keep the matrices of one shape only, because the largest take gigabytes
             latest[shape] = _operands(shape, device, dtype)
         left, right, product = latest[shape]
 
@@ -155,20 +155,20 @@ def matmul_timer(device: torch.device, dtype: torch.dtype) -> TimeMatmul:
 
 
 def shapes_that_fit(device: torch.device, dtype: torch.dtype) -> list[Shape]:
-    """The shapes whose three matrices take at most half of the free memory."""
+    """The shapes whose three matrices fit into half of the free memory on CUDA, or into 1 GiB on other devices."""
     most = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _MOST_BYTES_OFF_CUDA
     return [shape for shape in SHAPES if _operand_bytes(shape, dtype) <= most] or [SHAPES[0]]
 
 
 @contextmanager
 def plain_matmuls(device: torch.device, dtype: str) -> Iterator[None]:
-    """No gradients, no autocast, fp32 matmuls in full precision (`fp32`) or as `tf32`; restores torch's switches."""
-    backends: Any = torch.backends  # its attributes are created at run time, so type checkers do not know them
+    """Switch off gradients and autocast, and set whether fp32 matmuls use TF32; restores torch's switches."""
+    backends: Any = torch.backends  # type checkers do not know its attributes, because torch creates them at run time
     backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
     before = backend.fp32_precision
     wanted = "tf32" if dtype == "tf32" else "ieee"
-    # "none" is full precision too. The switch is not touched if it already fits, because reading torch's older switches
-    # raises while they disagree with it.
+    # The value "none" means full precision too. The switch is set only if necessary, because reading torch's older
+    # switches raises an error while they disagree with it.
     must_switch = dtype in ("fp32", "tf32") and wanted != before and not (wanted == "ieee" and before == "none")
     try:
         if must_switch:
@@ -184,7 +184,7 @@ def _operands(
     shape: Shape, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, inner, columns = shape
-    # Random values, because a GPU multiplies constants with less power and a higher clock than any training reaches.
+    # The values are random, because constants need less power, so a GPU would run at a higher clock than in training.
     generator = torch.Generator(device).manual_seed(0)
     left = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
     right = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
@@ -197,14 +197,14 @@ def _operand_bytes(shape: Shape, dtype: torch.dtype) -> int:
 
 
 def _seconds_by_events(run: Callable[[], None], device: torch.device) -> float:
-    cuda: Any = torch.cuda  # its events are not typed
+    cuda: Any = torch.cuda  # torch has no type annotations for events
     with cuda.device(device):
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         start.record()
         run()
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3  # in ms
+        return float(start.elapsed_time(end)) / 1e3  # elapsed_time is in ms
 
 
 def _seconds_by_clock(run: Callable[[], None], device: torch.device) -> float:
@@ -229,10 +229,10 @@ def measure_peak(
     time_matmul: TimeMatmul | None = None,
     clock: Clock = monotonic_seconds,
 ) -> Peak:
-    """Measure the best matmul rate of a device: what a training step could reach, not the datasheet's figure.
+    """Measure the highest matmul rate that a device achieves, which is below the figure of its datasheet.
 
-    Tries square and rectangular shapes, then repeats the fastest; the result is its median rate, and `source` names
-    the shape, the repeats and their spread. The figure is cached in `~/.cache/flopwatch/peaks.json` for this device,
+    Tries several shapes and measures the fastest again. The result is the median rate of this shape; `source` names the
+    shape, the number of repeats and their spread. It is cached in `~/.cache/flopwatch/peaks.json` for this device,
     dtype, torch version and number of threads.
 
     >>> peak = measure_peak("cpu", "fp32", seconds=0.1)
@@ -240,19 +240,19 @@ def measure_peak(
     ('measured', 'fp32')
 
     Args:
-        device: The device; None is the current accelerator, or the CPU without one.
-        dtype: Compute type: fp64, fp32, tf32, bf16 or fp16; None takes the type a matmul would run in now.
+        device: The device; None is the current accelerator, or the CPU if there is none.
+        dtype: Compute type: fp64, fp32, tf32, bf16 or fp16; None is the type in which a matmul would run now.
         seconds: Roughly how long to measure.
-        refresh: Measure again even if the figure is cached.
-        time_matmul: Replaces the timer; tests pass `flopwatch.testing.FakeMatmul`.
-        clock: Limits the search; tests pass `flopwatch.testing.FakeClock`.
+        refresh: Measure again even if a result is cached.
+        time_matmul: Function that times matmuls; tests pass `flopwatch.testing.FakeMatmul`.
+        clock: Clock that limits the search; tests pass `flopwatch.testing.FakeClock`.
 
     Raises:
-        InputError: No such device, or a dtype that cannot be measured.
+        InputError: This machine has no such device, or the dtype cannot be measured.
         MeasurementError: The device cannot multiply in this dtype.
     """
     if not seconds > 0:
-        raise InputError(f"seconds={seconds!r} is not a time to measure for; pass a positive number, such as 3")
+        raise InputError(f"seconds={seconds!r} must be a positive number, such as 3")
     facts = read_device(device)
     compute_dtype = _measurable_dtype(facts, dtype)
     key = _cache_key(facts, compute_dtype)
@@ -287,7 +287,7 @@ def _measure(
             return search_best_matmul(timer, seconds, clock, shapes_that_fit(device, torch_dtype))
         except (RuntimeError, TypeError) as error:
             raise MeasurementError(
-                f"no {dtype} matmul could be run on {facts.name}: {error}; try another dtype, or free the device"
+                f"{dtype} matmuls failed on {facts.name}: {error}; try another dtype, or free memory of the device"
             ) from error
 
 
@@ -318,19 +318,16 @@ def _confidence(spread: float) -> Confidence:
     return "medium" if spread < 0.2 else "low"
 
 
-# The cache: reading and writing it never fails the measurement.
-
-
 def cache_path() -> Path:
-    """`$XDG_CACHE_HOME/flopwatch/peaks.json`, by default under `~/.cache`."""
+    """The path of the cache: `$XDG_CACHE_HOME/flopwatch/peaks.json`, with `~/.cache` as the default folder."""
     folder = os.environ.get("XDG_CACHE_HOME")
     return (Path(folder) if folder else Path.home() / ".cache") / "flopwatch" / "peaks.json"
 
 
 def read_cached_peak(key: str) -> Peak | None:
-    """The peak cached under `key`; None if there is none or the file is unreadable."""
+    """The peak that is cached under `key`; None if there is none, or if the file cannot be read."""
     try:
-        peak = Peak(**_read_all()[key])
+        peak = Peak(**read_object(cache_path())[key])
         return peak if peak.flops_per_s > 0 and peak.kind == "measured" else None
     except (KeyError, TypeError):
         return None
@@ -339,17 +336,6 @@ def read_cached_peak(key: str) -> Peak | None:
 def write_cached_peak(key: str, peak: Peak) -> None:
     """Cache a peak; does nothing if the folder cannot be written."""
     path = cache_path()
-    # Written beside it and renamed, so that a reader never sees half a file.
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps({**_read_all(), key: peak.to_json()}, indent=1), encoding="utf-8")
-        unfinished.replace(path)
-
-
-def _read_all() -> dict[str, Any]:
-    try:
-        content = json.loads(cache_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        write_json(path, {**read_object(path), key: peak.to_json()})

@@ -1,4 +1,4 @@
-"""The product table, and a device's peak by it or derived from its architecture. Never loads torch."""
+"""The table of products, and the peak of a device by this table or by its architecture. Never loads torch."""
 
 import json
 import re
@@ -13,14 +13,14 @@ from flopwatch.records.flops import Confidence, Peak
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One device as the framework reports it; unknown facts are None.
+    """What torch reports about one device; unknown facts are None.
 
     Attributes:
-        name: The name the device gives itself, such as `NVIDIA H100 80GB HBM3`.
-        kind: torch's device type: `cuda` (also for ROCm), `xpu`, `mps`, `npu`, `cpu`; empty when only a name is known.
-        unit_count: Streaming multiprocessors, compute units or cores this process sees; fewer than the product has
-            on a MIG slice or an AMD partition.
-        memory_gib: Memory as reported, which is below the nominal size.
+        name: The name that the driver reports, such as `NVIDIA H100 80GB HBM3`.
+        kind: torch's device type: `cuda` (also for ROCm), `xpu`, `mps`, `npu`, `cpu`; empty if only the name is known.
+        unit_count: Number of streaming multiprocessors, compute units or cores that are visible; on a MIG slice or an
+            AMD partition, fewer than the product has.
+        memory_gib: Memory as the driver reports it, which is less than the nominal size.
         gcn_arch: AMD's architecture, such as `gfx942`.
         compute_capability: NVIDIA's architecture, such as `(9, 0)`.
         clock_mhz: The boost clock that the driver reports for this device.
@@ -37,7 +37,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Why there is no peak, as a sentence for the user."""
+    """Returned in place of a peak or a product that is not known; `reason` is a clause for the user."""
 
     reason: str
 
@@ -63,7 +63,8 @@ _SPELLINGS = {
     "fp4": ("float4", "nvfp4", "mxfp4", "float4_e2m1fn_x2"),
     "int8": ("i8",),
     "int4": ("i4",),
-    # With 16-bit accumulation, which is faster on GeForce. PyTorch accumulates in fp32, so these are never assumed.
+    # Rates with 16-bit accumulation, which is faster on GeForce. They are used only if the user asks for them, because
+    # PyTorch accumulates in fp32.
     "fp16_fp16acc": (),
     "fp8_fp16acc": (),
 }
@@ -73,32 +74,32 @@ DTYPES = tuple(_SPELLINGS)
 
 
 def canonical_dtype(dtype: object) -> str:
-    """The table's name for a compute type given as a `torch.dtype` or in any common spelling.
+    """The name that the product table uses for a compute type, given as a `torch.dtype` or in a common spelling.
 
     >>> canonical_dtype("torch.bfloat16"), canonical_dtype("half")
     ('bf16', 'fp16')
 
     Raises:
-        InputError: The spelling is not known.
+        InputError: The compute type is not known.
     """
     spelling = str(dtype).strip().lower().removeprefix("torch.").replace("-", "_")
     if spelling in _CANONICAL:
         return _CANONICAL[spelling]
     accepted = ", ".join("/".join((key, *spellings[:1])) for key, spellings in _SPELLINGS.items())
-    raise InputError(f"dtype {dtype!r} is not known; use one of: {accepted}, or a torch.dtype of these")
+    raise InputError(f"dtype {dtype!r} is not known; use one of {accepted}, or one of these as a torch.dtype")
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a device must report, besides its name, to be this product and not another one of the same name."""
+    """Facts that distinguish a product from others whose driver reports the same name."""
 
     unit_counts: tuple[int, ...] | None = None
     memory_gib: tuple[float, float] | None = None
     gcn_arch: str | None = None
 
     def allows(self, facts: DeviceFacts) -> bool:
-        """True unless a known fact contradicts it; unknown facts do not."""
-        # gcnArchName also lists features: "gfx942:sramecc+:xnack-".
+        """Whether no known fact about the device contradicts the condition; unknown facts are ignored."""
+        # The driver appends features to the architecture: "gfx942:sramecc+:xnack-".
         arch = facts.gcn_arch.partition(":")[0] if facts.gcn_arch else None
         return (
             (self.unit_counts is None or facts.unit_count is None or facts.unit_count in self.unit_counts)
@@ -109,24 +110,24 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One product.
+    """One product of the table.
 
     Attributes:
-        id: Short stable name.
-        name: The product's name for people.
+        id: A short name that never changes.
+        name: The product's name as people write it.
         vendor: `nvidia`, `amd`, `intel`, `apple`, `huawei`, `google` or `aws`.
-        match: Patterns for the names its driver reports.
-        contains: Every matching name contains one of these (lower case), so most patterns need no compiling. If empty,
-            the patterns are always tried.
-        when: Distinguishes it from products that report the same name.
-        is_default_for_name: Chosen if several products report the name and no fact distinguishes them.
-        generic_name: A name that many products report; it means this one only if all facts of `generic_when` match.
-        generic_when: See `generic_name`.
-        unit_count: Units of the whole device, as torch counts them.
+        match: Regular expressions for the names that the driver reports.
+        contains: Words in lower case; a name that matches contains one of them. They are checked first, because
+            compiling all regular expressions is slow. If empty, the expressions are always tried.
+        when: Facts that distinguish this product from others with the same name; None if the name is enough.
+        is_default_for_name: Whether this product is chosen if no known fact distinguishes those of the same name.
+        generic_name: A name that many products report. It identifies this product only together with `generic_when`.
+        generic_when: Facts that must all be known and match for `generic_name`.
+        unit_count: Number of units of the whole product, as torch counts them.
         peak_tflops: Dense teraFLOP/s by compute type, with 32-bit accumulation.
-        source: The document the rates are from.
+        source: The document that states the rates.
         confidence: How reliable the source is.
-        notes: Remarks for the reader.
+        notes: Remarks for users.
     """
 
     id: str
@@ -171,7 +172,7 @@ def _accelerator(row: dict[str, Any]) -> Accelerator:
         is_default_for_name=row.get("default_for_name", "when" not in row),
         generic_name=generic["name"] if generic else None,
         generic_when=_condition(generic) if generic else None,
-        # torch counts work-group processors, not compute units, on RDNA.
+        # On AMD's RDNA architecture, torch counts work-group processors instead of compute units.
         unit_count=row.get("torch_multi_processor_count") or row.get("sm_count"),
         peak_tflops=row["peak_tflops"],
         source=row["source"],
@@ -189,17 +190,18 @@ def _condition(row: dict[str, Any]) -> Condition:
     )
 
 
-# The rate that matmuls reach if a product has two for one type: fp64 on tensor cores (cuBLAS), fp32 and fp64 on AMD's
-# matrix cores (rocBLAS). With the vector rate as its peak, a good matmul would show an MFU near 2.
+# Some products have a vector rate and a faster matrix rate for the same type: fp64 on NVIDIA's tensor cores, fp32 and
+# fp64 on AMD's matrix cores. cuBLAS and rocBLAS use the matrix rate, so it comes first. Relative to the vector rate, a
+# good matmul would have an MFU near 2.
 _MATMUL_RATES = {"fp64": ("fp64_tensor", "fp64_matrix", "fp64"), "fp32": ("fp32_matrix", "fp32")}
 _RATES_BEHIND_A_DTYPE = {"fp64_tensor", "fp64_matrix", "fp32_matrix", "fp32_packed"}
 _USUAL_TRAINING_DTYPES = ("bf16", "fp16", "fp32")
 _MOST_SUGGESTIONS = 4
-_TOO_FAR = (0, 0.5)  # no word with a digit in common, and half of the letters differ
+_TOO_FAR = (0, 0.5)  # number of model words in common, and similarity of the letters from 0 to 1
 
 
 def find_accelerator(facts: DeviceFacts) -> Accelerator | Unknown:
-    """The product of a device: by its name, and by other known facts if several products share the name.
+    """The product that a device is, by its name, and by other facts if several products have the same name.
 
     >>> find_accelerator(DeviceFacts("NVIDIA H100 80GB HBM3")).id
     'h100-sxm5-80gb'
@@ -217,11 +219,13 @@ def find_accelerator(facts: DeviceFacts) -> Accelerator | Unknown:
         fitting = [record for record in fitting if record.is_default_for_name]
     if len(fitting) == 1:
         return fitting[0]
-    return Unknown(f"{len(namesakes)} products report the name {name!r} and none is known to have {_known(facts)}")
+    return Unknown(
+        f"{len(namesakes)} products in the table report the name {name!r}, but none of them has {_known(facts)}"
+    )
 
 
 def peak_of_record(record: Accelerator, facts: DeviceFacts, dtype: str | None = None) -> Peak | Unknown:
-    """The datasheet peak of a product, scaled to the part of it that is visible.
+    """The peak of a product by its datasheet, scaled down if only a part of the device is visible.
 
     >>> slice_of_it = DeviceFacts("NVIDIA A100-SXM4-40GB MIG 1g.5gb", unit_count=14)
     >>> peak = peak_of_record(find_accelerator(slice_of_it), slice_of_it, "bf16")
@@ -231,7 +235,7 @@ def peak_of_record(record: Accelerator, facts: DeviceFacts, dtype: str | None = 
     Args:
         record: The product.
         facts: What the device reports.
-        dtype: Canonical compute type; None takes bf16, else fp16, else fp32.
+        dtype: Compute type as named in the table; None is the first of bf16, fp16 and fp32 that the product has.
     """
     dtype = dtype or next((usual for usual in _USUAL_TRAINING_DTYPES if usual in record.peak_tflops), "fp32")
     rate = next((key for key in _MATMUL_RATES.get(dtype, (dtype,)) if key in record.peak_tflops), None)
@@ -240,14 +244,14 @@ def peak_of_record(record: Accelerator, facts: DeviceFacts, dtype: str | None = 
     fraction = _visible_fraction(record, facts)
     if fraction is None:
         return Unknown(
-            f"{facts.name!r} is a slice of {record.name} and its share of the multiprocessors is not known; "
-            f"ask on the slice itself, or look up the whole {record.name}"
+            f"{facts.name!r} is a slice of {record.name}, and how many multiprocessors it has is not known; "
+            f"look it up on the machine that has this slice, or look up the whole {record.name}"
         )
     return Peak(
         flops_per_s=round(record.peak_tflops[rate] * 1e12) * fraction,
         device=record.name,
         dtype=dtype,
-        source=record.source + (f" (rate {rate}: what matmuls run on)" if rate != dtype else ""),
+        source=record.source + (f" (rate {rate}, which matmuls use)" if rate != dtype else ""),
         kind="datasheet",
         confidence=record.confidence,
         fraction=fraction,
@@ -255,12 +259,14 @@ def peak_of_record(record: Accelerator, facts: DeviceFacts, dtype: str | None = 
 
 
 def similar_products(name: str) -> list[str]:
-    """Names of products similar to `name`, the most similar first; each can be looked up.
+    """Names of products in the table that are similar to `name`, the most similar first.
 
     >>> similar_products("NVIDIA H100 80GB")[0]
     'H100 SXM5 80GB'
     """
-    from difflib import SequenceMatcher  # a tenth of the start-up time, and only needed after a mistake
+    from difflib import (
+        SequenceMatcher,
+    )  # imported here, because the import is a tenth of the start-up time and rarely needed
 
     query = name.lower()
     models = {word for word in query.split() if any(letter.isdigit() for letter in word)}
@@ -296,17 +302,20 @@ def _find_by_generic_name(name: str, facts: DeviceFacts) -> Accelerator | Unknow
     if not named:
         return Unknown(f"no product in the table reports the name {name!r}")
     if None in (facts.unit_count, facts.memory_gib, facts.gcn_arch):
-        return Unknown(f"many products report the name {name!r}; its architecture, units and memory must be known too")
+        return Unknown(
+            f"many products report the name {name!r}, so the device's architecture, units and memory must be known too"
+        )
     fitting = [record for record in named if record.generic_when and record.generic_when.allows(facts)]
     if len(fitting) == 1:
         return fitting[0]
-    return Unknown(f"many products report the name {name!r} and none in the table has {_known(facts)}")
+    return Unknown(f"many products report the name {name!r}, but none in the table has {_known(facts)}")
 
 
 def _visible_fraction(record: Accelerator, facts: DeviceFacts) -> float | None:
     if facts.unit_count is not None and record.unit_count is not None:
         return min(1.0, facts.unit_count / record.unit_count)
-    # The profile in the name ("1g.5gb") does not give the fraction: 1g is 14 of 108 on an A100, 16 of 132 on an H100.
+    # The MIG profile in the name ("1g.5gb") does not give the fraction: "1g" has 14 of 108 multiprocessors on an A100,
+    # and 16 of 132 on an H100.
     return None if re.search(r"\bMIG\b", facts.name, re.IGNORECASE) else 1.0
 
 
@@ -325,12 +334,11 @@ def _matmul_dtypes(record: Accelerator) -> str:
     return ", ".join(dtype for dtype in record.peak_tflops if dtype not in _RATES_BEHIND_A_DTYPE)
 
 
-# Peaks are derived only for product lines in which the architecture decides the rate. The same architecture runs at
-# full rate in one product and at half of it in another (compute capability 8.6: A40 full, RTX 3090 and A10G half), so
-# the product line is read from the name. Data-centre products are excluded: an H20 has the architecture of an H100 and
-# a quarter of its rate.
-
-# "GeForce GTX" has no tensor cores, and suffixes such as "D" mark throttled products: neither may match.
+# A peak is derived from the architecture only for product lines that have one rate per unit and clock. The line is read
+# from the name, because one architecture has different rates in different lines: an A40 (compute capability 8.6) has
+# the full rate, but an RTX 3090 and an A10G have half of it. Data-centre products are left out: an H20 has the
+# architecture of an H100, but a quarter of its rate. The expressions must not match "GeForce GTX", which has no tensor
+# cores, nor suffixes such as "D", which stand for throttled products.
 _PRODUCT_LINES = {
     "geforce": r"^(?:NVIDIA )?GeForce RTX \d{4}(?: (?:Ti|SUPER|Laptop GPU|with Max-Q Design))*$",
     "workstation": r"^(?:NVIDIA )?RTX (?:A\d{3,4}|\d{3,4} Ada Generation|PRO \d{3,4} Blackwell)"
@@ -339,7 +347,7 @@ _PRODUCT_LINES = {
 
 
 def derive_peak(facts: DeviceFacts, dtype: str) -> Peak | None:
-    """Multiprocessors x FLOP per clock x boost clock; None if that would be a guess.
+    """A peak by multiprocessors x FLOP per clock x boost clock; None if one of them is not known for this device.
 
     >>> card = DeviceFacts("NVIDIA RTX A1000", "cuda", 18, compute_capability=(8, 6), clock_mhz=1462.5)
     >>> derive_peak(card, "bf16").flops_per_s / 1e12
@@ -355,7 +363,7 @@ def derive_peak(facts: DeviceFacts, dtype: str) -> Peak | None:
         flops_per_s=facts.unit_count * flop_per_clock * facts.clock_mhz * 1e6,
         device=facts.name,
         dtype=dtype,
-        source=f"not in the table; {facts.unit_count} multiprocessors x {flop_per_clock} FLOP per clock "
+        source=f"not in the product table; {facts.unit_count} multiprocessors x {flop_per_clock} FLOP per clock "
         f"x {facts.clock_mhz:g} MHz (the driver's boost clock); rate: {row['source']}",
         kind="derived",
         confidence="low",

@@ -1,4 +1,4 @@
-"""Which peak applies: the user's figure, the table's, a derived one, or none. Loads torch only to read a device."""
+"""Chooses the peak of a device: the user's figure, the table's, or a derived one. Loads torch only to read a device."""
 
 import math
 import os
@@ -10,6 +10,7 @@ from flopwatch.hardware.peaks import (
     DeviceFacts,
     Unknown,
     canonical_dtype,
+    derive_peak,
     find_accelerator,
     peak_of_record,
     similar_products,
@@ -32,10 +33,10 @@ def peak_flops(
 ) -> Peak | None:
     """The peak FLOP/s of a device for a compute type, or None if it is unknown.
 
-    Sources in this order: `override_flops_per_s`, the environment variable FLOPWATCH_PEAK_TFLOPS, the product table
-    (scaled to the visible part of the device on MIG slices and AMD partitions), a derivation from the architecture,
-    marked `derived` and of low confidence. There is no default device: an unknown peak is None, and
-    `flopwatch.hardware.explain_unknown` says why and what to do.
+    The first of these sources that has a figure is used: `override_flops_per_s`; the environment variable
+    FLOPWATCH_PEAK_TFLOPS; the product table, scaled to the visible part of the device on MIG slices and AMD partitions;
+    the architecture, with `kind="derived"` and low confidence. No peak is guessed: if there is no source, the result is
+    None, and `flopwatch.hardware.explain_unknown` says why and what to do.
 
     >>> peak_flops(name="NVIDIA A100-SXM4-80GB", dtype="bf16").flops_per_s
     312000000000000.0
@@ -43,14 +44,14 @@ def peak_flops(
     None
 
     Args:
-        device: `cuda:1`, a `torch.device` or `DeviceFacts`; None is the current accelerator, or the CPU without one.
-        dtype: Compute type, as a `torch.dtype` or a name such as `bf16`. None takes the type a matmul would run in now
-            (autocast, TF32); with `name`, it is bf16, or fp16 or fp32 if the product has no bf16.
-        name: A product to look up without having it. Torch is not loaded, and the environment variable not read.
-        override_flops_per_s: The figure to use instead, in FLOP/s.
+        device: `cuda:1`, a `torch.device` or `DeviceFacts`; None is the accelerator, or the CPU if there is none.
+        dtype: Compute type, as a `torch.dtype` or a name such as `bf16`. None is the type in which a matmul would run
+            now (autocast, TF32); with `name`, the first of bf16, fp16 and fp32 that the product has.
+        name: A product that this machine need not have. Torch is not loaded, and the environment variable is ignored.
+        override_flops_per_s: The peak in FLOP/s, which replaces all other sources.
 
     Raises:
-        InputError: The device does not exist here, the dtype is unknown, or a figure is not a positive number.
+        InputError: This machine has no such device, the dtype is unknown, or a figure is not a positive number.
     """
     answer = _resolve(_facts(device, name), dtype, override_flops_per_s)
     return answer if isinstance(answer, Peak) else None
@@ -69,7 +70,7 @@ def list_peaks(device: "torch.device | DeviceFacts | str | None" = None, *, name
 
 
 def product_notes(device: "torch.device | DeviceFacts | str | None" = None, *, name: str | None = None) -> str:
-    """The table's remarks on a product; empty if there are none.
+    """The remarks on a product in the product table; empty if there are none.
 
     >>> product_notes(name="Tesla V100-SXM2-16GB")
     'No BF16 and no TF32 tensor path: bf16 matmul runs at about fp32 speed.'
@@ -128,8 +129,6 @@ def _resolve(
         return peak_of_cpu(read_cpu(), compute_dtype or "fp32")
     record = find_accelerator(facts)
     if isinstance(record, Unknown):
-        from flopwatch.hardware.peaks import derive_peak
-
         return (derive_peak(facts, compute_dtype) if compute_dtype else None) or record
     return peak_of_record(record, facts, compute_dtype)
 
@@ -137,7 +136,7 @@ def _resolve(
 def _facts(device: "torch.device | DeviceFacts | str | None", name: str | None) -> DeviceFacts:
     if name is not None:
         if device is not None:
-            raise InputError(f"both device={device!r} and name={name!r} were given; pass one of them")
+            raise InputError(f"device={device!r} and name={name!r} cannot be combined; pass one of them")
         return DeviceFacts(name)
     if isinstance(device, DeviceFacts):
         return device
@@ -147,7 +146,7 @@ def _facts(device: "torch.device | DeviceFacts | str | None", name: str | None) 
 
 
 def _dtype_now(facts: DeviceFacts) -> str | None:
-    if not facts.kind:  # a product that is only looked up by name has no current type
+    if not facts.kind:  # a product that is looked up by name has no current compute type
         return None
     from flopwatch.hardware.device import matmul_dtype  # loads torch
 
@@ -159,7 +158,7 @@ def _users_peak(flops_per_s: float, facts: DeviceFacts, dtype: str | None, sourc
 
 
 def _environment_flops_per_s(facts: DeviceFacts) -> float | None:
-    """The user's figure for this machine's devices; it does not apply to a product that is only looked up by name."""
+    """The peak in FLOPWATCH_PEAK_TFLOPS; None if it is not set, or if a product is looked up by name only."""
     text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     if not text or not facts.kind:
         return None

@@ -12,16 +12,16 @@ from flopwatch.monitor.training_monitor import Step, TrainingMonitor
 
 
 class AccelerateMonitor(TrainingMonitor):
-    """A `TrainingMonitor` that follows an `Accelerator`: its precision and its gradient accumulation.
+    """A `TrainingMonitor` that takes precision and gradient accumulation from an `Accelerator`.
 
-    Its `step` context goes around each micro-batch, beside `accelerator.accumulate`; the optimizer step is logged with
-    the last micro-batch. `monitor.latest` holds the newest values for `accelerator.log`, and
-    `accelerator.register_for_checkpointing(monitor)` lets a resumed run continue its totals.
+    Put `monitor.step(batch)` around each micro-batch, beside `accelerator.accumulate`; the optimizer step is logged
+    with its last micro-batch. `monitor.latest` holds the newest values for `accelerator.log`. With
+    `accelerator.register_for_checkpointing(monitor)` a resumed run continues its totals.
 
     Args:
         accelerator: The training's `Accelerator`.
         model: The model, before or after `accelerator.prepare`.
-        output_dir: The run's folder; only the main process writes.
+        output_dir: The run's folder; only the main process writes to it.
         monitor_options: As for `flopwatch.TrainingMonitor`.
 
     Example:
@@ -42,7 +42,8 @@ class AccelerateMonitor(TrainingMonitor):
     def __init__(
         self, accelerator: Any, model: nn.Module, output_dir: str | Path = "outputs", **monitor_options: Any
     ) -> None:
-        # With "no" the weights decide. With "fp8" the user must pass dtype=: the recipe decides which products are fp8.
+        # With "no" the dtype of the weights is used. With "fp8" the user must pass dtype=, because the fp8 recipe
+        # decides which matmuls run in fp8.
         precision = accelerator.mixed_precision
         own: dict[str, Any] = {"model": model, "dtype": precision if precision in ("bf16", "fp16") else None}
         super().__init__(output_dir, **(own | monitor_options))
@@ -58,7 +59,7 @@ class AccelerateMonitor(TrainingMonitor):
         epoch: float | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Step:
-        """One micro-batch, as in `TrainingMonitor.step`; its values are logged with the optimizer step."""
+        """Measure one micro-batch. Arguments as for `TrainingMonitor.step`; values are logged per optimizer step."""
         plain = super().step(batch, step=step, epoch=epoch, lengths=lengths)
         return _MicroStep(self, plain.number, epoch, batch, lengths)
 
@@ -66,7 +67,7 @@ class AccelerateMonitor(TrainingMonitor):
     def _end_micro_batch(self, number: int, values: dict[str, Any]) -> None:
         loss = values.pop("loss", None)
         if not self._accelerator.sync_gradients:
-            # Adding 0 makes a new tensor, because a CUDA graph writes the next loss into the same one.
+            # Adding 0 copies the loss, because a CUDA graph writes the next loss into the same tensor.
             self._losses += [] if loss is None else [_detached(loss) + 0]
             self.end_micro_batch()
             return

@@ -1,4 +1,4 @@
-"""What the callbacks share: errors that do not reach the training, methods replaced on one object, timed fetches."""
+"""Helpers of the callbacks: errors that do not reach the training, methods replaced on one object, timed fetches."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def harmless(method: Method) -> Method:
-    """A method whose errors are reported once per object and swallowed, unless the object's `strict` is true.
+    """Decorate a method so that its exceptions are logged once per object and not raised, unless `self.strict` is true.
 
     >>> class Callback:
     ...     strict = False
@@ -42,8 +42,8 @@ def _report_once(owner: Any, part: str, error: Exception) -> None:
     reported = vars(owner).setdefault("_flopwatch_reported_parts", set())
     if part not in reported:
         reported.add(part)
-        _log.error("flopwatch: %s failed, training goes on: %s: %s", part, type(error).__name__, error)
-        _log.debug("flopwatch: where %s failed", part, exc_info=error)
+        _log.error("flopwatch: %s failed, the training continues: %s: %s", part, type(error).__name__, error)
+        _log.debug("flopwatch: the traceback of the error in %s", part, exc_info=error)
 
 
 _ABSENT = object()
@@ -52,10 +52,10 @@ _ABSENT = object()
 def replace_method(
     owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace a method on one object, never on its class; returns a function that restores it.
+    """Replace a method on one object, not on its class. Returns a function that restores the original method.
 
-    `make` gets the original method and returns the replacement. If other code has replaced the method again since then,
-    that replacement stays: it still calls ours, which must keep working after the end of the training.
+    `make` takes the original method and returns the replacement. If other code has replaced the method since then,
+    the method is not restored. That code still calls our replacement, which must therefore work after the training too.
 
     >>> class Trainer:
     ...     def training_step(self):
@@ -85,7 +85,7 @@ def replace_method(
 
 
 class FetchTimer:
-    """Tells a callback's monitor when the framework fetches a batch; the training gets its batch in any case."""
+    """Measures how long the framework takes to fetch a batch. An error in the measurement does not stop the fetch."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -93,13 +93,13 @@ class FetchTimer:
 
     @harmless
     def begin_wait(self) -> bool:
-        """True if the fetching is timed."""
+        """Start to measure. Returns False if the monitor does not measure this fetch."""
         monitor = self._callback.monitor
         return monitor is not None and bool(monitor.begin_wait())
 
     @harmless
     def end_wait(self, *, has_batch: bool = True) -> None:
-        """After a `begin_wait` that was true."""
+        """Stop to measure; call it only if `begin_wait` returned True."""
         if self._callback.monitor is not None:
             self._callback.monitor.end_wait(has_batch=has_batch)
 
@@ -107,11 +107,11 @@ class FetchTimer:
 Selection = Literal["basic", "all"]
 
 _GROUPS = ("perf", "total", "time", "ranks")
-"""Without `training`: the framework logs loss and learning rate itself."""
+"""Groups of metrics to add; `training` is left out, because the framework itself logs loss and learning rate."""
 
 
 def framework_metrics(values: Mapping[str, Number], selection: Selection) -> dict[str, float]:
-    """The values to add to a framework's row; floats, because totals of FLOPs exceed the integers of most trackers.
+    """The values to add to a log row of the framework, as floats, because FLOPs exceed the integers of most trackers.
 
     >>> framework_metrics({"training/loss": 2.0, "perf/mfu": 0.4, "total/model_flops": 10**21}, "basic")
     {'perf/mfu': 0.4}

@@ -1,16 +1,16 @@
-"""A monitor for training loops with Lightning Fabric, and the compute types of Lightning's precisions."""
+"""A monitor for training loops with Lightning Fabric."""
 
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from flopwatch.integrations.framework_internals import without_fabric_wrapper
+from flopwatch.library_internals import without_fabric_wrapper
 from flopwatch.monitor.training_monitor import TrainingMonitor
 
 
 def autocast_dtype(precision: object) -> str | None:
-    """The compute type of a mixed precision; None where it is the type of the weights.
+    """The compute type of a mixed precision of Lightning; None if the type of the weights is used.
 
     >>> autocast_dtype("bf16-mixed"), autocast_dtype("16-mixed"), autocast_dtype("bf16-true")
     ('bf16', 'fp16', None)
@@ -21,15 +21,15 @@ def autocast_dtype(precision: object) -> str | None:
 def monitor_for(
     fabric: Any, model: nn.Module, output_dir: str | Path = "outputs", **monitor_options: Any
 ) -> TrainingMonitor:
-    """A `TrainingMonitor` for a model that `fabric.setup` has wrapped, with Fabric's precision.
+    """Create a `TrainingMonitor` for a model of Lightning Fabric, with the precision of `fabric`.
 
-    Use it as in a plain loop; `fabric.log_dict(monitor.latest, step)` sends the newest values to Fabric's loggers, and
-    the monitor can be part of the state that `fabric.save` and `fabric.load` take.
+    Use the monitor as in a plain loop. `fabric.log_dict(monitor.latest, step)` sends the newest values to Fabric's
+    loggers. The monitor can be part of the state that `fabric.save` and `fabric.load` take.
 
     Args:
         fabric: The training's `Fabric`.
         model: The model, before or after `fabric.setup`.
-        output_dir: The run's folder; only the first process writes.
+        output_dir: The run's folder; only rank 0 writes to it.
         monitor_options: As for `flopwatch.TrainingMonitor`.
 
     Example:

@@ -1,4 +1,4 @@
-"""One callback for the Hugging Face `Trainer` and everything built on it, TRL's trainers among them."""
+"""A callback for the Hugging Face `Trainer` and its subclasses, such as the trainers of TRL."""
 
 import json
 import logging
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
-from flopwatch.integrations.framework_internals import find_trainer, guarded_part
+from flopwatch.library_internals import find_trainer, guarded_part
 from flopwatch.monitor.training_monitor import TimedIterator, TrainingMonitor
 from flopwatch.optional import require
 
@@ -17,20 +17,20 @@ _log = logging.getLogger("flopwatch")
 
 
 class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):  # type: ignore[misc, name-defined]
-    """Exact MFU, tokens and rates of a `Trainer`'s run, in its own log rows and in a local log.
+    """Adds exact MFU, tokens and rates to the log rows of a `Trainer`, and writes a local log.
 
-    Pass it as `Trainer(..., callbacks=[FlopwatchCallback()])` or with `trainer.add_callback(FlopwatchCallback())`; it
-    needs nothing else. The numbers are in the same row as the loss, so W&B and TensorBoard show `train/perf/mfu` beside
-    `train/loss`. They are taken when the `Trainer` logs (`logging_steps`). Evaluation and saving are not part of any
-    step's time. A run resumed from a checkpoint continues its totals.
+    Pass it as `Trainer(..., callbacks=[FlopwatchCallback()])` or with `trainer.add_callback(FlopwatchCallback())`. The
+    numbers are in the same row as the loss, so W&B and TensorBoard show `train/perf/mfu` beside `train/loss`. They are
+    computed when the `Trainer` logs, every `logging_steps`. Evaluation and saving are not part of the step time. A run
+    resumed from a checkpoint continues its totals.
 
-    A `Trainer` passes its callbacks neither the batch nor itself. The callback finds it on the call stack, moves itself
-    to the front of its callbacks, and sees each batch through a `training_step` that it sets on this one object and
-    removes when the training ends.
+    A `Trainer` passes neither the batch nor itself to its callbacks. So the callback finds the `Trainer` on the call
+    stack, moves itself to the front of its callbacks, and replaces `training_step` on this one object, until the
+    training ends, to read each batch.
 
     Args:
         output_dir: The run's folder; by default `flopwatch` in the `Trainer`'s `output_dir`.
-        metrics: `basic` adds the basic numbers to the `Trainer`'s rows, `all` adds all.
+        metrics: `basic` adds the basic metrics to the `Trainer`'s rows, `all` adds all metrics.
         monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `peak_flops_per_s=`.
 
     Example:
@@ -40,10 +40,10 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
     Attributes:
         monitor: The monitor of the current training, or of the last one.
-        strict: True raises errors that would otherwise be reported once.
+        strict: True raises errors that would otherwise only be logged once.
         totals: The totals that a checkpoint stores.
-        lost_options: Options that a checkpoint could not store, on a callback that the `Trainer` has restored from it
-            (`restore_callback_states_from_checkpoint`).
+        lost_options: Names of options that were not stored in the checkpoint from which the `Trainer` has restored
+            this callback (`restore_callback_states_from_checkpoint`).
     """
 
     def __init__(self, output_dir: str | Path | None = None, *, metrics: Selection = "basic", **monitor_options: Any):
@@ -59,21 +59,22 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
     @harmless
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end()  # an earlier training may have raised
+        self._end()  # closes the monitor of an earlier training that raised
         self._steps_to_log = 0
         self.monitor = TrainingMonitor(**self._options(args, state, kwargs["model"]))
         self.strict = self.strict or self.monitor.config.strict
-        self.monitor.says_what_was_not_given(False)  # the callback warns itself if it finds no Trainer
+        self.monitor.says_what_was_not_given(False)  # the warning below is clearer than the monitor's
         saved = _saved_totals(state, type(self).__name__)
         if state.global_step > 0 and saved.get("step") == state.global_step:
             self.monitor.load_state_dict(saved)
-        # The Trainer expects an entry for every stateful callback; a checkpoint made without this one has none.
+        # The Trainer expects an entry for every stateful callback, which a checkpoint without this callback lacks.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
         if self.lost_options:
-            _log.warning("flopwatch: the Trainer restored the callback without %s", ", ".join(self.lost_options))
+            lost = ", ".join(self.lost_options)
+            _log.warning("flopwatch: the checkpoint could not store these options, which now have defaults: %s", lost)
         trainer = find_trainer(self)
         if trainer is None:
-            _log.warning("flopwatch: no Trainer found around the callback, so there are no tokens, FLOPs or MFU")
+            _log.warning("flopwatch: the callback was not called by a Trainer, so tokens, FLOPs and MFU are unknown")
             return
         _move_to_front(self, trainer.callback_handler.callbacks)
         self._put_back.append(replace_method(trainer, "training_step", self._seeing))
@@ -95,9 +96,9 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
     @harmless
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.monitor is None or not logs or "loss" not in logs or not self._steps_to_log:
-            return  # a row of an evaluation, or one that the user logs
+            return  # a row of an evaluation or of the user
         self._steps_to_log = 0
-        # The Trainer has just read the loss, so the device is idle and waiting for it takes no time.
+        # Waiting for the device takes no time here, because the Trainer has just read the loss from it.
         values = self.monitor.log_now(
             loss=logs["loss"], grad_norm=logs.get("grad_norm"), learning_rate=logs.get("learning_rate"), wait=True
         )
@@ -118,7 +119,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
         self._end()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the totals, and those options that JSON can hold."""
+        """The state that a checkpoint stores: the totals, and the options that can be stored as JSON."""
         self._note_totals()
         options = {"output_dir": self._output_dir, "metrics": self._metrics, **self._monitor_options}
         plain = {name: value for name, value in options.items() if _is_plain(value)}
@@ -137,7 +138,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
             "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
         }
         if args.logging_strategy == "steps":
-            # One more than the Trainer's, so that the Trainer's logging closes each window.
+            # One step more than the Trainer, so that each window ends when the Trainer logs.
             own["log_every"] = int(state.logging_steps) + 1
         return own | self._monitor_options
 
@@ -180,10 +181,9 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
 
 def _move_to_front(callback: Any, callbacks: list[Any]) -> None:
-    """Reporting callbacks run before those of users, so values added by a later callback would miss the row.
+    """Move the callback before W&B's and TensorBoard's, which must get the row after the values were added to it.
 
-    The `Trainer` may be iterating over the list: callbacks after this one keep their place, so that each is called
-    once.
+    The `Trainer` may be iterating over the list, so callbacks behind this one keep their places and are called once.
     """
     callbacks.insert(0, callbacks.pop(next(i for i, each in enumerate(callbacks) if each is callback)))
 

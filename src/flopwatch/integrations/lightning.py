@@ -1,4 +1,4 @@
-"""One callback for Lightning's `Trainer`, under either of its two package names."""
+"""A callback for Lightning's `Trainer`, from the package `lightning` or `pytorch_lightning`."""
 
 import copy
 import inspect
@@ -14,13 +14,13 @@ from torch import nn
 
 from flopwatch.integrations.callback_parts import FetchTimer, Selection, framework_metrics, harmless, replace_method
 from flopwatch.integrations.fabric import autocast_dtype
-from flopwatch.integrations.framework_internals import lightning_logs_this_step
+from flopwatch.library_internals import lightning_logs_this_step
 from flopwatch.monitor.training_monitor import TrainingMonitor
 from flopwatch.optional import require
 
 
 def _lightning() -> ModuleType:
-    """`lightning.pytorch` or `pytorch_lightning`: the one that is loaded, else the one that is installed."""
+    """The module `lightning.pytorch` or `pytorch_lightning`: the one that is loaded, else the one that is installed."""
     names = ("lightning.pytorch", "pytorch_lightning")
     loaded = [name for name in names if name in sys.modules]
     installed = [name for name in names if find_spec(name.partition(".")[0])]
@@ -28,24 +28,24 @@ def _lightning() -> ModuleType:
 
 
 _FETCH = ".train_dataloader_next"
-"""The end of the name under which Lightning profiles the fetching of a training batch."""
+"""Lightning's profiler action for fetching a training batch has a name that ends like this."""
 
 
 class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
-    """Exact MFU, tokens and rates of a Lightning run, in its own loggers and in a local log.
+    """Sends exact MFU, tokens and rates to the loggers of a Lightning `Trainer`, and writes a local log.
 
-    Pass it as `Trainer(..., callbacks=[FlopwatchCallback()])`; it needs nothing else. Every `log_every_n_steps` the
-    numbers go to all loggers of the `Trainer`, in the same row as the module's values of that step. Validation and
-    saving are not part of any step's time. A run resumed from a checkpoint continues its totals.
+    Pass it as `Trainer(..., callbacks=[FlopwatchCallback()])`. Every `log_every_n_steps` the numbers go to all loggers
+    of the `Trainer`, in the same row as the module's values of that step. Validation and saving are not part of the
+    step time. A run resumed from a checkpoint continues its totals.
 
-    FLOPs are counted for the module's `forward` on the batch; of a batch `(x, y)` it is given the part it takes. If a
-    module has no `forward`, or its batches are dicts, and one child (`self.model`) holds all parameters, the child's
-    `forward` is counted. `training_step` is never called for counting, because it logs.
+    FLOPs are counted for the module's `forward` with the batch; of a batch `(x, y)`, with the parts that `forward`
+    takes. If the module has no `forward`, or its batches are dicts, and one child such as `self.model` has all
+    parameters, the `forward` of that child is counted. `training_step` is not called for counting, because it logs.
 
     Args:
         output_dir: The run's folder; by default `flopwatch` in the `Trainer`'s `log_dir`.
-        model: The module to count instead, or its name in the `LightningModule`, such as `"model"`.
-        metrics: `basic` adds the basic numbers to the loggers' rows, `all` adds all.
+        model: The module to count, or its name in the `LightningModule`, such as `"model"`; None finds it.
+        metrics: `basic` adds the basic metrics to the loggers' rows, `all` adds all metrics.
         monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `flops_fn=`.
 
     Example:
@@ -55,7 +55,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     Attributes:
         monitor: The monitor of the current training, or of the last one.
-        strict: True raises errors that would otherwise be reported once.
+        strict: True raises errors that would otherwise only be logged once.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
         self._steps_done = trainer.global_step
         self.monitor = TrainingMonitor(**self._options(trainer))
         self.strict = self.strict or self.monitor.config.strict
-        self.monitor.says_what_was_not_given(False)  # the callback warns itself if it finds no model
+        self.monitor.says_what_was_not_given(False)  # `find_model` raises a clearer error than the monitor
         if self._totals.get("step") == trainer.global_step - 1:
             self.monitor.load_state_dict(self._totals)
         self._put_back.append(replace_method(trainer, "save_checkpoint", self._as_checkpoint))
-        # Lightning calls its profiler, even a passive one, around the fetching of each batch.
+        # Lightning calls `start` and `stop` of its profiler around each fetch of a batch, even without profiling.
         self._fetches = FetchTimer(self)
         self._put_back.append(replace_method(trainer.profiler, "start", self._before_fetch))
         self._put_back.append(replace_method(trainer.profiler, "stop", self._after_fetch))
@@ -120,13 +120,13 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         if loss is not None:
-            # Lightning has divided each micro-batch's loss by their number, so the sum is the mean.
+            # Lightning divides the loss of a micro-batch by the number of micro-batches, so the sum is the mean.
             self._loss = loss if self._loss is None else self._loss + loss
         if trainer.global_step == self._steps_done:
             self.monitor.end_micro_batch()  # gradients are still being accumulated
             return
         self._steps_done = trainer.global_step
-        # Lightning's loggers count steps from 0.
+        # Lightning's loggers count steps from 0, `global_step` counts from 1.
         self.monitor.log_step(
             trainer.global_step - 1, trainer.current_epoch, loss=self._loss, learning_rate=self._learning_rate
         )
@@ -168,7 +168,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     @harmless
     def _end(self) -> None:
-        self._note_totals()  # Lightning may save a checkpoint next, which must hold this step
+        self._note_totals()  # for a checkpoint that Lightning may save after this
         self._phases.close()
         while self._put_back:
             self._put_back.pop()()
@@ -186,7 +186,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             "total_steps": trainer.max_steps if trainer.max_steps > 0 else None,
         }
         if trainer.log_every_n_steps:
-            # One more than the Trainer's, so that the Trainer's logging closes each window.
+            # One step more than the Trainer, so that each window ends when the Trainer logs.
             own["log_every"] = trainer.log_every_n_steps + 1
         return own | self._monitor_options
 
@@ -232,25 +232,22 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
 
 def find_model(pl_module: nn.Module, batch: Any) -> nn.Module:
-    """The module whose `forward` takes the batch and whose cost is that of a training step.
+    """The module whose `forward` is counted for a training step: the `LightningModule`, or a child with all parameters.
 
     Raises:
-        LookupError: There is no such module.
+        LookupError: The module has no `forward`, and no child has all parameters.
     """
     everything = {id(parameter) for parameter in pl_module.parameters()}
     children = list(pl_module.children())
     whole = next((child for child in children if {id(p) for p in child.parameters()} == everything), None)
-    has_forward = type(pl_module).forward.__module__.partition(".")[0] not in (
-        "lightning",
-        "pytorch_lightning",
-        "torch",
-    )
+    forward_package = type(pl_module).forward.__module__.partition(".")[0]
+    has_forward = forward_package not in ("lightning", "pytorch_lightning", "torch")
     if has_forward and not (whole is not None and _takes_anything(pl_module, batch)):
         return _uncompiled(pl_module)
     if whole is None:
         raise LookupError(
-            f"{type(pl_module).__name__} has no forward, and no child of it holds all its parameters, so its FLOPs are "
-            'not known; write a forward, or pass model="name of a child" or flops_fn=... to FlopwatchCallback'
+            f"{type(pl_module).__name__} has no forward, and none of its children has all parameters, so the "
+            'FLOPs of a step are unknown; write a forward, or pass model="name of a child" or flops_fn= to the callback'
         )
     return whole
 
@@ -261,7 +258,7 @@ def _takes_anything(module: nn.Module, batch: Any) -> bool:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """`torch.compile` of a LightningModule puts a compiled `forward` on the object; the class has the plain one."""
+    """A copy with the `forward` of the class, if `torch.compile` has put a compiled `forward` on the object."""
     if "forward" not in vars(module):
         return module
     plain = copy.copy(module)

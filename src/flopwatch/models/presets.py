@@ -1,4 +1,4 @@
-"""The models known by name, and the check of a model's name. Never loads torch, so mistakes are found early."""
+"""Sizes of the preset models, and the check of a model's name. Without torch, so wrong names are reported at once."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +21,11 @@ class ImagePreset:
     """Sizes of a residual network with group normalisation.
 
     Attributes:
-        image_size: Side of its square images, in pixels.
-        classes: Of the images.
+        image_size: Side of the square images, in pixels.
+        classes: Number of classes.
         widths: Channels of each stage; multiples of 8.
-        blocks_per_stage: Of two convolutions each.
-        has_large_stem: A 7 x 7 convolution and pooling first, as for ImageNet.
+        blocks_per_stage: Number of blocks in each stage; a block has two convolutions.
+        has_large_stem: Whether a 7 x 7 convolution and pooling come first, as for ImageNet.
     """
 
     image_size: int
@@ -50,7 +50,7 @@ MOST_PIXELS = 8192
 
 
 def image_preset(name: str) -> ImagePreset | None:
-    """The image preset of a name, which may end in `@` and another side; None if there is none.
+    """Return the image preset of a name, which may end in `@` and another image side; None if there is no such preset.
 
     >>> image_preset("resnet18-gn").image_size, image_preset("resnet18-gn@64").image_size
     (224, 64)
@@ -72,17 +72,17 @@ def check_model_name(spec: str) -> None:
     if is_config(spec):
         file = config_file(spec)
         if not file.exists():
-            raise InputError(f"there is no file {file}")
+            raise InputError(f"the model's config file {file} does not exist")
     elif spec.partition("@")[0] in IMAGE_PRESETS:
         if image_preset(spec) is None:
-            raise InputError(f"model {spec!r}: the number after @ is the side of the images, 1 to {MOST_PIXELS} pixels")
+            raise InputError(f"model {spec!r}: after @ comes the side of the images, from 1 to {MOST_PIXELS} pixels")
     elif spec not in PRESETS and ":" not in spec:
         known = ", ".join((*PRESETS, *IMAGE_PRESETS))
-        raise InputError(f"model {spec!r} is none of the presets ({known}), no .json file and no 'module:function'")
+        raise InputError(f"model {spec!r} must be a preset ({known}), a .json file or 'module:function'")
 
 
 def is_config(spec: str) -> bool:
-    """Whether the name is the path of a Hugging Face config."""
+    """Return whether the name is the path of a Hugging Face config."""
     is_preset = spec in PRESETS or image_preset(spec) is not None
     return not is_preset and (Path(spec).suffix == ".json" or Path(spec).is_dir())
 

@@ -1,4 +1,4 @@
-"""The monitor of a live training: a step is noted, settled, priced and accounted, and becomes part of a row."""
+"""The monitor of a live training: measures every step, adds its FLOPs, and writes a row of metrics per window."""
 
 from typing import TYPE_CHECKING
 

@@ -19,49 +19,45 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "prototype": {"mode": "estimate", "flops_profile_freq": 0},
     "complex": {"mode": "hybrid", "hardware_counters_enabled": True, "fallback_to_profiler": True},
 }
-"""The four set-ups that docs/requirements.md recommends."""
+"""Settings for four common purposes, as recommended in docs/requirements.md."""
 
 
 class MonitorConfig(BaseModel):
-    """Everything that can be set. `docs/monitoring.md` lists the other spellings that are understood."""
+    """All settings of the monitor. `docs/monitoring.md` lists other names under which a file may give them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     mode: ModeName = Field("smart", description="How FLOPs are found.")
-    attention: AttentionConvention = Field("full", description="Which pairs of positions count.")
-    log_every: int = Field(50, ge=1, description="Steps per logging window: one row for every sink.")
-    log_seconds: float = Field(10.0, gt=0, description="Seconds after which a window ends, if that is sooner.")
-    detailed_log_every: int = Field(50, ge=1, description="Steps between rows that carry every metric.")
-    reduced_logging: bool = Field(False, description="Basic metrics only.")
-    local_log_every: int = Field(200, ge=1, description="Steps after which the local log is handed to the disk.")
-    local_log_seconds: float = Field(5.0, gt=0, description="Seconds after which it is, if that is sooner.")
-    flops_profile_freq: int = Field(500, ge=0, description="Steps between two counts in mode profiler; 0 is never.")
-    recalibration_frequency: int = Field(1000, ge=0, description="Steps between two checks of the law; 0 is never.")
-    initial_profiling: bool = Field(True, description="False: estimate until the first recalibration.")
-    calibration_enabled: bool = Field(True, description="False: the law is never checked again.")
-    hardware_counters_enabled: bool = Field(
-        True, description="Accepted for mode hybrid; no counters are read in this version."
+    attention: AttentionConvention = Field(
+        "full", description="causal: pairs of positions that are masked do not count."
     )
-    fallback_to_profiler: bool = Field(
-        True, description="Mode hybrid: count like profiler. False is refused in this version."
-    )
+    log_every: int = Field(50, ge=1, description="Steps per logging window: each window is one row in every sink.")
+    log_seconds: float = Field(10.0, gt=0, description="Longest duration of a logging window in seconds.")
+    detailed_log_every: int = Field(50, ge=1, description="Steps between rows that contain every metric.")
+    reduced_logging: bool = Field(False, description="True: rows contain only the basic metrics.")
+    local_log_every: int = Field(200, ge=1, description="Steps after which the local log is flushed to disk.")
+    local_log_seconds: float = Field(5.0, gt=0, description="Most seconds between two flushes of the local log.")
+    flops_profile_freq: int = Field(500, ge=0, description="Steps between two counts in mode profiler; 0: never.")
+    recalibration_frequency: int = Field(1000, ge=0, description="Steps between two checks of the FLOPs; 0: never.")
+    initial_profiling: bool = Field(True, description="False: estimate FLOPs until the first recalibration.")
+    calibration_enabled: bool = Field(True, description="False: the FLOPs are not checked again.")
+    hardware_counters_enabled: bool = Field(True, description="For mode hybrid; this version reads no counters.")
+    fallback_to_profiler: bool = Field(True, description="Mode hybrid works as profiler, and needs True for that.")
     phase_frequencies: dict[str, int] = Field(
         default={"warmup": 1000, "main": 500, "finetune": 200},
         description="flops_profile_freq by training phase; see set_phase.",
     )
     log_dataset_metrics: bool = Field(True, description="False: log_datasets does nothing.")
-    dataset_metrics_every: int = Field(10, ge=1, description="Every so many steps, log_datasets takes part.")
-    warm_up_steps: int | Literal["auto"] = Field("auto", description="Leading steps left out of the rates.")
+    dataset_metrics_every: int = Field(10, ge=1, description="Steps between two that log_datasets records.")
+    warm_up_steps: int | Literal["auto"] = Field("auto", description="First steps, which are left out of the rates.")
     peak_tflops: float | None = Field(None, gt=0, description="Dense peak of one device, in TFLOP/s.")
-    dtype: str | None = Field(None, description="Compute type the peak is looked up for.")
+    dtype: str | None = Field(None, description="Compute type whose peak MFU is compared with.")
     total_steps: int | None = Field(None, ge=1, description="Planned steps, for progress and time left.")
     batch_size: int | None = Field(None, ge=1, description="Samples per step, where no batch or mask is given.")
     seq_length: int | None = Field(None, ge=1, description="Positions per sample, where no batch or mask is given.")
     logging_rank: int = Field(0, description="The rank that writes the log; -1 is the last one.")
     data_parallel_size: int | None = Field(
-        None,
-        ge=1,
-        description="Ranks with different data; ranks beyond that share a batch (tensor, context, pipeline parallel).",
+        None, ge=1, description="Number of different batches per step; smaller than the world size if ranks share one."
     )
     sinks: tuple[str, ...] = Field((), description="console, tensorboard, wandb, mlflow, prometheus, module:Class.")
 
@@ -70,19 +66,19 @@ class MonitorConfig(BaseModel):
     def _one_is_a_list_of_one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
-    sink_options: dict[str, dict[str, Any]] = Field({}, description="Options of a sink, by its name.")
-    strict: bool = Field(False, description="True raises what would otherwise be reported once.")
-    eval_steps: int | None = Field(None, ge=1, description="The training's own; kept for the record.")
-    save_steps: int | None = Field(None, ge=1, description="The training's own; kept for the record.")
+    sink_options: dict[str, dict[str, Any]] = Field({}, description="Options of each sink, by the sink's name.")
+    strict: bool = Field(False, description="True: raise errors of the monitor instead of reporting them once.")
+    eval_steps: int | None = Field(None, ge=1, description="Steps between evaluations; only written to the log.")
+    save_steps: int | None = Field(None, ge=1, description="Steps between checkpoints; only written to the log.")
 
 
 def read_config(
     config: "Mapping[str, Any] | str | Path | MonitorConfig | None", preset: str | None = None, **overrides: Any
 ) -> tuple[MonitorConfig, list[str]]:
-    """The configuration, and what in it could not be used.
+    """Return the configuration, and one message for each unknown key or invalid value.
 
-    Precedence: arguments in code, then the file or dict, then the preset, then the defaults. A value that cannot be
-    used is left out and named, so that a slip in a file does not end a training.
+    Precedence: arguments in code, then the file or dict, then the preset, then the defaults. Invalid values are left
+    out, because a mistake in a file must not stop a training.
 
     >>> config, problems = read_config({"monitoring": {"flops_profile_freq": 50, "mod": "smart"}})
     >>> config.flops_profile_freq
@@ -109,7 +105,7 @@ def _as_dict(config: "Mapping[str, Any] | str | Path | None", problems: list[str
         problems.append(f"config {str(config)!r} could not be read: {error}")
         return {}
     if not isinstance(content, Mapping):
-        problems.append(f"config {str(config)!r} holds {type(content).__name__}, not keys and values")
+        problems.append(f"config {str(config)!r} contains a {type(content).__name__} instead of keys and values")
         return {}
     return content
 
@@ -118,7 +114,7 @@ def _preset(name: str | None, problems: list[str]) -> Mapping[str, Any]:
     if name is None:
         return {}
     if name not in PRESETS:
-        problems.append(f"preset {name!r} does not exist; there are {', '.join(PRESETS)}")
+        problems.append(f"preset {name!r} does not exist; the presets are {', '.join(PRESETS)}")
     return PRESETS.get(name, {})
 
 
@@ -138,28 +134,27 @@ def refuse_problems(problems: list[str]) -> None:
         raise InputError("the monitor's configuration has mistakes: " + "; ".join(problems))
 
 
-# The names a configuration may use: ours, and every spelling in docs/requirements.md.
+# Names of settings in a configuration file: those of `MonitorConfig`, and the other names in docs/requirements.md.
 
 
 _SECTIONS = ("flopwatch", "monitoring", "monitor")
-"""Ours alone, so an unknown key in them is a slip. Sections such as `training` hold other people's keys as well."""
+"""Sections that only flopwatch reads, so an unknown key in them is reported as a mistake."""
 
 _MONITORING = {
     "mfu_calculation_mode": "mode",
     "performance_monitoring.measure_flops_frequency": "flops_profile_freq",
-    "performance_monitoring.smart_mode.initial_profiling": "initial_profiling",
-    "performance_monitoring.smart_mode.calibration_enabled": "calibration_enabled",
-    "performance_monitoring.smart_mode.recalibration_frequency": "recalibration_frequency",
-    "performance_monitoring.hybrid_mode.hardware_counters_enabled": "hardware_counters_enabled",
-    "performance_monitoring.hybrid_mode.fallback_to_profiler": "fallback_to_profiler",
-    "smart_mode.initial_profiling": "initial_profiling",
-    "smart_mode.calibration_enabled": "calibration_enabled",
-    "smart_mode.recalibration_frequency": "recalibration_frequency",
-    "hybrid_mode.hardware_counters_enabled": "hardware_counters_enabled",
-    "hybrid_mode.fallback_to_profiler": "fallback_to_profiler",
+    **{
+        f"{outer}{section}.{name}": name
+        for outer in ("performance_monitoring.", "")
+        for section, names in (
+            ("smart_mode", ("initial_profiling", "calibration_enabled", "recalibration_frequency")),
+            ("hybrid_mode", ("hardware_counters_enabled", "fallback_to_profiler")),
+        )
+        for name in names
+    },
     "freq.flops_profile_freq": "flops_profile_freq",
     "measure_flops_frequency": "flops_profile_freq",
-    # The words of the sweep and of the command line for the same things.
+    # These two names are used by the sweep and the command line.
     "seq_len": "seq_length",
     "warmup_steps": "warm_up_steps",
 }
@@ -173,13 +168,14 @@ SPELLINGS: Mapping[str, str] = {
     "wandb.log_dataset_metrics": "log_dataset_metrics",
     "wandb.reduced_logging": "reduced_logging",
 }
-"""Dotted path in the file to the name of the setting."""
+"""The setting's name in `MonitorConfig`, by its dotted path in a configuration file."""
 
 
 def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Our settings in a whole training configuration, and the unknown keys of our sections.
+    """Find the monitor's settings in a training configuration; return them, and messages about unknown keys.
 
-    Settings may stand at the top when nothing else does: a training's own `mode` or `dtype` is not ours.
+    A setting outside the monitor's sections is used only if every key at the top level is one of the monitor's,
+    because `mode` or `dtype` in a training's configuration usually means something else.
     """
     fields = MonitorConfig.model_fields
     ours_alone = all(key in fields or key in _SECTIONS or key in _MONITORING for key in content)

@@ -1,7 +1,7 @@
-"""From steps to rates and totals: pure arithmetic, no clock, no device, no file.
+"""Computes rates and totals from measured steps, without reading a clock, a device or a file.
 
-Rates are sums over sums (tokens of the window over seconds of the window), never means of rates: a mean of per-step
-rates over-weights the fast steps.
+A rate is a sum divided by a sum, such as all tokens of a window divided by its seconds. A mean of per-step rates would
+give fast steps too much weight.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,32 +12,41 @@ from typing import Any, NamedTuple
 from flopwatch.records.metrics import APART, goodput_of, loss_in_step
 from flopwatch.records.run import Number
 
+AMOUNTS = (
+    "samples",
+    "tokens",
+    "real_tokens",
+    "trainable_tokens",
+    "model_flops",
+    "hardware_flops",
+    "recompute_flops",
+)
+"""Names of the fields of `MeasuredStep` that can be added up over steps and ranks."""
+
 _WARM_UP_FACTOR = 1.5
-"""A leading step this much slower than the median of the later ones is warm-up: compilation, autotuning, caches."""
+"""First steps that take 1.5 times the median of later ones are warm-up: they compile, autotune or fill caches."""
 
 
 class MeasuredStep(NamedTuple):
-    """One optimizer step, everything known about it. Unknown is None.
+    """All measurements of one optimizer step; None is unknown.
 
     Attributes:
-        step: Its number.
-        seconds: From the end of the step before to its own end, without pauses. The first step of a session has no
-            beginning, hence no seconds, unless it was opened with `monitor.step()`.
-        input_wait_seconds: The part of `seconds` before the batch was there.
-        samples: Rows of its batches.
-        tokens: Positions of its batches, padding included.
+        step: The step's number.
+        seconds: Time from the end of the step before to the end of this one, without pauses. None for the first step
+            of a session, unless it was opened with `monitor.step()`.
+        input_wait_seconds: The part of `seconds` spent waiting for batches.
+        samples: Rows of the batches.
+        tokens: Positions of the batches, padding included.
         real_tokens: Positions that are not padding.
         trainable_tokens: Positions whose label is not -100.
-        model_flops: What the mathematics needs.
-        hardware_flops: What is executed.
-        recompute_flops: The part of it that runs a second time.
-        loss: Its loss.
-        grad_norm: Its gradient norm.
-        is_warm_up: Left out of every rate.
-        model_peak_seconds: How long a device needs for the model's FLOPs at its peaks for the types they ran in.
-        hardware_peak_seconds: The same for all that is executed.
-        reason: Why its FLOPs are not exact; None when they are, or are not known at all.
-        is_watched: Whether it was counted as it ran, which takes longer; such a step is warm-up too.
+        model_flops: FLOPs that the model's mathematics needs, without padding and recomputation.
+        hardware_flops: FLOPs that are executed.
+        recompute_flops: The part of `hardware_flops` that activation checkpointing runs a second time.
+        is_warm_up: Whether the step is left out of all rates.
+        model_peak_seconds: Time one device would need for `model_flops` at its peak for the data types in use.
+        hardware_peak_seconds: Time one device would need for `hardware_flops` at that peak.
+        reason: Why the FLOPs are not exact; None when they are exact or unknown.
+        is_watched: Whether the FLOPs of this step were counted while it ran, which slows the step down.
     """
 
     step: int
@@ -60,21 +69,21 @@ class MeasuredStep(NamedTuple):
 
     @property
     def work_seconds(self) -> float | None:
-        """Seconds without the input wait, as far as that is known."""
+        """Seconds without the input wait; an unknown input wait is taken as 0."""
         return None if self.seconds is None else self.seconds - (self.input_wait_seconds or 0.0)
 
 
 def window_values(
     steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, device_count: int = 1, world_size: int = 1
 ) -> dict[str, Number]:
-    """The metrics of a window, under the keys of `flopwatch.records.metrics`; what is not known has no key.
+    """Compute the metrics of a window, by their keys in `flopwatch.records.metrics`; unknown ones have no key.
 
     Args:
-        steps: The window's steps, as this process saw them.
-        peak_flops_per_s: Of one device.
-        device_count: Devices this process drives.
-        world_size: Processes of the training. With more than one, this process knows the rates of its own devices
-            only, so the keys for the whole training are left out.
+        steps: The window's steps, as this process has measured them.
+        peak_flops_per_s: Peak of one device.
+        device_count: Devices that work on this process's batch.
+        world_size: Processes of the training. With more than one, metrics of the whole training are left out, because
+            these steps show only the rates of this process.
 
     Example:
         >>> steps = [MeasuredStep(1, seconds=0.5, tokens=1000, model_flops=10**12)]
@@ -115,7 +124,7 @@ def _rates(timed: Sequence[MeasuredStep], device_count: int, world_size: int) ->
 def _utilisation(
     timed: Sequence[MeasuredStep], peak_flops_per_s: float | None, device_count: int
 ) -> dict[str, Number | None]:
-    """MFU and HFU over the steps whose FLOPs are known."""
+    """Compute MFU and HFU from the steps whose FLOPs are known."""
     values: dict[str, Number | None] = {}
     for name, share in (("model_flops", "mfu"), ("hardware_flops", "hfu")):
         known = [step for step in timed if getattr(step, name) is not None]
@@ -135,7 +144,7 @@ def _utilisation(
 
 
 def effective_peak(steps: Sequence[MeasuredStep], name: str = "model_flops") -> float | None:
-    """FLOP/s of a device that runs each part of the steps at the peak of the type it ran in; None where unknown.
+    """Peak of a device in FLOP/s, averaged over the data types in which these steps ran; None where unknown.
 
     >>> effective_peak([MeasuredStep(1, model_flops=300, model_peak_seconds=1.0)])
     300.0
@@ -147,21 +156,35 @@ def effective_peak(steps: Sequence[MeasuredStep], name: str = "model_flops") -> 
     return float(sum(getattr(step, name) for step in known) / sum(seconds))
 
 
-def _shares(steps: Sequence[MeasuredStep]) -> dict[str, Number | None]:
-    padded = [step for step in steps if step.tokens and step.real_tokens is not None]
-    tokens, real = _known_sum(padded, "tokens"), _known_sum(padded, "real_tokens")
-    executed = [step for step in steps if step.hardware_flops and step.recompute_flops is not None]
-    hardware, again = _known_sum(executed, "hardware_flops"), _known_sum(executed, "recompute_flops")
-    counted = [step for step in steps if step.model_flops is not None]
-    return {
-        "perf/padding_percent": None if tokens is None or real is None else _percent(tokens - real, tokens),
-        "perf/recompute_percent": _percent(again, hardware),
-        "perf/counted_steps_percent": None if len(counted) in (0, len(steps)) else 100 * len(counted) / len(steps),
-    }
+def _shares(steps: Sequence[MeasuredStep]) -> dict[str, Number]:
+    padded = [step for step in steps if step.real_tokens is not None]
+    executed = [step for step in steps if step.recompute_flops is not None]
+    values = share_values(
+        {
+            "tokens": sum(step.tokens or 0 for step in padded),
+            "real_tokens": sum(step.real_tokens or 0 for step in padded if step.tokens),
+            "hardware_flops": sum(step.hardware_flops or 0 for step in executed),
+            "recompute_flops": sum(step.recompute_flops or 0 for step in executed if step.hardware_flops),
+        }
+    )
+    counted = sum(step.model_flops is not None for step in steps)
+    return (
+        values if counted in (0, len(steps)) else {**values, "perf/counted_steps_percent": 100 * counted / len(steps)}
+    )
+
+
+def share_values(totals: Mapping[str, int]) -> dict[str, Number]:
+    """Compute the percentages of padding and of recomputation from total tokens and FLOPs."""
+    values: dict[str, Number] = {}
+    if totals.get("tokens") and "real_tokens" in totals:
+        values["perf/padding_percent"] = 100 * (totals["tokens"] - totals["real_tokens"]) / totals["tokens"]
+    if totals.get("hardware_flops") and "recompute_flops" in totals:
+        values["perf/recompute_percent"] = 100 * totals["recompute_flops"] / totals["hardware_flops"]
+    return values
 
 
 def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
-    """Share of step time spent waiting for batches, over the steps whose wait is known; None without any.
+    """Share of step time spent waiting for batches, over the steps whose wait is known; None if there are none.
 
     >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=9.0)])
     0.25
@@ -172,9 +195,9 @@ def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
 
 
 def find_warm_up(seconds: Sequence[float | None]) -> int:
-    """How many leading steps are warm-up: those slower than the later ones can explain.
+    """Count the first steps that are warm-up: those much slower than the median of the later half.
 
-    The untimed first step of a session is none: it is in no rate anyway.
+    Steps without a time are skipped, because they are in no rate anyway.
 
     >>> find_warm_up([9.0, 2.0, 1.0, 1.1, 1.0, 1.0])
     2
@@ -199,37 +222,28 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def mean_of(known: Sequence[float]) -> float:
-    """The mean of any floats: NaN where one is NaN, or where both infinities occur.
+    """The mean; NaN if a value is NaN, or if both infinities occur.
 
     >>> mean_of([1.7e308, 1.7e308]), mean_of([float("inf"), float("-inf")])
     (1.7e+308, nan)
     """
     try:
         return fmean(known)
-    except (OverflowError, ValueError):  # the sum exceeds the largest float, or has both infinities
+    except (OverflowError, ValueError):  # the sum exceeds the largest float, or both infinities occur
         return sum(value / len(known) for value in known)
 
 
-def _known_sum(steps: Sequence[MeasuredStep], name: str) -> Number | None:
-    known = [getattr(step, name) for step in steps if getattr(step, name) is not None]
-    return sum(known) if known else None
-
-
-def _percent(part: Number | None, whole: Number | None) -> float | None:
-    return None if part is None or not whole else 100 * part / whole
-
-
-_TOTALS = ("samples", "tokens", "real_tokens", "trainable_tokens", "model_flops", "hardware_flops")
+_TOTALS = AMOUNTS[:-1]
 
 
 @dataclass
 class Ledger:
-    """The run's totals: steps and phases added up. An amount that was never known is missing from `totals`.
+    """The run's totals over all steps and phases.
 
     Attributes:
-        steps: Optimizer steps that count.
-        totals: Samples, tokens and FLOPs of them.
-        seconds: By class, see `flopwatch.records.metrics`; `wall` is up to the newest row.
+        steps: Number of optimizer steps; repeated steps count once.
+        totals: Samples, tokens and FLOPs of the steps; amounts that were never known are missing.
+        seconds: Time by class, see `flopwatch.records.metrics`; `wall` ends with the newest row.
         first_start_unix_time: When the run's first process started; None if the log does not contain it.
     """
 
@@ -238,39 +252,31 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=dict)
     first_start_unix_time: float | None = None
     _not_compared: list[float] = field(default_factory=list, repr=False)
-    """Work of warm-up steps that came before a typical step was known."""
+    """`work_seconds` of warm-up steps that ended before the time of a typical step was known."""
 
     def add_steps(self, steps: Iterable[MeasuredStep], typical_seconds: float | None = None) -> None:
-        """Count steps; beyond `typical_seconds`, the work of a warm-up or stalled step made no progress."""
+        """Add steps. Time of a warm-up or stalled step beyond `typical_seconds` is booked as lost."""
         for step in steps:
             self.steps += 1
-            for name in _TOTALS:
-                amount = getattr(step, name)
-                if amount is not None:
-                    self.totals[name] = self.totals.get(name, 0) + amount
+            self.add_amounts({name: amount for name in _TOTALS if (amount := getattr(step, name)) is not None})
             if step.seconds is not None and step.work_seconds is not None:
-                if step.is_watched:
-                    self._add_watched(step.seconds, step.work_seconds, typical_seconds)
-                    self._add_wait(step)
-                    continue
-                self.spend("train", step.seconds)
-                if step.is_warm_up:
-                    self.spend("warm_up", step.seconds)
-                self._look_for_loss(step.work_seconds, typical_seconds, is_warm_up=step.is_warm_up)
-            self._add_wait(step)
+                self._add_time(step.seconds, step.work_seconds, typical_seconds, step)
+            if step.input_wait_seconds is not None:
+                self.spend("input_wait", step.input_wait_seconds)
 
-    def _add_wait(self, step: MeasuredStep) -> None:
-        if step.input_wait_seconds is not None:
-            self.spend("input_wait", step.input_wait_seconds)
-
-    def _add_watched(self, seconds: float, work_seconds: float, typical: float | None) -> None:
-        """A step that was counted as it ran: what it took beyond the typical one is time spent counting."""
-        extra = 0.0 if typical is None else max(0.0, work_seconds - typical)
-        self.spend("train", seconds - extra)
-        self.spend("count", extra)
+    def _add_time(self, seconds: float, work_seconds: float, typical: float | None, step: MeasuredStep) -> None:
+        if step.is_watched:  # the time beyond a typical step was spent counting FLOPs
+            extra = 0.0 if typical is None else max(0.0, work_seconds - typical)
+            self.spend("train", seconds - extra)
+            self.spend("count", extra)
+            return
+        self.spend("train", seconds)
+        if step.is_warm_up:
+            self.spend("warm_up", seconds)
+        self._look_for_loss(work_seconds, typical, is_warm_up=step.is_warm_up)
 
     def add_amounts(self, amounts: Mapping[str, int]) -> None:
-        """Samples, tokens and FLOPs of a whole window, where they are not known step by step."""
+        """Add samples, tokens and FLOPs, such as those of a whole window."""
         for name in _TOTALS:
             if name in amounts:
                 self.totals[name] = self.totals.get(name, 0) + amounts[name]
@@ -287,19 +293,19 @@ class Ledger:
             self._not_compared.clear()
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Time outside steps; a phase that has no metric counts as pause."""
+        """Add time outside steps. A phase without a metric of its own is added to `pause`."""
         self.spend(phase if phase in APART else "pause", seconds)
 
     def spend(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def set_wall(self, unix_time: float) -> None:
-        """Set the run's wall time to end at this moment."""
+        """Set the wall time: from the start of the run's first process to `unix_time`."""
         if self.first_start_unix_time is not None:
             self.seconds["wall"] = unix_time - self.first_start_unix_time
 
     def values(self) -> dict[str, Number]:
-        """The totals under the keys of `flopwatch.records.metrics`."""
+        """The totals, by their keys in `flopwatch.records.metrics`."""
         values: dict[str, Number] = {
             "total/steps": self.steps,
             **{f"total/{name}": total for name, total in self.totals.items()},
@@ -319,5 +325,5 @@ class Ledger:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "Ledger":
-        first_start = state.get("first_start_unix_time")  # logs before goodput have none
+        first_start = state.get("first_start_unix_time")  # older logs do not contain it
         return cls(int(state["steps"]), dict(state["totals"]), dict(state["seconds"]), first_start)

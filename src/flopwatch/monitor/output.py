@@ -1,6 +1,6 @@
-"""All that leaves the monitor: records for the sinks, notices for a person, traces of a few steps.
+"""The monitor's output: records for the sinks, notices for the user, and profiler traces.
 
-A notice has a level, a code, and a message with the value and what to do next; each code is sent once.
+A notice has a level, a code, and a message that says what happened and what to do next; each code is sent once.
 """
 
 import json
@@ -23,37 +23,42 @@ from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
 from flopwatch.sinks.thread import SinkThread, build_sinks
 
-Tell = Callable[[Level, str, str], None]
-"""Takes a level, a code and a message."""
+Notify = Callable[[Level, str, str], None]
+"""A function that takes a level, a code and a message, and sends each code once."""
 
 
 class NoticeText(NamedTuple):
-    """A notice without its step. A suffix after a colon in the code makes notices of one kind distinct."""
+    """A notice without its step. Its code may have a suffix after a colon, so that variants are sent separately."""
 
     level: Level
     code: str
     message: str
 
 
+def _info(code: str, message: str) -> NoticeText:
+    return NoticeText("info", code, message)
+
+
+def _warning(code: str, message: str) -> NoticeText:
+    return NoticeText("warning", code, message)
+
+
 def mfu_above_peak(mfu: float, peak: Peak) -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "mfu_above_peak",
         f"MFU is {100 * mfu:.1f} %, more than the device can do: the peak of {peak.flops_per_s:.4g} FLOP/s "
-        f"({peak.device}, {peak.dtype}, {peak.source}) is not that of this training; pass dtype= or "
-        "peak_flops_per_s=",
+        f"({peak.device}, {peak.dtype}, {peak.source}) is not that of this training; pass dtype= or peak_flops_per_s=",
     )
 
 
 def nothing_to_count(*, has_model: bool, has_batch: bool) -> NoticeText:
-    """One notice, whatever of the two is missing."""
+    """Make one notice about a missing model, a missing batch, or both."""
     of_model = "model= to TrainingMonitor (or call set_model)"
     of_batch = "batch= to step() or log_step(), or each one to micro_batch()"
     missing = [*([] if has_model else [of_model]), *([] if has_batch else [of_batch])]
     what = " and no ".join([*([] if has_model else ["model"]), *([] if has_batch else ["batch"])])
     tokens = "" if has_batch else "no tokens per second, "
-    return NoticeText(
-        "warning",
+    return _warning(
         "no_batch" if has_model else "no_model",
         f"no {what} was given, so there will be {tokens}no FLOPs and no MFU; pass {', and '.join(missing)}",
     )
@@ -61,14 +66,12 @@ def nothing_to_count(*, has_model: bool, has_batch: bool) -> NoticeText:
 
 def not_readable(name: str) -> NoticeText:
     if name == "batch":
-        return NoticeText(
-            "warning",
+        return _warning(
             "batch_reused",
-            "the batch's tensors were written into after log_step, so steps of one window have no tokens and "
-            "FLOPs; from here on batches are read at once",
+            "the training wrote into a batch's tensors after log_step, so some steps of one window have no tokens and "
+            "no FLOPs; later batches are read during log_step",
         )
-    return NoticeText(
-        "warning",
+    return _warning(
         f"not_readable:{name}",
         f"{name} was written into after log_step, is not a single number, or is spread over ranks, so it is "
         f"left out; pass {name}.detach().clone(), a number, or {name}.full_tensor()",
@@ -76,98 +79,89 @@ def not_readable(name: str) -> NoticeText:
 
 
 def input_wait_unknown() -> NoticeText:
-    return NoticeText(
-        "info",
+    return _info(
         "input_wait_unknown",
-        "input wait is not known: micro-batches are fetched inside the step; write `for batch in "
-        "monitor.batches(loader)` to have it",
+        "the input wait is not known, because micro-batches are fetched inside the step; write `for batch in "
+        "monitor.batches(loader)` to measure it",
     )
 
 
 def time_outside_steps(seconds: float) -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "time_outside_steps",
-        f"{seconds:.3g} s passed between two steps, far longer than usual: counted as time outside steps "
-        '(time/outside_seconds), not as input wait. Put evaluation and saving into `with monitor.phase("eval")`; if it '
-        "was the loader, write `for batch in monitor.batches(loader)`",
+        f"{seconds:.3g} s passed between two steps, far longer than usual: they are counted as time outside steps "
+        '(time/outside_seconds), not as input wait. Put evaluation and saving into `with monitor.phase("eval")`; if '
+        "the loader was slow, write `for batch in monitor.batches(loader)`",
     )
 
 
 def stalled(seconds: float) -> NoticeText:
-    return NoticeText(
-        "info",
+    return _info(
         "stalled",
-        f"some steps took {seconds:.3g} s longer than typical ones, which counts as stalled "
-        '(time/stall_seconds); if that was evaluation or saving, put it into `with monitor.phase("eval")`',
+        f"some steps took {seconds:.3g} s longer than typical ones; this time is counted as stalled "
+        '(time/stall_seconds). If evaluation or saving caused it, put that into `with monitor.phase("eval")`',
     )
 
 
 def log_not_resumed(log: Path, error: BaseException) -> NoticeText:
-    return NoticeText("warning", "log_not_resumed", f"the totals start at 0, because {log} cannot be used: {error}")
+    return _warning("log_not_resumed", f"the totals start at 0, because {log} cannot be used: {error}")
 
 
 def steps_lost(last_step: int, first_step: int) -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "steps_lost",
-        f"the log ends at step {last_step} and the run continues at {first_step}: the totals lack the steps "
+        f"the log ends at step {last_step} and the run continues at step {first_step}, so the totals lack the steps "
         "in between; save monitor.state_dict() with your checkpoint and load it",
     )
 
 
 def totals_estimated(first_step: int) -> NoticeText:
-    return NoticeText(
-        "info",
+    return _info(
         "totals_estimated",
-        f"the run continues at step {first_step}, inside a logged window of several ranks: tokens and FLOPs of its "
-        "first steps are divided as on this rank; call monitor.state_dict() on every rank when you save, and they are "
-        "exact",
+        f"the run continues at step {first_step}, in the middle of a logged window of several ranks. The tokens and "
+        "FLOPs of the window's earlier steps are estimated from this rank's share; to make them exact, call "
+        "monitor.state_dict() on every rank when you save",
     )
 
 
 def state_is_behind() -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "state_is_behind",
-        "state_dict() was not called on all ranks, or some are late: the totals in it end with the last window "
-        "of all ranks. Call it on every rank to have them up to this step",
+        "state_dict() was not called on all ranks, or some ranks are late, so the saved totals end with the last "
+        "window that all ranks have sent; call state_dict() on every rank to save them up to this step",
     )
 
 
 def ranks_unknown(rank: int, world_size: int) -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "ranks_unknown",
-        f"{world_size} ranks, but torch.distributed is not initialised before the first step: all numbers are those "
-        f"of rank {rank}",
+        f"there are {world_size} ranks, but torch.distributed was not initialised before the first step: all numbers "
+        f"are those of rank {rank} only",
     )
 
 
 def ranks_lost(rank: int, why: str) -> NoticeText:
-    return NoticeText("warning", "ranks_lost", f"from here on all numbers are those of rank {rank}: {why}")
+    return _warning("ranks_lost", f"from now on all numbers are those of rank {rank} only: {why}")
 
 
 def ranks_missing(missing: int, world_size: int) -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "ranks_missing",
-        f"{missing} of {world_size} ranks did not report this window: its numbers are those of the logging rank, and "
-        "the totals lack the missing ranks' part (ranks/reporting says in which rows)",
+        f"{missing} of {world_size} ranks did not report this window: the row has the numbers of the logging rank "
+        "only, and the totals lack the missing ranks; ranks/reporting shows the number of ranks in each row",
     )
 
 
 def device_late(steps: int, seconds: float) -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "device_late",
-        f"the device had not finished the last {steps} steps {seconds:g} s after the end: they are in no number",
+        f"the device had not finished the last {steps} steps {seconds:g} s after the end of the run, so no number "
+        "includes them",
     )
 
 
 def ranks_absent(ranks: Sequence[int]) -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "ranks_absent",
         f"no monitor of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} joined this run before "
         "it ended, so its totals lack those ranks; create the same monitors on every rank, in the same order and with "
@@ -176,30 +170,27 @@ def ranks_absent(ranks: Sequence[int]) -> NoticeText:
 
 
 def ranks_late(seconds: float) -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "ranks_late",
-        f"other ranks had not closed their monitor {seconds:.0f} s after this one: the last window lacks them",
+        f"other ranks had not closed their monitor {seconds:.0f} s after this one, so the last window lacks them",
     )
 
 
 def not_exact(reasons: Sequence[str]) -> NoticeText:
-    return NoticeText("info", "not_exact", f"the FLOPs of these steps are not exact: {'; '.join(reasons)}")
+    return _info("not_exact", f"the FLOPs of these steps are not exact: {'; '.join(reasons)}")
 
 
 def rows_in_doubt(step: int, counted_at: int | None) -> NoticeText:
-    since = "earlier rows" if counted_at is None else f"rows after step {counted_at}, when one was last counted,"
-    return NoticeText(
-        "warning",
+    rows = "earlier rows" if counted_at is None else f"rows after step {counted_at}, the last correct count,"
+    return _warning(
         f"rows_in_doubt:{counted_at}",
-        f"step {step} was counted as it ran and did not cost what steps like it had cost: {since} may be wrong "
-        "although they say exact",
+        f"a count of step {step} while it ran gave other FLOPs than earlier steps with the same calls: {rows} may be "
+        "wrong although they are marked as exact",
     )
 
 
 def optimizer_products(flops: int) -> NoticeText:
-    return NoticeText(
-        "info",
+    return _info(
         "optimizer_products",
         f"the optimizer itself computes matrix products, {flops:,} FLOPs in a counted step; neither the model's FLOPs "
         "nor the executed FLOPs include them",
@@ -207,58 +198,53 @@ def optimizer_products(flops: int) -> NoticeText:
 
 
 def flops_unknown(error: BaseException) -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "flops_unknown",
-        f"there will be no FLOPs and no MFU but of steps that were counted as they ran: {error}. Pass "
-        "batch= as the model takes it, loss_fn=..., or flops_fn=... with a number of your own",
+        f"the FLOPs of this model could not be counted: {error}. Only steps that are counted while they run will have "
+        "FLOPs and MFU; pass batch= as the model takes it, loss_fn=..., or flops_fn=... with a number of your own",
     )
 
 
 def peak_unknown(dtype: str, why: str) -> NoticeText:
-    return NoticeText("warning", "peak_unknown", f"there will be no MFU: the peak for {dtype} is not known. {why}")
+    return _warning("peak_unknown", f"there will be no MFU, because the device's peak for {dtype} is not known. {why}")
 
 
 def shapes_not_counted() -> NoticeText:
-    return NoticeText(
-        "info",
+    return _info(
         "shapes_not_counted",
-        "batches keep coming in shapes that were never counted, and counting has had its share of the time: "
-        "their steps have no FLOPs (perf/counted_steps_percent); pass flops_fn=... to have them all",
+        "batches of new shapes keep coming, and the time allowed for counting FLOPs is used up: steps with such "
+        "batches have no FLOPs (see perf/counted_steps_percent); pass flops_fn=... to have FLOPs for all steps",
     )
 
 
 def coverage_below_1(coverage: float, notes: Sequence[str]) -> NoticeText:
-    return NoticeText(
-        "warning",
+    return _warning(
         "coverage_below_1",
         f"{100 * (1 - coverage):.3g} % of the matmul-like op calls have no formula, so MFU is a lower bound: "
-        f"{'; '.join(notes)}. Add one with flopwatch.register_formula",
+        f"{'; '.join(notes)}. Add a formula with flopwatch.register_formula",
     )
 
 
 def counting() -> NoticeText:
-    return NoticeText(
-        "info",
+    return _info(
         "counting",
-        "counting the FLOPs of this model once, with fake tensors on the CPU: some seconds, in no step's time",
+        "counting the FLOPs of this model once, with fake tensors on the CPU; this takes some seconds, which are not "
+        "part of any step's time",
     )
 
 
 _log = logging.getLogger("flopwatch")
 _LEVELS: Mapping[Level, int] = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 CLOSE_SECONDS = 30.0
-"""How long the end of a run waits for slow sinks, all together."""
-
-
+"""How long the end of a run waits for all sinks together."""
 _FLUSH_SECONDS = 5.0
 
 
 class Outlets:
-    """One thread per sink. Records given before the run has started wait for its `RunStart`.
+    """Sends records to the sinks, with one thread per sink. Records sent before `start` follow the `RunStart` record.
 
     Attributes:
-        failed_parts: What was switched off, and why.
+        failed_parts: Parts of the monitor that were switched off, each with the first reason.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, is_quiet: bool = False) -> None:
@@ -286,20 +272,20 @@ class Outlets:
             return
         for thread in self._threads:
             if not thread.put(record) and thread.failed is None:
-                self.tell(
+                self.notify(
                     "warning",
                     f"rows_dropped:{thread.name}",
-                    f"the sink {thread.name} is too slow: rows are dropped for it, the local log has them all",
+                    f"the sink {thread.name} is too slow, so some rows are not sent to it; the local log has all rows",
                     step=getattr(record, "step", None),
                 )
 
     def send_to_log(self, record: Record) -> None:
-        """Queue a record for the local log only, which is the first sink."""
+        """Queue a record for the local log only; the local log is the first sink."""
         if self._has_started and self._threads:
             self._threads[0].put(record)
 
-    def tell(self, level: Level, code: str, message: str, *, step: int | None = None) -> None:
-        """Give a notice once per code, to the log of the process and to every sink."""
+    def notify(self, level: Level, code: str, message: str, *, step: int | None = None) -> None:
+        """Send a notice to the process's `logging` and to every sink, once per code."""
         self._notices[code] += 1
         if self._notices[code] > 1:
             return
@@ -307,17 +293,14 @@ class Outlets:
             _log.log(_LEVELS[level], "flopwatch: %s", message)
         self.send(Notice(step, level, code.partition(":")[0], message))
 
-    def note_failure(self, part: str, reason: str) -> None:
-        """Remember for the summary why a part of the monitor was switched off; the first reason counts."""
-        self.failed_parts.setdefault(part, reason)
-
     def flush_log(self) -> None:
-        """Wait until the local log holds all records so far, but at most `_FLUSH_SECONDS`."""
+        """Wait until the local log contains all records so far, but at most `_FLUSH_SECONDS`."""
         if self._threads and not self._threads[0].flush(_FLUSH_SECONDS):
-            self.tell("warning", "log_is_behind", f"the local log could not be written within {_FLUSH_SECONDS:.0f} s")
+            late = f"the local log could not be written within {_FLUSH_SECONDS:.0f} s, so it lacks the newest records"
+            self.notify("warning", "log_is_behind", late)
 
     def close(self, of_session: Summary) -> Summary:
-        """End all sinks. The local log is the first in the list and ends last, so that its summary has all failures."""
+        """Close all sinks. The local log is closed last, so that its summary contains the failures of the others."""
         if not self._threads:
             return self._with_failures(of_session)
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -326,11 +309,11 @@ class Outlets:
             thread.put(self._with_failures(of_session))
         for thread in others:
             if not thread.close(max(0.1, deadline - time.monotonic())) and thread.failed is None:
-                self.failed_parts[thread.name] = "did not end in time; what it still held is lost"
+                self.failed_parts[thread.name] = "the sink did not close in time, so its last records are lost"
         summary = self._with_failures(of_session)
         first.put(summary)
         if not first.close(max(1.0, deadline - time.monotonic())):
-            sys.stderr.write("flopwatch: the local log could not be written to its end\n")
+            sys.stderr.write("flopwatch: the last records of the local log could not be written in time\n")
         return summary
 
     def _with_failures(self, summary: Summary) -> Summary:
@@ -345,11 +328,12 @@ class Outlets:
     def _sink_failed(self, name: str, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"
         self.failed_parts[name] = reason
-        self.tell("error", f"sink_failed:{name}", f"the sink {name} is switched off, training goes on: {reason}")
+        message = f"the sink {name} failed and is switched off, the training goes on: {reason}"
+        self.notify("error", f"sink_failed:{name}", message)
 
 
 def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted: Sequence[str | Sink]) -> Outlets:
-    """The local log and the configured sinks; a sink that cannot be made is reported and left out."""
+    """Open the local log and the configured sinks; a sink that cannot be opened is reported and left out."""
     sinks: list[Sink] = []
     failures: dict[str, str] = {}
     for want in wanted:
@@ -366,13 +350,14 @@ def open_outlets(config: MonitorConfig, output_dir: Path, log_path: Path, wanted
     log = JsonlSink(log_path, flush_steps=config.local_log_every, flush_seconds=config.local_log_seconds)
     outlets = Outlets([log, *sinks])
     for name, reason in failures.items():
-        outlets.note_failure(name, reason)
-        outlets.tell("error", f"sink_failed:{name}", f"the sink {name} is not used, training goes on: {reason}")
+        outlets.failed_parts.setdefault(name, reason)
+        message = f"the sink {name} cannot be opened and is not used, the training goes on: {reason}"
+        outlets.notify("error", f"sink_failed:{name}", message)
     return outlets
 
 
 def json_ready(value: Any) -> Any:
-    """A configuration as plain JSON values."""
+    """Convert a configuration to values that JSON can hold."""
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -380,26 +365,22 @@ def json_ready(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
 
 
-# A few steps under torch's profiler, on request: one compressed trace that ui.perfetto.dev opens.
-#
-# Shapes are recorded, stacks and memory are not: with them a trace of five steps has been seen to take 4 GB.
-
-
 _MOST_STEPS = 10
+"""Most steps in one trace, because a trace of many steps takes gigabytes."""
 
 
 class TraceCapture:
-    """Profiles a few steps on request, writes one trace file, and is off again.
+    """Runs a few steps under torch's profiler on request, and writes one compressed trace file for ui.perfetto.dev.
 
     Attributes:
-        is_on: Whether a trace is wanted or under way; read on every step.
-        last_path: The newest trace.
+        is_on: Whether a trace was requested or is being recorded; read on every step.
+        last_path: File of the newest trace.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int, tell: Callable[..., None]) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, notify: Callable[..., None]) -> None:
         self._folder = folder
         self._rank, self._world_size = rank, world_size
-        self._tell = tell
+        self._notify = notify
         self._profiler: Any = None
         self._left = 0
         self.is_on = False
@@ -410,7 +391,7 @@ class TraceCapture:
         self.is_on = True
 
     def step_ended(self, step: int) -> None:
-        """Start with the next step; stop after the last requested one."""
+        """Start the profiler before the next step, or stop it after the last requested step."""
         if self._profiler is None:
             self._start()
             return
@@ -428,14 +409,17 @@ class TraceCapture:
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         self.last_path = path
-        self._tell("info", f"trace_written:{path.name}", f"trace written to {path}; open it at https://ui.perfetto.dev")
+        self._notify(
+            "info", f"trace_written:{path.name}", f"trace written to {path}; open it at https://ui.perfetto.dev"
+        )
 
     def _start(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
+        # Stacks and memory are not recorded, because with them a trace of five steps took 4 GB.
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()
-        if not torch.distributed.is_initialized():  # torch adds it itself in a process group
+        if not torch.distributed.is_initialized():  # with a process group, torch adds this metadata itself
             ranks = {"rank": self._rank, "world_size": self._world_size}
             self._profiler.add_metadata_json("distributedInfo", json.dumps(ranks))

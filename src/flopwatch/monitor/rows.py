@@ -1,4 +1,4 @@
-"""Books priced windows and makes rows of them: metrics, totals, percentiles, the columns for the log."""
+"""Adds windows of steps to the run's totals and makes rows of them: metrics, percentiles and per-step columns."""
 
 import time
 from collections import deque
@@ -8,6 +8,7 @@ from typing import Any
 
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.monitor.measured_step import (
+    AMOUNTS,
     MeasuredStep,
     effective_peak,
     find_warm_up,
@@ -23,7 +24,7 @@ from flopwatch.monitor.ranks.job_values import (
     with_job_wait,
 )
 from flopwatch.monitor.ranks.rank import CompleteWindow
-from flopwatch.monitor.ranks.reports import AMOUNTS, RankReport, extend
+from flopwatch.monitor.ranks.reports import RankReport, extend
 from flopwatch.monitor.session import Session, Totals
 from flopwatch.monitor.window import PricedStep, PricedWindow
 from flopwatch.records.flops import Peak
@@ -33,31 +34,20 @@ from flopwatch.spread import percentile
 
 _PERCENTILE_STEPS = 512
 _STEPS_TO_SEE_WARM_UP = 6
-_NANOSECONDS = 9
-"""Decimal digits of seconds in the log: more would only make it longer."""
+_SECONDS_DIGITS = 9
+"""Times are logged in whole nanoseconds."""
 _MOST_REASONS = 5
-_COLUMNS = (
-    "step",
-    "seconds",
-    "input_wait_seconds",
-    "samples",
-    "tokens",
-    "real_tokens",
-    "trainable_tokens",
-    "model_flops",
-    "hardware_flops",
-    "recompute_flops",
-    "loss",
-)
+_COLUMNS = ("step", "seconds", "input_wait_seconds", *AMOUNTS, "loss")
 
 
 @dataclass(frozen=True, slots=True)
 class JobLayout:
-    """How the ranks of a training divide its work.
+    """How many ranks a training has, and how many of them have different data.
 
     Attributes:
-        world_size: All ranks.
-        data_parallel_size: Ranks with different data; further ranks share the batch of one of these.
+        world_size: Number of all ranks.
+        data_parallel_size: Number of different batches per step; each is shared by world_size / data_parallel_size
+            ranks (tensor, context or pipeline parallel).
     """
 
     world_size: int
@@ -65,26 +55,27 @@ class JobLayout:
 
     @property
     def devices_per_batch(self) -> int:
-        """Ranks that share a batch: what one of them reports of it is the work of all of them."""
+        """Number of ranks that share a batch."""
         return max(1, self.world_size // self.data_parallel_size)
 
 
 class RowMaker:
-    """Turns windows into rows, in order. The first ones of a session wait until their warm-up steps are known.
+    """Makes rows of windows, in order. The first windows wait until it is known which of their steps are warm-up.
 
     Attributes:
-        last_step: Of the newest row; the totals end there.
-        latest: All values of the newest row; percentiles only where it was detailed or made on request.
-        straggler: The rank that the other ranks waited for in the newest row.
+        layout: Number of ranks, and how they share batches. May change, as models can be parallelised late.
+        last_step: Last step of the newest row, and of the totals.
+        latest: All values of the newest row; percentiles only if the row is detailed or was made on request.
+        straggler: The rank that the other ranks waited for in the newest row; None if there was none.
         missing_ranks: How many ranks did not report in the newest row.
-        exact: Whether all FLOPs of the session's rows are exact; None before the first row that has any.
-        notes: Why not.
+        exact: Whether the FLOPs of all rows of this session are exact; None before the first row with FLOPs.
+        notes: Reasons why `exact` is False.
     """
 
     def __init__(self, config: MonitorConfig, world_size: int, session: Session) -> None:
         self._config = config
         self._session = session
-        self._layout = JobLayout(world_size, config.data_parallel_size or world_size)
+        self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
         self._held: list[PricedWindow] = []
         self._all_ranks: RankReport | None = None
         self._stragglers = StragglerHistory()
@@ -102,15 +93,11 @@ class RowMaker:
         self.last_step: int | None = None
         self._last_loss: Number | None = None
 
-    def set_layout(self, layout: JobLayout) -> None:
-        """The model's layout is known, or has changed: it may be parallelised after the monitor was made."""
-        self._layout = layout
-
     def add(self, window: PricedWindow) -> None:
         self._held.append(window)
 
     def windows_past_warm_up(self, *, flush: bool) -> list[PricedWindow]:
-        """Windows ready to become rows. With `flush`, warm-up is decided from the steps seen so far."""
+        """Return the windows that can become rows. With `flush`, all can: the steps so far then decide on warm-up."""
         must_wait = not self._is_warm_up_known and self._config.warm_up_steps == "auto" and not flush
         if must_wait and sum(len(window.steps) for window in self._held) < _STEPS_TO_SEE_WARM_UP:
             return []
@@ -121,11 +108,11 @@ class RowMaker:
         return windows
 
     def session_values(self) -> dict[str, Number]:
-        """Totals of the run, rates of this session, and the last loss it logged."""
-        values = self._sums.values(self._layout.devices_per_batch)
+        """Return the run's totals, the rates of this session, and its last logged loss."""
+        values = self._sums.values(self.layout.devices_per_batch)
         if self._all_ranks is not None:
-            values = job_values(self._all_ranks, self._layout.data_parallel_size)
-        if self._layout.world_size > 1:
+            values = job_values(self._all_ranks, self.layout.data_parallel_size)
+        if self.layout.world_size > 1:
             values["ranks/reporting"] = self._fewest_ranks
         if self._last_loss is not None:
             values["training/loss"] = self._last_loss
@@ -142,7 +129,7 @@ class RowMaker:
         return [window._replace(steps=[next(rest) for _ in window.steps]) for window in windows]
 
     def _marked(self, steps: Sequence[PricedStep]) -> list[PricedStep]:
-        """The steps with `is_warm_up` set, as far as these steps alone show it."""
+        """Return the steps with `is_warm_up` set, by the setting or by comparing these steps with each other."""
         wanted = self._config.warm_up_steps
         count = (
             find_warm_up([step.measured.seconds for step in steps]) if wanted == "auto" else wanted - self._steps_seen
@@ -153,7 +140,11 @@ class RowMaker:
         ]
 
     def so_far(self, begun: Sequence[PricedStep]) -> PartialRow | None:
-        """The steps that are in no row yet, and the run's totals with them; nothing here changes."""
+        """Make a partial row of the steps that are in no row yet, with the totals up to them; changes nothing here.
+
+        Args:
+            begun: Steps of the window that has not ended. Earlier windows may wait here for their warm-up.
+        """
         steps = [*(step for window in self._held for step in window.steps), *begun]
         if not self._is_warm_up_known:
             steps = self._marked(steps)
@@ -173,16 +164,16 @@ class RowMaker:
         with_percentiles: bool = False,
         later_seconds: float = 0.0,
     ) -> Row:
-        """Book a window and make the row that the sinks get.
+        """Add a window to the totals and make its row.
 
         Args:
-            window: This rank's steps, and the report of all ranks on them.
-            peak: Of this rank's device.
-            more: Values from elsewhere.
-            with_percentiles: True adds them to `latest` also where the row is not detailed.
-            later_seconds: Time of later steps that are in no window yet.
+            window: This rank's steps, and the merged report of all ranks.
+            peak: Peak of this rank's device.
+            more: Further values for the row.
+            with_percentiles: True adds percentiles to `latest` even if the row is not detailed.
+            later_seconds: Time of later steps, which the row's wall time must not include.
         """
-        steps, world_size = window.steps, self._layout.world_size
+        steps, world_size = window.steps, self.layout.world_size
         report = window.report if window.report is not None and window.report.ranks == world_size else None
         measured = [step.measured for step in steps]
         last = steps[-1]
@@ -209,7 +200,7 @@ class RowMaker:
             _columns(measured),
             totals.ledger,
             ("wandb",) if all(step.skip_wandb for step in steps) else (),
-            {} if report is None else job_totals(report, self._layout.data_parallel_size),
+            {} if report is None else job_totals(report, self.layout.data_parallel_size),
             exact,
             notes,
             _denominator(measured, peak),
@@ -220,14 +211,14 @@ class RowMaker:
             return self._session.book(steps, {}, later_seconds)
         unknown: dict[str, Any] = dict.fromkeys(AMOUNTS)
         steps = [step._replace(**unknown) for step in with_job_wait(steps, report)]
-        return self._session.book(steps, job_totals(report, self._layout.data_parallel_size), later_seconds)
+        return self._session.book(steps, job_totals(report, self.layout.data_parallel_size), later_seconds)
 
     def _rates(self, steps: Sequence[MeasuredStep], peak: Peak | None, report: RankReport | None) -> dict[str, Number]:
-        """The rates of this rank; without those under perf/ where `report` has them for all ranks."""
+        """Compute this rank's metrics; without those under perf/ if `report` has them for all ranks."""
         self._recent_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
         flops_per_s = None if peak is None else peak.flops_per_s
         self._sums.add(steps, flops_per_s)
-        layout = self._layout
+        layout = self.layout
         values = window_values(
             steps, peak_flops_per_s=flops_per_s, device_count=layout.devices_per_batch, world_size=layout.world_size
         )
@@ -236,10 +227,10 @@ class RowMaker:
         )
 
     def _judged(self, steps: Sequence[MeasuredStep], report: RankReport | None) -> tuple[bool | None, tuple[str, ...]]:
-        """Whether the FLOPs of these steps are exact on all ranks, and why not."""
+        """Return whether the FLOPs of these steps are exact on all ranks, and the reasons if they are not."""
         exact, notes = _exactness(steps)
-        if self._layout.world_size > 1 and exact:
-            notes = _doubts_of_ranks(report, self._layout.world_size)
+        if self.layout.world_size > 1 and exact:
+            notes = _reasons_of_ranks(report, self.layout.world_size)
             exact = not notes
         if exact is not None:
             self.exact = exact and self.exact is not False
@@ -247,8 +238,8 @@ class RowMaker:
         return exact, notes
 
     def _of_all_ranks(self, partial: RankReport | None, complete: RankReport | None) -> dict[str, Number]:
-        """What replaces this rank's own numbers; with ranks missing, only how many reported."""
-        world_size = self._layout.world_size
+        """Compute the metrics of all ranks; if ranks are missing, only the number of ranks that have reported."""
+        world_size = self.layout.world_size
         self.straggler = None
         reporting = world_size if complete is not None else 1 if partial is None else partial.ranks
         self.missing_ranks = 0 if partial is None else world_size - reporting
@@ -257,10 +248,10 @@ class RowMaker:
             return {} if world_size == 1 else {"ranks/reporting": reporting}
         self._all_ranks = complete if self._all_ranks is None else extend(self._all_ranks, complete)
         self.straggler = self._stragglers.judge(complete)
-        return job_values(complete, self._layout.data_parallel_size) | straggler_values(self.straggler)
+        return job_values(complete, self.layout.data_parallel_size) | straggler_values(self.straggler)
 
     def _is_detailed(self, step: int) -> bool:
-        """Whether this row has the details: the first has, then one every `detailed_log_every` steps."""
+        """Whether this row has all metrics: the first row has, and then one every `detailed_log_every` steps."""
         if self._config.reduced_logging or step < self._next_detailed:
             return False
         every = self._config.detailed_log_every
@@ -275,7 +266,7 @@ class RowMaker:
 
 
 class MeasuredSum:
-    """Sums of a session's timed steps, from which its rates follow; separate for steps with different known amounts."""
+    """Adds up the timed steps of a session for its rates. Steps that know different amounts are added separately."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -307,7 +298,7 @@ _SUMMED = ("seconds", "input_wait_seconds", *AMOUNTS, "model_peak_seconds", "har
 
 
 def _means(steps: Sequence[PricedStep]) -> dict[str, Number]:
-    """The user's own metrics, averaged over the steps that logged them."""
+    """Average the user's own metrics over the steps that logged them."""
     names = dict.fromkeys(name for step in steps for name in step.more)
     means: dict[str, Number] = {}
     for name in names:
@@ -322,17 +313,17 @@ def _denominator(steps: Sequence[MeasuredStep], peak: Peak | None) -> dict[str, 
     return {"dtype": peak.dtype, "flops_per_s": effective_peak(steps) or peak.flops_per_s}
 
 
-def _doubts_of_ranks(report: RankReport | None, world_size: int) -> tuple[str, ...]:
-    """Why a row that is exact on this rank is not exact on all of them."""
+def _reasons_of_ranks(report: RankReport | None, world_size: int) -> tuple[str, ...]:
+    """Why a row that is exact on this rank is not exact on all ranks; empty if it is."""
     if report is None or report.ranks < world_size:
-        return (f"{0 if report is None else report.ranks} of {world_size} ranks have reported these steps",)
+        return (f"only {0 if report is None else report.ranks} of {world_size} ranks have reported these steps",)
     if report.exact_ranks < world_size:
-        return (f"the FLOPs are exact on {report.exact_ranks} of {world_size} ranks",)
+        return (f"the FLOPs are exact on only {report.exact_ranks} of {world_size} ranks",)
     return ()
 
 
 def _exactness(steps: Sequence[MeasuredStep]) -> tuple[bool | None, tuple[str, ...]]:
-    """Whether all FLOPs of these steps are exact, and why not; None where no step has FLOPs."""
+    """Return whether all FLOPs of these steps are exact (None if no step has FLOPs), and the reasons if not."""
     known = [step for step in steps if step.model_flops is not None]
     if not known:
         return None, ()
@@ -345,7 +336,7 @@ def _exactness(steps: Sequence[MeasuredStep]) -> tuple[bool | None, tuple[str, .
 def _columns(steps: Sequence[MeasuredStep]) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {name: [getattr(step, name) for step in steps] for name in _COLUMNS}
     for name in ("seconds", "input_wait_seconds"):
-        columns[name] = [None if value is None else round(value, _NANOSECONDS) for value in columns[name]]
+        columns[name] = [None if value is None else round(value, _SECONDS_DIGITS) for value in columns[name]]
     if any(step.is_warm_up for step in steps):
         columns["warm_up"] = [step.is_warm_up for step in steps]
     return {name: column for name, column in columns.items() if any(value is not None for value in column)}

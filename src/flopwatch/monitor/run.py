@@ -1,4 +1,4 @@
-"""One run: moves every step through the stages note, settle, price, account, row, sinks."""
+"""Runs the monitor: takes each step from `log_step`, computes its FLOPs and time, and sends rows to the sinks."""
 
 import time
 import uuid
@@ -19,12 +19,12 @@ from flopwatch.monitor.output import Outlets, TraceCapture, json_ready, open_out
 from flopwatch.monitor.pricing.batch_reader import Reading
 from flopwatch.monitor.pricing.call_costs import CallCosts
 from flopwatch.monitor.pricing.certificates import NO_CALLS
-from flopwatch.monitor.pricing.law_book import choose_mode
+from flopwatch.monitor.pricing.law_book import FlopMode, choose_mode
 from flopwatch.monitor.pricing.step_calls import StepNoter, checked_flops
 from flopwatch.monitor.pricing.step_prices import StepCost, StepPricer
+from flopwatch.monitor.ranks.group import data_parallel_size
 from flopwatch.monitor.ranks.job_values import explain_straggler
 from flopwatch.monitor.ranks.rank import Rank, ends_window
-from flopwatch.monitor.ranks.sharing import data_parallel_size
 from flopwatch.monitor.rows import JobLayout, RowMaker
 from flopwatch.monitor.session import Session, describe_environment, device_memory_gib
 from flopwatch.monitor.step_clock import HostTimer, StepClock, StepTimer, timer_for
@@ -46,11 +46,11 @@ from flopwatch.records.run import Number, RunStart, Summary
 from flopwatch.sinks.protocol import Sink
 
 _MFU_ALARM = 1.05
-"""Above 1 by more than the error of a step's time: the peak is not that of this training."""
+"""An MFU above this cannot be an error of the measured time, so the peak must be wrong."""
 _LEAST_STALL_SECONDS, _LEAST_OUTSIDE_SECONDS = 0.5, 0.2
-"""Less than this in a whole session is the noise of a busy machine, and gives no notice."""
+"""Less than this in a whole session is normal on a busy machine, so no notice is given."""
 _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
-"""A rank that has no plan from the logging rank after so many windows, steps and seconds leaves."""
+"""A rank that has received no plan from the logging rank after so many windows, steps and seconds stops reporting."""
 DEVICE_SECONDS = 60.0
 """How long a checkpoint and the end of a run wait for a device that has work queued."""
 _CHECKPOINT_SECONDS = 2.0
@@ -58,17 +58,17 @@ _CHECKPOINT_SECONDS = 2.0
 _CLOSE_RANKS_SECONDS = 5.0
 """How long the end of a run waits for the other ranks."""
 _CLOSE_AFTER_ERROR_SECONDS = 0.5
-"""Other ranks may block in a collective until this process exits, so wait only briefly."""
+"""How long the end waits after an error: briefly, as other ranks may block in a collective until this process exits."""
 
 
 class _LateWindow(NamedTuple):
-    """A window on its way, with what is known of it besides.
+    """A full window whose values are still being copied from the device.
 
     Attributes:
-        window: Its steps that are not settled yet.
-        begun: The steps before them, which a checkpoint has settled and priced.
-        busy_seconds_per_step: Processor time of the training's thread in the typical step; None where not measured.
-        doubt: Why none of its steps is exact; None when nothing speaks against it.
+        window: Steps whose values have not been read yet.
+        begun: Earlier steps of the same window, which a checkpoint has already read.
+        busy_seconds_per_step: Processor time of the training's thread in a typical step; None if not measured.
+        doubt: Why the FLOPs of these steps are not exact; None if no such reason is known.
     """
 
     window: Window
@@ -78,26 +78,21 @@ class _LateWindow(NamedTuple):
 
 
 class MonitoredRun:
-    """One run. Each stage takes a value and returns one; only this class hands values on. Any method may raise.
+    """One monitored run. Its methods may raise; `TrainingMonitor` catches and reports that.
 
-    `note_step` notes a step (`StepClock`, `StepNoter`: `NotedStep`). When a window is full, `close_window` waits for
-    the device (`Window`: `SettledStep`), prices (`StepPricer`: `PricedStep`), has the ranks add up (`Rank`), books the
-    window and makes the row (`Session`, `RowMaker`: `Row`), and gives it to the sinks (`Outlets`).
+    `note_step` keeps what is known when a step ends (`NotedStep`), without reading from the device. When a window is
+    full, `close_window` reads the values (`SettledStep`), adds FLOPs (`PricedStep`), merges the reports of all ranks
+    (`Rank`), adds the window to the totals (`Session`), makes a row (`RowMaker`), and sends it to the sinks
+    (`Outlets`).
 
     Attributes:
-        step_clock: Which time belongs to a step.
-        noter: Stage note.
-        costs: The laws of the run.
-        pricer: Stage price.
-        ranks: This process as one rank of its training.
-        rows: Stages account and row.
-        outlets: Stage sinks.
-        datasets: Loss and accuracy per dataset.
-        trace: A few steps under torch's profiler, on request.
-        assumed_batch: What the configuration says every step is given; None without.
+        noter: Finds out which calls of the model a step makes.
+        costs: The FLOPs of each call that was counted so far.
+        pricer: Computes the FLOPs of a step from its calls.
+        assumed_batch: The batch of every step by the settings batch_size and seq_length; None without these settings.
         last_step: Number of the newest step.
-        count_seconds: Spent counting FLOPs by the training's thread.
-        is_off: True when this rank has nothing to report, or no rank to report to.
+        count_seconds: Time that the training's thread has spent counting FLOPs.
+        is_off: True when this rank has stopped reporting to the logging rank.
     """
 
     def __init__(
@@ -114,40 +109,22 @@ class MonitoredRun:
         flops_fn: Callable[[Any], int] | None,
         peak_flops_per_s: float | None,
     ) -> None:
-        self._config = config
+        self._config, self._clock, self._world_size, self._flops_fn = config, clock, world_size, flops_fn
         self._log_every, self._log_seconds = config.log_every, config.log_seconds
-        self._output_dir = output_dir
-        self._log_path = log_path
-        self._clock = clock
-        self._flops_fn = flops_fn
+        self._output_dir, self._log_path = output_dir, log_path
         self.last_step: int | None = None
-        self.ranks: Rank[PricedStep] = Rank(rank, world_size, config.logging_rank % world_size, self._tell)
+        self.ranks: Rank[PricedStep] = Rank(rank, world_size, config.logging_rank % world_size, self._notify)
         is_logging = self.ranks.is_logging
         self.outlets = open_outlets(config, output_dir, log_path, sinks) if is_logging else Outlets([], is_quiet=True)
         self._timer: StepTimer = HostTimer(clock)
         self.step_clock = self._new_step_clock()
-        self.costs = CallCosts(
-            config,
-            clock,
-            choose_mode(config, clock, loss_fn, flops_fn, self._tell),
-            waits_for_laws=not is_logging,
-            off_the_clock=lambda: self.phase("count"),
-            tell=self._tell,
-        )
-        self.noter = StepNoter(
-            config,
-            self.costs,
-            is_alone=world_size == 1,
-            on_other_work=lambda: self.step_clock.other_work(),
-            tell=self._tell,
-        )
-        self.pricer = StepPricer(config, self.costs, peak_flops_per_s, self._tell)
-        self._session = Session(log_path, clock, self._tell)
-        self._world_size = world_size
-        self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
+        self.costs = self._new_costs(choose_mode(config, clock, loss_fn, flops_fn, self._notify))
+        self.noter = StepNoter(config, self.costs, world_size == 1, lambda: self.step_clock.other_work(), self._notify)
+        self.pricer = StepPricer(config, self.costs, peak_flops_per_s, self._notify)
+        self._session = Session(log_path, clock, self._notify)
         self.rows = RowMaker(config, world_size, self._session)
         self.datasets = DatasetMetrics()
-        self.trace = TraceCapture(output_dir / "traces", rank, world_size, self._tell)
+        self.trace = TraceCapture(output_dir / "traces", rank, world_size, self._notify)
         self.assumed_batch = _assumed_batch(config)
         self.is_off = False
         self.count_seconds = 0.0
@@ -161,7 +138,17 @@ class MonitoredRun:
         self._window_began = clock()
         self._has_looked_for_gaps = False
         self._begun: list[PricedStep] = []
-        """Steps of the window under way that a checkpoint has settled and priced."""
+        """Steps of the current window whose values a checkpoint has already read."""
+
+    def _new_costs(self, mode: FlopMode) -> CallCosts:
+        return CallCosts(
+            self._config,
+            self._clock,
+            mode,
+            waits_for_laws=not self.ranks.is_logging,
+            off_the_clock=lambda: self.phase("count"),
+            notify=self._notify,
+        )
 
     def set_model(self, model: nn.Module) -> None:
         self.noter.set_model(model)
@@ -169,7 +156,7 @@ class MonitoredRun:
         timer = timer_for(self.pricer.peaks.device, self._clock)
         if type(timer) is not type(self._timer):
             self._timer = timer
-            self.ranks.stop_busy_time()  # the processor's clock shows busy time only where the processor is the device
+            self.ranks.busy_time = None  # processor time does not show how busy an accelerator is
             self.step_clock = self._new_step_clock(self.step_clock.seconds_before_first_step)
         self._look_at_layout()
 
@@ -179,7 +166,7 @@ class MonitoredRun:
             self._clock,
             self.ranks.busy_time,
             on_time_outside=self._note_outside,
-            on_wait_unknown=lambda: self._tell(*notices.input_wait_unknown()),
+            on_wait_unknown=lambda: self._notify(*notices.input_wait_unknown()),
             seconds_before_first_step=seconds_before_first_step,
         )
 
@@ -187,15 +174,12 @@ class MonitoredRun:
         self._session.add_seconds("outside", seconds)
         self._outside_seconds += seconds
         if self._outside_seconds > _LEAST_OUTSIDE_SECONDS:
-            self._tell(*notices.time_outside_steps(seconds))
+            self._notify(*notices.time_outside_steps(seconds))
 
     def _look_at_layout(self) -> None:
         size = self._config.data_parallel_size or data_parallel_size(self.costs.model, self._world_size)
-        self.layout = JobLayout(self._world_size, size)
-        self.rows.set_layout(self.layout)
+        self.rows.layout = JobLayout(self._world_size, size)
         self.noter.set_shares_batches(size < self._world_size)
-
-    # Stage 1: note.
 
     def note_step(
         self,
@@ -209,7 +193,9 @@ class MonitoredRun:
         lengths: Sequence[int] | None,
         more: dict[str, Any],
     ) -> None:
-        """The hot path: on an ordinary step nothing here reads from a device, writes or waits."""
+        """Keep what is known of the step that ends. On an ordinary step, this reads no device, writes no file and waits
+        for nothing.
+        """
         segments, waits = self.step_clock.end_step()
         step = int(step)
         if not self._has_started:
@@ -219,11 +205,11 @@ class MonitoredRun:
                 self._readings.append(self.noter.read(batch, lengths))
                 if self._flops_fn is not None:
                     self._user_flops = (self._user_flops or 0) + checked_flops(self._flops_fn, batch)
-            except Exception as error:  # a failure here loses this step's tokens, not its time and loss
+            except Exception as error:  # the step has no tokens then, but still a time and a loss
                 self.failed("batch", error)
         try:
             calls = self.noter.end_step(self._readings, step, self.close_window, loss)
-        except Exception as error:  # costs this step's FLOPs
+        except Exception as error:  # the step has no FLOPs then
             self.failed("flops", error)
             calls = NO_CALLS
         noted = NotedStep(
@@ -257,24 +243,24 @@ class MonitoredRun:
         if is_full or calls.count is not None:
             try:
                 self.noter.look_at_graph(calls, loss)
-            except Exception as error:  # costs this check of the window's FLOPs
+            except Exception as error:  # the window's FLOPs are not checked then
                 self.failed("flops", error)
         if is_full:
             self.close_window()
         self.step_clock.begin_gap()
 
     def abandon_step(self) -> None:
-        """The body of a step has raised: nothing of it counts."""
+        """Drop the current step, because its body has raised."""
         self.noter.abandon_step()
         self._readings, self._user_flops = [], None
 
     @property
     def has_batches(self) -> bool:
-        """Whether the step under way has given its micro-batches."""
+        """Whether the current step has already received micro-batches."""
         return bool(self._readings)
 
     def take_micro_batch(self, batch: Any, lengths: Sequence[int] | None) -> None:
-        """One of the batches of the step under way."""
+        """Add a micro-batch to the current step."""
         self.step_clock.micro_batch()
         self._readings.append(self.noter.read(batch, lengths))
         if self._flops_fn is not None:
@@ -282,7 +268,7 @@ class MonitoredRun:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time outside steps, in which calls of the model are not the training's."""
+        """A context for work outside steps, such as evaluation: its time and its model calls belong to no step."""
         seconds: list[float] = []
         try:
             with self.step_clock.apart() as seconds, self.noter.not_listening():
@@ -293,16 +279,16 @@ class MonitoredRun:
                 self.count_seconds += seconds[0]
 
     def spent_on(self, name: str) -> None:
-        """Book the gap under way to a phase."""
+        """Add the time since the last step ended to a phase."""
         self._session.add_seconds(name, self.step_clock.book())
 
     def add_to_last_step(self, loss: Any, grad_norm: Any, learning_rate: Any) -> None:
-        """For frameworks that know the values of a window only when it has ended."""
+        """Add values to the newest step, for frameworks that report them only at the end of a window."""
         given = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
         if self._noted:
             kept = {name: keep(value) for name, value in given.items() if value is not None}
             self._noted[-1] = self._noted[-1]._replace(**kept)
-        elif self._begun:  # a checkpoint came between the step and its values
+        elif self._begun:  # a checkpoint was saved after the step, so its values have already been read
             known: dict[str, Any] = {name: read_now(value) for name, value in given.items()}
             known = {name: value for name, value in known.items() if value is not None}
             last = self._begun[-1]
@@ -310,7 +296,7 @@ class MonitoredRun:
             self._begun[-1] = last._replace(measured=last.measured._replace(**known), learning_rate=rate)
 
     def _is_window_full(self, step: int, previous: int | None) -> bool:
-        """By the plan of all ranks, or by this one's own rule where there is none."""
+        """Whether the window ends with this step: by the logging rank's plan, or by log_every and log_seconds."""
         if self.ranks.window_steps is not None:
             return ends_window(step, previous, self.ranks.window_steps)
         if self.ranks.waits_for_plan:
@@ -319,7 +305,7 @@ class MonitoredRun:
         return is_late or len(self._begun) + len(self._noted) >= self._log_every
 
     def _look_at_ranks(self, wait_seconds: float = 0.0) -> None:
-        """Take what the other ranks have sent: on an ordinary step a look at two attributes."""
+        """Take what other ranks have sent: merged reports on the logging rank, the plan on the others."""
         link = self.ranks.link
         if link is None:
             return
@@ -342,12 +328,12 @@ class MonitoredRun:
         return len(self._noted) > most and self._clock() - self._window_began > _PLAN_SECONDS
 
     def _leave_ranks(self) -> None:
-        """No rank listens to this one, so it has nothing to do."""
+        """Stop reporting, because no rank receives this rank's reports."""
         self.is_off = True
         self.ranks.leave()
 
     def _cut_at_windows(self, window_steps: int) -> None:
-        """Steps were noted while it was not known where windows end."""
+        """Divide the steps that ended before the plan arrived into windows."""
         noted, self._noted = self._noted, []
         previous: int | None = None
         for step in noted:
@@ -356,10 +342,13 @@ class MonitoredRun:
                 self.close_window()
             previous = step.step
 
-    # Stages 2 and 3: settle and price.
-
     def close_window(self, *, now: bool = False, wait_seconds: float = 0.0) -> None:
-        """Send the window on its way, and make rows of those that have arrived, or do so in that time."""
+        """End the current window, and make rows of all windows whose values have arrived from the device.
+
+        Args:
+            now: True makes rows even if it is not certain yet which steps are warm-up.
+            wait_seconds: How long to wait for values from the device.
+        """
         if self.ranks.waits_for_plan:
             return
         self.pricer.peaks.share(self.ranks.ranks_on_device)
@@ -375,7 +364,7 @@ class MonitoredRun:
         self._take_arrived(wait_seconds)
         for steps, busy in self.rows.windows_past_warm_up(flush=now):
             self.ranks.plan(steps, self._config.log_every, self._config.log_seconds, self.costs.offer())
-            self.ranks.tell(steps, self._peak_flops_per_s(steps), busy)
+            self.ranks.send_window(steps, self._peak_flops_per_s(steps), busy)
         self._send_rows(now=now)
 
     def _take_arrived(self, wait_seconds: float) -> None:
@@ -391,8 +380,8 @@ class MonitoredRun:
             self.failed("batch", settled.batch_failure)
         self._look_for_gaps(settled)
         for name in sorted(settled.left_out):
-            self._tell(*notices.not_readable(name))
-        provenance = self.pricer.new_provenance(window.steps[0].step, self.layout.devices_per_batch)
+            self._notify(*notices.not_readable(name))
+        provenance = self.pricer.new_provenance(window.steps[0].step, self.rows.layout.devices_per_batch)
         if provenance is not None:
             self.outlets.send(provenance)
         return steps
@@ -401,7 +390,7 @@ class MonitoredRun:
         noted = step.noted
         try:
             return self.pricer.cost(noted.calls, step.works, noted.user_flops, self.noter.why_not_watched)
-        except Exception as error:  # costs this step's FLOPs
+        except Exception as error:  # the step has no FLOPs then
             self.failed("flops", error)
             return StepCost()
 
@@ -409,7 +398,7 @@ class MonitoredRun:
         self._has_looked_for_gaps = not looks
 
     def _look_for_gaps(self, window: SettledWindow) -> None:
-        """Once: a training that forgot the model or the batches would wait for its MFU in vain."""
+        """Give a notice after the first window if no model or no batches were given, because MFU needs both."""
         if self._has_looked_for_gaps or not self.ranks.is_logging:
             return
         self._has_looked_for_gaps = True
@@ -418,17 +407,15 @@ class MonitoredRun:
         noted = [step.noted for step in window.steps]
         has_batch = is_unreadable or any(step.readings or step.user_flops or step.calls.kinds for step in noted)
         if not (has_model and has_batch):
-            self._tell(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch))
+            self._notify(*notices.nothing_to_count(has_model=has_model, has_batch=has_batch))
 
     def _peak_flops_per_s(self, steps: Sequence[PricedStep]) -> float | None:
-        """Peak of one device, weighted by the compute types in which the steps ran."""
+        """Peak of one device, averaged over the data types in which the steps ran; None if unknown."""
         peak = self.pricer.peak
         return effective_peak([step.measured for step in steps]) or (None if peak is None else peak.flops_per_s)
 
-    # Stages 4 to 6: account, row, sinks.
-
     def _send_rows(self, *, now: bool = False, give_up: bool = False) -> None:
-        """Rows of the windows that all ranks have reported."""
+        """Send rows of the windows that all ranks have reported; with `give_up`, also of the other windows."""
         if not self.ranks.is_logging:
             return
         for window in self.ranks.complete(give_up=give_up):
@@ -436,12 +423,14 @@ class MonitoredRun:
                 window, self.pricer.peak, self._more_values(), with_percentiles=now, later_seconds=self._later_seconds()
             )
             self.outlets.send(row)
-            if row.exact is False and self._world_size == 1:  # of several ranks every row says so
-                self._tell(*notices.not_exact(row.notes), row.step)
+            if (
+                row.exact is False and self._world_size == 1
+            ):  # with several ranks, rows have notes but no notice is given
+                self._notify(*notices.not_exact(row.notes), row.step)
             self._look_for_alarms(row.step)
 
     def _later_seconds(self) -> float:
-        """Time of steps that are in no priced window yet."""
+        """Time of the steps that are in no row yet and whose values have not been read."""
         late = sum(passed_seconds(late.window.steps, self._timer) + _seconds_of(late.begun) for late in self._late)
         return passed_seconds(self._noted, self._timer) + late
 
@@ -450,26 +439,24 @@ class MonitoredRun:
 
     def _look_for_alarms(self, step: int) -> None:
         if self.rows.missing_ranks:
-            self._tell(*notices.ranks_missing(self.rows.missing_ranks, self._world_size), step)
+            self._notify(*notices.ranks_missing(self.rows.missing_ranks, self._world_size), step)
         if self._session.stalled_seconds > _LEAST_STALL_SECONDS:
-            self._tell(*notices.stalled(self._session.stalled_seconds), step)
+            self._notify(*notices.stalled(self._session.stalled_seconds), step)
         slow = self.rows.straggler
         if slow is not None and slow.chronic:
-            self._tell("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
+            self._notify("warning", f"straggler:{slow.rank}:{slow.cause}", explain_straggler(slow), step)
         mfu, peak = self.rows.latest.get("perf/mfu"), self.pricer.peak
         if mfu is not None and peak is not None and mfu > _MFU_ALARM:
-            self._tell(*notices.mfu_above_peak(mfu, peak), step)
-
-    # Checkpoints, and the ends of a run.
+            self._notify(*notices.mfu_above_peak(mfu, peak), step)
 
     def state(self) -> dict[str, Any]:
-        """The totals up to the last step. The log is written up to there too, so that the two never disagree."""
+        """Return the totals up to the last step for a checkpoint, and flush the log up to the same step."""
         self._look_at_ranks(_CHECKPOINT_SECONDS if self._may_wait_for_ranks else 0.0)
         if self.ranks.waits_for_plan:
             self._may_wait_for_ranks = False
         if self.ranks.link is None and self.ranks.is_logging:
             return self._state_alone()
-        # The ranks add up windows that end at the same step on all of them, so with several a checkpoint ends one.
+        # With several ranks a checkpoint ends the window, because reports are merged only for whole windows.
         self.close_window(now=True, wait_seconds=DEVICE_SECONDS)
         if not self.ranks.is_logging:
             return {"version": 1, "step": self.last_step}
@@ -480,7 +467,7 @@ class MonitoredRun:
         return self._state_of(ledger_step, self._session.totals().ledger)
 
     def _state_alone(self) -> dict[str, Any]:
-        """The window goes on: its steps so far are settled and priced, and in the log without being a row."""
+        """Return the state of a training with one rank; the current window is logged as a partial row and goes on."""
         self._take_arrived(DEVICE_SECONDS)
         if self._noted and not self._late:
             window = Window(self._noted, self._timer, self.noter.look_at_held)
@@ -499,24 +486,29 @@ class MonitoredRun:
         return {"version": 1, "step": self.last_step, "ledger_step": ledger_step, "ledger": ledger}
 
     def _wait_for_ranks(self) -> None:
-        """A checkpoint holds the totals of all ranks, if these cut their window too; once they do not, never again."""
+        """Wait until all ranks have sent their windows up to the last step; after one timeout, never wait again."""
         link, last = self.ranks.link, self.last_step
         if link is None or last is None or not self._may_wait_for_ranks or self.ranks.is_complete:
             return
         self._may_wait_for_ranks = link.wait_for(last, _CHECKPOINT_SECONDS)
         self._send_rows(now=True)
         if not self._may_wait_for_ranks:
-            self._tell(*notices.state_is_behind())
+            self._notify(*notices.state_is_behind())
 
     def load(self, state: Any) -> None:
-        if state["step"] is None:  # saved before the first step: there is nothing to continue
+        if state["step"] is None:  # the checkpoint was saved before the first step
             return
-        self.last_step = state["step"]  # on every rank: they must number their steps alike
+        self.last_step = state["step"]  # on every rank, because all ranks must number their steps equally
         if self.ranks.is_logging and "ledger" in state:
             self._session.load(state)
 
     def close(self, *, after_error: bool = False, ended_by: str | None = None) -> Summary:
-        """End the sinks, whatever fails on the way. After an error, wait only briefly."""
+        """End the run and close the sinks, even if a part of that fails.
+
+        Args:
+            after_error: True waits only briefly for the device and the other ranks.
+            ended_by: The exception that has ended the training, for the summary; None without one.
+        """
         device_seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else DEVICE_SECONDS
         seconds = _CLOSE_AFTER_ERROR_SECONDS if after_error else _CLOSE_RANKS_SECONDS
         values: dict[str, Number] = {}
@@ -527,7 +519,7 @@ class MonitoredRun:
                 self._leave_ranks()
             self.close_window(now=True, wait_seconds=device_seconds)
             if self._late:
-                self._tell(*notices.device_late(sum(len(late.window.steps) for late in self._late), device_seconds))
+                self._notify(*notices.device_late(sum(len(late.window.steps) for late in self._late), device_seconds))
             if not self._has_started:
                 self._start_run(0)
             self.ranks.finish(seconds)
@@ -542,13 +534,13 @@ class MonitoredRun:
 
     def _summary(self, values: dict[str, Number], ended_by: str | None) -> Summary:
         exact, notes, doubt = self.rows.exact, self.rows.notes, self.noter.doubt
-        if doubt is not None:  # rows that were called exact may not be
+        if doubt is not None:  # rows that are marked as exact may be wrong
             exact, notes, values = False, (*notes, doubt.message), {**values, "perf/exact": 0}
         return Summary(self.last_step, 0.0, values, ended_by=ended_by, exact=exact, notes=notes)
 
     def _start_run(self, first_step: int) -> None:
         self._has_started = True
-        self._look_at_layout()  # the model may have been parallelised since
+        self._look_at_layout()  # again, because the model may have been parallelised after `set_model`
         self.ranks.start(str(self._log_path), self.pricer.peaks.device)
         if not self.ranks.is_logging:
             self.is_off = self.ranks.link is None
@@ -570,14 +562,15 @@ class MonitoredRun:
         self.outlets.start(start)
 
     def failed(self, part: str, error: Exception) -> None:
-        """Report once what went wrong in a part of the monitor, or raise it."""
+        """Report the failure of a part of the monitor once; with the setting `strict`, raise the error instead."""
         if self._config.strict:
             raise error
-        self.outlets.note_failure(part, f"{type(error).__name__}: {first_line(error)}")
-        self._tell("error", f"part_failed:{part}", f"{part} failed, training goes on: {first_line(error)}")
+        self.outlets.failed_parts.setdefault(part, f"{type(error).__name__}: {first_line(error)}")
+        message = f"{part} failed in the monitor, the training goes on: {first_line(error)}"
+        self._notify("error", f"part_failed:{part}", message)
 
-    def _tell(self, level: Any, code: str, message: str, step: int | None = None) -> None:
-        self.outlets.tell(level, code, message, step=self.last_step if step is None else step)
+    def _notify(self, level: Any, code: str, message: str, step: int | None = None) -> None:
+        self.outlets.notify(level, code, message, step=self.last_step if step is None else step)
 
 
 def _seconds_of(steps: Sequence[PricedStep]) -> float:
@@ -585,7 +578,7 @@ def _seconds_of(steps: Sequence[PricedStep]) -> float:
 
 
 def _assumed_batch(config: MonitorConfig) -> dict[str, torch.Tensor] | None:
-    """The batch of every step by the configuration, for loops that pass neither batch nor mask."""
+    """Make the batch that loops without batch and mask are assumed to use; None if its size is not configured."""
     if config.batch_size is None or config.seq_length is None:
         return None
     return {"attention_mask": torch.ones(config.batch_size, config.seq_length, dtype=torch.long)}

@@ -1,4 +1,4 @@
-"""One start of a run: owns the run's totals, continues those of earlier starts, and knows the wall time."""
+"""One session of a run, from the start of a process to its end: holds the totals and continues those of the log."""
 
 import os
 import platform
@@ -17,29 +17,26 @@ from flopwatch.clock import Clock
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import Ledger, MeasuredStep
-from flopwatch.monitor.output import Tell
+from flopwatch.monitor.output import Notify
 from flopwatch.records.metrics import APART, LOST, carried_seconds, typical_seconds
 from flopwatch.records.run import PARTIAL_ROW, Number
 from flopwatch.runs import read_around, rows_from_end
-from flopwatch.runs.lines import TornLineError, lines_from_end, parse_object
+from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object
 from flopwatch.runs.state import identify_process
 from flopwatch.version import __version__
 
-# The wall clock of a session: when its process started, and what time it is. The edge to the operating system.
-
-
 _START_FIELD = 19
-"""Index in /proc/self/stat, after the command's name, of the start in ticks since boot (proc_pid_stat(5), field 22)."""
+"""Index of the process's start time in /proc/self/stat, after the command's name: field 22 of proc_pid_stat(5)."""
 
 _monitored_process: int | None = None
 
 
 class WallClock:
-    """Unix time that runs with the monitor's clock, so that neither a set clock nor a fake one breaks the sums.
+    """Unix time computed from the monitor's clock, so that a change of the system time does not affect the totals.
 
     Attributes:
-        session_start_unix_time: The start of the process. For a later monitor of the same process, such as a second
-            run in a notebook, when it was made: the time before belongs to others.
+        session_start_unix_time: When the process started. For a second monitor in the same process, such as in a
+            notebook, when that monitor was created.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -56,18 +53,18 @@ class WallClock:
         return self.at(self._clock())
 
     def go_on_from(self, unix_time: float) -> None:
-        """Advance the clock to a moment that an earlier session has logged, if this host's clock lags behind it."""
+        """Advance the clock to the end of the earlier session, if this host's clock is behind that."""
         self._offset_seconds += max(unix_time - self.unix_time(), 0.0)
 
     def at(self, clock_seconds: float) -> float:
-        """Unix time of a moment of the monitor's clock."""
+        """Convert a time of the monitor's clock to Unix time."""
         return self._offset_seconds + clock_seconds
 
 
 def process_start_unix_time() -> float | None:
-    """When this process started, to 10 ms; None where the system does not provide it.
+    """When this process started, with an error below 10 ms; None where the system does not provide it.
 
-    Not `psutil.create_time`: it adds ticks to a boot time that the kernel gives in whole seconds.
+    On Linux `psutil.create_time` would be wrong by up to a second, because it uses a boot time in whole seconds.
     """
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_START_FIELD])
@@ -83,9 +80,6 @@ def _start_by_psutil() -> float | None:
     except ImportError:
         return None
     return float(psutil.Process().create_time())
-
-
-# What a reader needs to know to repeat a run: versions, host, device, rank.
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -104,7 +98,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def _torchelastic() -> dict[str, Any] | None:
-    """Which job of torchrun this process belongs to, and which attempt it is; None without torchrun."""
+    """The torchrun job of this process and how often it was restarted; None without torchrun."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
@@ -117,14 +111,14 @@ def _torchelastic() -> dict[str, Any] | None:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """From the process group; without one, from the variables that torchrun sets."""
+    """Return rank and world size from the process group, or without one from the variables that torchrun sets."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0") or 0), int(os.environ.get("WORLD_SIZE", "1") or 1)
 
 
 def device_memory_gib(device: torch.device) -> dict[str, float]:
-    """Most memory held and reserved so far; read from the allocator, not from the device."""
+    """Peak memory of a CUDA device so far, from torch's allocator, which answers without waiting for the device."""
     if device.type != "cuda":
         return {}
     return {
@@ -133,14 +127,11 @@ def device_memory_gib(device: torch.device) -> dict[str, float]:
     }
 
 
-# Where an earlier session of the same run left off.
-
-
 class ResumePoint(NamedTuple):
-    """The last step that counts, and the totals up to it.
+    """The last logged step before the one at which a run continues, and the totals up to that step.
 
-    `is_estimated` is True when a window of several ranks had to be cut: the log has single steps only for the logging
-    rank, and for all ranks only whole windows.
+    `is_estimated` is True when the step lies inside a window of several ranks: the log contains the sums of all ranks
+    only for whole windows.
     """
 
     step: int
@@ -148,7 +139,7 @@ class ResumePoint(NamedTuple):
     is_estimated: bool = False
 
 
-class LastSign(NamedTuple):
+class LastRecord(NamedTuple):
     """Time of the newest record of an earlier session, and the totals at that time."""
 
     unix_time: float
@@ -156,10 +147,10 @@ class LastSign(NamedTuple):
 
 
 def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
-    """What was logged before `first_step`; None when the run starts afresh.
+    """Find the newest logged totals before `first_step`; None when the run starts from the beginning.
 
-    A training that goes back to a checkpoint repeats steps, which must not count twice. Where the
-    checkpoint lies inside a window, its first steps are taken from the window's columns.
+    A training that goes back to a checkpoint repeats steps, which must not count twice. If the checkpoint lies inside
+    a window, the window's steps before it are added from the row's columns.
     """
     if first_step <= 1 or not log.is_file():
         return None
@@ -184,7 +175,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
 def _share_of_window(
     of_all_ranks: Mapping[str, int], window: Sequence[MeasuredStep], rest: Sequence[MeasuredStep]
 ) -> dict[str, int]:
-    """Amounts of all ranks for the first steps of a window, in proportion to the logging rank's own steps."""
+    """Estimate the amounts of all ranks for the first steps of a window from the logging rank's share in them."""
     shares: dict[str, int] = {}
     for name, total in of_all_ranks.items():
         own, own_rest = (sum(getattr(step, name) or 0 for step in steps) for steps in (window, rest))
@@ -193,84 +184,82 @@ def _share_of_window(
     return shares
 
 
-def find_last_sign(log: Path) -> LastSign | None:
-    """The newest record of earlier sessions, also of steps that are repeated; None when there is none."""
+def find_last_record(log: Path) -> LastRecord | None:
+    """Find the newest record of earlier sessions, even if its steps are repeated now; None if there is none."""
     newest: dict[str, Any] | None = None
     for record in _timed_records(log):
         newest = newest or record
         if record.get("ledger"):
-            return _as_sign(newest, Ledger.from_json(record["ledger"]), log)
+            return _as_last_record(newest, Ledger.from_json(record["ledger"]), log)
     return None
 
 
-def continue_times(ledger: Ledger, last: LastSign | None, session_start_unix_time: float) -> float:
-    """Book the time between the earlier session and this one: repeated steps, and the time without a process.
+def continue_times(ledger: Ledger, last: LastRecord | None, session_start_unix_time: float) -> float:
+    """Add the time lost between two sessions to the ledger: repeated steps, and the time without a process.
 
     Args:
-        ledger: The totals at the step the run resumes after; its times become those the session begins with.
-        last: What the log has last. One of another run, or older than the ledger itself, is not used.
+        ledger: The totals at the step after which the run resumes; its times are updated.
+        last: The newest record of the log. It is ignored if it belongs to another run or is older than the ledger.
         session_start_unix_time: When this process started.
 
     Returns:
-        When this session's time begins: not before the earlier one ended, which may have been in the same process.
+        Unix time at which this session begins, at the earliest the end of the earlier session.
     """
-    sign = _later_of(_own_sign(ledger), last, ledger.first_start_unix_time)
-    if sign is None:
+    newest = _later_of(_end_of(ledger), last, ledger.first_start_unix_time)
+    if newest is None:
         return session_start_unix_time
-    ledger.first_start_unix_time = sign.ledger.first_start_unix_time
-    ledger.seconds = carried_seconds(ledger.seconds, sign.ledger.seconds)
-    begins = max(session_start_unix_time, sign.unix_time)
-    ledger.spend("restart", begins - sign.unix_time)
+    ledger.first_start_unix_time = newest.ledger.first_start_unix_time
+    ledger.seconds = carried_seconds(ledger.seconds, newest.ledger.seconds)
+    begins = max(session_start_unix_time, newest.unix_time)
+    ledger.spend("restart", begins - newest.unix_time)
     return begins
 
 
 def is_same_job(log: Path, environment: Mapping[str, Any]) -> bool:
     """Whether torchelastic has restarted the job that wrote the log's last session.
 
-    A job killed before its first checkpoint starts at step 0 again, as a new run does; only torchelastic shows which.
+    A job that was killed before its first checkpoint starts at step 0 again, so its steps do not show the restart.
     """
     now = environment.get("torchelastic")
     if not now or not now["restart_count"] or not log.is_file():
         return False
     start = next((record for record in _timed_records(log) if record["type"] == "run"), {})
     before = start.get("environment", {}).get("torchelastic")
-    # The agent outlives its workers; the id alone is "none" for every job that was not given one.
+    # The agent keeps its pid when it restarts workers. The id alone is not enough: its default is "none" for all jobs.
     same = before and all(before[name] == now[name] for name in ("run_id", "agent_pid"))
     return bool(same and before["restart_count"] < now["restart_count"])
 
 
-def _own_sign(ledger: Ledger) -> LastSign | None:
+def _end_of(ledger: Ledger) -> LastRecord | None:
     wall, first_start = ledger.seconds.get("wall"), ledger.first_start_unix_time
-    return None if wall is None or first_start is None else LastSign(first_start + wall, ledger)
+    return None if wall is None or first_start is None else LastRecord(first_start + wall, ledger)
 
 
-def _later_of(own: LastSign | None, last: LastSign | None, first_start_unix_time: float | None) -> LastSign | None:
-    is_same_run = last is not None and first_start_unix_time in (None, last.ledger.first_start_unix_time)
-    if last is None or not is_same_run:
+def _later_of(
+    own: LastRecord | None, last: LastRecord | None, first_start_unix_time: float | None
+) -> LastRecord | None:
+    if last is None or first_start_unix_time not in (None, last.ledger.first_start_unix_time):
         return own
     return last if own is None or last.unix_time >= own.unix_time else own
 
 
-def _as_sign(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> LastSign:
-    """The moment is taken from the ledger's wall time where there is one, else from the record."""
+def _as_last_record(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> LastRecord:
+    """Take the time from the ledger's wall time if the newest record has one, otherwise from the record itself."""
     is_summary = newest["type"] == "summary"
-    if is_summary:  # phases after the last row
-        ledger.seconds |= _seconds_in(newest["values"])
-    tells_wall = "time/wall_seconds" in newest["values"] if is_summary else bool(newest.get("ledger"))
-    own = _own_sign(ledger) if tells_wall else None
-    if ledger.first_start_unix_time is None:  # an old log without it: the first record is the best known start
+    if is_summary:  # it contains phases after the last row
+        names = ("train", "input_wait", "warm_up", "wall", *LOST)
+        keys = {name: f"time/{name}_seconds" for name in names}
+        ledger.seconds |= {name: newest["values"][key] for name, key in keys.items() if key in newest["values"]}
+    has_wall = "time/wall_seconds" in newest["values"] if is_summary else bool(newest.get("ledger"))
+    own = _end_of(ledger) if has_wall else None
+    if ledger.first_start_unix_time is None:  # an older log: the time of its first record is the best known start
         starts = read_around(log).starts
         ledger.first_start_unix_time = starts[0].unix_time if starts else None
-    return own or LastSign(newest["unix_time"], ledger)
-
-
-def _seconds_in(values: Mapping[str, Any]) -> dict[str, float]:
-    names = ("train", "input_wait", "warm_up", "wall", *LOST)
-    return {name: values[f"time/{name}_seconds"] for name in names if f"time/{name}_seconds" in values}
+    return own or LastRecord(newest["unix_time"], ledger)
 
 
 def _timed_records(log: Path) -> Iterator[dict[str, Any]]:
-    """Sessions, rows and summaries, newest first."""
+    """Yield starts of sessions, rows and summaries, newest first."""
     if not log.is_file():
         return
     for line in lines_from_end(log):
@@ -293,35 +282,30 @@ def _steps(row: Mapping[str, Any] | None) -> list[MeasuredStep]:
 
 
 _UNREADABLE_LOG = (FlopwatchError, OSError, ValueError, KeyError)
-"""What reading a damaged or foreign log can raise."""
+"""Exceptions that reading a damaged log, or a file that is no log, can raise."""
 _TYPICAL_STEPS = 64
-"""A stalled step is compared with the median of so many steps."""
+"""A step is stalled if it takes much longer than the median of the last 64 steps."""
 
 
 class Totals(NamedTuple):
-    """The run's totals at one moment.
-
-    Attributes:
-        values: Under the keys of `flopwatch.records.metrics`.
-        ledger: As a log and a checkpoint keep them.
-    """
+    """The run's totals: `values` by metric key, `ledger` as written to the log and to checkpoints."""
 
     values: dict[str, Number]
     ledger: dict[str, Any]
 
 
 class Session:
-    """One start of a run: the only owner of the run's ledger, which continues that of a log or a checkpoint.
+    """One session of a run: holds the run's ledger, and continues that of a log or a checkpoint.
 
     Attributes:
-        resumed_after: The last step whose totals were taken over; None for a fresh start.
-        stalled_seconds: What the steps of this session have lost to stalls.
+        resumed_after: The last step of the totals that this session continues; None if the run starts here.
+        stalled_seconds: Time that steps of this session have lost to stalls.
     """
 
-    def __init__(self, log_path: Path, clock: Clock, tell: Tell) -> None:
+    def __init__(self, log_path: Path, clock: Clock, notify: Notify) -> None:
         self._log_path = log_path
         self._clock = clock
-        self._tell = tell
+        self._notify = notify
         self._wall_clock = WallClock(clock)
         self._began_unix_time = self._wall_clock.session_start_unix_time
         self._ledger = Ledger()
@@ -332,7 +316,6 @@ class Session:
         self.stalled_seconds = 0.0
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue the totals of a checkpoint."""
         self._continue_from(Ledger.from_json(state["ledger"]))
         self.resumed_after = state.get("ledger_step", state["step"])
 
@@ -343,16 +326,15 @@ class Session:
         first_step_began: float | None,
         seconds_before_first_step: float,
     ) -> dict[str, Any]:
-        """The first step has ended. A log that knows more than the checkpoint is preferred.
+        """Begin the session when its first step has ended; return the ledger at its beginning.
+
+        Totals are continued from the log if it has later steps than the checkpoint.
 
         Args:
-            first_step: Its number.
-            environment: Of this process; shows whether torchelastic has restarted the job.
-            first_step_began: By the monitor's clock; None when it was not opened.
-            seconds_before_first_step: Spent in phases before it, which are booked already.
-
-        Returns:
-            The ledger with which the session starts.
+            first_step: Number of the step.
+            environment: Description of this process; shows whether torchelastic has restarted the job.
+            first_step_began: When the step was opened, by the monitor's clock; None if it was not opened.
+            seconds_before_first_step: Time of phases before the step, which the ledger already contains.
         """
         if self.resumed_after is None or self.resumed_after + 1 < first_step:
             self._resume_from_log(first_step, environment)
@@ -366,11 +348,10 @@ class Session:
         return ledger.to_json()
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Book time outside steps to a phase."""
         self._ledger.add_seconds(phase, seconds)
 
     def expect(self, steps: Sequence[MeasuredStep]) -> None:
-        """Announce steps that will be booked later; until then no row's wall time includes them."""
+        """Announce steps that `book` will add later; until then, no row's wall time includes them."""
         self._unbooked_seconds += _seconds_of(steps)
         self._last_work.extend(_typical_work(steps))
 
@@ -378,9 +359,9 @@ class Session:
         """Add a window to the totals.
 
         Args:
-            steps: The window's steps, as they were given to `expect`.
-            amounts: Samples, tokens and FLOPs of all ranks, where the steps do not hold them.
-            later_seconds: Time of later steps, which is not in the wall time of this row.
+            steps: The window's steps, which were announced with `expect`.
+            amounts: Samples, tokens and FLOPs of all ranks, if the steps themselves have none.
+            later_seconds: Time of later steps, which this row's wall time must not include.
         """
         self._unbooked_seconds -= _seconds_of(steps)
         self._ledger.add_amounts(amounts)
@@ -391,25 +372,25 @@ class Session:
         return _totals_of(self._ledger)
 
     def totals(self) -> Totals:
-        """The totals up to the last booked step, with the wall time up to now."""
+        """Return the totals up to the newest row, with the wall time up to now."""
         self._ledger.set_wall(self._wall_clock.unix_time())
         return _totals_of(self._ledger)
 
     def totals_with(self, steps: Sequence[MeasuredStep]) -> Totals:
-        """What the totals would be with these steps; they are not booked."""
+        """Return what the totals would be with these steps, without adding them."""
         ledger = deepcopy(self._ledger)
         ledger.add_steps(steps, typical_seconds([*self._last_work, *_typical_work(steps)]))
         ledger.set_wall(self._wall_clock.unix_time())
         return _totals_of(ledger)
 
     def _continue_from(self, ledger: Ledger) -> None:
-        """Take over an earlier session's totals; phases of this one that are already booked stay booked."""
+        """Continue an earlier session's totals, and add the phases that this session has already recorded."""
         booked, before = self._ledger.seconds, self._carried_seconds
         try:
-            sign = find_last_sign(self._log_path)
-        except _UNREADABLE_LOG:  # then only the time between the sessions is unknown
-            sign = None
-        self._began_unix_time = continue_times(ledger, sign, self._wall_clock.session_start_unix_time)
+            last = find_last_record(self._log_path)
+        except _UNREADABLE_LOG:  # only the time between the sessions is unknown then
+            last = None
+        self._began_unix_time = continue_times(ledger, last, self._wall_clock.session_start_unix_time)
         self._wall_clock.go_on_from(self._began_unix_time)
         self._carried_seconds = dict(ledger.seconds)
         for phase, seconds in booked.items():
@@ -425,15 +406,15 @@ class Session:
             elif self.resumed_after is None and is_same_job(self._log_path, environment):
                 self._continue_from(Ledger())
         except _UNREADABLE_LOG as error:
-            self._tell(*notices.log_not_resumed(self._log_path, error))
+            self._notify(*notices.log_not_resumed(self._log_path, error))
         if self.resumed_after is not None and self.resumed_after + 1 < first_step:
-            self._tell(*notices.steps_lost(self.resumed_after, first_step))
+            self._notify(*notices.steps_lost(self.resumed_after, first_step))
 
     def _continue_at(self, point: ResumePoint, first_step: int) -> None:
         self._continue_from(point.ledger)
         self.resumed_after = point.step
         if point.is_estimated:
-            self._tell(*notices.totals_estimated(first_step))
+            self._notify(*notices.totals_estimated(first_step))
 
 
 def _totals_of(ledger: Ledger) -> Totals:

@@ -1,12 +1,12 @@
-"""Which time belongs to a step, and which part of it was spent waiting for a batch.
+"""Measures how long steps take, and how much of that time is spent waiting for batches (the input wait).
 
-A step runs from the end of the step before to its own end, without phases. Between two steps, or two micro-batches,
-lies a gap. Where the fetching of batches is timed (`monitor.batches`, the callbacks of Trainer and Lightning) the wait
-is exactly that; the rest of the gap is the loop's own. Where it is not, a gap that ends with a batch being handed over
-is taken for the wait, unless it is far longer than gaps usually are: such a gap is reported as time outside steps.
+A step lasts from the end of the step before to its own end, without phases such as evaluation. The time between two
+steps, or between two micro-batches, is called a gap. If fetching is timed (`monitor.batches`, the callbacks of Trainer
+and Lightning), the input wait is the time of the fetches. Otherwise it is the whole gap before a batch is given, unless
+the gap is far longer than usual: such a gap is reported as time outside steps.
 
-A wait lies between two marks of the timer, as a step does. On an accelerator the second mark passes when the batch has
-come and the work queued before is done, so a wait during which the device was still busy is none.
+On an accelerator, times are measured with events in the device's stream. A fetch during which the device still
+works on earlier steps therefore takes no time.
 """
 
 import multiprocessing
@@ -22,27 +22,26 @@ import torch
 from flopwatch.clock import Clock
 from flopwatch.monitor.ranks.busy_time import BusyTime
 
-# When a step ends: host time on a CPU, events in the device's own stream elsewhere, read one window late.
-#
-# On an accelerator the host runs ahead of the device, so host times say when work was queued, not when it was done. An
-# event costs a few microseconds to record and is never waited for.
-
 
 class StepTimer(Protocol):
-    """Marks moments; the time between two marks is known once the later one has passed."""
+    """Sets marks in time, and measures the time between two marks.
+
+    On an accelerator marks are events, because the host queues work ahead of the device: host time would show when
+    work was queued, not when it ran. Events are read one window later, so the host never waits for them.
+    """
 
     def mark(self) -> Any:
-        """A mark at this moment."""
+        """Set a mark after all work that is queued now."""
 
     def has_passed(self, mark: Any) -> bool:
         """Whether the device has reached the mark."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two marks that have passed."""
+        """Seconds between two marks, both of which the device has reached."""
 
 
 class HostTimer:
-    """Marks are seconds of the host's clock."""
+    """Uses the host's clock; a mark is a number of seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self.mark = clock
@@ -55,7 +54,7 @@ class HostTimer:
 
 
 class EventTimer:
-    """Marks are events in the current stream. Written to torch's documented API; not yet run on a GPU."""
+    """Uses events in the current stream. Written from torch's documentation, and not yet run on a GPU."""
 
     def __init__(self, device: torch.device, event: Any = torch.Event) -> None:
         self._device = device
@@ -77,16 +76,14 @@ def timer_for(device: torch.device, clock: Clock) -> StepTimer:
     return HostTimer(clock) if device.type in ("cpu", "meta", "mps") else EventTimer(device)
 
 
-# How long the gaps between steps usually are, so that an evaluation among them is not taken for a slow loader.
-
-
 _REMEMBERED = 32
 _FEWEST = 4
-"""Gaps that must have been seen before one can be unusual."""
+"""A gap is compared with the gaps before it once there are this many."""
 _FACTOR = 5.0
 SHORT_GAP_SECONDS = 0.05
-"""A gap of at most this length is never unusual: a busy machine alone makes gaps of some tens of milliseconds."""
+"""A gap of at most this length is never unusual, because a busy machine causes gaps of some tens of milliseconds."""
 _IDLE_SHARE = 0.2
+"""A thread that uses less than this share of a core is taken as idle."""
 
 
 def _has_worker_processes() -> bool:
@@ -94,18 +91,18 @@ def _has_worker_processes() -> bool:
 
 
 def _middle(values: Iterable[float]) -> float:
-    """The median; `statistics.median` takes four times as long after a training step, and this runs on each."""
+    """The median. `statistics.median` takes four times as long, and this runs on every step."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return (ordered[half] + ordered[~half]) / 2
 
 
 class UsualGaps:
-    """Decides whether a gap is unusual, by comparing it with the gaps before it.
+    """Decides whether a gap was waiting for a batch or time outside steps, such as an evaluation.
 
-    A gap is unusual when it is more than 5 times as long as the median of the last 32, and longer than a typical step.
-    It is still taken for waiting when the process has workers and its thread stood idle: a loader with several workers
-    delivers several batches at once, and then none for a while.
+    A gap is time outside steps if it is more than 5 times as long as the median of the last 32 gaps and longer than a
+    typical step. It still counts as waiting if the loader has worker processes and the training's thread was idle,
+    because a loader with several workers delivers several batches at once and then none for a while.
     """
 
     def __init__(
@@ -118,17 +115,17 @@ class UsualGaps:
         self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
         self._gaps_seen = self._sorted_at = 0
         self._sorted: list[float] = []
-        """The gaps, sorted at the time when `_gaps_seen` was `_sorted_at`."""
+        """Sorted copy of `_gaps`, made when `_gaps_seen` was `_sorted_at`."""
         self._works: deque[float] = deque(maxlen=_REMEMBERED)
         self._cpu_at_gap = self._cpu_at_phase = 0.0
         self._gaps_begun = 0
         self._has_workers = False
 
     def gap_begins(self, short: tuple[float, float] | None = None) -> None:
-        """Start a gap. Reads the processor's clock, which is a system call, only where the loader has worker processes.
+        """Begin a gap. Only if the loader has workers, read the thread's processor time, which is a slow system call.
 
         Args:
-            short: A gap before that was too short to be unusual, and what the loop worked before it.
+            short: Seconds of the gap before, and of the work before that gap, if that gap was too short to be unusual.
         """
         if short is not None:
             self._gaps.append(short[0])
@@ -142,7 +139,7 @@ class UsualGaps:
             self._cpu_at_gap = self._cpu_seconds()
 
     def leave_gap(self) -> None:
-        """A phase begins; its processor time does not belong to the gap."""
+        """Begin a phase, whose processor time does not belong to the gap."""
         if self._has_workers:
             self._cpu_at_phase = self._cpu_seconds()
 
@@ -153,10 +150,8 @@ class UsualGaps:
     def is_outside(self, gap_seconds: float, work_seconds: float, has_seen_other_work: bool) -> bool:
         """Whether the gap that has just ended was time outside steps rather than waiting for a batch.
 
-        Args:
-            gap_seconds: How long it was.
-            work_seconds: What the loop worked before it; 0 when it has not since the last gap.
-            has_seen_other_work: Whether the model was called in it.
+        `work_seconds` is the time between this gap and the one before; `has_seen_other_work` says whether the model
+        was called without gradients in the gap.
         """
         is_outside = gap_seconds > SHORT_GAP_SECONDS and self._is_long(gap_seconds)
         if is_outside and not has_seen_other_work:
@@ -170,8 +165,8 @@ class UsualGaps:
     def _is_long(self, gap_seconds: float) -> bool:
         if len(self._gaps) < _FEWEST or not self._works:
             return False
-        # A new gap (and the oldest gone) moves the median by at most one place of the sorted list, so this is a bound
-        # from below; it spares ordinary steps the sorting, 16 µs after a training step.
+        # Sorting takes 16 µs, too long for every step. Each new gap moves the median by at most one place in the sorted
+        # list, so this place of the old list holds a lower bound of the median.
         place = (len(self._sorted) - 1) // 2 - (self._gaps_seen - self._sorted_at)
         if place >= 0 and gap_seconds <= _FACTOR * self._sorted[place]:
             return False
@@ -187,7 +182,7 @@ class UsualGaps:
 
 
 Segments = tuple[tuple[Any, Any], ...]
-"""Pairs of marks; their lengths add up to the step."""
+"""Pairs of marks (start, end); the sum of their lengths is the time of a step."""
 
 _APART, _WORK, _GAP, _WAIT, _OWN = range(5)
 """States of the loop: in a phase or before the first step, in a step, in a gap, fetching a batch, in the monitor."""
@@ -196,14 +191,14 @@ _APART, _WORK, _GAP, _WAIT, _OWN = range(5)
 class StepClock:
     """Divides the time of a run into steps, input waits, phases and gaps.
 
-    Steps and waits are in marks of the timer (events on an accelerator); phases and gaps are host time.
+    Steps and waits are measured with the timer (events on an accelerator), phases and gaps with the host's clock.
 
-    `start_step`, `end_step` and `begin_gap` run on every step and hold the code of `_turn` and `_cut` themselves: after
-    a training step each Python function that is called costs about a microsecond to find again in memory.
+    `start_step`, `end_step` and `begin_gap` run on every step. They repeat the code of `_turn` and `_cut` instead of
+    calling it, because right after a training step each call of a Python function costs about a microsecond.
 
     Attributes:
-        first_step_began: Host time; None until the first step is opened, and for a loop that opens none.
-        seconds_before_first_step: Spent in phases by then.
+        first_step_began: Host time when the first step was opened; None before that, or if the loop opens no steps.
+        seconds_before_first_step: Time spent in phases before the first step.
     """
 
     def __init__(
@@ -216,57 +211,54 @@ class StepClock:
         on_wait_unknown: Callable[[], None] = lambda: None,
         seconds_before_first_step: float = 0.0,
     ) -> None:
-        """Start outside any step.
+        """Create a clock that is outside any step.
 
         Args:
-            timer: Marks the ends of steps.
+            timer: Measures steps and input waits.
             clock: Host time.
-            busy_time: Adds up processor time between the marks; None where it is not measured.
-            on_time_outside: Called with the seconds of a gap that is no step's and not known to be waiting.
-            on_wait_unknown: Called once, when steps take micro-batches whose arrival is not seen.
-            seconds_before_first_step: Spent in phases so far.
+            busy_time: Adds up the processor time of steps; None if that is not measured.
+            on_time_outside: Called with the seconds of each gap that is time outside steps.
+            on_wait_unknown: Called once, if steps fetch micro-batches in a way that cannot be timed.
+            seconds_before_first_step: Time spent in phases so far.
         """
         self._busy_time = busy_time
         self._was_in_step = self._worked_before_wait = False
         self._timer = timer
         self._clock = clock
         self._marks_by_clock = timer.mark is clock
-        """Whether marks are host times, so that one reading of the clock serves as both."""
+        """Whether a mark is a host time, so that the clock need be read only once."""
         self._thread = threading.get_ident()
         self._usual = UsualGaps()
         self._short_gap: tuple[float, float] | None = None
-        """The gap before the current step, and the work before that gap; recorded when the next gap begins."""
+        """Seconds of the gap before the current step, and of the work before that gap; for `UsualGaps.gap_begins`."""
         self._start: Any = None
         self._segments: list[tuple[Any, Any]] = []
         self._gap_at = 0
-        """Index in `_segments` of the first that belongs to the current gap."""
+        """Index in `_segments` at which the current gap begins."""
         self._wait_began: Any = None
         self._state = _APART
         self._since = 0.0
         self._seconds = [0.0] * 5
-        """Time in each state since it was last taken."""
+        """Seconds in each state since they were last set to 0."""
         self._before_phase = self._before_wait = _APART
         self._depth = 0
         self._fetches_are_timed = False
         self._has_batch = self._has_seen_other_work = False
-        self._forget_step()
-        self._has_told_unknown = False
+        self._waits: list[tuple[Any, Any]] = []
+        self._arrivals = self._micro_batches = 0
+        self._is_unclear = False
+        """Whether part of the step's input wait is unknown, or lies in a gap that was taken out of the step."""
+        self._has_reported_unknown = False
         self.first_step_began: float | None = None
         self.seconds_before_first_step = seconds_before_first_step
         self._on_time_outside = on_time_outside
         self._on_wait_unknown = on_wait_unknown
 
-    def _forget_step(self) -> None:
-        self._waits: list[tuple[Any, Any]] = []
-        self._arrivals = self._micro_batches = 0
-        self._is_unclear = False
-        """Whether part of the step's wait is unknown, or lies in a gap that was taken out of the step."""
-
     def start_step(self, has_batch: bool = True) -> None:
-        """A step is opened, or its next micro-batch begins.
+        """Begin a step, or the next micro-batch of a step.
 
         Args:
-            has_batch: Whether the batch is there: then the wait for it has ended. Else it is fetched in the step.
+            has_batch: Whether the batch was already fetched; False if the step itself fetches it.
         """
         if self._start is None:
             self._open_first()
@@ -292,13 +284,13 @@ class StepClock:
         elif self._state == _APART:
             self._go(_WORK)
         else:
-            has_batch = False  # the loop did not call `end_micro_batch`
+            has_batch = False  # the arrival was not seen, because the loop did not call `end_micro_batch`
         self._arrivals += has_batch
         if self._busy_time is not None:
             self._busy_time.batch_is_here()
 
     def typical_busy_seconds(self, step_seconds: float) -> float | None:
-        """Processor time of the training's thread in the typical step; None where it is not measured."""
+        """Processor time of the training's thread in a typical step; None if it is not measured."""
         return None if self._busy_time is None else self._busy_time.typical(step_seconds)
 
     def micro_batch(self) -> None:
@@ -313,7 +305,7 @@ class StepClock:
         self.begin_gap()
 
     def end_step(self) -> tuple[Segments | None, Segments | None]:
-        """The step's segments and those of its input wait; None where unknown."""
+        """End a step; return its time and its input wait as segments, each None if unknown."""
         now = self._clock()
         end = now if self._marks_by_clock else self._timer.mark()
         if self._busy_time is not None:
@@ -331,14 +323,17 @@ class StepClock:
         elif self._fetches_are_timed or (self._micro_batches <= self._arrivals and not self._is_unclear):
             waits = tuple(self._waits) if self._fetches_are_timed or self._arrivals else None
         else:
-            waits = self._waits_of_step()
+            waits = None
+            if self._micro_batches > self._arrivals and not self._has_reported_unknown:
+                self._has_reported_unknown = True
+                self._on_wait_unknown()
         self._waits = []
         self._arrivals = self._micro_batches = 0
         self._is_unclear = False
         return segments, waits
 
     def begin_gap(self) -> None:
-        """Begin the gap before the next batch: after `end_step` and the monitor's own work."""
+        """Begin the gap before the next batch; called after `end_step` and the monitor's own work."""
         now = self._clock()
         if self._depth:
             self._before_phase = _GAP
@@ -353,17 +348,8 @@ class StepClock:
         self._usual.gap_begins(self._short_gap)
         self._short_gap = None
 
-    def _waits_of_step(self) -> Segments | None:
-        if self._fetches_are_timed:
-            return tuple(self._waits)
-        if self._micro_batches > self._arrivals and not self._has_told_unknown:
-            self._has_told_unknown = True
-            self._on_wait_unknown()
-        is_known = 0 < self._arrivals >= self._micro_batches and not self._is_unclear
-        return tuple(self._waits) if is_known else None
-
     def begin_wait(self) -> bool:
-        """Begin to fetch a batch. Returns False in a phase or in another thread, where the fetch is not timed."""
+        """Begin to time a fetch. Returns False in a phase or in another thread, where fetches are not timed."""
         if self._depth or self._state == _WAIT or threading.get_ident() != self._thread:
             return False
         self._fetches_are_timed = True
@@ -377,10 +363,10 @@ class StepClock:
         return True
 
     def end_wait(self, *, has_batch: bool = True) -> None:
-        """End the fetch, with a batch or without, and return to the step or gap in which it began."""
+        """End a timed fetch; `has_batch` says whether it has returned a batch."""
         before = self._before_wait
         self._has_batch = has_batch
-        if before == _APART:  # the first batch is waited for before the first step
+        if before == _APART:  # the first batch is fetched before the first step
             self._go(_GAP if has_batch else _APART)
             if has_batch:
                 self._open_first()
@@ -396,7 +382,7 @@ class StepClock:
 
     @contextmanager
     def apart(self) -> Iterator[list[float]]:
-        """Take time out of the step. Yields a list that receives the seconds; only the outermost use counts."""
+        """A context whose time belongs to no step. Yields a list that receives its seconds, 0 for a nested context."""
         self._leave()
         began = self._clock()
         seconds: list[float] = []
@@ -410,14 +396,14 @@ class StepClock:
             self._come_back()
 
     def book(self) -> float:
-        """Take the current gap, since the last booking, out of the next step; returns its seconds."""
+        """Take the current gap so far out of the next step; return its seconds."""
         if self._state != _GAP:
             return 0.0
         self._turn(_GAP)
         return self._take_gap_out()
 
     def begin_own_work(self) -> tuple[int, float] | None:
-        """Begin work of the monitor in a gap; pass the returned value to `end_own_work`."""
+        """Begin the monitor's own work in a gap; pass the returned value to `end_own_work`."""
         if self._state != _GAP or self._start is None:
             return None
         self._turn(_GAP)
@@ -425,7 +411,7 @@ class StepClock:
         return len(self._segments), self._seconds[_GAP]
 
     def end_own_work(self, began: tuple[int, float] | None) -> None:
-        """The monitor's own work is part of the step, but neither waiting nor a reason to call the gap long."""
+        """End the monitor's own work: its time belongs to the step, but not to the gap and the input wait."""
         if self._state != _GAP or began is None:
             return
         self._turn(_GAP)
@@ -437,7 +423,7 @@ class StepClock:
         self._gap_at += len(own)
 
     def other_work(self) -> None:
-        """Note a call of the model without gradients: a gap that contains one is not only waiting for a batch."""
+        """Note a call of the model without gradients, because a gap with such a call is not only input wait."""
         if self._state == _GAP:
             self._has_seen_other_work = True
 
@@ -447,13 +433,13 @@ class StepClock:
 
     def _end_work(self) -> None:
         self._go(_OWN)
-        if self._has_batch:  # a loop that opens no steps: its step began with the batch
+        if self._has_batch:  # the loop does not open its steps, so the step began when the batch was fetched
             self._seconds[_WORK] += self._seconds[_GAP]
             self._seconds[_GAP] = 0.0
             self._has_batch = False
 
     def _is_gap_kept(self) -> bool:
-        """Whether the gap that has just ended stays in the step; else it is taken out and reported."""
+        """Return True if the gap that has just ended is part of the step; otherwise take it out and report it."""
         seconds = self._seconds
         is_outside = self._usual.is_outside(seconds[_GAP], seconds[_WORK], self._has_seen_other_work)
         if is_outside or self._has_seen_other_work:
@@ -482,7 +468,7 @@ class StepClock:
         self._state, self._since = state, now
 
     def _go(self, state: int) -> None:
-        """Change the state; in a phase, the state that follows it."""
+        """Change the state; during a phase, change the state that follows the phase."""
         if self._depth:
             self._before_phase = state
         else:

@@ -1,4 +1,4 @@
-"""`TrainingMonitor`: what a user adds to a training loop and forgets."""
+"""`TrainingMonitor`, the class that a user adds to a training loop."""
 
 import atexit
 import os
@@ -20,24 +20,21 @@ from flopwatch.records.reading import first_line
 from flopwatch.records.run import Number, Summary
 from flopwatch.sinks.protocol import Sink
 
-# Batches whose arrival is timed: `for batch in monitor.batches(loader)`.
-
-
 Batch = TypeVar("Batch")
 
 
 class WaitTimer(Protocol):
-    """Measures how long batches are fetched."""
+    """Measures how long it takes to fetch a batch."""
 
     def begin_wait(self) -> bool:
-        """False means that this one is not timed."""
+        """Begin a fetch; False if this fetch is not timed."""
 
     def end_wait(self, *, has_batch: bool = True) -> None:
-        """The fetching has ended, with a batch or without."""
+        """End a fetch that `begin_wait` has timed; `has_batch` says whether it has returned a batch."""
 
 
 class TimedIterator(Generic[Batch]):
-    """An iterator, with every `next` timed."""
+    """An iterator that times every call of `next`."""
 
     __slots__ = ("_iterator", "_timer")
 
@@ -61,14 +58,14 @@ class TimedIterator(Generic[Batch]):
 
 
 class TimedBatches(Generic[Batch]):
-    """A loader whose batches are timed. It has the loader's length and attributes, and can be gone through again."""
+    """A loader that times each fetch. It has the loader's length and attributes, and can be iterated again."""
 
     def __init__(self, loader: Iterable[Batch], timer: WaitTimer) -> None:
         self._loader = loader
         self._timer = timer
 
     def __iter__(self) -> Iterator[Batch]:
-        is_timed = self._timer.begin_wait()  # starting the loader's workers is waiting, too
+        is_timed = self._timer.begin_wait()  # the start of the loader's workers is input wait, too
         try:
             iterator = iter(self._loader)
         finally:
@@ -83,18 +80,11 @@ class TimedBatches(Generic[Batch]):
         return getattr(self._loader, name)
 
 
-# `with monitor.step(batch) as step:` one optimizer step as a context.
-
-
 _NOTHING_MORE: dict[str, Any] = {}
 
 
 class Step:
-    """An optimizer step under way. It is logged when the context ends, unless the body raised.
-
-    Attributes:
-        number: The step's number.
-    """
+    """The context of one optimizer step. The step is logged when the context ends, unless its body has raised."""
 
     __slots__ = ("_batch", "_epoch", "_grad_norm", "_lengths", "_loss", "_lr", "_monitor", "_more", "number")
 
@@ -112,7 +102,7 @@ class Step:
         self._more: dict[str, Any] | None = None
 
     def log(self, loss: Any = None, lr: Any = None, grad_norm: Any = None, epoch: Any = None, **more: Any) -> None:
-        """Values of this step; tensors are read later. Can be called several times."""
+        """Log values of this step; tensors are read later. Can be called several times."""
         if loss is not None:
             self._loss = loss
         if lr is not None:
@@ -127,9 +117,9 @@ class Step:
             self._more = {**(self._more or {}), **known}
 
     def micro_batch(self, batch: Any, lengths: Sequence[int] | None = None) -> None:
-        """One of the batches of this step, for gradient accumulation.
+        """Add one of this step's batches, for gradient accumulation.
 
-        When it arrived is known where it comes from `monitor.batches(loader)`; else the step's input wait is not.
+        The step's input wait is known only if the batches come from `monitor.batches(loader)`.
         """
         self._monitor.micro_batch(batch, lengths)
 
@@ -151,7 +141,7 @@ class Step:
             monitor._abandon_step()
         elif self._more or self._batch is None or run is None or not monitor._logs_steps_itself:
             monitor.log_step(self.number, batch=self._batch, lengths=self._lengths, **self._values())
-        else:  # what `log_step` does, without taking its arguments apart a second time
+        else:  # the same as `log_step`, without the cost of another call with keyword arguments
             entered = monitor._clock()
             try:
                 run.note_step(
@@ -165,41 +155,40 @@ class Step:
             monitor._own_seconds += monitor._clock() - entered
 
     def _values(self) -> dict[str, Any]:
-        """As `log_step` takes them."""
         known = {"epoch": self._epoch, "loss": self._loss, "grad_norm": self._grad_norm, "learning_rate": self._lr}
         return {**known, **(self._more or {})}
 
 
 class TrainingMonitor:
-    """Exact MFU, HFU and rates of a live run, in a local log and in the tools you use.
+    """Measures exact MFU, HFU and rates of a training, and writes them to a local log and to the sinks you choose.
 
-    On an ordinary step `log_step` notes a few numbers and returns: nothing is read from a device, written or sent.
-    Every `log_every` steps the window becomes one row. A part of the monitor that fails is reported once and switched
-    off; the training goes on.
+    On an ordinary step `log_step` keeps a few numbers and returns: it does not read from the device, write or send.
+    Every `log_every` steps, the steps of this window become one row. If a part of the monitor fails, it is reported
+    once and switched off, and the training goes on.
 
     Args:
         output_dir: The run's folder. A run that is resumed in the same folder continues its log and totals.
-        config: A YAML file, or a dict (also a whole training configuration); see `docs/monitoring.md`.
+        config: A YAML file or a dict, which may be a whole training configuration; see `docs/monitoring.md`.
         log_file: Name of the local log in `output_dir`: JSON Lines, append-only.
         flops_profile_freq: Steps between two counts in mode `profiler`.
         model: The model that is trained, wrapped or not. Without it there are rates but no FLOPs.
-        mode: `smart` counts once without running the model, and prices every step by its own shape; `estimate` never
-            counts; `profiler` counts every `flops_profile_freq` steps; `hybrid` falls back to `profiler`.
+        mode: `smart` counts the FLOPs once and computes those of every step from its batch's shape; `estimate` never
+            counts; `profiler` counts every `flops_profile_freq` steps; `hybrid` works as `profiler`.
         sinks: One or several of `console`, `tensorboard`, `wandb`, `mlflow`, `prometheus`, `module:Class`, or objects
             with the methods of `flopwatch.sinks.protocol.Sink`.
-        attention: `full` counts every pair of positions, `causal` those not masked.
-        loss_fn: From the model's output to the loss, where the model does not return one.
-        flops_fn: From a batch to its model FLOPs; replaces counting.
-        peak_flops_per_s: The device's dense peak, where the table does not know it or you know better.
-        dtype: Compute type the peak is looked up for; found from the loss's graph or the weights without it.
+        attention: `full` counts every pair of positions in attention, `causal` only pairs that are not masked.
+        loss_fn: Computes the loss from the model's output, if the model does not return a loss.
+        flops_fn: Returns the model FLOPs of a batch; used instead of counting.
+        peak_flops_per_s: Dense peak of one device; needed if flopwatch does not know the device.
+        dtype: Compute type whose peak is used for MFU; by default the type in which the model computes.
         log_every: Steps per row.
         total_steps: Planned steps, for progress and time left.
         preset: `production`, `research`, `prototype` or `complex`.
-        logging_rank: The rank that writes the log and the sinks; all others send it their share. -1 is the last one.
-        data_parallel_size: Ranks that work on different data, where others share theirs (tensor, context or pipeline
-            parallel); tensor parallelism by DTensor is seen without it.
-        strict: Raise what would otherwise be reported once.
-        clock: Seconds that never go back; for tests.
+        logging_rank: The rank that writes the log and the sinks for all ranks; -1 is the last one.
+        data_parallel_size: Number of different batches per step, if ranks share batches (tensor, context or pipeline
+            parallel). Tensor parallelism with DTensor is found without it.
+        strict: True raises errors of the monitor instead of reporting them once.
+        clock: A monotonic clock in seconds; for tests.
 
     Example:
         >>> import tempfile, torch
@@ -257,11 +246,11 @@ class TrainingMonitor:
         self.summary: Summary | None = None
         self._clock = clock
         self._logs_steps_itself = type(self).log_step is TrainingMonitor.log_step
-        """False where a subclass overrides `log_step`, which then receives every step."""
+        """False if a subclass overrides `log_step`: every step must then go through that method."""
         self._run: MonitoredRun | None = None
-        """None when switched off or closed, so that every call is cheap then."""
+        """The run; None if the monitor is disabled or closed."""
         self._started_run: MonitoredRun | None = None
-        """The run, also after it was closed."""
+        """The run, even after it was closed; None if the monitor is disabled."""
         self._own_seconds = 0.0
         if os.environ.get("FLOPWATCH_DISABLE", "") not in ("", "0"):
             return
@@ -281,7 +270,8 @@ class TrainingMonitor:
         )
         self._started_run = self._run
         for problem in problems:
-            self._run.outlets.tell("warning", f"configuration:{problem}", f"configuration left out: {problem}")
+            message = f"a setting of the monitor's configuration is not used: {problem}"
+            self._run.outlets.notify("warning", f"configuration:{problem}", message)
         if model is not None:
             self.set_model(model)
         atexit.register(_close_forgotten, weakref.ref(self))
@@ -300,19 +290,19 @@ class TrainingMonitor:
         lengths: Sequence[int] | None = None,
         **more: Any,
     ) -> None:
-        """Say that an optimizer step has ended.
+        """Log an optimizer step that has just ended.
 
         Args:
-            step: Its number.
-            epoch: Where the training is.
-            loss: A number or a tensor; a tensor is read later, with its window.
-            grad_norm: The same.
-            learning_rate: The same.
-            attention_mask: Of the batch; marks the tokens that are not padding.
-            skip_wandb: True keeps this step's window out of W&B, if all its steps say so.
-            batch: What the model was given; its shapes, mask, labels, packed lengths and image grids are read from it
-                without touching the device. With gradient accumulation, pass each one to `micro_batch` instead.
-            lengths: Lengths of the documents in the batch, where it does not contain them.
+            step: The step's number.
+            epoch: The current epoch, may be a fraction.
+            loss: A number or a tensor; tensors are read later, when the window ends.
+            grad_norm: A number or a tensor.
+            learning_rate: A number or a tensor.
+            attention_mask: Mask of the batch, if `batch` is not given; shows which tokens are padding.
+            skip_wandb: True keeps a window out of W&B, if it is True for all steps of the window.
+            batch: What the model was given. Shapes, mask, labels, packed lengths and image grids are taken from it
+                without waiting for the device. With gradient accumulation, pass each batch to `micro_batch` instead.
+            lengths: Lengths of the documents in a packed batch, if the batch does not contain them.
             more: Your own metrics, logged as `training/<name>`.
         """
         run = self._run
@@ -340,18 +330,18 @@ class TrainingMonitor:
         """One optimizer step as a context: `with monitor.step(batch) as step: ... step.log(loss=loss, lr=lr)`.
 
         Args:
-            batch: What the model is given, which has just arrived; leave it out and call `step.micro_batch(batch)` with
-                accumulation.
-            step: The step's number; counted on from the last one without it.
-            epoch: Where the training is.
-            lengths: Lengths of the documents in the batch, where it does not contain them.
+            batch: What the model will be given. With gradient accumulation leave it out, and call
+                `step.micro_batch(batch)` for each batch.
+            step: The step's number; by default the number after the last step.
+            epoch: The current epoch, may be a fraction.
+            lengths: Lengths of the documents in a packed batch, if the batch does not contain them.
         """
         last = self._run.last_step if self._run is not None else None
         number = step if step is not None else (0 if last is None else last + 1)
         return Step(self, number, epoch, batch, lengths)
 
     def start_step(self) -> None:
-        """The batch is there: the wait for it ends. `step(batch)` does this itself."""
+        """Begin a step whose batch has arrived; needed only without `step(batch)`, which calls it."""
         run = self._run
         if run is None:
             return
@@ -365,16 +355,16 @@ class TrainingMonitor:
         self._do("step", lambda run: run.abandon_step())
 
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
-        """The loader's batches, timed: `for batch in monitor.batches(loader)`. Makes input wait exact in any loop.
+        """Time how long the loader takes for each batch: `for batch in monitor.batches(loader)`.
 
-        It does not matter whether the loop is around `step()` or inside it. Batches are still given to `step(batch)`,
-        `micro_batch` or `log_step`.
+        This makes the input wait exact, both for a loop around `step()` and for one inside it. Each batch must still
+        be passed to `step(batch)`, `micro_batch` or `log_step`.
         """
         return loader if self._run is None else TimedBatches(loader, self)
 
     @contextmanager
     def input_wait(self) -> Iterator[None]:
-        """Time in which a batch is fetched: `with monitor.input_wait(): x, y = get_batch("train")`."""
+        """A context that times how a batch is fetched: `with monitor.input_wait(): x, y = get_batch("train")`."""
         is_timed = self.begin_wait()
         try:
             yield
@@ -383,7 +373,7 @@ class TrainingMonitor:
                 self.end_wait()
 
     def begin_wait(self) -> bool:
-        """A batch is being fetched. False when that is not timed: in a phase, or in another thread."""
+        """Begin to time the fetch of a batch. Returns False in a phase or in another thread, where it is not timed."""
         if self._run is None:
             return False
         try:
@@ -393,7 +383,7 @@ class TrainingMonitor:
             return False
 
     def end_wait(self, *, has_batch: bool = True) -> None:
-        """The fetching has ended, with a batch or without. After a `begin_wait` that has returned True."""
+        """End a fetch for which `begin_wait` has returned True; `has_batch` is False if no batch was left."""
         if self._run is None:
             return
         try:
@@ -402,20 +392,23 @@ class TrainingMonitor:
             self._failed("end_wait", error)
 
     def end_micro_batch(self) -> None:
-        """The work on a micro-batch has ended, and the loop goes for the next one; before the next `start_step`."""
+        """End the work on a micro-batch; the time until the next `start_step` is then input wait."""
         self._do("end_micro_batch", lambda run: run.step_clock.end_micro_batch(), is_own_work=False)
 
     def micro_batch(self, batch: Any, lengths: Sequence[int] | None = None) -> None:
-        """One of the batches of the step under way, for gradient accumulation."""
+        """Add a batch to the current step, for gradient accumulation."""
         self._do("micro_batch", lambda run: run.take_micro_batch(batch, lengths))
 
     def pause(self) -> AbstractContextManager[None]:
-        """Time that belongs to no step: `with monitor.pause(): ...`."""
+        """A context whose time belongs to no step: `with monitor.pause(): ...`."""
         return self.phase("pause")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time outside training: `with monitor.phase("eval"): ...`; `eval` and `checkpoint` have their own metrics."""
+        """A context for work outside steps: `with monitor.phase("eval"): ...`.
+
+        `eval` and `checkpoint` have their own metrics; any other name is added to the pauses.
+        """
         if self._run is None:
             yield
             return
@@ -423,14 +416,13 @@ class TrainingMonitor:
             yield
 
     def spent_on(self, name: str) -> None:
-        """Book the time since the last step's end (or last booking) to a phase, where only its end is seen."""
+        """Add the time since the last step or the last such call to a phase, for callbacks at the end of a phase."""
         self._do("spent_on", lambda run: run.spent_on(name), is_own_work=False)
 
     def set_phase(self, name: str) -> None:
-        """The training's phase, such as `warmup`, `main`, `finetune`: decides how often FLOPs are counted.
+        """Set the training's phase, such as `warmup`, `main` or `finetune`, which decides how often FLOPs are counted.
 
-        The frequencies stand in `phase_frequencies` of the configuration; a name that is not there uses
-        `flops_profile_freq`.
+        The setting `phase_frequencies` has the frequencies by name; other names use `flops_profile_freq`.
         """
         frequency = self.config.phase_frequencies.get(name, self.config.flops_profile_freq)
         self._do("set_phase", lambda run: run.costs.set_check_every(frequency))
@@ -442,13 +434,13 @@ class TrainingMonitor:
         logits: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
     ) -> None:
-        """Loss and accuracy per dataset of a mixed batch, summed on the device.
+        """Log loss and accuracy by dataset for a batch that mixes datasets; the sums stay on the device.
 
         Args:
-            names: The dataset of each sample.
+            names: The dataset's name for each sample.
             losses: The loss of each sample.
-            logits: Scores, classes last; with `labels` they give the accuracy.
-            labels: The right classes; -100 is left out.
+            logits: Scores with classes in the last dimension; needed with `labels` for the accuracy.
+            labels: The correct classes; -100 is left out.
         """
         if self._run is None or not self.config.log_dataset_metrics:
             return
@@ -459,14 +451,14 @@ class TrainingMonitor:
     def log_now(
         self, *, loss: Any = None, grad_norm: Any = None, learning_rate: Any = None, wait: bool = False
     ) -> dict[str, Number]:
-        """Close the logging window now; returns the newest row's values, all of them, for a logger of your own.
+        """End the logging window now, and return all values of the newest row.
 
         Args:
-            loss: Of the window, where it is known only now: logged with its last step.
-            grad_norm: The same.
-            learning_rate: The same.
-            wait: True waits for the device, so that the values are those of this window; without it, they are those
-                of the newest window that has arrived.
+            loss: The window's loss, if it was not known before; logged with the last step.
+            grad_norm: The window's gradient norm.
+            learning_rate: The window's learning rate.
+            wait: True waits for the device, so that the returned values are those of this window. Otherwise they may
+                be those of an earlier window.
         """
         wait_seconds = DEVICE_SECONDS if wait else 0.0
         self._do("log_now", lambda run: run.add_to_last_step(loss, grad_norm, learning_rate))
@@ -475,7 +467,7 @@ class TrainingMonitor:
 
     @property
     def latest(self) -> dict[str, Number]:
-        """All values of the newest row; empty before the first."""
+        """All values of the newest row; empty before the first row."""
         return {} if self._started_run is None else dict(self._started_run.rows.latest)
 
     def capture_trace(self, steps: int = 3) -> None:
@@ -483,16 +475,16 @@ class TrainingMonitor:
         self._do("capture_trace", lambda run: run.trace.ask(steps))
 
     def says_what_was_not_given(self, says: bool) -> None:
-        """Whether a missing model or missing batches give a notice; off where a framework provides them."""
+        """Switch the notice about a missing model or missing batches on or off; frameworks provide both later."""
         self._do("says_what_was_not_given", lambda run: run.set_looks_for_gaps(says))
 
     def set_model(self, model: nn.Module) -> None:
-        """The model that is trained, where it was not there when the monitor was made."""
+        """Set the model that is trained, if it did not exist when the monitor was created."""
         self._do("set_model", lambda run: run.set_model(model))
 
     @property
     def model_ref(self) -> nn.Module | None:
-        """The model; can be assigned."""
+        """The model that is trained; can be assigned."""
         return None if self._run is None else self._run.costs.model
 
     @model_ref.setter
@@ -501,22 +493,22 @@ class TrainingMonitor:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds the training thread has spent in the monitor, the counting of FLOPs not included."""
+        """Seconds that the training's thread has spent in the monitor, without counting FLOPs."""
         return 0.0 if self._started_run is None else self._own_seconds - self._started_run.count_seconds
 
     @property
     def count_seconds(self) -> float:
-        """Seconds the training thread has spent counting FLOPs; not in any step's time."""
+        """Seconds that the training's thread has spent counting FLOPs; they are not part of any step's time."""
         return 0.0 if self._started_run is None else self._started_run.count_seconds
 
     @property
     def thread_cpu_seconds(self) -> float:
-        """CPU seconds of the threads of sinks and ranks."""
+        """CPU seconds of the monitor's own threads, which write to sinks and exchange reports between ranks."""
         run = self._started_run
         return 0.0 if run is None else run.outlets.cpu_seconds + run.ranks.cpu_seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals up to the last step, for a checkpoint."""
+        """Return the totals up to the last step, for a checkpoint."""
         state: dict[str, Any] = {}
         self._do("state_dict", lambda run: state.update(run.state()))
         return state
@@ -527,7 +519,10 @@ class TrainingMonitor:
             self._do("load_state_dict", lambda run: run.load(state))
 
     def close(self) -> None:
-        """Write what is left, end the sinks. Waits for slow ones and for the other ranks, but not for ever."""
+        """End the run: write the last rows and the summary, and close the sinks.
+
+        Waits for slow sinks and for the other ranks, but only for a limited time.
+        """
         self._close(sys.exc_info()[1])
 
     def _close(self, error: BaseException | None, *, is_of_this_run: bool = True) -> None:
@@ -564,7 +559,7 @@ class TrainingMonitor:
         return ", ".join([f"step {self._started_run.last_step:,}", *parts]) + percent + closed
 
     def _do(self, part: str, action: Callable[[MonitoredRun], None], *, is_own_work: bool = True) -> None:
-        """Run one part of the monitor so that it cannot harm the training; its own work is no waiting for a batch."""
+        """Call a part of the monitor and report its errors; `is_own_work` keeps its time out of the input wait."""
         run = self._run
         if run is None:
             return
@@ -583,7 +578,6 @@ class TrainingMonitor:
 
 
 def _as_list(sinks: Sequence[str | Sink] | str | Sink | None) -> Sequence[str | Sink]:
-    """One sink is a list of one: the letters of its name are none."""
     if sinks is None:
         return ()
     return sinks if isinstance(sinks, Sequence) and not isinstance(sinks, str) else [sinks]
@@ -592,13 +586,13 @@ def _as_list(sinks: Sequence[str | Sink] | str | Sink | None) -> Sequence[str | 
 def _close_forgotten(reference: "weakref.ref[TrainingMonitor]") -> None:
     monitor = reference()
     if monitor is not None:
-        error = getattr(sys, "last_value", None)  # an exception ends the process
-        # In a notebook or a shell it is the last one of any cell or line, and ended none of them.
+        error = getattr(sys, "last_value", None)
+        # In a script this exception ends the process. In a notebook or shell it may be one of any earlier cell.
         monitor._close(error, is_of_this_run=not (hasattr(sys, "ps1") or "ipykernel" in sys.modules))
 
 
 def _named(error: BaseException | None) -> str | None:
-    """The exception in one line; None without one, and for an exit that is no failure."""
+    """Describe an exception in one line; None without an exception, and for `sys.exit` with code 0."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return None
     kind = type(error)

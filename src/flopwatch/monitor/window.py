@@ -1,4 +1,4 @@
-"""The steps of one row, from note to price: values stay on the device until the window ends, then are read at once."""
+"""The steps of one row. Their values stay on the device until the window ends, and are then fetched with one copy."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic, sleep
@@ -17,20 +17,17 @@ from flopwatch.monitor.step_clock import Segments, StepTimer
 from flopwatch.records.run import Number
 from flopwatch.torch_internals import tensor_version
 
-# Values that are on the device, fetched with one copy per window and read when the copy has arrived.
-
-
 _UNREADABLE = -1
 
 
 class Kept(NamedTuple):
-    """A loss or norm to be read later, and the version its storage had: an in-place change raises it."""
+    """A tensor to be read later, and torch's version counter of it, which every in-place change increases."""
 
     value: torch.Tensor
     version: int
 
     def is_unchanged(self) -> bool:
-        """Also False for anything but a single real number, such as a DTensor shard, which is not the full value."""
+        """Whether the tensor was not written into since. Always False for `_NOT_A_NUMBER`."""
         return tensor_version(self.value) == self.version
 
 
@@ -39,11 +36,12 @@ _NUMBERS = frozenset((float, int, bool, type(None)))
 
 
 def keep(value: Any) -> Any:
-    """Hold on to a tensor of one number without its graph; plain numbers are returned unchanged. Never raises.
+    """Keep a value until the window ends: a tensor of one number without its graph, a plain number as it is.
 
-    CUDA graphs write the next step's loss into the same memory, so on an accelerator the value is copied. A copy of a
-    CPU tensor would cost more than all the rest of a step; there `Kept.is_unchanged` shows whether the training wrote
-    into it. Anything that holds more than one number is dropped at once: a window of such values could fill the memory.
+    Never raises. On an accelerator the value is copied, because CUDA graphs write the next step's loss into the same
+    memory. A CPU tensor is not copied, because that would take longer than the rest of `log_step`; instead
+    `Kept.is_unchanged` shows later whether the training wrote into it. Tensors of several numbers are dropped, because
+    a window of them could fill the memory.
     """
     try:
         if type(value) is not torch.Tensor:  # isinstance(DTensor) takes 5 µs after a training step
@@ -57,16 +55,15 @@ def keep(value: Any) -> Any:
             value = value.detach()
         if value.is_cpu:
             try:
-                return tuple.__new__(Kept, (value, tensor_version(value)))  # quicker than Kept(), a Python function
-            except RuntimeError:  # a tensor of inference mode has no version
+                return tuple.__new__(Kept, (value, tensor_version(value)))  # Kept() is slower: a Python function.
+            except RuntimeError:  # Tensors of inference mode have no version.
                 pass
         return _keep_copy(value)
-    except Exception:  # a tensor class or an object whose code raises: costs this value, and nothing else
+    except Exception:  # the code of a user's tensor class or object has raised: only this value is lost
         return _NOT_A_NUMBER
 
 
 def _keep_copy(value: torch.Tensor) -> Kept:
-    """For values on an accelerator, which are all read with one copy, and for those without a version."""
     if value.is_complex() or value.is_meta or value.layout is not torch.strided:
         return _NOT_A_NUMBER
     with torch.inference_mode(False):  # so that the copy has a version
@@ -74,14 +71,14 @@ def _keep_copy(value: torch.Tensor) -> Kept:
 
 
 def _keep_object(value: Any) -> Any:
-    """Arrays and containers are read at once, so that they can be freed; other objects, when the window ends."""
+    """Read arrays and containers now, so that their memory can be freed; keep other objects until the window ends."""
     if isinstance(value, str) or not hasattr(value, "__len__"):
         return value
     return float(value.item() if hasattr(value, "item") else value)
 
 
 def read_now(value: Any) -> float | None:
-    """Read a value, waiting for the device if necessary; None where it is not a single real number."""
+    """Read a value, waiting for the device if necessary; None if it is not a single real number."""
     try:
         return None if value is None else float(value)
     except Exception:  # user code, such as __float__
@@ -89,17 +86,17 @@ def read_now(value: Any) -> float | None:
 
 
 def _keep_sharded(value: DTensor) -> Kept:
-    """A norm of sharded parameters. One that is not replicated is left out: reading it would take a collective."""
+    """Keep a DTensor, such as a norm, if it is replicated. Others are dropped, as reading them needs a collective."""
     is_whole = all(placement.is_replicate() for placement in value.placements)
     local = value.to_local().detach()
     return _keep_copy(local) if is_whole and local.numel() == 1 else _NOT_A_NUMBER
 
 
 class LateValues:
-    """Tensors of one window on their way to the host.
+    """Copies the tensors of one window to the host, without waiting for the device.
 
-    The copies are queued behind the work that computes the values, one per device; `are_there` polls without waiting.
-    On a CPU nothing is copied and everything is there at once.
+    The copies are queued behind the work that computes the values; `are_there` polls whether they have arrived. CPU
+    tensors are not copied.
     """
 
     def __init__(
@@ -124,7 +121,7 @@ class LateValues:
         return all(arrived.query() for *_, arrived in self._copies)
 
     def read(self) -> list[list[Any]]:
-        """Each tensor's values in a flat list, in the order given."""
+        """Return one flat list of values per tensor, in the order of the tensors."""
         result = [[] if tensor is None else _flat_list(tensor) for tensor in self._tensors]
         for members, sizes, host, _ in self._copies:
             values, start = host.tolist(), 0
@@ -135,19 +132,12 @@ class LateValues:
 
 
 def _flat_list(tensor: torch.Tensor) -> list[Any]:
-    """The tensor's values; none where they cannot be read: sparse, nested, fake, of a type without numbers."""
+    """The tensor's values; an empty list if they cannot be read, such as those of sparse, nested or fake tensors."""
     try:
-        return _values_of(tensor)
+        values: Any = (tensor if tensor.dim() < 2 else tensor.reshape(-1)).tolist()
     except Exception:
         return []
-
-
-def _values_of(tensor: torch.Tensor) -> list[Any]:
-    dimensions = tensor.dim()
-    if dimensions == 0:
-        return [tensor.item()]
-    values: list[Any] = tensor.tolist() if dimensions == 1 else tensor.reshape(-1).tolist()
-    return values
+    return values if tensor.dim() else [values]
 
 
 def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -167,14 +157,11 @@ def _fetched(flat: torch.Tensor, event: Any) -> tuple[torch.Tensor, Any]:
     return host, arrived
 
 
-# Loss and accuracy per dataset in mixed training: summed on the device, fetched once per logging window.
-
-
 _LOSS, _LOSS_SAMPLES, _RIGHT, _JUDGED, _SAMPLES = range(5)
 
 
 class DatasetMetrics:
-    """One small table on the device: a row per dataset. A window's sums are read one window late."""
+    """Sums loss and accuracy per dataset in a small table on the device, which is read one window later."""
 
     def __init__(self) -> None:
         self._index: dict[str, int] = {}
@@ -190,7 +177,9 @@ class DatasetMetrics:
     ) -> None:
         given = [tensor for tensor in (losses, logits) if tensor is not None]
         if not given or (logits is not None and labels is None):
-            raise InputError("log_datasets needs the loss of each sample, or logits and labels, or all three")
+            raise InputError(
+                "log_datasets needs losses= with the loss of each sample, or logits= and labels=, or all three"
+            )
         if any(len(tensor) != len(names) for tensor in given):
             sizes = ", ".join(str(tuple(tensor.shape)) for tensor in given)
             raise InputError(f"log_datasets got {len(names)} dataset names for tensors of shape {sizes}")
@@ -210,13 +199,13 @@ class DatasetMetrics:
                 sums[:, _JUDGED].index_add_(0, rows, judged.to(sums.dtype))
 
     def take(self) -> dict[str, Number]:
-        """Return the sums that have arrived, and send the current ones on their way."""
+        """Return the metrics whose sums have arrived on the host, and begin to copy the current sums."""
         arrived: dict[str, Number] = {}
         if self._late is not None and self._late.are_there():
             arrived, self._late = self._values(self._late.read()[0]), None
         if self._sums is not None and self._late is None:
             self._late, self._sums = LateValues([self._sums]), None
-            if not arrived and self._late.are_there():  # on a CPU there is nothing to wait for
+            if not arrived and self._late.are_there():  # CPU sums are available at once
                 arrived, self._late = self._values(self._late.read()[0]), None
         return arrived
 
@@ -244,7 +233,7 @@ class DatasetMetrics:
 
 
 def _judged(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Correct predictions and labelled positions of each sample."""
+    """Count the correct predictions and the labelled positions of each sample."""
     samples = len(labels)
     counts = (labels != IGNORED_LABEL).reshape(samples, -1)
     right = (logits.argmax(-1) == labels).reshape(samples, -1) & counts
@@ -255,7 +244,7 @@ _LOOK_SECONDS = 0.001
 
 
 class NotedStep(NamedTuple):
-    """Stage 1: what `log_step` keeps. Numbers, small tensors, marks; nothing has been read from a device."""
+    """What `log_step` keeps of a step; nothing of it has been read from the device yet."""
 
     step: int
     epoch: Any
@@ -271,20 +260,20 @@ class NotedStep(NamedTuple):
     calls: StepCalls = NO_CALLS
 
     def scalars(self) -> list[tuple[str, Any]]:
-        """Its values by name, in the order in which they are read."""
+        """The step's values by name, in the order in which they are read."""
         own = ("loss", self.loss), ("grad_norm", self.grad_norm), ("lr", self.learning_rate), ("epoch", self.epoch)
         return [*own, *self.more.items()]
 
 
 class SettledStep(NamedTuple):
-    """Stage 2: the step's values have arrived.
+    """A step whose values have been read from the device.
 
     Attributes:
-        noted: What was noted of it.
-        seconds: Its time; None when its beginning was not seen.
-        input_wait_seconds: The part of it spent waiting for batches; None when that is not known.
-        works: What its batches ask of the machine; None when one of them could not be read.
-        values: Loss, gradient norm, learning rate, epoch and the user's own metrics, as far as they are numbers.
+        noted: The step as `log_step` kept it.
+        seconds: The step's time; None for the first step of a session that was not opened.
+        input_wait_seconds: The part of `seconds` spent waiting for batches; None if unknown.
+        works: Sizes of the step's batches; None if one of them could not be read.
+        values: Loss, gradient norm, learning rate, epoch and the user's own metrics, without those that are no number.
     """
 
     noted: NotedStep
@@ -295,12 +284,12 @@ class SettledStep(NamedTuple):
 
 
 class SettledWindow(NamedTuple):
-    """Stage 2 for a window.
+    """A window whose values have been read from the device.
 
     Attributes:
-        steps: Its steps.
-        left_out: Names of values that are not a single number or were written into; `batch` for a batch.
-        batch_failure: Why a batch could not be read; None when all could.
+        steps: The steps of the window.
+        left_out: Names of values that are not a single number or were overwritten; `batch` if a batch was.
+        batch_failure: The error when a batch was read; None if all could be read.
     """
 
     steps: list[SettledStep]
@@ -309,7 +298,7 @@ class SettledWindow(NamedTuple):
 
 
 class PricedStep(NamedTuple):
-    """Stage 3: a step with its FLOPs; `more` are the user's own metrics."""
+    """A step with its FLOPs; `more` are the user's own metrics."""
 
     measured: MeasuredStep
     epoch: float | None
@@ -319,11 +308,11 @@ class PricedStep(NamedTuple):
 
 
 class PricedWindow(NamedTuple):
-    """Stage 3 for a window.
+    """A window of steps with FLOPs.
 
     Attributes:
-        steps: Its steps.
-        busy_seconds_per_step: Processor time of the training's thread in the typical step; None where not measured.
+        steps: The steps of the window.
+        busy_seconds_per_step: Processor time of the training's thread in a typical step; None if not measured.
     """
 
     steps: list[PricedStep]
@@ -331,7 +320,7 @@ class PricedWindow(NamedTuple):
 
 
 class Window:
-    """The noted steps of one row, while their values are on the way from the device."""
+    """The steps of one row, while their values are copied from the device."""
 
     def __init__(
         self,
@@ -339,7 +328,7 @@ class Window:
         timer: StepTimer,
         look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
     ) -> None:
-        """Queue the copies to the host; `look_at` computes the small tensors of batches that were only held."""
+        """Begin to copy the values to the host; `look_at` computes the sizes of batches that were only referenced."""
         self.steps = steps
         self._timer = timer
         self._look_at = look_at
@@ -352,7 +341,7 @@ class Window:
         self._integers = LateValues([t for readings in self._readings for r in readings or () for t in r.tensors()])
 
     def _looked_at(self, readings: Sequence[Reading]) -> list[Reading] | None:
-        """None where one batch was written into or cannot be read: nothing is known of the step's work then."""
+        """Compute the sizes of a step's batches; None if one of them was overwritten or cannot be read."""
         try:
             looked_at = [self._look_at(reading) for reading in readings]
         except Exception as error:  # a dtype or tensor class without the needed ops
@@ -370,7 +359,10 @@ class Window:
         return marks_passed and self._scalars.are_there() and self._integers.are_there()
 
     def arrives(self, seconds: float) -> bool:
-        """Whether it arrives in that time. Polls instead of synchronising: a hung device must not block us."""
+        """Wait at most `seconds` for the values, and return whether they have arrived.
+
+        Polls instead of synchronising, because a hung device must not block the training.
+        """
         ends = monotonic() + seconds
         while not self.has_arrived():
             if monotonic() >= ends:
@@ -379,7 +371,7 @@ class Window:
         return True
 
     def settle(self) -> SettledWindow:
-        """Read everything; only after it has arrived."""
+        """Read all values, which must have arrived."""
         scalars, integers = iter(self._scalars.read()), iter(self._integers.read())
         steps = [
             SettledStep(
@@ -405,26 +397,20 @@ class Window:
             try:
                 if isinstance(value, Kept) and (len(read) != 1 or not value.is_unchanged()):
                     raise ValueError
-                values.setdefault(name, float(read[0]))  # a learning rate given twice is that of the argument
-            except Exception:  # user code, such as __float__: costs this value, and nothing else
+                values.setdefault(name, float(read[0]))  # log_step's arguments precede `more`.
+            except Exception:  # User code, such as __float__, has raised: only this value is lost.
                 self._left_out.add(name)
         return values
 
 
 def passed_seconds(steps: Sequence[NotedStep], timer: StepTimer) -> float:
-    """Time of the steps, up to the last mark that the device has reached."""
+    """Time of these steps so far, up to the last event that the device has reached."""
     marks = [mark for step in steps for mark in step.segments or () if timer.has_passed(mark[1])]
     return sum(timer.seconds(start, end) for start, end in marks)
 
 
 def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -> PricedStep:
-    """Stage 3: a step with what it costs.
-
-    Args:
-        settled: The step.
-        cost: Of its calls and batches.
-        doubt: Why no step of its window is exact; None when nothing speaks against it.
-    """
+    """Combine a step with its FLOPs; `doubt` says why the FLOPs of its window are not exact, None if they may be."""
     noted, works, values = settled.noted, settled.works or [], dict(settled.values)
     flops, is_watched = cost.flops, noted.calls.count is not None
     measured = MeasuredStep(
@@ -450,7 +436,7 @@ def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -
 
 
 def _sum_known(amounts: Sequence[int | None]) -> int | None:
-    """The sum; None when there are no amounts or one is unknown."""
+    """The sum; None if there are no amounts or one of them is unknown."""
     if len(amounts) == 1:
         return amounts[0]
     known = [amount for amount in amounts if amount is not None]

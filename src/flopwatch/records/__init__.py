@@ -1,4 +1,4 @@
-"""The records that cross seams and lie in files: frozen dataclasses, each with a JSON form. Standard library only."""
+"""The dataclasses that packages exchange and store in files. All are frozen. Standard library only."""
 
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ __all__ = [
     "read_results",
 ]
 
-# Lazily, because supervisors start with `records.trial` and need nothing else.
+# Names are imported on first use: a trial's supervisor process starts faster if it loads `records.trial` only.
 __getattr__ = lazy_exports(
     "flopwatch.records",
     {

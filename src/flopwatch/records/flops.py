@@ -1,4 +1,4 @@
-"""The results of counting and of the peak lookup: frozen records with a JSON form. Standard library only."""
+"""The results of counting FLOPs and of looking up a device's peak FLOP/s. Standard library only."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,16 +11,16 @@ Confidence = Literal["high", "medium", "low"]
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The peak of a device, with its source.
+    """The peak FLOP/s of a device for one compute type, and where the figure comes from.
 
     Attributes:
-        flops_per_s: Dense FLOP/s of one device as the framework enumerates it.
+        flops_per_s: Dense FLOP/s of one device, where a device is what torch lists as one.
         device: The product, or the name that the device reports.
         dtype: The compute type: `bf16`, `fp16`, `tf32`, `fp32`, `fp8`, ...
-        source: Where the figure comes from, in words.
+        source: Where the figure comes from, as a text for people.
         kind: `datasheet`, `derived` (units x rate x clock), `measured` (best GEMM) or `override` (by the user).
         confidence: How reliable the source is.
-        fraction: Visible share of the device (MIG slices, AMD partitions); 1.0 for a whole device.
+        fraction: Share of the product that is visible (below 1.0 on MIG slices and AMD partitions).
     """
 
     flops_per_s: float
@@ -37,7 +37,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class PhaseFlops:
-    """Executed FLOPs by phase. `recompute` is what checkpointing and fused attention run a second time."""
+    """Executed FLOPs by phase. `recompute` is the work that checkpointing and fused attention run a second time."""
 
     forward: int = 0
     backward: int = 0
@@ -55,7 +55,7 @@ class PhaseFlops:
 
 @dataclass(frozen=True, slots=True)
 class UncountedOp:
-    """A matmul-like op that ran and has no formula."""
+    """A matmul-like op that ran, but for which flopwatch has no FLOP formula."""
 
     op: str
     module: str
@@ -68,26 +68,26 @@ class FlopCount:
     """The FLOPs of one step.
 
     Attributes:
-        model_flops: FLOPs that the mathematics needs: forward and the needed backward, no recomputation, no padding.
+        model_flops: FLOPs that a training step needs: forward and backward, without recomputation and padding.
         hardware_flops: Executed FLOPs: forward, backward, recomputation, padding.
         forward_flops: Executed in the forward pass, padding included.
-        backward_flops: Executed in the backward pass, padding included, recomputation not.
-        recompute_flops: Executed a second time: activation checkpointing, fused attention's backward.
+        backward_flops: Executed in the backward pass, with padding and without recomputation.
+        recompute_flops: Executed a second time, by activation checkpointing or by the backward pass of fused attention.
         padding_flops: The part of forward and backward spent on tokens that `attention_mask` marks as padding.
-        coverage: Share of the matmul-like op calls that had a formula; None if no op was seen (`estimate`).
+        coverage: Share of the matmul-like op calls that had a formula; None if no op was traced (method `estimate`).
         uncounted: The ops without a formula, with module and shapes.
         by_op: Executed FLOPs by op.
         by_module: Executed FLOPs by the innermost module that ran them; `""` is the model itself.
-        method: How the number was found.
-        attention: Which pairs of positions count: all (`full`) or those not masked (`causal`).
-        notes: What to know before using the number: fallbacks, and what could not be determined.
-        steered_by: What decides sizes inside the model besides shapes: names of arguments whose values do,
-            `a random draw`, `activations`.
-        values_read: The same for values that Python code has read and may use in decisions.
-        mode_risks: Ops whose last bits may differ under a dispatch mode; a training with such ops is never counted as
-            it runs.
-        by_dtype: Executed FLOPs by the type the products ran in (`bf16`, `fp32`, `int8`, ...; fp32 also if the device
-            may use tf32 for it); empty if no op was seen.
+        method: How the FLOPs were counted.
+        attention: Which pairs of positions count in attention: all (`full`) or those that are not masked (`causal`).
+        notes: Fallbacks that were used, and facts that could not be determined.
+        steered_by: What determines tensor sizes inside the model besides the shapes of its inputs: the names of
+            arguments whose values matter, `a random draw` or `activations`.
+        values_read: Like `steered_by`, for values that Python code has read, because its branches may depend on them.
+        mode_risks: Ops whose results may differ in the last bits while a torch dispatch mode is active. A live training
+            step with such ops is never traced, because tracing uses a dispatch mode.
+        by_dtype: Executed FLOPs by compute type (`bf16`, `fp32`, `int8`, ...); `fp32` includes products that the device
+            may compute in tf32. Empty if no op was traced.
     """
 
     model_flops: int

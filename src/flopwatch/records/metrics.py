@@ -1,7 +1,7 @@
-"""Every metric a run logs: its key, unit and meaning. Also goodput, which is computed from them. Standard library only.
+"""Every metric that a run logs, and the computation of goodput. Standard library only.
 
-`basic` metrics are in every row, the others in detailed rows only (`detailed_log_every`). An unknown metric has no key
-in the row; it is never 0.
+`basic` metrics are in every row of the log. The others are only in detailed rows (see `detailed_log_every`). A metric
+whose value is unknown is left out of the row.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,12 +12,12 @@ from typing import Literal
 Group = Literal["training", "perf", "total", "time", "ranks", "dataset"]
 
 STEP_KEY = "global_step"
-"""The x-axis of every other metric."""
+"""The key under which sinks get the step number, the x-axis of all metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number of a row.
+    """The definition of one metric of a row in the log.
 
     Attributes:
         key: Its name in every sink, such as `perf/mfu`.
@@ -43,67 +43,49 @@ _ALL = (
     Metric("training/grad_norm", "", "Mean gradient norm of the window's steps.", basic=True),
     Metric("perf/mfu", "1", "Model FLOPs over what the devices could have done in the same time.", basic=True),
     Metric("perf/mfu_percent", "%", "perf/mfu in percent.", basic=True),
-    Metric("perf/hfu", "1", "The same with all executed FLOPs: recomputation and padding too."),
+    Metric("perf/hfu", "1", "Executed FLOPs, with recomputation and padding, over what the devices could have done."),
     Metric("perf/hfu_percent", "%", "perf/hfu in percent.", basic=True),
     Metric("perf/step_time", "s", "Mean seconds of a step, input wait included, pauses not.", basic=True),
     Metric("perf/step_time_p50", "s", "Median step time of the last 512 steps."),
-    Metric("perf/step_time_p90", "s", "90th percentile of the last 512 steps."),
-    Metric("perf/step_time_p99", "s", "99th percentile of the last 512 steps."),
+    Metric("perf/step_time_p90", "s", "90th percentile of the step times of the last 512 steps."),
+    Metric("perf/step_time_p99", "s", "99th percentile of the step times of the last 512 steps."),
     Metric("perf/steps_per_second", "1/s", "Steps per second of training time."),
     Metric("perf/tokens_per_second", "tokens/s", "All positions of the batches, padding included.", basic=True),
-    Metric("perf/real_tokens_per_second", "tokens/s", "Tokens that attention_mask does not call padding."),
+    Metric("perf/real_tokens_per_second", "tokens/s", "Tokens that attention_mask does not mark as padding."),
     Metric("perf/trainable_tokens_per_second", "tokens/s", "Tokens whose label is not -100."),
     Metric("perf/samples_per_second", "samples/s", "Samples per second of training time.", basic=True),
     Metric("perf/tokens_per_second_per_device", "tokens/s", "perf/tokens_per_second of one device."),
     Metric("perf/samples_per_second_per_device", "samples/s", "perf/samples_per_second of one device."),
-    Metric("perf/model_flops_per_second_per_device", "FLOP/s", "Model FLOPs per second of one device.", basic=True),
-    Metric(
-        "perf/hardware_flops_per_second_per_device", "FLOP/s", "Executed FLOPs per second of one device.", basic=True
-    ),
-    Metric("perf/peak_flops_per_second_per_device", "FLOP/s", "The denominator of MFU and HFU."),
+    Metric("perf/model_flops_per_second_per_device", "FLOP/s", "Model FLOPs per second per device.", basic=True),
+    Metric("perf/hardware_flops_per_second_per_device", "FLOP/s", "Executed FLOPs per second per device.", basic=True),
+    Metric("perf/peak_flops_per_second_per_device", "FLOP/s", "The peak FLOP/s that MFU and HFU are relative to."),
     Metric("perf/padding_percent", "%", "Share of all positions that is padding.", basic=True),
     Metric("perf/recompute_percent", "%", "Share of the executed FLOPs that runs a second time.", basic=True),
     Metric("perf/input_wait_percent", "%", "Share of the step time spent waiting for batches.", basic=True),
     Metric("perf/counted_steps_percent", "%", "Share of the window's steps whose FLOPs are known, where not all are."),
-    Metric(
-        "perf/exact",
-        "1",
-        "1 when every FLOP of the row is exact, 0 when it is a lower bound or an estimate.",
-        basic=True,
-    ),
+    Metric("perf/exact", "1", "1 if all FLOPs of the row are exact, 0 if not.", basic=True),
     Metric("perf/goodput", "1", "Productive time over wall time since the run's first process started.", basic=True),
     Metric("perf/goodput_percent", "%", "perf/goodput in percent.", basic=True),
     Metric("perf/memory_allocated_gib", "GiB", "Most device memory held by tensors so far."),
     Metric("perf/memory_reserved_gib", "GiB", "Most device memory reserved by torch so far."),
-    Metric(
-        "ranks/reporting",
-        "ranks",
-        "Ranks included in the row; if fewer than all, the numbers are the logging rank's own.",
-        basic=True,
-    ),
-    Metric("ranks/own_seconds_mean", "s", "Time per step a rank is busy itself, mean over ranks."),
-    Metric("ranks/own_seconds_max", "s", "The same of the slowest rank."),
-    Metric("ranks/own_seconds_min", "s", "The same of the fastest rank."),
-    Metric("ranks/slowest", "rank", "The rank that is busy longest."),
-    Metric("ranks/fastest", "rank", "The rank that is busy shortest."),
-    Metric(
-        "ranks/waiting_percent",
-        "%",
-        "Share of the step time a rank waits for others or for messages, mean.",
-        basic=True,
-    ),
+    Metric("ranks/reporting", "ranks", "Ranks in the row; if not all, values are the logging rank's only.", basic=True),
+    Metric("ranks/own_seconds_mean", "s", "Time per step that a rank is busy, without waiting; mean over ranks."),
+    Metric("ranks/own_seconds_max", "s", "Busy time per step of the slowest rank."),
+    Metric("ranks/own_seconds_min", "s", "Busy time per step of the fastest rank."),
+    Metric("ranks/slowest", "rank", "The rank with the longest busy time."),
+    Metric("ranks/fastest", "rank", "The rank with the shortest busy time."),
+    Metric("ranks/waiting_percent", "%", "Share of the step time that a rank waits for other ranks, mean.", basic=True),
     Metric("ranks/longest_input_wait_percent", "%", "perf/input_wait_percent of the rank that waits longest."),
-    Metric("ranks/longest_input_wait_rank", "rank", "Which rank that is."),
+    Metric("ranks/longest_input_wait_rank", "rank", "The rank with the longest input wait."),
     Metric("ranks/straggler", "rank", "The slow rank, if a single rank slows the job down.", basic=True),
     Metric(
-        "ranks/straggler_excess_percent",
-        "%",
-        "Its busy time above the other ranks' mean, as a share of the step.",
-        basic=True,
+        "ranks/straggler_excess_percent", "%", "The straggler's extra busy time, as a share of the step.", basic=True
     ),
-    Metric("ranks/straggler_input_percent", "%", "The part of the excess spent waiting for input.", basic=True),
-    Metric("ranks/straggler_compute_percent", "%", "The part of the excess spent computing.", basic=True),
-    Metric("ranks/straggler_host_percent", "%", "The part of the excess in which its thread was blocked.", basic=True),
+    Metric(
+        "ranks/straggler_input_percent", "%", "Part of straggler_excess_percent spent waiting for input.", basic=True
+    ),
+    Metric("ranks/straggler_compute_percent", "%", "Part of straggler_excess_percent spent computing.", basic=True),
+    Metric("ranks/straggler_host_percent", "%", "Part of straggler_excess_percent with a blocked thread.", basic=True),
     Metric("total/steps", "steps", "Optimizer steps since the first start."),
     Metric("total/samples", "samples", "Samples since the first start."),
     Metric("total/tokens", "tokens", "All positions since the first start.", basic=True),
@@ -112,26 +94,18 @@ _ALL = (
     Metric("total/model_flops", "FLOP", "Model FLOPs since the first start."),
     Metric("total/hardware_flops", "FLOP", "Executed FLOPs since the first start."),
     Metric("time/train_seconds", "s", "Time in steps since the first start, warm-up and input wait included."),
-    Metric(
-        "time/input_wait_seconds",
-        "s",
-        "Time waiting for batches since the first start, mean over ranks; part of train_seconds.",
-    ),
+    Metric("time/input_wait_seconds", "s", "Time waiting for batches, mean over ranks; part of train_seconds."),
     Metric("time/warm_up_seconds", "s", "Time in steps recognised as warm-up; part of train_seconds."),
     Metric("time/eval_seconds", "s", "Time in evaluation since the first start."),
     Metric("time/checkpoint_seconds", "s", "Time in checkpointing since the first start."),
     Metric("time/pause_seconds", "s", "Time in pause() and other phases since the first start."),
     Metric("time/count_seconds", "s", "Time flopwatch itself spent counting FLOPs since the first start."),
     Metric("time/outside_seconds", "s", "Time between steps that is in no phase and not known to be input wait."),
-    Metric("time/wall_seconds", "s", "Since the run's first process started, time between sessions included."),
-    Metric("time/productive_seconds", "s", "Time in steps that count, without input wait, compilation and stalls."),
+    Metric("time/wall_seconds", "s", "Time since the run's first process started, with the time between sessions."),
+    Metric("time/productive_seconds", "s", "Time in useful steps, without input wait, compilation and stalls."),
     Metric("time/start_up_seconds", "s", "From the start of each process to the beginning of its first step."),
-    Metric(
-        "time/compile_seconds",
-        "s",
-        "How much longer warm-up steps worked than typical ones; part of warm_up_seconds.",
-    ),
-    Metric("time/stall_seconds", "s", "Time beyond the median in steps that worked more than 5 times the median."),
+    Metric("time/compile_seconds", "s", "Extra time of warm-up steps over typical ones; part of warm_up_seconds."),
+    Metric("time/stall_seconds", "s", "Extra time of steps that took more than 5 times the median."),
     Metric("time/restart_seconds", "s", "From the last record of a session to the start of the next one's process."),
     Metric("time/rerun_seconds", "s", "Time in steps that were run again from a checkpoint."),
     Metric("time/other_seconds", "s", "Wall time in none of the other classes."),
@@ -147,7 +121,7 @@ _OF_DATASETS = {
 
 
 def find_metric(key: str) -> Metric:
-    """The definition of a key. Metrics that only the user logs have no unit and are basic.
+    """The definition of a metric by its key. A key that flopwatch does not define is a basic metric of the user.
 
     >>> find_metric("perf/step_time").unit
     's'
@@ -161,21 +135,19 @@ def find_metric(key: str) -> Metric:
     return METRICS.get(key) or Metric(key, "", "Logged by the user.", basic=True)
 
 
-# Goodput: the share of a run's wall time that went into steps that count. Pure arithmetic; never loads torch.
-#
-# Wall time begins with the run's first process and includes the time between sessions. Times are seconds by name, as in
-# the ledger of a row. `train` is the time in steps that count, and `input_wait`, `compile` and `stall` are disjoint
-# parts of it.
-
+# Goodput: the share of a run's wall time spent in useful steps. Steps that a run repeats after a restart count once.
+# Wall time begins with the run's first process and includes the time between sessions. Functions take and return
+# seconds by the name of their class, as in `Row.ledger`. `train` is the time in useful steps; `input_wait`, `compile`
+# and `stall` are disjoint parts of it.
 
 APART = ("eval", "checkpoint", "pause", "count", "outside")
-"""Classes of time between steps: phases, and `outside` for time in no phase."""
+"""Classes of time between steps: the phases of the monitor, and `outside` for time in no phase."""
 LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun")
 """Every class of unproductive time except `other`, which is the remainder."""
 _OF_STEPS = ("train", "input_wait", "warm_up", "compile", "stall")
-"""When a run returns to a checkpoint, these return to their values at the checkpoint; other times do not."""
+"""Classes that are reset to their value at the checkpoint when a run resumes from one; other times keep growing."""
 _STALL_FACTOR = 5.0
-"""A step that works this many times longer than the median was stalled, for example by a hung file system."""
+"""A step that takes this many times the median counts as stalled, for example by a hung file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +155,10 @@ class Goodput:
     """Where the wall time of a run went: `productive_seconds` and `lost_seconds` add up to `wall_seconds`.
 
     Attributes:
-        share: Productive time over wall time.
+        share: Productive time divided by wall time.
         wall_seconds: Since the start of the run's first process.
-        productive_seconds: In steps that count, without waiting for input, compilation and stalls.
-        lost_seconds: Unproductive time by class; `other` is in no class.
+        productive_seconds: Time in useful steps, without input wait, compilation and stalls.
+        lost_seconds: Unproductive time by class; `other` is the remainder.
     """
 
     share: float
@@ -195,13 +167,13 @@ class Goodput:
     lost_seconds: Mapping[str, float]
 
     def largest_losses(self, count: int = 3) -> list[tuple[str, float]]:
-        """The classes that cost most, with their seconds."""
+        """The `count` classes that lost the most time, with their seconds."""
         known = [(name, seconds) for name, seconds in self.lost_seconds.items() if seconds > 0]
         return sorted(known, key=lambda loss: -loss[1])[:count]
 
 
 def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
-    """Goodput of a ledger's times; None if the run's first start is unknown.
+    """Compute goodput from seconds by class; None if the wall time is unknown.
 
     >>> found = goodput_of({"wall": 100.0, "train": 80.0, "compile": 5.0, "eval": 12.0, "input_wait": 15.0})
     >>> found.share, found.lost_seconds
@@ -212,7 +184,7 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
         return None
     lost = {name: seconds[name] for name in LOST if name in seconds}
     at_work = seconds.get("train", 0.0) - lost.get("compile", 0.0) - lost.get("stall", 0.0)
-    if "input_wait" in lost:  # logs of earlier versions counted a long wait as a stall too
+    if "input_wait" in lost:  # logs of earlier versions counted a long input wait as a stall too
         lost["input_wait"] = min(lost["input_wait"], max(at_work, 0.0))
     productive = at_work - lost.get("input_wait", 0.0)
     lost["other"] = wall - productive - sum(lost.values())
@@ -220,18 +192,22 @@ def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
 
 
 def typical_seconds(steps: Collection[float]) -> float | None:
-    """The median working time of recent steps, without warm-up and input wait; None without steps."""
+    """The median of the steps' times in seconds; None without steps."""
     return median(steps) if steps else None
 
 
 def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> tuple[str, float] | None:
-    """How much longer a step worked than a typical one, without input wait, and the class of that time.
+    """The class and the amount of the time that a step lost; None for an ordinary step.
 
-    None for an ordinary step.
+    Args:
+        seconds: Time of the step, without input wait.
+        typical: Median time of recent steps; None if it is unknown.
+        is_warm_up: Whether the step is one of the warm-up steps, in which torch compiles and allocates.
 
-    >>> loss_in_step(61.0, 1.0, is_warm_up=True), loss_in_step(11.0, 1.0, is_warm_up=False)
-    (('compile', 60.0), ('stall', 10.0))
-    >>> loss_in_step(4.0, 1.0, is_warm_up=False)
+    Example:
+        >>> loss_in_step(61.0, 1.0, is_warm_up=True), loss_in_step(11.0, 1.0, is_warm_up=False)
+        (('compile', 60.0), ('stall', 10.0))
+        >>> loss_in_step(4.0, 1.0, is_warm_up=False)
     """
     if typical is None or seconds <= typical:
         return None
@@ -241,14 +217,14 @@ def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> 
 
 
 def carried_seconds(resumed: Mapping[str, float], last: Mapping[str, float]) -> dict[str, float]:
-    """The times with which a new session begins.
+    """The seconds by class with which a resumed session begins.
 
-    Time in steps continues from the checkpoint, and time that the earlier session spent on later steps becomes `rerun`.
-    Time outside steps continues from the earlier session's last record, because it is spent in any case.
+    Time in steps is reset to its value at the checkpoint. Time that the earlier session spent on steps after the
+    checkpoint is added to `rerun`. Time outside steps continues from the earlier session's last record.
 
     Args:
-        resumed: The ledger at the step after which the run resumes.
-        last: The ledger of the earlier session's last record.
+        resumed: Seconds by class at the checkpoint from which the run resumes.
+        last: Seconds by class in the earlier session's last record.
 
     Example:
         >>> carried_seconds({"train": 40.0, "eval": 3.0}, {"train": 50.0, "eval": 6.0, "restart": 2.0})

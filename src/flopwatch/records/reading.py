@@ -1,7 +1,7 @@
-"""Reads files, records and texts that may be damaged or hostile, and never blocks. Standard library only.
+"""Reads JSON files, records and texts that may be damaged or malicious. Standard library only.
 
-Files outlive the program that wrote them: a record may have more or fewer fields, and a disk or a person may have
-damaged it. Supervisors start with this module, so it imports little.
+A file may have been written by another version of flopwatch, with more or fewer fields, and may have been damaged
+since. Every supervisor process of a trial imports this module at its start, so it imports little itself.
 """
 
 import contextlib
@@ -21,31 +21,31 @@ from flopwatch.errors import FlopwatchError
 
 _LARGEST_JSON = 1 << 30
 _LARGEST_LINE = 1 << 28
-"""Our files are far smaller; a larger one is garbage and would fill the memory."""
+"""In bytes. Files that flopwatch writes are far smaller; reading a larger one could exhaust the memory."""
 
 
 class UnreadableError(FlopwatchError):
-    """Something lies where a file should be, and it cannot be read; the message says why."""
+    """The path exists, but it is not a file that can be read; the message says why."""
 
 
 @contextlib.contextmanager
 def opened_regular(file: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading, following links. Never blocks, as opening a FIFO would.
+    """Open a regular file for reading, following links. Never blocks, whereas opening a FIFO with `open` would.
 
     Raises:
-        FileNotFoundError: It does not exist.
-        UnreadableError: It is not a regular file, or it may not be read.
+        FileNotFoundError: The file does not exist.
+        UnreadableError: The path is not a regular file, or reading is not permitted.
     """
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(str(file)) from None
-    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+    except (OSError, ValueError) as error:  # os.open raises ValueError for a path with a NUL character
         raise UnreadableError(getattr(error, "strerror", None) or str(error)) from None
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        raise UnreadableError("it is a folder" if stat.S_ISDIR(mode) else "it is no regular file")
+        raise UnreadableError("the path is a folder" if stat.S_ISDIR(mode) else "the path is not a regular file")
     with os.fdopen(handle, "rb") as stream:
         try:
             yield stream
@@ -57,19 +57,19 @@ def load_json(file: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
-        FileNotFoundError: It does not exist.
-        UnreadableError: It cannot be read, or it is not JSON.
+        FileNotFoundError: The file does not exist.
+        UnreadableError: The file cannot be read, or is not JSON.
     """
     with opened_regular(file) as stream:
         if os.fstat(stream.fileno()).st_size > _LARGEST_JSON:
-            raise UnreadableError(f"it is larger than {_LARGEST_JSON >> 20} MiB")
+            raise UnreadableError(f"the file is larger than {_LARGEST_JSON >> 20} MiB")
         content = stream.read()
     if not content.strip(b"\0 \t\r\n"):
-        raise UnreadableError("it is empty")
+        raise UnreadableError("the file is empty")
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"it is no JSON: {str(error)[:100]}") from None
+        raise UnreadableError(f"the file is not valid JSON: {str(error)[:100]}") from None
 
 
 def read_json(file: Path) -> Any:
@@ -81,13 +81,13 @@ def read_json(file: Path) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none."""
+    """The JSON object in a file; empty if the file cannot be read or holds something else."""
     content = read_json(file)
     return content if isinstance(content, dict) else {}
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file, without torn lines."""
+    """The objects of a JSON Lines file, without damaged lines; nothing if the file cannot be read."""
     try:
         for _, content in numbered_lines(file):
             if isinstance(content, dict):
@@ -97,11 +97,11 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    """The number and content of every line of a JSON Lines file except empty ones; None for a line that is not JSON.
+    """The line number and content of every non-empty line of a JSON Lines file; the content is None if it is not JSON.
 
     Raises:
-        FileNotFoundError: It does not exist.
-        UnreadableError: It cannot be read.
+        FileNotFoundError: The file does not exist.
+        UnreadableError: The file cannot be read.
     """
     with opened_regular(file) as stream:
         number, is_rest = 0, False
@@ -121,7 +121,7 @@ def _line_content(line: bytes) -> Any:
 
 
 def tail(file: Path, size: int = 6000) -> str:
-    """The last lines of a text file, of a line longer than that its end; empty when there is none."""
+    """The whole lines in the last `size` bytes of a text file, or the end of a longer line; empty if unreadable."""
     try:
         with opened_regular(file) as stream:
             stream.seek(0, os.SEEK_END)
@@ -134,26 +134,33 @@ def tail(file: Path, size: int = 6000) -> str:
     return text if start == 0 else whole_lines if whole_lines.strip() else f"… {text}"
 
 
-# Records: JSON is read into a dataclass field by field, by its annotations. Unknown fields are left out, missing ones
-# get their defaults, and a value of the wrong type raises an error that names the field. A class may have a method
-# `why_broken` for conditions that annotations cannot express, such as that a batch has at least 1 sample.
-
+# Records: JSON is read into a dataclass field by field, according to the type annotations. Unknown fields are left out,
+# missing fields get their defaults, and a value of the wrong type raises an error that names the field. A class may
+# have a method `why_broken` for conditions that annotations cannot express, such as that a batch has at least 1 sample.
 
 T = TypeVar("T")
 Read = Callable[[Any], Any]
 
 MAY_BE_INFINITE = {"may_be_infinite": True}
-"""Metadata of a field in which infinity is a value; in other fields a number that is not finite is unknown."""
+"""Field metadata: infinity is a valid value. In all other fields, infinity and NaN stand for an unknown value."""
 
 _LARGEST_INTEGER = 10**30
 """Larger than any count of FLOPs or bytes; integers beyond 1e308 cannot be converted to float."""
 
 _DEEPEST = 60
-"""Levels of nesting that are accepted: json reads about a thousand, but fails to write them again."""
+"""Most levels of nesting. The json module can read about 1,000 levels, but raises RecursionError when writing them."""
 
 
 class BrokenRecordError(FlopwatchError, ValueError):
-    """A value that the record's field cannot have; the message names the field."""
+    """A field of a record in a file is missing, or has a value of the wrong type; the message names the field."""
+
+    def __init__(self, problem: str, field: str = "") -> None:
+        super().__init__(f"{field}: {problem}" if field else problem)
+        self._problem, self._field = problem, field
+
+    def inside(self, name: str) -> "BrokenRecordError":
+        """The same error for a record that is itself the value of the field `name`."""
+        return BrokenRecordError(self._problem, f"{name}.{self._field}" if self._field else name)
 
 
 def read_record(kind: type[T], content: Any) -> T:
@@ -164,15 +171,6 @@ def read_record(kind: type[T], content: Any) -> T:
     """
     record: T = _record_reader(kind)(content)  # type: ignore[arg-type]
     return record
-
-
-def clean_value(value: Any) -> Any:
-    """Any JSON value, if it can be written again.
-
-    Raises:
-        BrokenRecordError: It is nested too deeply, or has integers that are too large.
-    """
-    return _anything(value)
 
 
 @cache
@@ -193,14 +191,14 @@ def _record_reader(kind: Any) -> Read:
             if name in content:
                 value = content[name]
                 try:
-                    # Half of the fields are usually None, and calling a reader for each would double the time.
+                    # The check for None is here because calling a function for each None would double the reading time.
                     values[name] = None if value is None and may_be_none else read_value(value)
                 except BrokenRecordError as error:
-                    raise BrokenRecordError(f"{name}{_joint(error)}{error}") from None
+                    raise error.inside(name) from None
         if len(values) < len(readers):
             for name in required:
                 if name not in values:
-                    raise BrokenRecordError(f"it has no {name!r}")
+                    raise BrokenRecordError(f"the field {name!r} is missing")
         record = kind(**values)
         if why_broken is not None and (why := why_broken(record)):
             raise BrokenRecordError(why)
@@ -209,20 +207,15 @@ def _record_reader(kind: Any) -> Read:
     return read
 
 
-def _joint(error: BrokenRecordError) -> str:
-    """What joins a field's name and an error inside it: `spec.steps is ...`, or `spec: it has no ...`."""
-    return "." if not str(error).startswith(("is ", "it ", "its ")) else " " if str(error).startswith("is ") else ": "
-
-
 def _field_reader(annotation: Any, field: "Field[Any]") -> Read:
-    """The reader of a field's value, which is not None."""
+    """The function that reads a value of the field that is not None."""
     if field.metadata.get("may_be_infinite"):
         return _any_float
     return _known_value(annotation) if type(None) in get_args(annotation) else _reader(annotation)
 
 
 def _reader(annotation: Any) -> Read:
-    simple = {str: _text, bool: _boolean, int: _integer, float: _number, Any: _anything}
+    simple = {str: _text, bool: _boolean, int: _integer, float: _number, Any: clean_value}
     if annotation in simple:
         return simple[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -237,21 +230,21 @@ def _reader(annotation: Any) -> Read:
         return _mapping(arguments[1])
     if is_dataclass(annotation):
         return _record_reader(annotation)  # type: ignore[arg-type]
-    raise TypeError(f"no reader for {annotation}")
+    raise TypeError(f"a record cannot have a field of type {annotation}")
 
 
 def _known_value(annotation: Any) -> Read:
-    """The reader of the one type in `X | None`; the caller has handled None. Records have no other unions."""
+    """The function that reads a value of type X, for the annotation `X | None`. Records have no other unions."""
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     if len(kinds) != 1:
-        raise TypeError(f"no reader for {kinds}")
+        raise TypeError(f"a record cannot have a field with a union of {kinds}")
     return _finite_or_none if kinds[0] is float else _reader(kinds[0])
 
 
 def _one_of(words: frozenset[Any]) -> Read:
     def read(value: Any) -> Any:
         if type(value) is not str or value not in words:
-            raise _wrong(value, "a word this version of flopwatch knows")
+            raise _wrong(value, f"one of {', '.join(sorted(words))}")
         return value
 
     return read
@@ -269,8 +262,8 @@ def _sequence(read: Read) -> Read:
 def _mapping(annotation: Any) -> Read:
     read = _reader(annotation)
     if annotation is Any:
-        # The mapping is read as one value, so that its depth is counted from here.
-        return lambda value: _anything(value) if type(value) is dict else _raise(_wrong(value, "an object"))
+        # The mapping is read as one value, so that the levels of nesting are counted from here.
+        return lambda value: clean_value(value) if type(value) is dict else _raise(_wrong(value, "an object"))
 
     def read_all(value: Any) -> Any:
         if type(value) is not dict:
@@ -282,7 +275,7 @@ def _mapping(annotation: Any) -> Read:
             try:
                 found[_text(name)] = read(item)
             except BrokenRecordError as error:
-                raise BrokenRecordError(f"{name[:40]}{_joint(error)}{error}") from None
+                raise error.inside(name[:40]) from None
         return found
 
     return read_all
@@ -299,7 +292,7 @@ def _text(value: Any) -> str:
 
 
 def _writable(value: str) -> str:
-    """Replaces lone surrogates: JSON allows them, but files and terminals do not."""
+    """Replace lone surrogates, because JSON allows them but UTF-8 files and terminals do not."""
     return value.encode(errors="replace").decode()
 
 
@@ -315,7 +308,7 @@ def _integer(value: Any) -> int:
     if type(value) is not int:
         raise _wrong(value, "a whole number")
     if not -_LARGEST_INTEGER <= value <= _LARGEST_INTEGER:
-        raise BrokenRecordError(f"is a number of {len(hex(value)) - 2} hexadecimal digits")
+        raise BrokenRecordError(f"the number is too large: it has {len(hex(value)) - 2} hexadecimal digits")
     return value
 
 
@@ -335,8 +328,8 @@ def _any_float(value: Any) -> float:
     return value if type(value) is float else _number(value)
 
 
-def _anything(value: Any, depth: int = 0) -> Any:
-    """The value unchanged, if it can be written again."""
+def clean_value(value: Any, depth: int = 0) -> Any:
+    """Return any JSON value without lone surrogates; raises BrokenRecordError if it could not be written to a file."""
     kind = type(value)
     if kind is str:
         return value if value.isascii() else _writable(value)
@@ -344,29 +337,28 @@ def _anything(value: Any, depth: int = 0) -> Any:
         return _integer(value)
     if kind is dict or kind is list or kind is tuple:
         if depth > _DEEPEST:
-            raise BrokenRecordError(f"is nested more than {_DEEPEST} levels deep")
+            raise BrokenRecordError(f"the value is nested more than {_DEEPEST} levels deep")
         if kind is dict:
-            return {_text(name): _anything(item, depth + 1) for name, item in value.items()}
-        return kind(_anything(item, depth + 1) for item in value)
+            return {_text(name): clean_value(item, depth + 1) for name, item in value.items()}
+        return kind(clean_value(item, depth + 1) for item in value)
     return value
 
 
 def _wrong(value: Any, wanted: str) -> BrokenRecordError:
     shown = repr(value[:40] if isinstance(value, str) else value) if _is_short(value) else type(value).__name__
-    return BrokenRecordError(f"is {shown}, not {wanted}")
+    return BrokenRecordError(f"expected {wanted}, found {shown}")
 
 
 def _is_short(value: Any) -> bool:
     return value is None or isinstance(value, str | float | bool) or (isinstance(value, int) and abs(value) < 10**20)
 
 
-# Texts: messages, names and log lines of trials, schedulers and files pass through here before they are shown or
-# stored. They go to rich as `Text`, never as markup.
-
+# Texts: messages, names and log lines from trials, schedulers and files pass through these functions before they are
+# shown or stored. They are printed with rich as `Text`, never as markup, because they may contain square brackets.
 
 _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-# C0 and C1 control codes except tab and newline, direction marks (they reorder the text around them), line separators,
-# zero-width characters except the joiners that emoji need, and surrogates.
+# Characters that are escaped: C0 and C1 control codes except tab and newline, direction marks (they reorder the text
+# around them), line separators, zero-width characters except the joiners that emoji need, and surrogates.
 _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u2064\u2066-\u206f"
     "\ufeff\ufff9-\ufffb\ud800-\udfff\ufffe\uffff\U000e0000-\U000e007f]"
@@ -380,20 +372,22 @@ def plain(text: str) -> str:
     '20 %\\x07, \\u202eevil'
     """
     text = _ESCAPE_SEQUENCES.sub("", text).replace("\r\n", "\n")
-    if "\r" in text:  # a progress bar overwrites its line: keep the last state
+    if "\r" in text:  # a progress bar overwrites its line, so only the last state is kept
         text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     return _HARMFUL.sub(_spelled_out, text)
 
 
 def one_line(text: str, most: int | None = None) -> str:
     """The result of `plain` on one line, cut to `most` characters."""
-    # Cut before escaping, so that 50 MB are not read to show 300 characters, and after it, because escaping adds some.
+    # Cut before escaping, because a text may have 50 MB, and again after it, because escaping adds characters.
     line = " ".join(plain(text if most is None else text[: 4 * most]).split())
     return line if most is None or (len(line) <= most and len(text) <= 4 * most) else f"{line[:most].rstrip()}…"
 
 
 def first_line(said: object, most: int | None = None) -> str:
-    r"""The first line of a message, cut to so many characters; of an exception without one, the name of its class.
+    r"""The first line of a text or an exception's message, cut to `most` characters.
+
+    If an exception has no message, the result is the name of its class.
 
     >>> first_line(ValueError("no such axis\n  File ...")), first_line(KeyError()), first_line("")
     ('no such axis', 'KeyError', '')
@@ -407,7 +401,7 @@ def first_line(said: object, most: int | None = None) -> str:
 
 
 def cut(text: str, most: int = 4000) -> str:
-    """The text, or the beginning and the end of a text that is too long, with its length.
+    """The text; if it has more than `most` characters, its beginning and end with a note in between.
 
     >>> cut("a" * 50, 20)
     'aaaaaaaaaa … (50 characters in all, cut to 20) … aaaaaaaaaa'
@@ -419,7 +413,7 @@ def cut(text: str, most: int = 4000) -> str:
 
 
 def listed(names: Sequence[str], at_most: int = 5) -> str:
-    """The first names, and how many more there are.
+    """The first names, separated by commas, and how many more there are.
 
     >>> listed(["a", "b", "c"], 2), listed(["a", "b"])
     ('a, b and 1 more', 'a, b')

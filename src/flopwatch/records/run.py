@@ -1,7 +1,8 @@
-"""The records of a run's log, which the monitor sends to its sinks: frozen, with a JSON form. Standard library only.
+"""The records of a run's log, which the monitor sends to its sinks. Standard library only.
 
-A log has one `RunStart` per session, a `Provenance` whenever the origin of the numbers changes, a `Row` per logging
-window, a `Notice` for each message to the user, and a `Summary` at the end of a session.
+A session is one process lifetime of a run. A log has one `RunStart` per session, a `Provenance` whenever the source of
+the FLOP counts or of the peak changes, a `Row` per logging window (`log_every` steps), a `Notice` for each message to
+the user, and a `Summary` at the end of a session.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +18,20 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """A session begins: a first start, or a resume in the same folder.
+    """The start of a session: the first start of a run, or a resume in the same folder.
 
     Attributes:
-        session: A random name; distinguishes the sessions of one log.
+        session: A random name that distinguishes the sessions of one log.
         unix_time: When it began.
         output_dir: The run's folder.
-        resumed_after_step: The last step of the earlier session that counts; None for a fresh start.
+        resumed_after_step: The step of the checkpoint from which the session resumes; None for a fresh start.
         total_steps: The number of planned steps, if it is known.
         rank: The rank of this process; 0 for a single process.
         world_size: Number of processes of the training.
         config: The monitor's configuration with all defaults.
-        environment: Versions, host and device, so that the run can be repeated; under torchrun also job and attempt.
-        ledger: The run's totals when the session began, in the local log only. They are known from here even if the
-            session dies before its first row.
+        environment: Versions, host and device; under torchrun also the job and the number of the attempt.
+        ledger: The run's totals when the session began, in the local log only, so that they are not lost if the
+            session is killed before its first row.
     """
 
     session: str
@@ -53,20 +54,20 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where the numbers of the following rows come from.
+    """How the FLOPs and the peak of the following rows were found.
 
     Attributes:
-        step: The first step to which it applies.
+        step: The first step to which this record applies.
         mode: `estimate`, `profiler`, `smart` or `hybrid`.
         method: How FLOPs are found: `trace`, `step`, `estimate`, `flops_fn`; None while they are unknown.
-        exact: True if the count of `model(batch)` is exact. Each row says whether its steps ran anything else.
+        exact: True if the FLOPs of `model(batch)` are exact. Whether a step ran anything else is in `Row.exact`.
         attention: `full` or `causal`.
-        coverage: Share of the matmul-like op calls that had a formula; None if no op was seen.
-        law: FLOPs per term and phase as decimal fractions in text, such as {"forward": {"positions": "7168"}};
-            empty if shapes are counted one by one.
-        peak: The denominator (`Peak.to_json()`); None if it is unknown.
+        coverage: Share of the matmul-like op calls that had a formula; None if no op was traced.
+        law: The polynomial that gives the FLOPs of a batch from its shape: coefficients by phase and term, as decimal
+            text, such as {"forward": {"positions": "7168"}}. Empty if each batch shape is counted on its own.
+        peak: The peak that MFU is relative to (`Peak.to_json()`); None if it is unknown.
         device_count: Number of devices whose peaks are summed.
-        notes: What to know before using the numbers.
+        notes: Fallbacks that were used, and facts that could not be determined.
     """
 
     step: int
@@ -88,27 +89,26 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One logging window.
+    """The metrics of one logging window.
 
     Attributes:
-        step: Its last step.
-        unix_time: When it was closed.
+        step: The last step of the window.
+        unix_time: When the window ended.
         values: Metric key (see `flopwatch.records.metrics`) to value. An unknown metric has no key.
-        detailed: True if it has more than the basic metrics.
-        steps: The window's steps in columns of equal length: `step`, `seconds`, `tokens`, `real_tokens`,
-            `trainable_tokens`, `samples`, `model_flops`, `hardware_flops`, `recompute_flops`, `input_wait_seconds`,
-            `warm_up`, `loss`. An unknown column is left out, and an unknown cell is None. In the local log only, so
-            that every single step can be checked.
-        ledger: The run's totals so far, in the local log only. A resume continues from them.
+        detailed: True if `values` has more than the basic metrics.
+        steps: One column per quantity, with one value per step of the window: `step`, `seconds`, `tokens`,
+            `real_tokens`, `trainable_tokens`, `samples`, `model_flops`, `hardware_flops`, `recompute_flops`,
+            `input_wait_seconds`, `warm_up`, `loss`. An unknown column is left out, and an unknown value is None. Only
+            the local log has these columns.
+        ledger: The run's totals so far, in the local log only. A resumed session continues from them.
         skip: Names of sinks that do not get this row (`skip_wandb=True`).
-        all_ranks: Samples, tokens and FLOPs of the window over all ranks, if there are several; the columns are the
-            logging rank's own.
-        exact: True if every FLOP of the row's steps was counted op by op on this kind of step, or follows from a law
-            inside its verified range, and the steps ran nothing else. False for a lower bound, a single random draw or
-            an estimate; None if there are no FLOPs.
-        notes: Why it is not exact.
-        peak: The denominator of MFU: `flops_per_s` of one device, averaged over the types that the steps ran in, and
-            `dtype`, the type of most of the work; None if it is unknown.
+        all_ranks: Samples, tokens and FLOPs of the window, summed over all ranks; empty for a single rank. The columns
+            in `steps` are those of the logging rank.
+        exact: True if the FLOPs of every step in the window are exact. False if they are a lower bound, an estimate, or
+            depend on a random draw; None if the window has no FLOPs. docs/exactness.md has the full definition.
+        notes: Why the FLOPs are not exact.
+        peak: The peak that MFU is relative to: `flops_per_s` of one device, averaged over the compute types of the
+            steps, and `dtype`, the type with the most FLOPs. None if it is unknown.
     """
 
     step: int
@@ -127,7 +127,7 @@ class Row:
 
     @property
     def steps_done(self) -> int:
-        """Steps done of those planned: the larger count, because numbers may begin at 0 and totals may be lost."""
+        """Number of steps done: the larger of two counts, as step numbers may begin at 0 and totals may be lost."""
         return max(self.step, int(self.ledger.get("steps", 0)))
 
     def to_json(self) -> dict[str, Any]:
@@ -150,10 +150,10 @@ PARTIAL_ROW = "partial_row"
 
 @dataclass(frozen=True, slots=True)
 class PartialRow(Row):
-    """The steps that no row has yet when a checkpoint is saved: in the local log only, and without values.
+    """The steps since the last row, written to the local log when a checkpoint is saved; `values` is empty.
 
-    The next row of the session contains these steps again. This record counts only if there is no next row, because
-    the run was killed.
+    The session's next row contains these steps again. If there is none, because the run was killed, a resumed session
+    takes the totals from this record.
     """
 
     def to_json(self) -> dict[str, Any]:
@@ -162,10 +162,10 @@ class PartialRow(Row):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message to the user: an alarm, or a part that failed and was switched off.
+    """A message to the user, such as a warning about a value, or about a sink that failed and was switched off.
 
     Attributes:
-        step: The step at which it was given; None before the first step.
+        step: The step at which the message was given; None before the first step.
         level: `info`, `warning` or `error`.
         code: A short, stable name: `mfu_above_peak`, `coverage_below_1`, `sink_failed`, `rows_dropped`, ...
         message: What happened, with the value, and what to do next.
@@ -184,19 +184,18 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The end of a session.
+    """The last record of a session: its totals and how it ended.
 
     Attributes:
         step: The last step; None if there was none.
         unix_time: When the session ended.
         values: The totals and the session's rates, under the keys of `flopwatch.records.metrics`.
         notices: How often each notice was given, by code.
-        failed_parts: Parts that were switched off, with the reason.
+        failed_parts: Parts of the monitor that failed and were switched off, with the reason.
         dropped_rows: Number of rows dropped because a queue was full, by sink.
-        ended_by: The exception that ended it, such as `RuntimeError: ...` or `KeyboardInterrupt` (Ctrl-C); None for a
-            session that ended normally.
+        ended_by: The exception that ended the session, such as `RuntimeError: ...`; None if it ended normally.
         exact: Whether every row of the session was exact (see `Row.exact`); None if no row had FLOPs.
-        notes: Why not, from the rows.
+        notes: Why the FLOPs are not exact, collected from the rows.
     """
 
     step: int | None

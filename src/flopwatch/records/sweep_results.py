@@ -1,7 +1,7 @@
-"""Reads a sweep's folder: the list of trials, all results, and what is damaged. Standard library only; writes nothing.
+"""Reads the results in a sweep's folder and lists damaged files. Standard library only; writes nothing.
 
-A trial's folder is authoritative, and `results.jsonl` is an index to which the runner appends. Either may be damaged,
-missing or older than the other; a result that is intact in one of them is never lost.
+A result is in `result.json` in the trial's folder, which is authoritative, and in `results.jsonl`, an index to which
+the runner appends. Either file may be damaged, missing or outdated; a result that is intact in one is never lost.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.records.reading import BrokenRecordError, UnreadableError, load_json, numbered_lines, read_record
+from flopwatch.records.reading import BrokenRecordError, UnreadableError, listed, load_json, numbered_lines, read_record
 from flopwatch.records.trial import FORMAT, UNSETTLED, TrialJob, TrialResult, is_trial_name
 from flopwatch.records.trial_files import LOCK, RESULT, RESULTS, RUNNERS, SPEC, SWEEP, TRIALS
 
@@ -20,14 +20,16 @@ _LATEST_UNIX_TIME = 1e11
 
 
 class NewerFormatError(FlopwatchError):
-    """A newer flopwatch wrote the record, so it is neither read nor overwritten.
+    """A newer flopwatch wrote the record, so this version neither reads nor overwrites it.
 
     Attributes:
         format: The record's format.
     """
 
     def __init__(self, found: int) -> None:
-        super().__init__(f"format {found}, written by a newer flopwatch; this one reads up to {FORMAT}")
+        super().__init__(
+            f"the record has format {found} of a newer flopwatch; this version reads formats up to {FORMAT}"
+        )
         self.format = found
 
 
@@ -35,20 +37,20 @@ def result_from(content: Any) -> TrialResult:
     """Build a result from the content of a `result.json` or of a line of `results.jsonl`.
 
     Raises:
-        NewerFormatError: A newer flopwatch wrote it.
-        BrokenRecordError: It is damaged.
+        NewerFormatError: A newer flopwatch wrote the result.
+        BrokenRecordError: The content is damaged.
     """
     return TrialResult.from_json(_of_this_format(content))
 
 
 def trial_job_from(content: Any) -> TrialJob:
-    """Build the record of a `spec.json`; raises the same errors as `result_from`."""
+    """Build the record from the content of a `spec.json`; raises the same errors as `result_from`."""
     return read_record(TrialJob, _of_this_format(content))
 
 
 def _of_this_format(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise BrokenRecordError(f"it is {type(content).__name__}, not an object")
+        raise BrokenRecordError(f"expected a JSON object, found {type(content).__name__}")
     newer = _newer_format(content)
     if newer is not None:
         raise NewerFormatError(newer)
@@ -60,10 +62,10 @@ class TrialList:
     """The content of `sweep.json`.
 
     Attributes:
-        trials: The entries that have a name, unchanged, by their names.
+        trials: The entries that have a valid name, by name.
         engine: The engine's name.
-        created: Unix time at which the plan was written.
-        trouble: Why the file, or part of it, cannot be read; empty if it is intact.
+        created: Unix time at which the file was written.
+        trouble: Why the file, or a part of it, cannot be read; empty if the file is intact.
         newer_format: The file's format, if a newer flopwatch wrote it.
     """
 
@@ -83,7 +85,7 @@ def read_trial_list(sweep: Path) -> TrialList:
     except UnreadableError as error:
         return TrialList(trouble=str(error))
     if not isinstance(content, dict):
-        return TrialList(trouble="it is no object")
+        return TrialList(trouble="the content is not a JSON object")
     engine, created, entries = content.get("engine"), content.get("created"), content.get("trials")
     named = {entry["name"]: entry for entry in entries if _is_named(entry)} if isinstance(entries, list) else {}
     damaged = sum(not _is_named(entry) for entry in entries) if isinstance(entries, list) else None
@@ -91,7 +93,7 @@ def read_trial_list(sweep: Path) -> TrialList:
         named,
         engine if isinstance(engine, str) else None,
         float(created) if isinstance(created, int | float) and 0 < created < _LATEST_UNIX_TIME else None,
-        "it has no list of trials" if damaged is None else f"it has {damaged} damaged entries" if damaged else "",
+        "the list of trials is missing" if damaged is None else f"{damaged} entries are damaged" if damaged else "",
         _newer_format(content),
     )
 
@@ -106,7 +108,7 @@ def _newer_format(content: Mapping[str, Any]) -> int | None:
 
 
 def read_result(file: Path) -> TrialResult | None:
-    """Read a trial's `result.json`; None if there is none, or none that can be read."""
+    """Read a trial's `result.json`; None if the file is missing or cannot be read."""
     try:
         return load_result(file)
     except (FileNotFoundError, BrokenRecordError, NewerFormatError):
@@ -118,19 +120,16 @@ def load_result(file: Path) -> TrialResult:
 
     Raises:
         FileNotFoundError: The trial has no result.
-        NewerFormatError: A newer flopwatch wrote it.
-        BrokenRecordError: It is damaged.
+        NewerFormatError: A newer flopwatch wrote the file.
+        BrokenRecordError: The file is damaged, or has the result of another trial.
     """
     try:
         result = result_from(load_json(file))
     except UnreadableError as error:
         raise BrokenRecordError(str(error)) from None
     if result.name != file.parent.name:
-        raise BrokenRecordError(f"it is the result of {result.name[:80]!r}")
+        raise BrokenRecordError(f"the file has the result of another trial, {result.name[:80]!r}")
     return result
-
-
-_MOST_NAMES = 5
 
 
 @dataclass(slots=True)
@@ -141,8 +140,8 @@ class SweepResults:
         trial_list: The content of `sweep.json`.
         results: The newest readable result of every trial, by name.
         unlisted: Names of trials whose result is not in `results.jsonl`, because their runner died before writing it.
-        damaged: Trials whose files cannot be read, with the reason.
-        newer: Trials that a newer flopwatch wrote, with their format. They are neither read nor overwritten.
+        damaged: Names of trials whose result cannot be read, with the reason.
+        newer: Names of trials whose result a newer flopwatch wrote, with its format. It is not read or overwritten.
         broken_lines: Numbers of the lines of `results.jsonl` that cannot be read.
         list_trouble: Why `results.jsonl` as a whole cannot be read.
     """
@@ -161,10 +160,10 @@ class SweepResults:
 
 
 def gather_results(sweep: Path) -> SweepResults:
-    """Read everything that is intact; raises InputError if this is not the folder of a sweep."""
+    """Read all results that are intact; raises InputError if `sweep` is not the folder of a sweep."""
     if not is_sweep_folder(sweep):
         raise InputError(
-            f"{sweep} is not the folder of a sweep: it has no {SWEEP}; name the folder `flopwatch sweep` wrote"
+            f"{sweep} is not the folder of a sweep: {SWEEP} is missing; pass a folder that `flopwatch sweep` wrote"
         )
     found = SweepResults(read_trial_list(sweep))
     attempts = _read_list(sweep / RESULTS, found)
@@ -182,14 +181,14 @@ def read_results(sweep: Path) -> dict[str, TrialResult]:
 
 
 def is_sweep_folder(sweep: Path) -> bool:
-    """Whether a sweep wrote this folder. A sweep that lost its lists is recognised by its trials."""
+    """Whether a sweep wrote this folder. If `sweep.json` and `results.jsonl` are lost, the trials' files show it."""
     return any(os.path.lexists(sweep / name) for name in (SWEEP, RESULTS, RUNNERS, LOCK)) or any(
         os.path.lexists(sweep / TRIALS / name / file) for name in _trial_folders(sweep) for file in (RESULT, SPEC)
     )
 
 
 def _read_list(file: Path, found: SweepResults) -> set[tuple[str, str, float | None]]:
-    """Read `results.jsonl` into `found`; returns the attempts it lists, as (name, key, start)."""
+    """Read `results.jsonl` into `found`; returns the name, key and start time of each result in the file."""
     attempts: set[tuple[str, str, float | None]] = set()
     try:
         for number, content in numbered_lines(file):
@@ -218,21 +217,21 @@ def _read_list(file: Path, found: SweepResults) -> set[tuple[str, str, float | N
 
 
 def _worth_opening(sweep: Path, found: SweepResults) -> list[str]:
-    """Trials whose own result may be newer than the list, so that 10,000 files are not opened without need."""
+    """Names of trials whose `result.json` may be newer than `results.jsonl`; opening all of 10,000 would be slow."""
     try:
-        noted = (sweep / RESULTS).stat().st_mtime
+        index_changed = (sweep / RESULTS).stat().st_mtime
     except OSError:
-        noted = 0.0
+        index_changed = 0.0
     names = []
     for name, changed in _trial_folders(sweep).items():
-        listed = found.results.get(name)
-        if listed is None or listed.outcome in UNSETTLED or not found.is_list_whole or changed >= noted:
+        in_index = found.results.get(name)
+        if in_index is None or in_index.outcome in UNSETTLED or not found.is_list_whole or changed >= index_changed:
             names.append(name)
     return names
 
 
 def _trial_folders(sweep: Path) -> dict[str, float]:
-    """The names of the trials' folders, with the time at which each last changed."""
+    """The names of the trials' folders, and the modification time of each."""
     folders = {}
     try:
         with os.scandir(sweep / TRIALS) as entries:
@@ -245,7 +244,7 @@ def _trial_folders(sweep: Path) -> dict[str, float]:
 
 
 def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[str, str, float | None]]) -> None:
-    """Take the trial's own result if the list does not have this attempt."""
+    """Read the trial's `result.json` into `found` if `results.jsonl` does not have this result."""
     try:
         own = load_result(sweep / TRIALS / name / RESULT)
     except FileNotFoundError:
@@ -257,31 +256,31 @@ def _read_own(sweep: Path, name: str, found: SweepResults, attempts: set[tuple[s
     except BrokenRecordError as error:
         found.damaged[name] = f"{RESULT}: {error}"
         return
-    listed = found.results.get(name)
+    in_index = found.results.get(name)
     is_known = (name, own.key, own.unix_time) in attempts
-    is_better = listed is not None and listed.outcome in UNSETTLED and own.outcome not in UNSETTLED
-    if listed is None or not is_known or is_better:
+    is_better = in_index is not None and in_index.outcome in UNSETTLED and own.outcome not in UNSETTLED
+    if in_index is None or not is_known or is_better:
         found.results[name] = own
         found.unlisted.append(name)
         found.newer.pop(name, None)
 
 
 def troubles(found: SweepResults) -> tuple[str, ...]:
-    """Describe what is damaged in the folder, one sentence each; empty if everything is intact."""
+    """One sentence for each kind of damage in the folder; empty if all files are intact."""
     sentences = []
     if found.damaged:
         example = next(iter(found.damaged.items()))
         sentences.append(
             f"{_counted(len(found.damaged), 'trial is', 'trials are')} damaged and counted as missing: "
-            f"{_some(list(found.damaged))} ({example[0]}: {example[1]}); the same sweep runs them again"
+            f"{listed(list(found.damaged))} ({example[0]}: {example[1]}); the same sweep runs them again"
         )
     if found.newer:
         sentences.append(
             f"{_counted(len(found.newer), 'trial was', 'trials were')} written by a newer flopwatch (format "
-            f"{max(found.newer.values())}) and left alone: {_some(list(found.newer))}; update flopwatch to read them"
+            f"{max(found.newer.values())}) and left alone: {listed(list(found.newer))}; update flopwatch to read them"
         )
     if found.broken_lines:
-        numbers = _some([str(number) for number in found.broken_lines])
+        numbers = listed([str(number) for number in found.broken_lines])
         sentences.append(
             f"{_counted(len(found.broken_lines), 'line', 'lines')} of {RESULTS} cannot be read ({numbers}); "
             "the trials' own files were read instead"
@@ -301,8 +300,3 @@ def troubles(found: SweepResults) -> tuple[str, ...]:
 
 def _counted(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")

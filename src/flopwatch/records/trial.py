@@ -1,60 +1,68 @@
-"""A trial's configuration and its result: frozen records with a JSON form. Standard library only: supervisors use them.
+"""The configuration and the result of a sweep's trial, and the names of trainers. Standard library only.
 
 `sweep` writes these records and `report` reads them; the two packages do not import each other.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from flopwatch.errors import InputError
 from flopwatch.records.reading import MAY_BE_INFINITE, read_record
 
 FORMAT = 1
 """The format of spec.json and result.json. A file with a newer format is not read."""
 
 Outcome: TypeAlias = Literal[
-    "ok",  # ran to its end and was measured
-    "oom_device",  # the accelerator's memory did not suffice
-    "oom_host",  # the host's memory, or the limit set on it, did not suffice
-    "crash",  # ended by a signal that flopwatch did not send
-    "timeout",  # took longer than the wall limit
-    "hang",  # made no progress for longer than the no-progress limit
-    "error",  # raised an exception, or exited with a status other than 0
-    "unsupported",  # this trainer cannot train this model
-    "invalid",  # the configuration itself cannot be used
-    "cancelled",  # stopped by the user, or with the runner
-    "lost",  # its supervisor vanished: node failure, preemption
-    "oom_inferred",  # not run, because a smaller trial was out of memory
-    "skipped",  # not run, because a rule of the sweep excludes it
-]
+    "ok", "oom_device", "oom_host", "crash", "timeout", "hang", "error",
+    "unsupported", "invalid", "cancelled", "lost", "oom_inferred", "skipped",
+]  # fmt: skip
+"""How a trial ended.
+
+- `ok`: It ran to its end and was measured.
+- `oom_device`, `oom_host`: The memory of the accelerator or of the host, or the limit set on it, did not suffice.
+- `crash`: A signal killed it that flopwatch did not send.
+- `timeout`: It took longer than `Limits.wall_seconds`.
+- `hang`: It made no progress for longer than `Limits.no_progress_seconds`.
+- `error`: It raised an exception, or exited with a status other than 0.
+- `unsupported`: The trainer cannot train the model.
+- `invalid`: The configuration itself cannot be used.
+- `cancelled`: The user stopped it, or the runner of the sweep ended.
+- `lost`: Its supervisor process died, as after a node failure or a preemption.
+- `oom_inferred`: It was not run, because a smaller trial was out of memory.
+- `skipped`: It was not run, because a rule of the sweep excludes it.
+"""
 
 FAILED: tuple[Outcome, ...] = ("crash", "timeout", "hang", "error", "invalid", "lost")
-"""What `--only failed` runs again. Out of memory is a result, and every resume runs cancelled trials again."""
+"""The outcomes that `--only failed` runs again. Out of memory is a result, not a failure."""
 
-HostMethod: TypeAlias = Literal[
-    "high_water",  # the kernel's high-water mark of a single process, which misses no moment
-    "samples",  # the sum over several processes, sampled several times a second
-    "rss",  # as samples, but shared pages count once per process, because this system does not report PSS
-]
+HostMethod: TypeAlias = Literal["high_water", "samples", "rss"]
+"""How host memory was measured.
+
+- `high_water`: The kernel's high-water mark of a single process.
+- `samples`: The sum over several processes, sampled several times a second.
+- `rss`: Like `samples`, but shared pages count once per process, because the system does not report PSS.
+"""
 
 OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
 
 UNSETTLED: tuple[Outcome, ...] = ("cancelled", "lost", "skipped")
-"""Every resume runs these again, because they say nothing about the configuration."""
+"""Resuming a sweep always runs these trials again, because their outcome does not depend on their configuration."""
 
 AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
-"""Phases in which flopwatch measures, after the training steps: failing there does not fail the trial."""
+"""Phases after the training steps. A failure in one of them does not change the trial's outcome."""
 
 NOT_RUN: tuple[Outcome, ...] = ("oom_inferred", "skipped", "unsupported")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a supervisor ends its trial.
+    """The limits at which the supervisor process kills a trial.
 
     Attributes:
-        wall_seconds: Longest life of the worker; None is no limit.
+        wall_seconds: Longest run time of the trial's worker process; None is no limit.
         no_progress_seconds: Longest time without a new phase or step; None is no limit.
         memory_bytes: Host memory of the trial's whole process tree; None is no limit.
     """
@@ -66,7 +74,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TrialSpec:
-    """One configuration.
+    """The configuration of one trial.
 
     Attributes:
         trainer: `standard`, `dpsgd`, `ghost`, `fast`, `package.module:Class`, or `command`.
@@ -75,25 +83,25 @@ class TrialSpec:
         seq_len: Positions per sample.
         label: The trainer's name in trial names and tables, such as `DPGhostClippingTrainer`.
         command: The shell command of a `command` trainer, with `{batch_size}`, `{seq_len}` and `{model}` filled in.
-        dtype: What matmuls compute in: `fp32`, or `bf16` by autocast.
-        device: `cpu`, `cuda`, ...; `auto` is the accelerator if there is one.
+        dtype: Compute type of matmuls: `fp32`, or `bf16` by autocast.
+        device: `cpu`, `cuda`, ...; `auto` is the accelerator if there is one, else the CPU.
         steps: Measured steps.
         warmup_steps: Steps before the measured ones.
-        checkpointing: With gradient checkpointing.
+        checkpointing: Whether activations are checkpointed.
         seed: Seed of the weights and of the batch.
-        threads: CPU threads of the worker; None leaves it to the slot.
-        gpus: Accelerators of the trial on each of its nodes; a fraction shares one.
-        cpus: Cores the trial asks of an engine that reserves them; None is the engine's default.
+        threads: CPU threads of the worker; None uses the cores that the engine assigns to the trial.
+        gpus: Accelerators of the trial on each of its nodes; below 1, several trials share one.
+        cpus: Cores to reserve, with an engine that reserves cores (Slurm, Ray); None is the engine's default.
         options: Further arguments of the trainer, such as `max_grad_norm`.
         trace: Whether one step is recorded as a Kineto trace.
-        limits: When it is ended.
-        nodes: Machines of the trial; above 1 its processes are started by torchrun on each.
+        limits: The limits at which the trial is killed.
+        nodes: Machines of the trial. If there are several, torchrun starts the worker processes on each.
         processes: Worker processes on each node.
-        layout: How several processes share the training: `ddp` or `fsdp`; None for a single process.
-        batch: `package.module:function` that makes the batch; None makes one from the model's inputs.
-        micro_batch_size: Samples that are in memory at once; None is the whole batch.
-        privacy: The training whose epsilon is computed: `dataset_size` or `sample_rate`, `epochs` or `steps`, `delta`,
-            `accountant`, `target_epsilon`; empty for a trainer that is not private.
+        layout: How several processes train together: `ddp` or `fsdp`; None for a single process.
+        batch: `package.module:function` that returns the batch; None makes a dummy batch for the model.
+        micro_batch_size: Samples per forward pass, with gradient accumulation; None is the whole batch.
+        privacy: The full training for which epsilon is computed: `dataset_size` or `sample_rate`, `epochs` or `steps`,
+            `delta`, `accountant`, `target_epsilon`; empty for a trainer without differential privacy.
     """
 
     trainer: str
@@ -123,7 +131,7 @@ class TrialSpec:
 
     @property
     def world_size(self) -> int:
-        """Processes of the whole trial."""
+        """Number of worker processes on all nodes of the trial."""
         return self.nodes * self.processes
 
     def to_json(self) -> dict[str, Any]:
@@ -131,21 +139,21 @@ class TrialSpec:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrialSpec":
-        """Build it from JSON. Unknown fields are ignored; raises BrokenRecordError for wrong or missing ones."""
+        """Build the configuration from JSON; wrong or missing fields raise BrokenRecordError."""
         return read_record(cls, content)
 
     def why_broken(self) -> str | None:
         if self.batch_size < 1 or self.seq_len < 1:
-            return f"it has a batch of {self.batch_size} and a length of {self.seq_len}; both are at least 1"
+            return f"batch_size={self.batch_size} and seq_len={self.seq_len} must be at least 1"
         return None
 
     def measured_settings(self) -> dict[str, Any]:
-        """The settings that change the measurement; labels and time limits do not."""
+        """The settings that can change what the trial measures; its label and time limits cannot."""
         content = self.to_json()
         for name in ("label", "trace", "limits"):
             del content[name]
-        # Settings added after 0.1.0 count only if they are used, so that the keys of older sweeps do not change and
-        # their trials are not measured again.
+        # Settings that were added after 0.1.0 are left out if they have their default value. Otherwise the keys of
+        # older sweeps would change, and their trials would be measured again.
         for name, value in _LATER_SETTINGS.items():
             if content[name] == value:
                 del content[name]
@@ -163,13 +171,13 @@ _LATER_SETTINGS: Mapping[str, Any] = {
 
 
 def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
-    """The trial's identity: a hash of its configuration and of its environment.
+    """A hash of a trial's configuration and environment. A result with the same key need not be measured again.
 
     >>> spec = TrialSpec("standard", "tiny", 4, 512)
     >>> content_key(spec, {"torch": "2.13.0"}) == content_key(spec, {"torch": "2.14.0"})
     False
     """
-    import hashlib  # takes 5 ms, and supervisors do not need it
+    import hashlib  # imported here, because the import takes 5 ms and supervisor processes do not need it
 
     content = json.dumps({"spec": spec.measured_settings(), "environment": dict(environment)}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:20]
@@ -177,14 +185,14 @@ def content_key(spec: TrialSpec, environment: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of the measured steps, without warm-up.
+    """Statistics of the measured steps' times in seconds, without warm-up.
 
     Attributes:
-        count: Measured steps.
-        median: Their median; `low` and `high` are its 95 % bootstrap interval.
-        p10: Tenth percentile, and so on.
-        first: The very first step, with compilation and allocation.
-        unstable: True if the interval is wider than 5 % of the median, so that small differences are not significant.
+        count: Number of measured steps.
+        median: The median time; `low` and `high` are its 95 % bootstrap interval.
+        p10: The 10th percentile; `p90` and `p99` likewise.
+        first: Time of the first warm-up step, which includes compilation and allocation.
+        unstable: True if the interval is wider than 5 % of the median; small differences are then not significant.
     """
 
     count: int
@@ -198,25 +206,25 @@ class StepTimes:
     unstable: bool
 
     def why_broken(self) -> str | None:
-        return None if min(self.median, self.low, self.high) > 0 else "it has steps of 0 seconds or less"
+        return None if min(self.median, self.low, self.high) > 0 else "a step time is 0 seconds or less"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Peak memory in bytes; None if the device does not report it.
+    """Peak memory of a trial in bytes; a value that could not be measured is None.
 
     Attributes:
         allocated_bytes: Held by tensors on the accelerator.
         reserved_bytes: Reserved by torch's allocator on the accelerator.
-        alloc_retries: How often the allocator had to free its cache first; above 0 the trial barely fits.
+        alloc_retries: How often torch's allocator had to free its cache to get memory; above 0, the trial barely fits.
         device_bytes: Total memory of the accelerator.
-        rss_bytes: In sweeps of 0.1.0, before `host_bytes`: resident memory, with shared pages counted once per process.
+        rss_bytes: Resident memory, with shared pages counted once per process; only in results of flopwatch 0.1.0.
         baseline_bytes: Host memory of the worker before the model was built.
-        by_phase: Peak in `build`, `forward`, `backward`, `optimizer`: allocated on an accelerator, host memory of the
-            worker's own process on a CPU.
+        by_phase: Peak in `build`, `forward`, `backward` and `optimizer`: memory allocated on the accelerator, or on a
+            CPU the host memory of the worker process.
         host_bytes: Host memory of the trial's process tree from building the model to the last step, with each page
-            counted once (PSS); for a command over its whole life.
-        host_method: How it was measured, a `HostMethod`; later versions may have others.
+            counted once (PSS); for a command, over its whole run time.
+        host_method: How `host_bytes` was measured: a `HostMethod`, or a word that a later version added.
     """
 
     allocated_bytes: int | None = None
@@ -231,12 +239,12 @@ class MemoryUse:
 
     @property
     def host_peak_bytes(self) -> int | None:
-        """Host memory; for older sweeps their resident memory."""
+        """Host memory: `host_bytes`, or `rss_bytes` in results of flopwatch 0.1.0."""
         return self.host_bytes if self.host_bytes is not None else self.rss_bytes
 
     @property
     def peak_bytes(self) -> int | None:
-        """The figure that decides whether it fits: reserved on an accelerator, host memory on a CPU."""
+        """The peak that decides whether a trial fits: reserved memory on an accelerator, host memory on a CPU."""
         return self.reserved_bytes if self.reserved_bytes is not None else self.host_peak_bytes
 
     def why_broken(self) -> str | None:
@@ -247,24 +255,24 @@ class MemoryUse:
             self.host_peak_bytes,
             self.baseline_bytes,
         )
-        return "it has a negative amount of memory" if any(size is not None and size < 0 for size in sizes) else None
+        return "an amount of memory is negative" if any(size is not None and size < 0 for size in sizes) else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """FLOPs of one step.
+    """FLOPs, MFU and HFU of one step.
 
     Attributes:
-        model_flops: FLOPs of the standard training step, whichever trainer ran.
-        hardware_flops: FLOPs that this trainer executes, including second passes of DP-SGD.
-        method: How the model FLOPs were found.
+        model_flops: FLOPs of the step with the standard trainer, so that trainers can be compared.
+        hardware_flops: FLOPs that this trainer executes, including the second passes of DP-SGD.
+        method: How the model FLOPs were counted.
         attention: `full` or `causal`.
         coverage: Share of the matmul-like op calls that had a formula.
-        is_lower_bound: True when some had none.
-        peak: The denominator (`Peak.to_json()`); None if it is unknown.
+        is_lower_bound: True if `coverage` is below 1, so that the true number of FLOPs is higher.
+        peak: The peak that MFU is relative to (`Peak.to_json()`); None if it is unknown.
         mfu: model FLOPs / (median seconds x peak); None without a peak.
-        hfu: The same with hardware FLOPs.
-        notes: What a reader must know.
+        hfu: hardware FLOPs / (median seconds x peak); None without a peak.
+        notes: Fallbacks that were used, and facts that could not be determined.
     """
 
     model_flops: int | None = None
@@ -281,21 +289,21 @@ class StepCost:
     def why_broken(self) -> str | None:
         peak = self.peak.get("flops_per_s") if self.peak else 1.0
         is_number = isinstance(peak, int | float) and not isinstance(peak, bool) and 0 < peak < float("inf")
-        return None if is_number else f"its peak is {str(peak)[:40]!r} FLOP/s"
+        return None if is_number else f"the peak {str(peak)[:40]!r} is not a positive number"
 
 
 @dataclass(frozen=True, slots=True)
 class PrivacySpent:
-    """The privacy budget that a training of this many steps spends, by one of Opacus's accountants.
+    """The privacy budget that a training of `steps` steps spends, computed by one of Opacus's accountants.
 
     Attributes:
-        epsilon: Epsilon for `delta`; None if it cannot be computed, and `note` says why.
-        delta: Probability that epsilon is exceeded.
-        noise_multiplier: Standard deviation of the noise over the clipping bound.
+        epsilon: Epsilon for `delta`; None if it cannot be computed, with the reason in `note`.
+        delta: The delta of (epsilon, delta) differential privacy.
+        noise_multiplier: Standard deviation of the noise, divided by the clipping bound.
         sample_rate: Probability that a sample is in a batch.
         steps: Steps of the whole training, not of the trial.
         accountant: `rdp`, `prv` or `gdp`.
-        note: What a reader must know, such as a warning of Opacus's.
+        note: A warning of Opacus, or why epsilon is None.
     """
 
     epsilon: float | None = field(metadata=MAY_BE_INFINITE)
@@ -309,20 +317,20 @@ class PrivacySpent:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurements of a trial, up to where it ended.
+    """What was measured in a trial. A trial that failed has the values that were measured before.
 
     Attributes:
         parameters: Number of the model's parameters.
-        steps: Times of its steps; None before the first measured one.
+        steps: Statistics of the step times; None if no step was measured.
         phase_seconds: Median seconds of `forward`, `backward` and `optimizer`.
-        samples_per_s: Batch size over the median.
-        tokens_per_s: Positions over the median; None where samples are not sequences.
+        samples_per_s: Batch size divided by the median step time.
+        tokens_per_s: Tokens per step divided by the median step time; None if samples are not sequences.
         memory: Peak memory.
         cost: FLOPs and MFU; None if they were not counted.
-        trace: The Kineto trace, relative to the sweep's folder.
+        trace: Path of the Kineto trace, relative to the sweep's folder.
         extra: Further numbers by name, such as those a command reported.
-        privacy: The privacy budget; None for a training that is not private, or if `privacy` was not given.
-        not_measured: Phases after the steps that failed (`memory`, `flops`, `trace`), with the reason. The trial's
+        privacy: The privacy budget; None without differential privacy, or if `TrialSpec.privacy` is empty.
+        not_measured: Phases after the training steps that failed (`memory`, `flops`, `trace`), with the reason. The
             other measurements stay valid.
     """
 
@@ -340,7 +348,7 @@ class Measured:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Measured":
-        """Build it from JSON; raises BrokenRecordError for wrong or missing fields."""
+        """Build the measurements from JSON; raises BrokenRecordError for wrong or missing fields."""
         return read_record(cls, content)
 
 
@@ -350,26 +358,26 @@ class TrialResult:
 
     Attributes:
         name: The trial's name within its sweep, such as `StandardTrainer_bs4_seq512`.
-        key: Hash of its configuration and its environment.
-        spec: Its configuration.
-        outcome: One of the words of `Outcome`.
+        key: Hash of the trial's configuration and environment.
+        spec: The trial's configuration.
+        outcome: How the trial ended; see `Outcome`.
         reason: One line that explains the outcome.
-        evidence: The facts behind the outcome: `killed_by` (only if flopwatch killed it), `exit_code`, `signal`,
-            `exception`, `oom_kills`, `memory_limit`, `hint`; from a scheduler `state` or `error`; with several
-            processes `rank`.
-        phase: Where it was: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`, `privacy`, `trace`,
-            `done`.
-        step: The last step it began in that phase; None outside of steps.
-        measured: Its measurements until then.
-        unix_time: When it began; None if it did not run.
-        seconds: From start to end of the worker; None if it did not run.
+        evidence: The facts behind the outcome: `killed_by` (only if flopwatch killed the trial), `exit_code`, `signal`,
+            `exception`, `oom_kills`, `memory_limit`, `hint`; `state` or `error` from a scheduler; `rank` if there are
+            several processes.
+        phase: The phase in which the trial ended: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`,
+            `privacy`, `trace` or `done`.
+        step: The last step that the trial began in this phase; None if the phase has no steps.
+        measured: What was measured until then.
+        unix_time: When the trial started; None if it did not run.
+        seconds: Run time of the worker process; None if the trial did not run.
         environment: Versions, host, device, clocks, git.
         command: The command that runs only this trial again, from the sweep's folder.
         log_tail: The last lines of its log.
-        stacks: The stacks of all threads when it was ended because it made no progress.
-        earlier_attempts: How attempts before this one ended, oldest first: `outcome`, `reason`, `host`, `unix_time`,
-            `seconds`, `folder`; only those that were lost and tried again in the same run of the sweep.
-        attempt: The token of the attempt, as in `spec.json`; it identifies late results of earlier attempts.
+        stacks: The stacks of all threads, if the trial was killed because it made no progress.
+        earlier_attempts: The attempts that were lost and repeated in the same run of the sweep, oldest first, each with
+            `outcome`, `reason`, `host`, `unix_time`, `seconds` and `folder`.
+        attempt: A random name of the attempt, as in `spec.json`. It shows that a late result is from an earlier one.
     """
 
     name: str
@@ -396,30 +404,31 @@ class TrialResult:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TrialResult":
-        """Build it from JSON; raises BrokenRecordError for wrong or missing fields.
+        """Build the result from JSON; raises BrokenRecordError for wrong or missing fields.
 
-        Negative and absurd durations become None: earlier versions used the system's clock, which may jump.
+        A negative or absurdly long `seconds` becomes None, because earlier versions used a clock that may jump.
         """
         result = read_record(cls, content)
         is_absurd = result.seconds is not None and not 0 <= result.seconds < _LONGEST_LIFE_SECONDS
         return replace(result, seconds=None) if is_absurd else result
 
     def why_broken(self) -> str | None:
-        return None if is_trial_name(self.name) else f"its name {self.name[:40]!r} cannot be the name of a trial"
+        return None if is_trial_name(self.name) else f"the name {self.name[:40]!r} cannot be the name of a trial"
 
 
 @dataclass(frozen=True, slots=True)
 class TrialJob:
-    """What `spec.json` holds: a trial to run.
+    """The content of `spec.json`: a trial to run.
 
     Attributes:
-        spec: Its configuration.
-        name: Its name within the sweep.
-        key: Hash of its configuration and of what it runs on.
-        environment: What is known before it runs: versions and sources, but no devices of the submitting host.
-        cwd: Where the sweep was started. Trainers, config files and scripts are named relative to it.
-        attempt: Token of this attempt. A supervisor that starts late sees by it that the trial was placed again.
-        retries: How often it may be tried again.
+        spec: The trial's configuration.
+        name: The trial's name within the sweep.
+        key: Hash of the trial's configuration and environment.
+        environment: What is known before the trial runs, such as versions. The devices of the host that submits the
+            trial are not included, because the trial may run on another host.
+        cwd: The folder in which the sweep was started; paths of trainers, config files and scripts are relative to it.
+        attempt: A random name of this attempt. If it has changed, a supervisor that starts late does not run the trial.
+        retries: How often the trial may be repeated if it is lost.
         earlier_attempts: As in `TrialResult`.
     """
 
@@ -437,16 +446,81 @@ class TrialJob:
         return asdict(self)
 
     def why_broken(self) -> str | None:
-        return None if is_trial_name(self.name) else f"its name {self.name[:40]!r} cannot be the name of a trial"
+        return None if is_trial_name(self.name) else f"the name {self.name[:40]!r} cannot be the name of a trial"
 
 
 _LONGEST_LIFE_SECONDS = 10 * 365 * 86400.0
 
 
 def is_trial_name(name: str) -> bool:
-    """Whether it can be the name of a folder under `trials`.
+    """Whether `name` can be the name of a trial, and so of a folder in `trials/`.
 
     >>> is_trial_name("standard_bs1_seq8"), is_trial_name("../x")
     (True, False)
     """
     return name not in ("", ".", "..") and "/" not in name and name.isprintable() and len(name.encode()) < 256
+
+
+# A trainer is named by its class (docs/requirements.md, R23), by a short name, or as `package.module:Class`.
+
+LABELS = {
+    "standard": "StandardTrainer",
+    "dpsgd": "DPSGDTrainer",
+    "ghost": "DPGhostClippingTrainer",
+    "fast": "DPFastGradientClippingTrainer",
+}
+"""The built-in trainers and their class names, which appear in file names and tables."""
+
+PRIVATE = ("dpsgd", "ghost", "fast")
+"""The built-in trainers with differential privacy: they clip the gradient of every sample and add noise."""
+
+COMMAND = "command"
+
+_SHORT_FORMS = {
+    "standard": ("standard", "plain"),
+    "dpsgd": ("dpsgd", "dp", "hooks"),
+    "ghost": ("ghost", "ghostclipping", "dpghost", "dpghostclipping"),
+    "fast": ("fast", "fastclipping", "fastgradientclipping", "dpfast", "dpfastgradientclipping", "fgc"),
+}
+_TRAINER_OF_FORM = {form: trainer for trainer, forms in _SHORT_FORMS.items() for form in forms}
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def canonical_trainer(name: str) -> tuple[str, str]:
+    """The short name of a trainer in any accepted spelling, and its label in file names and tables.
+
+    >>> canonical_trainer("DPGhostClippingTrainer")
+    ('ghost', 'DPGhostClippingTrainer')
+    >>> canonical_trainer("dp-sgd")
+    ('dpsgd', 'DPSGDTrainer')
+    >>> canonical_trainer("my_package.training:Lora")
+    ('my_package.training:Lora', 'Lora')
+    """
+    plain = name.strip()
+    if plain == COMMAND:
+        return COMMAND, COMMAND
+    if ":" in plain:
+        if not _PATH.fullmatch(plain):
+            raise InputError(
+                f"trainer {name!r} is not of the form 'package.module:Class'; give the class's full import path"
+            )
+        return plain, plain.partition(":")[2]
+    trainer = _TRAINER_OF_FORM.get(re.sub(r"[-_ ]", "", plain.lower()).removesuffix("trainer"))
+    if trainer is None:
+        raise InputError(_unknown(name))
+    return trainer, LABELS[trainer]
+
+
+def is_private(trainer: str) -> bool | None:
+    """Whether a trainer has differential privacy; None if it is not a built-in trainer."""
+    return trainer in PRIVATE if trainer in LABELS else None
+
+
+def _unknown(name: str) -> str:
+    import difflib  # imported here, because supervisor processes import this module and start faster without it
+
+    known = [spelling for pair in LABELS.items() for spelling in pair]
+    folded = {spelling.lower(): spelling for spelling in known}
+    near = difflib.get_close_matches(name.strip().lower(), folded, n=1)
+    hint = f"; did you mean {folded[near[0]]!r}?" if near else "."
+    return f"there is no trainer {name!r}{hint} There are {', '.join(LABELS)} and your own as 'package.module:Class'"

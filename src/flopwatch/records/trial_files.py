@@ -1,9 +1,9 @@
-"""Names and places of a sweep's files, and how they are written. Standard library only: supervisors start with it.
+"""The names of the files in a sweep's folder, and functions that write them. Standard library only.
 
 DIR/
   sweep.json            every trial of the sweep, in the order of the matrix
   results.jsonl         one result per line, appended by the runner as trials end
-  runners/              one numbered file per runner; the highest number holds the folder
+  runners/              one numbered file per runner process; only the one with the highest number may write
   runner.json           process and progress of the latest runner
   preflight.json        which trainer can train which model, and how
   report.html           written by `flopwatch report`
@@ -11,7 +11,7 @@ DIR/
                         exception.json, stacks.txt, guard.json, result.json; metrics.json of a command
   logs/NAME.log         everything the trial printed
   runs/NAME/            TensorBoard scalars and the Kineto trace
-  earlier/NAME.1/       an earlier attempt: its trials/NAME, its log as log.txt, its run
+  earlier/NAME.1/       an earlier attempt: its trials/NAME, its log as log.txt, its runs/NAME as run
 """
 
 import errno
@@ -28,13 +28,13 @@ RUNNERS = "runners"
 RUNNER = "runner.json"
 RUNNER_LOG = "runner.log"
 LOCK = "lock"
-"""Sweeps of flopwatch 0.1 held this lock instead of a number in `runners`; it still marks a folder as a sweep's."""
+"""The lock file of flopwatch 0.1, which had no `runners`. It still shows that a folder belongs to a sweep."""
 
 TRIALS, LOGS, RUNS, EARLIER = "trials", "logs", "runs", "earlier"
 
 SPEC = "spec.json"
 STARTED = "started.json"
-"""The claim of the supervisor that runs the trial."""
+"""Written by the supervisor process that runs the trial, so that no second one starts it."""
 SUPERVISOR_HEARTBEAT = "supervisor.json"
 """The supervisor's heartbeat; `heartbeat.json` is the worker's."""
 HEARTBEAT = "heartbeat.json"
@@ -42,14 +42,14 @@ STEPS = "steps.jsonl"
 MEASURED = "measured.json"
 EXCEPTION = "exception.json"
 METRICS = "metrics.json"
-"""Written by a command, with whatever numbers it wants to report."""
+"""Written by the command of a `command` trainer, with any numbers that the report should show."""
 STACKS = "stacks.txt"
 GUARD = "guard.json"
-"""Why the guard killed a supervisor that had stopped responding."""
+"""Why the guard, a second process that monitors the supervisor, killed a supervisor that hung."""
 RESULT = "result.json"
 
 KEPT_LOG, KEPT_RUN = "log.txt", "run"
-"""A trial's log and run once they lie in `earlier/NAME.1/`."""
+"""Names of a trial's log and run folder inside `earlier/NAME.1/`."""
 
 
 def trial_folder(sweep: Path, name: str) -> Path:
@@ -65,7 +65,7 @@ def run_folder(sweep: Path, name: str) -> Path:
 
 
 def of_rank(file: str, rank: int) -> str:
-    """The name of a file that every rank of a trial writes for itself; rank 0 writes the trial's own.
+    """The name of the file that a rank writes, where each rank of a trial writes one; rank 0 has no number.
 
     >>> of_rank("measured.json", 0), of_rank("measured.json", 3)
     ('measured.json', 'measured-3.json')
@@ -75,17 +75,17 @@ def of_rank(file: str, rank: int) -> str:
 
 
 def exception_file(rank: int) -> str:
-    """What a rank writes when it raises. The supervisor copies the first failure's to `exception.json`.
+    """The name of the file that a rank writes when it raises an exception.
 
-    Rank 0 has a number too: `exception.json` must hold the rank that failed first, which may be another one.
+    Rank 0 has a number too, because the supervisor copies the file of the rank that failed first to `exception.json`.
     """
     return f"exception-{rank}.json"
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write to a temporary file beside it and rename, so that a reader finds the whole file or none.
+    """Write JSON to a temporary file and rename it, so that a reader never sees half a file.
 
-    Without fsync: after a power cut a trial may have to run again, and 10,000 forced writes cost minutes.
+    There is no fsync, because 10,000 of them take minutes, and a power failure costs only that a trial runs again.
     """
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     with open(beside, "w", encoding="utf-8") as stream:
@@ -94,7 +94,7 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def append_line(file: Path, content: Mapping[str, Any]) -> None:
-    """Append one line in one write. When the disk fills in the middle, the half line is removed again."""
+    """Append a line of JSON in one write. If the disk is full after half the line, the half is removed again."""
     line = (json.dumps(content) + "\n").encode()
     handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:

@@ -1,4 +1,4 @@
-"""What a sweep found, from its folder: `load(DIR)` returns a table of trials, `summarise(DIR)` the analysis."""
+"""Read the results of a sweep: `load(DIR)` returns a table of trials, `summarise(DIR)` the content of the report."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,18 +14,22 @@ __all__ = ["COLUMNS", "Column", "SweepSummary", "Table", "compare_sweeps", "load
 
 
 def summarise(sweep: str | Path) -> "SweepSummary":
-    """What the command `flopwatch report` shows, as a frozen record: choices, costs, failures, warnings.
+    """Return the content of `flopwatch report` as a record: what to run, costs, failures and warnings.
 
     Args:
         sweep: The folder that `flopwatch sweep` or `flopwatch.sweep.run` wrote.
 
     Raises:
-        InputError: It is not the folder of a sweep.
+        InputError: The folder is not the folder of a sweep.
 
-    `summarise("flopwatch-sweep").totals.by_outcome` is, for example, `{'ok': 14, 'oom_host': 2}`.
+    Example:
+        >>> spec = '{"trainer": "standard", "model": "tiny", "batch_size": 4, "seq_len": 128}'
+        >>> _ = Path("results.jsonl").write_text(f'{{"name": "a", "key": "k", "spec": {spec}, "outcome": "hang"}}')
+        >>> summarise(".").totals.by_outcome
+        {'hang': 1}
     """
-    from flopwatch.report.analysis.summarise import summarise as summarise_capture
     from flopwatch.report.capture import capture_sweep
+    from flopwatch.report.summary import summarise as summarise_capture
 
     return summarise_capture(capture_sweep(Path(sweep).expanduser()))
 

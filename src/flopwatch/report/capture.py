@@ -1,4 +1,4 @@
-"""Read a sweep's folder, at once or while the sweep runs. The only file of the report that reads files."""
+"""Read the folder of a sweep, all at once or result by result while the sweep runs."""
 
 import json
 import os
@@ -20,13 +20,12 @@ class Capture:
     """Everything the report needs from a sweep's folder.
 
     Attributes:
-        folder: The folder.
-        results: Finished trials by name, in the order of the plan.
-        missing: Planned trials without a result.
-        engine: The engine that ran the sweep.
-        created: Unix time of the plan.
-        preflight: Rows that say which trainer supports which model.
-        troubles: A sentence for each part of the folder that is damaged or of a newer format.
+        results: Results of the finished trials by name, in the order of the plan.
+        missing: Configurations of planned trials without a result, by name.
+        engine: Where the trials ran: `local`, `ray` or `slurm`.
+        created: Unix time at which the sweep was planned.
+        preflight: Rows of `preflight.json`, which say which trainer supports which model.
+        troubles: One sentence for each part of the folder that is damaged or was written by a newer flopwatch.
     """
 
     folder: Path
@@ -40,7 +39,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class _PreflightRow:
-    """The fields that a row must have to be shown."""
+    """The fields that a row of `preflight.json` must have to be shown."""
 
     trainer: str
     model: str
@@ -51,10 +50,10 @@ class _PreflightRow:
 
 
 def capture_sweep(folder: Path) -> Capture:
-    """Read the folder without writing to it.
+    """Read the folder of a sweep. Nothing is written to it.
 
     Raises:
-        InputError: This is not the folder of a sweep.
+        InputError: The folder is not the folder of a sweep.
     """
     found = gather_results(folder)
     results, planned = found.results, found.trial_list.trials
@@ -63,7 +62,8 @@ def capture_sweep(folder: Path) -> Capture:
     known_troubles = troubles(found)
     if unknown:
         known_troubles += (
-            f"the plan's configurations of {plural(len(unknown), 'trial')} are damaged and left out: {listed(unknown)}",
+            f"the plan has damaged configurations for {plural(len(unknown), 'trial')}, which the report leaves out: "
+            f"{listed(unknown)}",
         )
     return Capture(
         folder,
@@ -77,22 +77,19 @@ def capture_sweep(folder: Path) -> Capture:
 
 
 def _missing(found: SweepResults) -> tuple[dict[str, TrialSpec], list[str]]:
-    """Planned trials without a result, and the names of those whose configuration is damaged."""
-    # The result of a trial that was renamed since is stored under its old name.
+    """Return the planned trials without a result, and the names of those whose configuration cannot be read."""
+    # Compare keys too, because the result of a trial that was renamed later is stored under its old name.
     known = {result.key for result in found.results.values()}
     specs, unknown = {}, []
     for name, trial in found.trial_list.trials.items():
-        if name in found.results or name in found.newer or _is_known(trial.get("key"), known):
+        key = trial.get("key")
+        if name in found.results or name in found.newer or (isinstance(key, str) and key in known):
             continue
         try:
             specs[name] = TrialSpec.from_json(trial.get("spec", {}))
         except BrokenRecordError:
             unknown.append(name)
     return specs, unknown
-
-
-def _is_known(key: object, known: set[str]) -> bool:
-    return isinstance(key, str) and key in known
 
 
 def _read_preflight(folder: Path) -> tuple[Mapping[str, Any], ...]:
@@ -111,13 +108,13 @@ _PAUSE_SECONDS = 0.5
 
 
 def follow_results(folder: Path, offset: int, is_over: Callable[[], bool]) -> Iterator[TrialResult]:
-    """Yield each result that is appended after `offset`, until the sweep is over and everything is read.
+    """Yield each result that is appended to `results.jsonl` after byte `offset`, until the sweep is over.
 
-    Lines that are no results are skipped; the report warns about them.
+    Lines that are not results are skipped here; the report warns about them.
     """
     rest = b""
     while True:
-        was_over = is_over()  # before reading, so that the last results are not missed
+        was_over = is_over()  # Checked before reading, so that the last results are not missed.
         content, offset = _appended(folder / RESULTS, offset)
         *lines, rest = (rest + content).split(b"\n")
         for line in lines:
@@ -133,10 +130,10 @@ def _appended(file: Path, offset: int) -> tuple[bytes, int]:
     try:
         with file.open("rb") as stream:
             if stream.seek(0, os.SEEK_END) < offset:
-                offset = 0  # the file was rewritten by hand; reading a result twice does no harm
+                offset = 0  # A user rewrote the file. Reading a result twice does no harm.
             stream.seek(offset)
             content = stream.read()
-    except OSError:  # not written yet, or a shared file system with a passing error
+    except OSError:  # The file does not exist yet, or a shared file system has a temporary error.
         return b"", offset
     return content, offset + len(content)
 

@@ -1,4 +1,4 @@
-"""What every renderer of a report shows in the same way: outcomes, sentences, the privacy table, matrices."""
+"""Texts and table cells that the terminal, HTML and Markdown reports have in common."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -6,11 +6,23 @@ from dataclasses import replace
 from decimal import ROUND_CEILING, Context
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from flopwatch.number_format import UNKNOWN, byte_size, number, percent, plural, step_time
+from flopwatch.number_format import UNKNOWN, byte_size, count, number, percent, plural, step_time
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
-from flopwatch.report.analysis.summarise import MOST_COLUMNS
-from flopwatch.report.analysis.verdicts import differ_measurably
-from flopwatch.report.records import Cell, Choice, Crossover, FrontierPoint, Group, PrivacyRow, Quantity, SweepSummary
+from flopwatch.report.records import (
+    Cell,
+    Choice,
+    CostFactor,
+    Crossover,
+    Failure,
+    FrontierPoint,
+    Group,
+    PrivacyRow,
+    Quantity,
+    SweepSummary,
+    TrainerTotals,
+)
+from flopwatch.report.summary import MOST_COLUMNS
+from flopwatch.report.verdicts import differ_measurably
 
 MATRIX_NOTES = (
     "Bold marks the best of its privacy class, where the difference is measurable.",
@@ -19,13 +31,15 @@ MATRIX_NOTES = (
     "the model.",
     "> marks a lower bound: some ops have no FLOPs formula.",
 )
+TRAINER_HEADINGS = ("ok / run", "success", "out of memory", "failed", "not run", "mean peak")
+PREFLIGHT_HEADINGS = ("trainer", "model", "supported", "parameters", "layers", "why not")
 NOTHING_TO_CHOOSE = "No trial ran to its end with a measured time, so there is nothing to choose from."
 CLASSES_APART = "Private trainers are never compared with trainers that are not private."
 WHOLE_PROCESS = "Memory includes Python and torch themselves, so its factor is smaller than that of the model alone."
 
 OutcomeClass: TypeAlias = Literal["ok", "oom", "failed", "not-run"]
 OUTCOME_STYLES: Mapping[OutcomeClass, str] = {"ok": "green", "oom": "yellow", "failed": "red", "not-run": "dim"}
-"""Styles of rich for every screen; the page's stylesheet has classes of the same names. The word is shown too."""
+"""Colours of outcomes in the terminal. The stylesheet of the HTML page has classes with the same names."""
 _OUTCOME_WORDS = {
     "oom_device": "OOM",
     "oom_host": "OOM host",
@@ -35,7 +49,9 @@ _OUTCOME_WORDS = {
 
 
 def outcome_word(outcome: str) -> str:
-    """The short form in matrices. `OOM*` was not run, because a smaller trial ran out of memory.
+    """Return the short name of an outcome for table cells.
+
+    `OOM*` means that the trial was not run, because a smaller trial ran out of memory.
 
     >>> outcome_word("oom_inferred"), outcome_word("hang")
     ('OOM*', 'hang')
@@ -44,7 +60,7 @@ def outcome_word(outcome: str) -> str:
 
 
 def outcome_class(outcome: str) -> OutcomeClass:
-    """What colours depend on.
+    """Return the class of an outcome, which decides its colour.
 
     >>> outcome_class("oom_host"), outcome_class("lost"), outcome_class("missing")
     ('oom', 'failed', 'not-run')
@@ -55,47 +71,64 @@ def outcome_class(outcome: str) -> OutcomeClass:
 
 
 def outcome_style(outcome: str) -> str:
-    """The style of rich for an outcome."""
     return OUTCOME_STYLES[outcome_class(outcome)]
 
 
-class Tally(NamedTuple):
-    """How many trials ended in each of the ways that the totals name."""
-
-    ok: int
-    out_of_memory: int
-    inferred: int
-    failed: int
-    unsupported: int
-    skipped: int
-    cancelled: int
-    missing: int
-
-
-def tally(summary: SweepSummary) -> Tally:
-    counts = summary.totals.by_outcome
-    return Tally(
-        counts.get("ok", 0),
-        sum(counts.get(outcome, 0) for outcome in OUT_OF_MEMORY),
-        counts.get("oom_inferred", 0),
-        sum(counts.get(outcome, 0) for outcome in FAILED),
-        counts.get("unsupported", 0),
-        counts.get("skipped", 0),
-        counts.get("cancelled", 0),
-        counts.get("missing", 0),
-    )
+def trials_with(summary: SweepSummary, *outcomes: str) -> int:
+    return sum(summary.totals.by_outcome.get(outcome, 0) for outcome in outcomes)
 
 
 def totals_sentence(summary: SweepSummary) -> str:
-    """Such as `48 trials: 36 ok, 8 out of memory (3 of them inferred), 2 failed`."""
-    counted = tally(summary)
-    inferred = f" ({counted.inferred:,} of them inferred)" if counted.inferred else ""
-    parts = [f"{counted.ok:,} ok"]
-    parts += [f"{counted.out_of_memory:,} out of memory{inferred}"] if counted.out_of_memory else []
-    others = ("failed", "unsupported", "skipped", "cancelled", "missing")
-    parts += [f"{amount:,} {word}" for word in others if (amount := getattr(counted, word))]
+    """Return a sentence such as `48 trials: 36 ok, 8 out of memory (3 of them inferred), 2 failed`."""
+    inferred = trials_with(summary, "oom_inferred")
+    others = ("unsupported", "skipped", "cancelled", "missing")
+    amounts = {
+        "out of memory" + (f" ({inferred:,} of them inferred)" if inferred else ""): trials_with(
+            summary, *OUT_OF_MEMORY
+        ),
+        "failed": trials_with(summary, *FAILED),
+        **{outcome: trials_with(summary, outcome) for outcome in others},
+    }
+    parts = [f"{trials_with(summary, 'ok'):,} ok", *(f"{n:,} {word}" for word, n in amounts.items() if n)]
     trials = summary.totals.trials
     return f"{plural(trials, 'trial')}: {', '.join(parts)}" if trials else "No trials"
+
+
+def trainer_cells(one: TrainerTotals) -> tuple[str, ...]:
+    """Return the cells of a trainer's row after its name and class, in the order of `TRAINER_HEADINGS`."""
+    return (
+        f"{one.ok:,} / {one.tried:,}",
+        percent(one.success_rate),
+        f"{one.out_of_memory:,}",
+        f"{one.failed:,}",
+        f"{one.not_run:,}",
+        byte_size(one.mean_peak_bytes),
+        byte_size(one.shared_mean_peak_bytes),
+    )
+
+
+def preflight_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a row of `preflight.json`, in the order of `PREFLIGHT_HEADINGS`."""
+    parameters = row.get("parameters")
+    return (
+        str(row["trainer"]),
+        str(row["model"]),
+        ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no",
+        count(parameters) if isinstance(parameters, int | float) else UNKNOWN,
+        layer_words(row),
+        str(row.get("reason") or ""),
+    )
+
+
+def failure_facts(failure: Failure) -> dict[str, str]:
+    """Return what is known about a failure, by label. A text may be empty."""
+    return {
+        "trainers": ", ".join(f"{name} {number:,}" for name, number in failure.by_trainer.items()),
+        "example": failure.example,
+        "reason": failure.reason,
+        "where": f"phase {failure.phase}" + (f", step {failure.step}" if failure.step is not None else ""),
+        "evidence": ", ".join(f"{name} {value}" for name, value in failure.evidence.items() if name != "exception"),
+    }
 
 
 def configuration(cell: Cell) -> str:
@@ -109,12 +142,12 @@ def throughput(cell: Cell) -> str:
 
 
 def choice_sentence(choice: Choice) -> str:
-    """The verdict on the fastest configuration."""
+    """Say whether the fastest configuration is measurably faster than the others."""
     if not choice.tied:
         if choice.candidates == 1:
             return "the only one that ran"
         return f"the fastest of {choice.candidates}"
-    # A tie with another trainer is more interesting than one with another batch size of the same trainer.
+    # Name other trainers first, because they are more interesting than other batch sizes of the same trainer.
     tied = sorted(choice.tied, key=lambda cell: cell.trainer == choice.fastest.trainer)
     rivals = [_beside(cell, choice.fastest) for cell in tied[:2]]
     more = f" and {len(tied) - 2} more" if len(tied) > 2 else ""
@@ -126,23 +159,23 @@ def _beside(cell: Cell, fastest: Cell) -> str:
 
 
 def choice_notes(choice: Choice) -> str:
-    """Reasons to hesitate before running the fastest configuration."""
+    """Return reasons to be careful with the fastest configuration; empty if there are none."""
     notes = []
     if choice.fastest.alloc_retries:
-        notes.append("barely fits: the allocator had to free its cache to make room")
+        notes.append("barely fits into memory: the allocator had to free its cache to make room")
     if choice.fastest.is_unstable:
-        notes.append("its step time is unstable")
+        notes.append("step time is unstable")
     return "; ".join(notes)
 
 
 def crossover_sentence(crossover: Crossover) -> str:
-    """Such as `ghost beats dpsgd below sequence 480 at batch 8 (between 256 and 512 measured; time)`."""
+    """Return a text such as `ghost beats dpsgd below sequence 480 at batch 8 (between 256 and 512 measured; time)`."""
     other = "batch" if crossover.axis == "sequence" else "sequence"
     where = f"at {other} {crossover.fixed}"
     measured = f"between {crossover.low} and {crossover.high} measured; {crossover.quantity}"
     beats = f"{crossover.below} beats {crossover.above}"
     if not crossover.is_claimed:
-        return f"{beats} below some {crossover.axis} {where}? Not measurable: intervals overlap ({measured})"
+        return f"perhaps {beats} below some {crossover.axis} {where}, but the intervals overlap ({measured})"
     if crossover.at is None:
         equal = ", ".join(str(value) for value in crossover.equal_at)
         return (
@@ -152,14 +185,14 @@ def crossover_sentence(crossover: Crossover) -> str:
 
 
 def _limit(crossover: Crossover) -> str:
-    """The rounded crossover, kept within the interval in which the measurements place it."""
+    """Name the crossover, rounded; or the last measured value before it, if rounding leaves the measured interval."""
     at = rounded(crossover.at or 0)
     is_between = crossover.low < at <= crossover.high
     return f"below {crossover.axis} {at}" if is_between else f"up to {crossover.axis} {crossover.low}"
 
 
 def crossover_digest(crossovers: Iterable[Crossover]) -> list[str]:
-    """One sentence per pair of trainers, quantity and axis; crossovers at several batch sizes or lengths are joined."""
+    """Return one sentence for each pair of trainers, joining their crossovers at several batch sizes or lengths."""
     alike: dict[tuple[str, ...], list[Crossover]] = defaultdict(list)
     for crossover in crossovers:
         if crossover.is_claimed:
@@ -169,7 +202,7 @@ def crossover_digest(crossovers: Iterable[Crossover]) -> list[str]:
 
 
 def frontier_words(point: FrontierPoint) -> str:
-    """Such as `32 (64 OOM)`."""
+    """Return a memory limit such as `32 (64 OOM)`: batch 32 ran, and batch 64 ran out of memory."""
     ran = "none ran" if point.largest_ok is None else str(point.largest_ok)
     if point.smallest_oom is None:
         return f"≥ {ran}" if point.largest_ok else ran
@@ -178,7 +211,9 @@ def frontier_words(point: FrontierPoint) -> str:
 
 
 def layer_words(row: Mapping[str, Any]) -> str:
-    """Which share of the parameters takes which path, from a row of the preflight; empty when it does not say.
+    """Return the share of the parameters that each implementation of per-sample gradients handles.
+
+    The shares come from a row of `preflight.json`; the text is empty if the row has none.
 
     >>> layer_words({"layers": {"ghost": {"Linear": 0.7, "Embedding": 0.2}, "hook": {"LayerNorm": 0.1}}})
     'ghost 90.0 %, hook 10.0 %'
@@ -191,9 +226,10 @@ def layer_words(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{path} {percent(total)}" for path, total in known.items())
 
 
-def device_sentence(cells: Sequence[Cell]) -> str:
+def device_capacity(cells: Sequence[Cell]) -> int | None:
+    """Return the memory size of the accelerator; None if it is unknown or differs between trials."""
     sizes = {cell.device_bytes for cell in cells if cell.device_bytes}
-    return f"The device has {byte_size(max(sizes))}." if len(sizes) == 1 else ""
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def denominator_sentence(group: Group) -> str:
@@ -201,7 +237,7 @@ def denominator_sentence(group: Group) -> str:
 
 
 def rounded(value: float) -> int:
-    """Rounded to two digits: an interpolation is not more precise.
+    """Round to two digits, because an interpolated crossover is not more precise than that.
 
     >>> rounded(376.7), rounded(7.61), rounded(12345.0)
     (380, 8, 12000)
@@ -224,8 +260,9 @@ def _many(same: Sequence[Crossover]) -> str:
 HEADINGS = ("batch", "noise", "sampling rate", "steps", "delta", "accountant", "epsilon", "trainers")
 
 ASSUMED = (
-    "Epsilon is that of a whole training with these settings, computed by Opacus's accountant and rounded up. It holds "
-    "for Poisson sampling with the logical batch. The trials themselves train on random data and spend nothing."
+    "Epsilon is for a whole training with these settings, computed by Opacus's accountant and rounded up. It holds if "
+    "each logical batch is drawn by Poisson sampling. The trials themselves train on random data, so they spend no "
+    "privacy."
 )
 NOT_ASKED = "To see the epsilon that a training would spend, add `privacy: {dataset_size: N, epochs: M}` to the matrix."
 
@@ -245,7 +282,7 @@ def privacy_cells(row: PrivacyRow) -> tuple[str, ...]:
 
 
 def epsilon_text(epsilon: float | None) -> str:
-    """Four digits, rounded up because epsilon is an upper bound.
+    """Write epsilon with four digits. It is rounded up, because it is an upper bound.
 
     >>> epsilon_text(1.83831), epsilon_text(None)
     ('1.839', '–')
@@ -256,7 +293,7 @@ def epsilon_text(epsilon: float | None) -> str:
 
 
 def privacy_notes(group: Group) -> list[str]:
-    """The notes below the privacy table; without a table, how private trainers get one."""
+    """Return the notes below the privacy table. If private trainers have no table, the note says how to get one."""
     if group.privacy_spent:
         return [ASSUMED, *_own_notes(group.privacy_spent)]
     has_private = any(cell.privacy == "private" and cell.outcome == "ok" for cell in group.cells)
@@ -271,19 +308,15 @@ def _own_notes(rows: Sequence[PrivacyRow]) -> list[str]:
     return [f"Batch {', '.join(map(str, dict.fromkeys(sizes)))}: {note}." for note, sizes in batches.items()]
 
 
-# Matrices, one per quantity: rows are sequence length x batch size, columns are trainers.
-
-
 class Metric(NamedTuple):
-    """A quantity of a matrix.
+    """A quantity that is shown as a matrix: one row per sequence length and batch size, one column per trainer.
 
     Attributes:
-        key: Its name for `--metric`.
-        title: Its heading.
-        value: Reads it from a cell; None when unknown.
-        text: The figure as it is shown.
-        better: `min` or `max`, to mark the best of a row; None for HFU, which recomputation alone raises.
-        quantity: Whose measurement decides whether two cells differ.
+        key: Name of the metric for `--metric`.
+        value: Reads the value from a cell; None if it is unknown.
+        text: Writes the value for display.
+        better: `min` or `max`, to find the best cell of a row; None for HFU, because recomputation raises it.
+        quantity: `time` or `memory`: the measurement that decides whether two cells differ measurably.
     """
 
     key: str
@@ -305,7 +338,7 @@ def _time_text(cell: Cell) -> str:
 
 
 def _narrow_percent(value: float) -> str:
-    """Without a space: the matrix has a column of 15 characters for each trainer."""
+    # Without a space before the sign, because a column of the matrix has only 15 characters.
     return f"{value:.0f}%" if value >= 2 else f"{value:.1f}%"
 
 
@@ -327,11 +360,23 @@ METRICS: Mapping[str, Metric] = {
 
 
 class MatrixRow(NamedTuple):
-    """One sequence length and batch size. Cells are in the order of the trainers, None where no trial was planned."""
+    """A row of a matrix. The cells are in the order of the trainers; a cell is None if no such trial was planned."""
 
     seq_len: int
     batch_size: int
     cells: tuple[Cell | None, ...]
+
+
+def throughput_metric(group: Group) -> Metric:
+    return METRICS["tokens" if any(cell.tokens_per_s is not None for cell in group.cells) else "samples"]
+
+
+def factors_by_place(group: Group) -> tuple[dict[tuple[int, int], dict[str, CostFactor]], list[str]]:
+    """Index cost factors by (sequence length, batch size) and trainer; return also the trainers that have some."""
+    by_place: dict[tuple[int, int], dict[str, CostFactor]] = {}
+    for one in group.cost_factors:
+        by_place.setdefault((one.seq_len, one.batch_size), {})[one.trainer] = one
+    return by_place, [name for name in group.trainers if any(name in found for found in by_place.values())]
 
 
 def matrix_rows(group: Group) -> list[MatrixRow]:
@@ -341,21 +386,21 @@ def matrix_rows(group: Group) -> list[MatrixRow]:
 
 
 def known_metrics(group: Group) -> list[Metric]:
-    """Metrics that at least one cell has; samples per second only where tokens per second are unknown."""
+    """Return the metrics that at least one cell has. Samples per second are left out if tokens per second are known."""
     known = [m for m in METRICS.values() if any(m.value(cell) is not None for cell in group.cells)]
     has_tokens = any(metric.key == "tokens" for metric in known)
     return [metric for metric in known if not (metric.key == "samples" and has_tokens)]
 
 
 def cell_text(cell: Cell | None, metric: Metric) -> str:
-    """The figure, or how the trial ended."""
+    """Write the value of a metric, or the outcome of a trial that is not `ok`."""
     if cell is None:
         return ""
     return metric.text(cell) if cell.outcome == "ok" else outcome_word(cell.outcome)
 
 
 def best_trials(cells: Sequence[Cell | None], metric: Metric) -> set[str]:
-    """The best of a row in each privacy class, where it differs measurably from all others of its class."""
+    """Return the best trials of a row: in each privacy class the one that is measurably better than all others."""
     best: set[str] = set()
     known = [cell for cell in cells if cell is not None and metric.value(cell) is not None]
     for privacy in {cell.privacy for cell in known}:
@@ -372,7 +417,7 @@ Item = TypeVar("Item")
 
 
 def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
-    """At most so many items: the first, the last, and evenly spaced ones between.
+    """Select at most `at_most` items: the first, the last, and evenly spaced items between them.
 
     >>> evenly([1, 2, 3, 4, 5, 6, 7], 3), evenly([1, 2], 3)
     ([1, 4, 7], [1, 2])
@@ -385,7 +430,7 @@ def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
 
 
 def some_choices(choices: Sequence[Choice], at_most: int) -> list[Choice]:
-    """The choices at evenly spaced sequence lengths, with every privacy class of each."""
+    """Select the choices at evenly spaced sequence lengths, about `at_most` in total."""
     per_length = max(len({choice.privacy for choice in choices}), 1)
     lengths = sorted({choice.seq_len for choice in choices})
     kept = set(evenly(lengths, max(at_most // per_length, 2)))
@@ -393,7 +438,6 @@ def some_choices(choices: Sequence[Choice], at_most: int) -> list[Choice]:
 
 
 def narrowed(group: Group, at_most: int = MOST_COLUMNS) -> Group:
-    """The group with only its first columns."""
     if len(group.trainers) <= at_most:
         return group
     return with_columns(group, group.trainers[:at_most])
@@ -411,7 +455,7 @@ def with_columns(group: Group, trainers: Sequence[str]) -> Group:
 
 
 def column_chunks(group: Group, at_most: int) -> list[Group]:
-    """The group cut into pieces that are narrow enough for a terminal."""
+    """Split a group into groups with at most `at_most` trainers each, so that their tables fit a terminal."""
     if len(group.trainers) <= at_most:
         return [group]
     starts = range(0, len(group.trainers), at_most)

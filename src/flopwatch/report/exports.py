@@ -1,6 +1,6 @@
-"""A report that leaves flopwatch: JSON, CSV, Parquet, runs of a tracking service, and Markdown for a GitHub issue.
+"""Write a report as JSON, CSV, Parquet or Markdown, or as runs of a tracking service such as MLflow.
 
-Only Markdown is rounded.
+Numbers are rounded only in Markdown, which is for people.
 """
 
 import csv
@@ -13,36 +13,13 @@ from dataclasses import fields, is_dataclass
 from math import isfinite
 from typing import Any
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor, percent
+from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor
 from flopwatch.optional import require_package
 from flopwatch.records.reading import one_line, plain
 from flopwatch.records.trial import FAILED, TrialResult
-from flopwatch.report.analysis.cells import MOST_FINITE
+from flopwatch.report import contents
 from flopwatch.report.capture import Capture
-from flopwatch.report.contents import (
-    CLASSES_APART,
-    HEADINGS,
-    MATRIX_NOTES,
-    NOTHING_TO_CHOOSE,
-    Metric,
-    best_trials,
-    cell_text,
-    choice_notes,
-    choice_sentence,
-    configuration,
-    crossover_digest,
-    denominator_sentence,
-    evenly,
-    frontier_words,
-    known_metrics,
-    matrix_rows,
-    narrowed,
-    privacy_cells,
-    privacy_notes,
-    some_choices,
-    throughput,
-    totals_sentence,
-)
+from flopwatch.report.cells import MOST_FINITE
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary
 from flopwatch.report.table import COLUMNS, Kind, Table, result_row, whole_text
 from flopwatch.sinks.protocol import TrialRun
@@ -51,27 +28,27 @@ FORMAT = 1
 
 
 def report_json(summary: SweepSummary) -> str:
-    """The whole summary as strict JSON, one trial or group per line."""
+    """Write the whole summary as JSON, one trial or group per line."""
     content = record_fields(summary)
     content["trials"] = content.pop("rows")
     return json_document(content)
 
 
 def json_document(content: Mapping[str, Any]) -> str:
-    """Strict JSON in which every item of a tuple has its own line; numbers that are not finite are null."""
+    """Write JSON with each item of a tuple on its own line. NaN and infinity become null, as JSON requires."""
     lines = (f" {json.dumps(name)}: {_written(value)}" for name, value in {"format": FORMAT, **content}.items())
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def record_fields(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass, not of the ones it holds."""
+    """Return the fields of a dataclass as a dict. Dataclasses inside it are not converted."""
     if not is_dataclass(record):
-        raise TypeError(f"{type(record).__name__} has no JSON form")
+        raise TypeError(f"an object of type {type(record).__name__} cannot be written as JSON")
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _written(value: Any) -> str:
-    # Without `indent`, which would bypass json's fast encoder: 10,000 trials would take three times as long.
+    # Do not use `indent`: it disables the C encoder of json, and 10,000 trials would take three times as long.
     if isinstance(value, tuple) and value:
         return "[\n  " + ",\n  ".join(map(_strict, value)) + "\n ]"
     return _strict(value)
@@ -80,7 +57,7 @@ def _written(value: Any) -> str:
 def _strict(value: Any) -> str:
     try:
         return json.dumps(value, default=record_fields, allow_nan=False)
-    except ValueError:  # some number is not finite: rare, and checking all beforehand would take longer
+    except ValueError:  # Some number is NaN or infinite. This is rare, so numbers are not checked beforehand.
         return json.dumps(_finite(value), allow_nan=False)
 
 
@@ -94,15 +71,15 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-# Also after a semicolon, tab or newline: spreadsheets that expect semicolons ignore our quotes and begin a cell there.
+# A formula may also start after a semicolon, tab or newline, because some spreadsheets begin a new cell there.
 _BEGINS_A_FORMULA = re.compile(r"(?:^|(?<=[;\t\n]))(?=\s*[=+\-@＝＋－＠])")
 
 
 def table_csv(table: Table) -> str:
-    """The table as CSV in UTF-8, with a header. Flags are true and false, unknown values are empty.
+    """Write the table as CSV with a header. Flags are `true` or `false`, and unknown values are empty.
 
-    Text that a spreadsheet would run as a formula is preceded by an apostrophe, as OWASP advises for CSV injection: an
-    exception's message reaches the reader's spreadsheet by this file. Escape sequences and control codes are removed.
+    Text that a spreadsheet would run as a formula gets an apostrophe in front, as OWASP advises against CSV injection,
+    because text such as an exception's message may come from anywhere. Control characters are removed.
     """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -112,14 +89,19 @@ def table_csv(table: Table) -> str:
 
 
 def table_parquet(table: Table) -> bytes:
-    """The table as Parquet with typed columns; text is not changed.
+    """Write the table as Parquet with typed columns. Unlike in CSV, text is not changed.
 
     Raises:
         MissingDependencyError: pyarrow is not installed.
     """
     pyarrow = require_package("pyarrow", "Parquet", "; CSV needs nothing")
     parquet = require_package("pyarrow.parquet", "Parquet", "; CSV needs nothing")
-    types = _arrow_types(pyarrow)
+    types: Mapping[Kind, Any] = {
+        "text": pyarrow.string(),
+        "integer": pyarrow.int64(),
+        "number": pyarrow.float64(),
+        "flag": pyarrow.bool_(),
+    }
     columns = {
         name: pyarrow.array([_typed(row[name], kind) for row in table.rows], types[kind])
         for name, kind in table.kinds.items()
@@ -129,17 +111,7 @@ def table_parquet(table: Table) -> bytes:
     return written.getvalue()
 
 
-def _arrow_types(pyarrow: Any) -> Mapping[Kind, Any]:
-    return {
-        "text": pyarrow.string(),
-        "integer": pyarrow.int64(),
-        "number": pyarrow.float64(),
-        "flag": pyarrow.bool_(),
-    }
-
-
 def _typed(value: Any, kind: Kind) -> Any:
-    """A value of the column's type. Options of several types are in a column of text."""
     if value is None:
         return None
     if kind == "number":
@@ -169,19 +141,19 @@ _FIGURES = {column.name for column in COLUMNS[_FIRST_RESULT:] if column.kind != 
 
 
 def trial_runs(capture: Capture) -> Iterator[TrialRun]:
-    """A run for every trial that has a result."""
+    """Yield a run of a tracking service for each trial that has a result."""
     for result in capture.results.values():
         yield trial_run(result, capture.folder.resolve().name, capture.created)
 
 
 def trial_run(result: TrialResult, sweep: str, created: float | None) -> TrialRun:
-    """A trial as a run of a tracking service.
+    """Convert the result of a trial to a run of a tracking service.
 
     Args:
-        result: The trial's result.
+        result: The result.
         sweep: Name of the sweep.
-        created: Unix time of the plan. It distinguishes two sweeps with the same trials, and does not change when the
-            folder is moved or the sweep resumed.
+        created: Unix time at which the sweep was planned. The ID of the run depends on it, because it distinguishes
+            sweeps with the same trials and does not change when the sweep is resumed or its folder is moved.
     """
     row = result_row(result)
     sweep_id = _hashed(sweep if created is None else repr(created))
@@ -205,7 +177,7 @@ def _hashed(*parts: str) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """A value that every service accepts: no half characters, no numbers that are not finite."""
+    """Make a value acceptable to every service: escape lone surrogates, and replace NaN and infinity by None."""
     if isinstance(value, Mapping):
         return {whole_text(str(name)): _clean(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -223,23 +195,23 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#|~$])")
 
 
 def report_markdown(summary: SweepSummary) -> str:
-    """Headings, tables and folded logs. Text from trials is escaped, so that none of it becomes markup."""
+    """Write the report as Markdown. Text that comes from trials is escaped, so that it cannot become markup."""
     return "\n".join(_lines(summary)).rstrip() + "\n"
 
 
 def escaped(text: str) -> str:
-    r"""One line of text in which nothing is Markdown.
+    r"""Escape text so that it is one line and Markdown shows it unchanged.
 
     >>> escaped("a|b <script> @user #12")
     'a\\|b \\<script\\> @\u200buser \\#12'
     """
-    # A name after @ would notify that GitHub user, hence a zero-width space between them.
+    # Put a zero-width space after @, because GitHub would otherwise notify the user with that name.
     return _SPECIAL.sub(r"\\\1", one_line(text)).replace("@", "@\u200b")
 
 
 def fenced(text: str) -> str:
-    """A block of code with a fence longer than any in the text."""
-    text = plain(text)  # first, because removing control characters may join backticks
+    """Write text as a Markdown code block, with a fence that is longer than any run of backticks in the text."""
+    text = plain(text)  # Done first, because removing control characters may join backticks.
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}text\n{text}\n{fence}"
@@ -247,7 +219,7 @@ def fenced(text: str) -> str:
 
 def _lines(summary: SweepSummary) -> Iterator[str]:
     yield f"## Sweep {escaped(summary.name)}"
-    yield f"\n{totals_sentence(summary)}; {duration(summary.totals.trial_seconds)} of trials.\n"
+    yield f"\n{contents.totals_sentence(summary)}; {duration(summary.totals.trial_seconds)} of trials.\n"
     yield from (f"> **Note:** {escaped(warning)}\n" for warning in summary.warnings[:MOST_FAILURES])
     groups = summary.groups[:MOST_GROUPS]
     yield "### What to run\n"
@@ -255,7 +227,7 @@ def _lines(summary: SweepSummary) -> Iterator[str]:
     yield "### Trainers\n"
     yield from _trainers(summary)
     for group in groups:
-        yield from _group(narrowed(group))
+        yield from _group(contents.narrowed(group))
     if len(summary.groups) > MOST_GROUPS:
         yield f"\n{len(summary.groups) - MOST_GROUPS} more groups are in the HTML and JSON reports.\n"
     if summary.failures:
@@ -271,117 +243,106 @@ def _lines(summary: SweepSummary) -> Iterator[str]:
 
 def _what_to_run(groups: Sequence[Group]) -> Iterator[str]:
     head = ("", "seq", "class", "fastest that ran", "throughput", "peak", "least memory within 10 %", "peak", "")
-    rows = [(group, choice) for group in groups for choice in some_choices(group.choices, MOST_ROWS // len(groups))]
+    rows = [
+        (group, choice) for group in groups for choice in contents.some_choices(group.choices, MOST_ROWS // len(groups))
+    ]
     if not rows:
-        yield f"{NOTHING_TO_CHOOSE}\n"
+        yield f"{contents.NOTHING_TO_CHOOSE}\n"
         return
-    yield from _table(head, (_choice_cells(group, choice) for group, choice in rows), "l1l")
-    yield f"\n{CLASSES_APART}\n"
+    yield from markdown_table(head, (_choice_cells(group, choice) for group, choice in rows), "l1l")
+    yield f"{contents.CLASSES_APART}\n"
 
 
 def _choice_cells(group: Group, choice: Choice) -> tuple[str, ...]:
     fastest, lightest = choice.fastest, choice.lightest
-    remarks = [choice_sentence(choice)] if choice.tied else []
-    remarks += [note] if (note := choice_notes(choice)) else []
-    name = escaped(configuration(fastest))
+    remarks = [contents.choice_sentence(choice)] if choice.tied else []
+    remarks += [note] if (note := contents.choice_notes(choice)) else []
+    name = escaped(contents.configuration(fastest))
     return (
         escaped(group.title),
         str(choice.seq_len),
         choice.privacy,
         f"≈ {name}" if choice.tied else f"**{name}**",
-        throughput(fastest),
+        contents.throughput(fastest),
         byte_size(fastest.peak_bytes),
-        escaped(configuration(lightest)) if lightest else UNKNOWN,
+        escaped(contents.configuration(lightest)) if lightest else UNKNOWN,
         byte_size(lightest.peak_bytes if lightest else None),
         escaped("; ".join(remarks)),
     )
 
 
 def _trainers(summary: SweepSummary) -> Iterator[str]:
-    head = ("trainer", "class", "ok / run", "success", "out of memory", "failed", "not run", "mean peak", "shared¹")
-    rows = (
-        (
-            escaped(one.trainer),
-            one.privacy,
-            f"{one.ok:,} / {one.tried:,}",
-            percent(one.success_rate),
-            f"{one.out_of_memory:,}",
-            f"{one.failed:,}",
-            f"{one.not_run:,}",
-            byte_size(one.mean_peak_bytes),
-            byte_size(one.shared_mean_peak_bytes),
-        )
-        for one in summary.trainers[:MOST_ROWS]
-    )
-    yield from _table(head, rows, "ll")
-    yield "\n¹ Mean over the configurations that every trainer ran.\n"
+    rows = ((escaped(one.trainer), one.privacy, *contents.trainer_cells(one)) for one in summary.trainers[:MOST_ROWS])
+    yield from markdown_table(("trainer", "class", *contents.TRAINER_HEADINGS, "shared¹"), rows, "ll")
+    yield "¹ Mean peak over the configurations that every trainer ran.\n"
 
 
 def _group(group: Group) -> Iterator[str]:
     parameters = f", {count(group.parameters)} parameters" if group.parameters else ""
     yield f"### {escaped(group.title)}{parameters}\n"
-    metrics = known_metrics(group)
+    metrics = contents.known_metrics(group)
     for metric in metrics:
         yield from _matrix(group, metric)
     if metrics:
-        yield "\n".join(f"<sub>{note.replace('>', '&gt;')}</sub>  " for note in MATRIX_NOTES) + "\n"
-    if sentence := denominator_sentence(group):
+        yield "\n".join(f"<sub>{note.replace('>', '&gt;')}</sub>  " for note in contents.MATRIX_NOTES) + "\n"
+    if sentence := contents.denominator_sentence(group):
         yield f"{escaped(sentence)}\n"
     yield from _factors(group)
     yield from _frontier(group)
     yield from _privacy(group)
-    yield from (f"- {escaped(sentence)}" for sentence in crossover_digest(group.crossovers)[:MOST_ROWS])
+    yield from (f"- {escaped(sentence)}" for sentence in contents.crossover_digest(group.crossovers)[:MOST_ROWS])
     yield ""
 
 
-def _matrix(group: Group, metric: Metric) -> Iterator[str]:
-    rows = matrix_rows(group)
-    shown = evenly(rows, MOST_ROWS)
+def _matrix(group: Group, metric: contents.Metric) -> Iterator[str]:
+    rows = contents.matrix_rows(group)
+    shown = contents.evenly(rows, MOST_ROWS)
     of_all = f" ({len(shown)} of {len(rows):,} rows)" if len(shown) < len(rows) else ""
     yield f"**{metric.title}**{of_all}\n"
     head = ("seq", "batch", *(escaped(name) for name in group.trainers))
     cells = ((str(row.seq_len), str(row.batch_size), *_matrix_cells(row.cells, metric)) for row in shown)
-    yield from _table(head, cells)
-    yield ""
+    yield from markdown_table(head, cells)
 
 
-def _matrix_cells(cells: Sequence[Cell | None], metric: Metric) -> Iterator[str]:
-    best = best_trials(cells, metric)
+def _matrix_cells(cells: Sequence[Cell | None], metric: contents.Metric) -> Iterator[str]:
+    best = contents.best_trials(cells, metric)
     for cell in cells:
-        text = escaped(cell_text(cell, metric))
+        text = escaped(contents.cell_text(cell, metric))
         yield f"**{text}**" if cell is not None and cell.trial in best else text
 
 
 def _factors(group: Group) -> Iterator[str]:
     if not group.cost_factors:
         return
-    yield "**Cost against standard**\n"
+    yield "**Cost relative to standard**\n"
     rows = (
         (str(one.seq_len), str(one.batch_size), escaped(one.trainer), *map(factor, (one.time, one.memory, one.flops)))
-        for one in evenly(group.cost_factors, MOST_ROWS)
+        for one in contents.evenly(group.cost_factors, MOST_ROWS)
     )
-    yield from _table(("seq", "batch", "trainer", "time", "memory", "FLOPs"), rows)
-    yield ""
+    yield from markdown_table(("seq", "batch", "trainer", "time", "memory", "FLOPs"), rows)
 
 
 def _frontier(group: Group) -> Iterator[str]:
     yield "**Largest batch that ran (smallest out of memory)**\n"
     points = {(point.trainer, point.seq_len): point for point in group.frontier}
     rows = (
-        (str(seq), *(frontier_words(points[name, seq]) if (name, seq) in points else "" for name in group.trainers))
-        for seq in evenly(group.seq_lens, MOST_ROWS)
+        (
+            str(seq),
+            *(contents.frontier_words(points[name, seq]) if (name, seq) in points else "" for name in group.trainers),
+        )
+        for seq in contents.evenly(group.seq_lens, MOST_ROWS)
     )
-    yield from _table(("seq", *(escaped(name) for name in group.trainers)), rows)
-    yield ""
+    yield from markdown_table(("seq", *(escaped(name) for name in group.trainers)), rows)
 
 
 def _privacy(group: Group) -> Iterator[str]:
     if group.privacy_spent:
         yield "**Privacy**\n"
-        shown = evenly(group.privacy_spent, MOST_ROWS)
-        yield from _table(HEADINGS, (tuple(map(escaped, privacy_cells(row))) for row in shown))
-        yield ""
-    yield from (f"{escaped(note)}\n" for note in privacy_notes(group))
+        shown = contents.evenly(group.privacy_spent, MOST_ROWS)
+        yield from markdown_table(
+            contents.HEADINGS, (tuple(map(escaped, contents.privacy_cells(row))) for row in shown)
+        )
+    yield from (f"{escaped(note)}\n" for note in contents.privacy_notes(group))
 
 
 def _failure(failure: Failure) -> Iterator[str]:
@@ -390,15 +351,16 @@ def _failure(failure: Failure) -> Iterator[str]:
     yield from (f"- {escaped(advice)}" for advice in failure.advice)
     if failure.command:
         yield f"\n{fenced(one_line(failure.command))}"
-    for title, block in (("last lines of its log", failure.log_tail), ("stacks", failure.stacks)):
+    for title, block in (("last lines of the log", failure.log_tail), ("stack traces", failure.stacks)):
         if block:
             yield f"\n<details><summary>{title}</summary>\n\n{fenced(block)}\n\n</details>"
     yield ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], sides: str = "") -> Iterator[str]:
-    """A table; columns are aligned right unless `sides` has an `l` at their place."""
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], sides: str = "") -> Iterator[str]:
+    """Yield the lines of a Markdown table. A column is aligned right unless its letter in `sides` is `l`."""
     yield f"| {' | '.join(head)} |"
     marks = [":--" if place < len(sides) and sides[place] == "l" else "--:" for place in range(len(head))]
     yield f"| {' | '.join(marks)} |"
     yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield ""

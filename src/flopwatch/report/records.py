@@ -1,4 +1,4 @@
-"""The frozen records of a report, which every renderer draws from."""
+"""The data of a report as frozen dataclasses. The terminal, HTML, Markdown and JSON output are all made from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,28 +13,23 @@ Axis: TypeAlias = Literal["sequence", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One trial in a matrix. Numbers are finite and positive, and None unless the trial is `ok`.
+    """The measurements of one trial. They are finite and positive, and None unless the outcome is `ok`.
 
     Attributes:
-        trial: Its name.
-        trainer: Its column.
-        privacy: Whether the trainer is differentially private; unknown for a user's own trainer.
-        batch_size: Samples per step.
-        seq_len: Positions per sample.
-        outcome: Its outcome, or `missing`.
-        seconds: Median step time; `low_seconds` and `high_seconds` are its 95 % interval.
-        is_unstable: The interval is wide, so small differences mean nothing.
-        peak_bytes: Reserved on an accelerator, host memory of the process tree on a CPU.
-        above_start_bytes: Host memory beyond that of the process before the model; None on an accelerator.
-        device_bytes: Memory of the accelerator.
-        alloc_retries: Times the allocator had to free its cache; above 0 the trial barely fits.
-        bytes_by_phase: Peak of each phase.
-        samples_per_s: Throughput.
-        tokens_per_s: Throughput in positions; None where samples are not sequences.
-        mfu: Model FLOPs per second as a share of the peak.
-        hfu: Executed FLOPs per second as a share of the peak.
+        trial: Name of the trial.
+        trainer: Column of the trial in tables: its trainer, and options or seeds where they vary.
+        privacy: Whether the trainer is differentially private; `unknown` for a trainer written by the user.
+        outcome: How the trial ended; `missing` if it has no result yet.
+        seconds: Median step time; `low_seconds` and `high_seconds` are the ends of its 95 % interval.
+        is_unstable: True if the interval is wide, so that small differences in time mean nothing.
+        peak_bytes: Peak of reserved memory on an accelerator, or of the host memory of all processes on a CPU.
+        above_start_bytes: Peak host memory minus the host memory before the model was built; None on an accelerator.
+        device_bytes: Memory size of the accelerator.
+        alloc_retries: How often the allocator had to free its cache; above 0 the trial barely fits.
+        bytes_by_phase: Peak memory in each phase of the step.
+        tokens_per_s: Positions per second; None if samples are not sequences.
         hardware_flops: FLOPs executed in one step.
-        is_lower_bound: Some ops have no formula, so FLOPs, MFU and HFU are lower bounds.
+        is_lower_bound: True if some ops have no FLOPs formula, so that FLOPs, MFU and HFU are lower bounds.
     """
 
     trial: str
@@ -65,10 +60,10 @@ class Totals:
     """Totals of the whole sweep.
 
     Attributes:
-        trials: Planned trials.
-        by_outcome: Trials by outcome; `missing` are those without a result.
-        trial_seconds: Sum of all trials' durations; trials that ran at the same time count each.
-        wall_seconds: From the first start to the last end; None if a clock is clearly wrong.
+        trials: Number of planned trials.
+        by_outcome: Number of trials with each outcome; `missing` means that a trial has no result yet.
+        trial_seconds: Sum of the durations of all trials, also of those that ran at the same time.
+        wall_seconds: Time from the first start to the last end; None if the clock of a machine is clearly wrong.
     """
 
     trials: int
@@ -82,19 +77,15 @@ class TrainerTotals:
     """Totals of one trainer.
 
     Attributes:
-        trainer: Its name.
-        privacy: Its privacy class.
-        tried: Trials that ran.
-        ok: Trials that ran to their end.
-        out_of_memory: Trials that ran out of memory.
-        failed: Trials that ran and ended in any other way.
-        not_run: Inferred, unsupported, skipped, cancelled or missing.
-        success_rate: ok / tried; None when nothing was tried.
-        mean_peak_bytes: Mean over its `ok` trials with a known peak.
-        peaks: The number of those trials.
-        shared_mean_peak_bytes: Mean over the configurations that every trainer ran, for a fair comparison.
-        shared_peaks: The number of those configurations.
-        by_outcome: Trials by outcome.
+        tried: Number of trials that ran.
+        ok: Number of trials that ran to their end.
+        out_of_memory: Number of trials that ran out of memory.
+        failed: Number of trials that ran and ended in any other way.
+        not_run: Number of trials that are inferred, unsupported, skipped, cancelled or missing.
+        success_rate: `ok / tried`; None if no trial ran.
+        mean_peak_bytes: Mean peak memory over the `ok` trials whose peak is known; `peaks` is their number.
+        shared_mean_peak_bytes: Mean peak memory over the configurations that every trainer ran, for a fair comparison;
+            `shared_peaks` is their number.
     """
 
     trainer: str
@@ -114,23 +105,18 @@ class TrainerTotals:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Trials that failed for one cause. The fields after `example` describe that trial.
+    """Trials that failed for the same cause, and one of them as an example.
 
     Attributes:
-        outcome: Their outcome.
-        cause: Exception, signal or exit code, with numbers and paths removed.
-        count: The number of trials.
-        trials: Their names.
-        by_trainer: Trials by trainer.
-        example: Name of one of them.
-        reason: Why it ended, in one line.
-        phase: The phase it ended in.
-        step: The step it ended at.
-        evidence: What the outcome was decided by.
-        command: The command that runs it again.
-        log_tail: The end of its log.
-        stacks: The stacks of its threads.
-        advice: What to do.
+        cause: Exception, signal or exit code, with numbers and paths replaced so that equal causes match.
+        trials: Names of the trials; `count` is their number.
+        by_trainer: Number of these trials for each trainer.
+        example: Name of the example. The following fields, up to `stacks`, are about this trial.
+        reason: Why the trial ended, in one line.
+        evidence: Facts from which the outcome was decided, such as the exit code.
+        command: Shell command that runs the trial again.
+        stacks: Stack traces of its threads.
+        advice: What the user can do about the failure.
     """
 
     outcome: str
@@ -151,15 +137,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class CostFactor:
-    """A trainer against `standard` at one batch size and sequence length; 2 is twice as much.
+    """The cost of a trainer divided by that of `standard`, at one batch size and sequence length.
 
     Attributes:
-        trainer: The trainer.
-        batch_size: Samples per step of both.
-        seq_len: Positions per sample of both.
-        time: Ratio of the median step times; `low_time` and `high_time` are its bounds by the two intervals.
+        time: Ratio of the median step times; `low_time` and `high_time` follow from the 95 % intervals of both.
         memory: Ratio of the peaks.
-        memory_above_start: Ratio of the memory that model and step added; only where the peak is host memory.
+        memory_above_start: Ratio of the host memory that model and step added; None on an accelerator.
         flops: Ratio of the executed FLOPs.
     """
 
@@ -176,15 +159,13 @@ class CostFactor:
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """The memory limit of a trainer at one sequence length.
+    """The largest batch that fits in memory, for one trainer and sequence length.
 
     Attributes:
-        trainer: The trainer.
-        seq_len: Positions per sample.
-        largest_ok: Largest batch that ran.
-        smallest_oom: Smallest batch that ran out of memory.
-        is_inferred: `smallest_oom` was inferred from a smaller trial and not run.
-        is_monotone: False when a batch ran that is larger than one that ran out of memory.
+        largest_ok: Largest batch that ran; None if none ran.
+        smallest_oom: Smallest batch that ran out of memory; None if none did.
+        is_inferred: True if `smallest_oom` was not run, because a smaller trial had already run out of memory.
+        is_monotone: False if some batch ran that is larger than one that ran out of memory.
     """
 
     trainer: str
@@ -197,19 +178,18 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Where one trainer overtakes another.
+    """The batch size or sequence length at which another trainer becomes the better one in time or memory.
 
     Attributes:
-        quantity: The compared quantity.
-        axis: The axis along which they cross.
-        fixed: The value on the other axis.
-        below: The better trainer at smaller values.
-        above: The better trainer at larger values.
+        axis: What varies: the `sequence` length or the `batch` size.
+        fixed: The constant value of the other one.
+        below: The trainer that is better at smaller values.
+        above: The trainer that is better at larger values.
         low: The largest measured value at which `below` is better.
         high: The smallest measured value at which `above` is better.
-        at: Log-linear interpolation; None if no difference is measurable at a value between `low` and `high`.
-        equal_at: Measured values between `low` and `high` without a measurable difference.
-        is_claimed: False if medians cross but intervals overlap at a neighbour, so that nothing is decided.
+        at: The crossover, interpolated in logarithms; None if values between `low` and `high` were measured too.
+        equal_at: Measured values between `low` and `high`, at which no difference is measurable.
+        is_claimed: False if the medians cross but the 95 % intervals overlap, so that there may be no crossover.
     """
 
     quantity: Quantity
@@ -226,14 +206,13 @@ class Crossover:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to run at one sequence length within one privacy class.
+    """The best configurations at one sequence length, among private or among not private trainers.
 
     Attributes:
-        seq_len: Positions per sample.
-        privacy: The class of all candidates.
         fastest: The trial with the most samples per second.
-        tied: Trials that are not measurably slower, best first.
-        lightest: The trial with the least memory within 10 % of the fastest; None when memory is unknown.
+        tied: Trials that are not measurably slower than `fastest`, the fastest first.
+        lightest: The trial with the least memory among those with at least 90 % of the highest throughput; None if
+            memory is unknown.
         candidates: The number of trials compared.
     """
 
@@ -247,12 +226,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class PrivacyRow:
-    """The privacy that a training would spend.
+    """The privacy budget that a training would spend.
 
     Attributes:
-        batch_size: Samples of a logical batch.
-        trainers: The columns that spend it.
-        spent: Epsilon and the training it belongs to.
+        batch_size: Samples in a logical batch, which may consist of several micro-batches.
+        trainers: The trainers for which this holds.
+        spent: Epsilon, and the settings of the training for which it was computed.
     """
 
     batch_size: int
@@ -262,24 +241,22 @@ class PrivacyRow:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Trials that may be compared: same model, dtype, device and so on.
+    """Trials that can be compared with each other, because they have the same model, dtype, device and resources.
 
     Attributes:
-        title: Its heading.
-        settings: The settings all trials share.
-        parameters: Parameters of the model.
-        trainers: Columns, in order.
-        batch_sizes: All batch sizes, ascending.
-        seq_lens: All sequence lengths, ascending.
-        cells: All trials.
-        choices: What to run.
-        cost_factors: Costs against `standard`.
-        frontier: Memory limits.
-        crossovers: Where one trainer overtakes another, decided or not.
-        pareto: Trials that no other of the same class and sequence length beats in both memory and throughput.
-        denominators: The peaks that MFU and HFU are shares of, in words.
-        warnings: Why comparisons within the group may mislead.
-        privacy_spent: Epsilon where the matrix requests it, the smallest batch first.
+        settings: The settings that all trials share.
+        parameters: Number of parameters of the model.
+        trainers: The columns of the tables, in order.
+        cells: The measurements of all trials.
+        choices: The best configurations at each sequence length.
+        cost_factors: The costs of each trainer divided by those of `standard`.
+        frontier: The largest batch that fits, for each trainer and sequence length.
+        crossovers: Where another trainer becomes the better one; the clearly measured crossovers come first.
+        pareto: Names of the trials for which no trial of the same privacy class and sequence length has both more
+            throughput and less memory.
+        denominators: The peak FLOP/s by which MFU and HFU were computed, as text.
+        warnings: Reasons why comparisons within the group may mislead.
+        privacy_spent: Epsilon, if the matrix of the sweep asks for it, the smallest batch first.
     """
 
     title: str
@@ -301,12 +278,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """An environment in which trials ran.
-
-    Attributes:
-        settings: Versions, device, host, ...
-        trials: The number of trials that ran in it.
-    """
+    """Versions, device, host and so on, and the number of trials that ran with exactly these."""
 
     settings: Mapping[str, str]
     trials: int
@@ -314,7 +286,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """One line of the table of all trials."""
+    """One row in the table of all trials."""
 
     name: str
     group: int
@@ -341,21 +313,20 @@ class TrialRow:
 
 @dataclass(frozen=True, slots=True)
 class SweepSummary:
-    """Everything that the report shows.
+    """Everything that the report of a sweep shows.
 
     Attributes:
-        name: Name of the sweep's folder.
-        folder: Path of the folder.
-        engine: The engine that ran the sweep.
-        created: Unix time of the plan.
+        name: Name of the sweep's folder; `folder` is its path.
+        engine: Where the trials ran: `local`, `ray` or `slurm`.
+        created: Unix time at which the sweep was planned.
         totals: Totals of all trials.
         trainers: Totals of each trainer.
-        groups: Comparable trials, the group with the most `ok` trials first.
-        failures: One for each cause, the most urgent first.
-        environments: The most common first.
-        preflight: Rows of `preflight.json`.
-        warnings: What readers must know before the numbers.
-        rows: Every trial.
+        groups: Groups of comparable trials, the group with the most `ok` trials first.
+        failures: One entry for each cause, the most urgent first.
+        environments: The environments in which trials ran, the most common first.
+        preflight: Rows of `preflight.json`, which say which trainer supports which model.
+        warnings: What readers must know before they use the numbers.
+        rows: One row for each trial.
     """
 
     name: str

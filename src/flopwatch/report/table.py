@@ -1,4 +1,4 @@
-"""A sweep as one flat table: a row per trial, plain values, the same columns in every row."""
+"""Read a sweep as one flat table: one row per trial, with the same columns in every row."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias, overload
 
 from flopwatch.optional import require_package
 from flopwatch.records.trial import MemoryUse, PrivacySpent, StepCost, StepTimes, TrialResult, TrialSpec
-from flopwatch.report.analysis.cells import MOST_FINITE, make_cell, missing_cell, privacy_of
 from flopwatch.report.capture import Capture, capture_sweep
+from flopwatch.report.cells import MOST_FINITE, make_cell, missing_cell, privacy_of
 from flopwatch.report.records import Cell
 
 Kind: TypeAlias = Literal["text", "integer", "number", "flag"]
@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["text", "integer", "number", "flag"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The source of a row. `steps`, `memory`, `cost` and `privacy` are empty unless the trial is `ok`."""
+    """A trial from which a row is made. `steps`, `memory`, `cost` and `privacy` are empty unless the trial is `ok`."""
 
     name: str
     spec: TrialSpec
@@ -36,11 +36,11 @@ class Column:
     """A column of the table.
 
     Attributes:
-        name: Its name, which ends with its unit.
+        name: Name of the column; it ends with the unit.
         kind: `text`, `integer`, `number` or `flag`.
-        meaning: Its meaning in words.
-        read: Reads its value from a trial; None where it is unknown.
-        may_be_infinite: True for epsilon, which is infinite without noise; elsewhere infinity counts as unknown.
+        meaning: What the column contains, in words.
+        read: Returns the value of a trial; None if it is unknown.
+        may_be_infinite: True for epsilon, which is infinite without noise. In other columns infinity means unknown.
     """
 
     name: str
@@ -63,7 +63,6 @@ def _result(name: str) -> Callable[[Trial], Any]:
 
 
 def _part(part: str, name: str) -> Callable[[Trial], Any]:
-    """A field of `steps`, `memory`, `cost` or `privacy`, which may be None."""
     return lambda trial: getattr(getattr(trial, part), name, None)
 
 
@@ -94,8 +93,8 @@ def _not_measured(trial: Trial) -> str | None:
 
 
 def _host_method(trial: Trial) -> str | None:
-    """Sweeps of early versions recorded resident memory and no method."""
     memory = trial.memory
+    # Early versions of flopwatch measured resident memory and did not record the method.
     return memory.host_method or ("rss" if memory.host_bytes is None and memory.rss_bytes is not None else None)
 
 
@@ -105,128 +104,124 @@ def _attempts(trial: Trial) -> int | None:
     return len(trial.result.earlier_attempts) + (trial.result.unix_time is not None)
 
 
-def _parameters(trial: Trial) -> Any:
-    return trial.result.measured.parameters if trial.result else None
+def _measured(name: str) -> Callable[[Trial], Any]:
+    return lambda trial: getattr(trial.result.measured, name) if trial.result else None
+
+
+def _attention(trial: Trial) -> str | None:
+    return trial.cost.attention if trial.cost.method else None
 
 
 def _bound(trial: Trial) -> bool | None:
     return trial.cost.is_lower_bound if trial.cost.model_flops is not None else None
 
 
-def _trace(trial: Trial) -> Any:
-    return trial.result.measured.trace if trial.result else None
-
-
 COLUMNS: tuple[Column, ...] = (
-    Column("trial", "text", "name within its sweep", lambda trial: trial.name),
+    Column("trial", "text", "name of the trial within its sweep", lambda trial: trial.name),
     Column("trainer", "text", "standard, dpsgd, ghost, fast, module:Class or command", _spec("trainer")),
-    Column("label", "text", "how the trainer is called in names", _spec("label")),
-    Column("privacy", "text", "private, not private, or unknown", lambda trial: privacy_of(trial.spec)),
-    Column("model", "text", "preset, config file or module:function", _spec("model")),
-    Column("batch_size", "integer", "samples of a step", _spec("batch_size")),
-    Column("seq_len", "integer", "positions of a sample", _spec("seq_len")),
-    Column("dtype", "text", "what matmuls compute in", _spec("dtype")),
-    Column("checkpointing", "flag", "with gradient checkpointing", _spec("checkpointing")),
-    Column("seed", "integer", "of weights and batch", _spec("seed")),
+    Column("label", "text", "name of the trainer in the names of trials", _spec("label")),
     Column(
-        "micro_batch_size", "integer", "samples in memory at once; empty: the whole batch", _spec("micro_batch_size")
+        "privacy", "text", "differential privacy: private, not private, unknown", lambda trial: privacy_of(trial.spec)
     ),
+    Column("model", "text", "model: preset, config file or module:function", _spec("model")),
+    Column("batch_size", "integer", "samples per step", _spec("batch_size")),
+    Column("seq_len", "integer", "positions per sample", _spec("seq_len")),
+    Column("dtype", "text", "dtype in which matmuls compute", _spec("dtype")),
+    Column("checkpointing", "flag", "whether gradient checkpointing is on", _spec("checkpointing")),
+    Column("seed", "integer", "random seed of the weights and the batch", _spec("seed")),
+    Column("micro_batch_size", "integer", "samples per forward pass; empty: the batch size", _spec("micro_batch_size")),
     Column("batch", "text", "function that makes the batch", _spec("batch")),
-    Column("nodes", "integer", "machines of the trial", _spec("nodes")),
+    Column("nodes", "integer", "number of machines of the trial", _spec("nodes")),
     Column("processes", "integer", "worker processes on each node", _spec("processes")),
-    Column("layout", "text", "how processes share the training", _spec("layout")),
-    Column("device_asked", "text", "as in the matrix; auto is what was there", _spec("device")),
-    Column("threads", "integer", "CPU threads asked for", _spec("threads")),
-    Column("gpus", "number", "accelerators asked for on each node", _spec("gpus")),
-    Column("cpus", "integer", "cores asked of the engine", _spec("cpus")),
-    Column("steps", "integer", "measured steps asked for", _spec("steps")),
-    Column("warmup_steps", "integer", "steps before them", _spec("warmup_steps")),
-    Column("memory_limit_bytes", "integer", "host memory allowed", lambda trial: trial.spec.limits.memory_bytes),
-    Column("outcome", "text", "how it ended; missing: no result yet", _cell("outcome")),
-    Column("reason", "text", "one line for a person", _result("reason")),
-    Column("phase", "text", "where it was at its end", _result("phase")),
-    Column("not_measured", "text", "what of an ok trial could not be measured after its steps, and why", _not_measured),
-    Column("attempts", "integer", "how often it was started; 0 when it was not run", _attempts),
-    Column("start_unix_seconds", "number", "when the last attempt began", _result("unix_time")),
-    Column("total_seconds", "number", "from start to end of its worker", _result("seconds")),
-    Column("parameters", "integer", "of the model", _parameters),
-    Column("steps_measured", "integer", "steps that were timed", _part("steps", "count")),
-    Column("step_seconds_median", "number", "of a step", _cell("seconds")),
-    Column("step_seconds_low", "number", "95 % interval of the median; empty below 6 steps", _cell("low_seconds")),
-    Column("step_seconds_high", "number", "its upper end", _cell("high_seconds")),
-    Column("step_seconds_p10", "number", "tenth percentile", _part("steps", "p10")),
-    Column("step_seconds_p90", "number", "ninetieth percentile", _part("steps", "p90")),
-    Column("step_seconds_p99", "number", "99th percentile", _part("steps", "p99")),
-    Column("step_seconds_first", "number", "the first step of all, with compilation", _part("steps", "first")),
-    Column("unstable", "flag", "the interval is wider than 5 % of the median", _part("steps", "unstable")),
-    Column("forward_seconds", "number", "median of the forward pass", _phase_seconds("forward")),
-    Column("backward_seconds", "number", "median of the backward pass", _phase_seconds("backward")),
-    Column("optimizer_seconds", "number", "median of the update", _phase_seconds("optimizer")),
-    Column("samples_per_s", "number", "batch size over the median", _cell("samples_per_s")),
-    Column("tokens_per_s", "number", "positions over the median", _cell("tokens_per_s")),
-    Column("peak_bytes", "integer", "the memory that decides whether it fits", _cell("peak_bytes")),
-    Column("device_bytes", "integer", "memory the accelerator has", _cell("device_bytes")),
-    Column("allocated_bytes", "integer", "most held by tensors on the accelerator", _part("memory", "allocated_bytes")),
-    Column("reserved_bytes", "integer", "most held by its allocator", _part("memory", "reserved_bytes")),
-    Column("alloc_retries", "integer", "above 0 it barely fits", _part("memory", "alloc_retries")),
-    Column("host_bytes", "integer", "most host memory of its process tree", _part("memory", "host_peak_bytes")),
-    Column("host_method", "text", "high_water, samples, or rss: shared pages count for each process", _host_method),
+    Column("layout", "text", "how processes share the training, such as ddp or fsdp", _spec("layout")),
+    Column("device_asked", "text", "device requested in the matrix; auto: the best available", _spec("device")),
+    Column("threads", "integer", "requested CPU threads", _spec("threads")),
+    Column("gpus", "number", "requested accelerators on each node", _spec("gpus")),
+    Column("cpus", "integer", "CPU cores requested from the engine", _spec("cpus")),
+    Column("steps", "integer", "requested number of measured steps", _spec("steps")),
+    Column("warmup_steps", "integer", "steps before the measured ones", _spec("warmup_steps")),
+    Column("memory_limit_bytes", "integer", "limit of the host memory", lambda trial: trial.spec.limits.memory_bytes),
+    Column("outcome", "text", "how the trial ended; missing means no result yet", _cell("outcome")),
+    Column("reason", "text", "why the trial ended, in one line", _result("reason")),
+    Column("phase", "text", "phase in which the trial ended", _result("phase")),
+    Column("not_measured", "text", "what could not be measured after the steps of an ok trial, and why", _not_measured),
+    Column("attempts", "integer", "how often the trial was started; 0 if it was not run", _attempts),
+    Column("start_unix_seconds", "number", "start of the last attempt", _result("unix_time")),
+    Column("total_seconds", "number", "time from start to end of the worker process", _result("seconds")),
+    Column("parameters", "integer", "number of parameters of the model", _measured("parameters")),
+    Column("steps_measured", "integer", "number of timed steps", _part("steps", "count")),
+    Column("step_seconds_median", "number", "median step time", _cell("seconds")),
+    Column("step_seconds_low", "number", "lower end of the 95 % interval; empty below 6 steps", _cell("low_seconds")),
+    Column("step_seconds_high", "number", "upper end of the 95 % interval of the median", _cell("high_seconds")),
+    Column("step_seconds_p10", "number", "10th percentile of the step time", _part("steps", "p10")),
+    Column("step_seconds_p90", "number", "90th percentile of the step time", _part("steps", "p90")),
+    Column("step_seconds_p99", "number", "99th percentile of the step time", _part("steps", "p99")),
+    Column("step_seconds_first", "number", "time of the first step, with compilation", _part("steps", "first")),
+    Column("unstable", "flag", "whether the 95 % interval is wider than 5 % of the median", _part("steps", "unstable")),
+    Column("forward_seconds", "number", "median time of the forward pass", _phase_seconds("forward")),
+    Column("backward_seconds", "number", "median time of the backward pass", _phase_seconds("backward")),
+    Column("optimizer_seconds", "number", "median time of the optimizer step", _phase_seconds("optimizer")),
+    Column("samples_per_s", "number", "batch size divided by the median step time", _cell("samples_per_s")),
+    Column("tokens_per_s", "number", "positions divided by the median step time", _cell("tokens_per_s")),
+    Column("peak_bytes", "integer", "peak of the memory that decides whether the trial fits", _cell("peak_bytes")),
+    Column("device_bytes", "integer", "memory size of the accelerator", _cell("device_bytes")),
+    Column("allocated_bytes", "integer", "peak held by tensors on the accelerator", _part("memory", "allocated_bytes")),
+    Column("reserved_bytes", "integer", "peak held by the accelerator's allocator", _part("memory", "reserved_bytes")),
+    Column("alloc_retries", "integer", "above 0, the trial barely fits into memory", _part("memory", "alloc_retries")),
+    Column("host_bytes", "integer", "peak host memory of all processes", _part("memory", "host_peak_bytes")),
+    Column("host_method", "text", "high_water, samples, or rss (counts shared pages per process)", _host_method),
     Column("baseline_bytes", "integer", "host memory before the model was built", _part("memory", "baseline_bytes")),
     Column("build_peak_bytes", "integer", "peak while the model is built", _phase_bytes("build")),
     Column("forward_peak_bytes", "integer", "peak of the forward pass", _phase_bytes("forward")),
     Column("backward_peak_bytes", "integer", "peak of the backward pass", _phase_bytes("backward")),
-    Column("optimizer_peak_bytes", "integer", "peak of the update", _phase_bytes("optimizer")),
-    Column("model_flops", "integer", "of the standard step", _part("cost", "model_flops")),
-    Column("hardware_flops", "integer", "of the step this trainer executes", _part("cost", "hardware_flops")),
-    Column("flops_method", "text", "how they were found", _part("cost", "method")),
-    Column(
-        "flops_attention", "text", "full or causal", lambda trial: trial.cost.attention if trial.cost.method else None
-    ),
-    Column("flops_lower_bound", "flag", "some ops had no formula", _bound),
-    Column("device_peak_flops_per_s", "number", "what MFU and HFU are shares of", _peak("flops_per_s")),
-    Column("device_peak_kind", "text", "where that figure is from", _peak("kind")),
-    Column("mfu", "number", "model FLOPs over the peak, as a fraction", _cell("mfu")),
-    Column("hfu", "number", "hardware FLOPs over the peak, as a fraction", _cell("hfu")),
-    Column(
-        "epsilon", "number", "privacy spent; where none holds, privacy_note says why", _part("privacy", "epsilon"), True
-    ),
-    Column("delta", "number", "for which", _part("privacy", "delta")),
-    Column("noise_multiplier", "number", "epsilon is for it", _part("privacy", "noise_multiplier")),
-    Column("sample_rate", "number", "chance of a sample to be in a batch", _part("privacy", "sample_rate")),
-    Column("privacy_steps", "integer", "steps of the training, not of the trial", _part("privacy", "steps")),
-    Column("accountant", "text", "rdp, prv or gdp", _part("privacy", "accountant")),
+    Column("optimizer_peak_bytes", "integer", "peak of the optimizer step", _phase_bytes("optimizer")),
+    Column("model_flops", "integer", "FLOPs of a standard training step", _part("cost", "model_flops")),
+    Column("hardware_flops", "integer", "FLOPs that this trainer executes per step", _part("cost", "hardware_flops")),
+    Column("flops_method", "text", "how FLOPs were counted", _part("cost", "method")),
+    Column("flops_attention", "text", "how attention is counted: full or causal", _attention),
+    Column("flops_lower_bound", "flag", "whether FLOPs are a lower bound, because some ops have no formula", _bound),
+    Column("device_peak_flops_per_s", "number", "peak of which MFU and HFU are shares", _peak("flops_per_s")),
+    Column("device_peak_kind", "text", "where the peak comes from", _peak("kind")),
+    Column("mfu", "number", "model FLOP/s divided by the peak", _cell("mfu")),
+    Column("hfu", "number", "hardware FLOP/s divided by the peak", _cell("hfu")),
+    Column("epsilon", "number", "privacy spent; if empty, privacy_note says why", _part("privacy", "epsilon"), True),
+    Column("delta", "number", "delta for which epsilon holds", _part("privacy", "delta")),
+    Column("noise_multiplier", "number", "noise for which epsilon holds", _part("privacy", "noise_multiplier")),
+    Column("sample_rate", "number", "probability that a sample is in a batch", _part("privacy", "sample_rate")),
+    Column("privacy_steps", "integer", "steps of the training for which epsilon holds", _part("privacy", "steps")),
+    Column("accountant", "text", "privacy accountant: rdp, prv or gdp", _part("privacy", "accountant")),
     Column("privacy_note", "text", "what a reader of epsilon must know", _part("privacy", "note")),
-    Column("host", "text", "machine it ran on", _environment("host")),
-    Column("device", "text", "such as cuda:0", _environment("device")),
-    Column("device_name", "text", "of the accelerator", _environment("device_name")),
-    Column("cpu", "text", "of the host", _environment("cpu")),
-    Column("torch", "text", "version", _environment("torch")),
-    Column("cuda", "text", "version", _environment("cuda")),
-    Column("opacus", "text", "version", _environment("opacus")),
-    Column("python", "text", "version", _environment("python")),
-    Column("flopwatch", "text", "version", _environment("flopwatch")),
-    Column("git", "text", "commit it ran in; + with changes", _environment("git")),
-    Column("trace", "text", "its Kineto trace, within the sweep's folder", _trace),
-    Column("key", "text", "hash of its configuration and of what it ran on", _result("key")),
-    Column("shell_command", "text", "what a command trainer runs", _spec("command")),
-    Column("command", "text", "runs just this trial again", _result("command")),
+    Column("host", "text", "machine on which the trial ran", _environment("host")),
+    Column("device", "text", "device on which the trial ran, such as cuda:0", _environment("device")),
+    Column("device_name", "text", "name of the accelerator", _environment("device_name")),
+    Column("cpu", "text", "name of the CPU", _environment("cpu")),
+    Column("torch", "text", "version of torch", _environment("torch")),
+    Column("cuda", "text", "version of CUDA", _environment("cuda")),
+    Column("opacus", "text", "version of Opacus", _environment("opacus")),
+    Column("python", "text", "version of Python", _environment("python")),
+    Column("flopwatch", "text", "version of flopwatch", _environment("flopwatch")),
+    Column("git", "text", "git commit of the code; + means with local changes", _environment("git")),
+    Column("trace", "text", "path of the Kineto trace within the sweep's folder", _measured("trace")),
+    Column("key", "text", "hash of the configuration and the environment", _result("key")),
+    Column("shell_command", "text", "shell command that a command trainer runs", _spec("command")),
+    Column("command", "text", "shell command that runs this trial again", _result("command")),
 )
-"""They are followed by `options.NAME` and `extra.NAME`, each sorted by name."""
+"""The columns of every table. Columns `options.NAME` and then `extra.NAME` follow, each sorted by name."""
 
 
 _PANDAS_TYPES: Mapping[Kind, str] = {"text": "object", "integer": "Int64", "number": "float64", "flag": "boolean"}
 MOST_INTEGER = 2**63 - 1
-"""A column with a larger number, such as the FLOPs of a step of the largest models, becomes one of floats."""
+"""An integer column with a larger value becomes a column of floats. FLOPs of the largest models can be larger."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table(Sequence[dict[str, Any]]):
-    """The rows of a sweep: a sequence of plain dicts, so that `pandas.DataFrame(table)` works.
+    """The rows of a sweep as a sequence of dicts, so that `pandas.DataFrame(table)` works.
 
     Attributes:
-        rows: One dict per trial, in the order of the plan, each with every column; None is unknown.
+        rows: One dict per trial, in the order of the plan, with all columns; unknown values are None.
         kinds: The kind of each column: `text`, `integer`, `number` or `flag`.
-        troubles: A sentence for each damaged part of the folder, which is missing from the rows.
+        troubles: One sentence for each damaged part of the folder; the rows do not contain that part.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -235,16 +230,16 @@ class Table(Sequence[dict[str, Any]]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns in order; `flopwatch.report.COLUMNS` explains them."""
+        """The names of the columns in order. `flopwatch.report.COLUMNS` explains them."""
         return tuple(self.kinds)
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame` with typed columns. `Int64` and `boolean` distinguish unknown from 0 and False.
+        """Return a `pandas.DataFrame` with typed columns. The types of integers and flags allow unknown values.
 
         Raises:
             MissingDependencyError: pandas is not installed.
         """
-        pandas = require_package("pandas", "to_pandas()", "; the rows themselves need nothing")
+        pandas = require_package("pandas", "to_pandas()", "; without it, iterate over the table")
         frame = pandas.DataFrame(list(self.rows), columns=list(self.columns), dtype=object)
         return frame.astype({name: _PANDAS_TYPES[kind] for name, kind in self.kinds.items()})
 
@@ -273,26 +268,25 @@ def load(folder: str | PathLike[str]) -> Table:
     frame = table.to_pandas()
     ```
 
-    As in the report, only `ok` trials have measured numbers. Unknown values and numbers that are not finite are None.
+    Only `ok` trials have measured values. Unknown values, NaN and infinity are None.
 
     Args:
         folder: The folder that `flopwatch sweep` wrote.
 
     Raises:
-        InputError: This is not the folder of a sweep.
+        InputError: The folder is not the folder of a sweep.
     """
     return make_table(capture_sweep(Path(folder).expanduser()))
 
 
 def make_table(capture: Capture) -> Table:
-    """The table of a captured sweep; trials without a result have the outcome `missing`."""
+    """Make the table of a sweep. Trials without a result have the outcome `missing`."""
     trials = [_ended(result) for result in capture.results.values()]
     trials += [_missing(name, spec) for name, spec in capture.missing.items()]
     return replace(_table(trials), troubles=capture.troubles)
 
 
 def result_row(result: TrialResult) -> dict[str, Any]:
-    """The row of a single trial."""
     return _table([_ended(result)]).rows[0]
 
 
@@ -340,7 +334,7 @@ def _named(prefix: str, values: Any) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    """A number, a flag or text; lists and dicts become JSON."""
+    """Convert a value for a table cell: numbers, flags and text stay, everything else becomes JSON text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):
@@ -359,7 +353,7 @@ def _kind_of(values: Iterable[Any]) -> Kind:
 
 
 def _value(value: Any, kind: Kind) -> Any:
-    """The value if it is of the column's kind, else None: a damaged file may hold anything."""
+    """Return the value if it suits the kind of the column, or else None. A damaged file may contain anything."""
     if value is None or (kind == "flag" and not isinstance(value, bool)):
         return None
     if kind == "flag":
@@ -375,7 +369,7 @@ def _value(value: Any, kind: Kind) -> Any:
 
 
 def whole_text(text: str) -> str:
-    r"""Text with lone surrogates escaped, because neither UTF-8 nor pandas can hold them.
+    r"""Escape lone surrogates in text, because UTF-8 cannot encode them.
 
     >>> whole_text("half \ud83d")
     'half \\ud83d'

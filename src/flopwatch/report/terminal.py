@@ -1,4 +1,4 @@
-"""The report in a terminal: what to run, then trainers and matrices, then failures."""
+"""Write the report for a terminal: what to run, totals of the trainers, measurements, and failures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,35 +12,7 @@ from rich.text import Text
 
 from flopwatch.number_format import UNKNOWN, byte_size, count, duration, factor, percent, plural
 from flopwatch.records.reading import one_line, plain
-from flopwatch.report.contents import (
-    CLASSES_APART,
-    HEADINGS,
-    MATRIX_NOTES,
-    METRICS,
-    NOTHING_TO_CHOOSE,
-    WHOLE_PROCESS,
-    Metric,
-    best_trials,
-    cell_text,
-    choice_notes,
-    choice_sentence,
-    column_chunks,
-    crossover_digest,
-    denominator_sentence,
-    device_sentence,
-    evenly,
-    frontier_words,
-    known_metrics,
-    layer_words,
-    matrix_rows,
-    narrowed,
-    outcome_style,
-    privacy_cells,
-    privacy_notes,
-    some_choices,
-    throughput,
-    totals_sentence,
-)
+from flopwatch.report import contents
 from flopwatch.report.records import Cell, Choice, CostFactor, Environment, Failure, Group, SweepSummary, TrainerTotals
 
 MOST_ROWS = 24
@@ -50,7 +22,7 @@ _PRIVACY_WORDS = {"not private": "no DP", "private": "DP", "unknown": "unknown"}
 
 
 def choices_table(group: Group) -> RenderableType:
-    choices = some_choices(group.choices, MOST_ROWS)
+    choices = contents.some_choices(group.choices, MOST_ROWS)
     table = _table("seq:r", "class", "fastest that ran", "throughput:r", "peak:r")
     table.add_column("least memory\nwithin 10 %")
     table.add_column("peak", justify="right", no_wrap=True)
@@ -62,10 +34,10 @@ def choices_table(group: Group) -> RenderableType:
 def tie_sentences(group: Group) -> list[str]:
     tied = [choice for choice in group.choices if choice.tied]
     notes_shown = [
-        f"≈ seq {choice.seq_len}, {_PRIVACY_WORDS[choice.privacy]}: {one_line(choice_sentence(choice))}"
+        f"≈ seq {choice.seq_len}, {_PRIVACY_WORDS[choice.privacy]}: {one_line(contents.choice_sentence(choice))}"
         for choice in tied[:MOST_TIES]
     ]
-    notes = [(choice, choice_notes(choice)) for choice in group.choices if choice.fastest.alloc_retries]
+    notes = [(choice, contents.choice_notes(choice)) for choice in group.choices if choice.fastest.alloc_retries]
     notes_shown += [f"! seq {c.seq_len}, {_short(c.fastest)}: {note}" for c, note in notes[:MOST_TIES]]
     more = max(len(tied) - MOST_TIES, 0) + max(len(notes) - MOST_TIES, 0)
     return [*notes_shown, plural(more, "more note")] if more else notes_shown
@@ -85,19 +57,21 @@ def trainers_table(trainers: Sequence[TrainerTotals]) -> RenderableType:
         )
     shared = max((trainer.shared_peaks for trainer in trainers), default=0)
     shared_words = "the one configuration" if shared == 1 else f"the {shared:,} configurations"
-    note = f"¹ mean over {shared_words} every trainer ran: compare these" if has_shared else ""
+    note = (
+        f"¹ mean peak over {shared_words} that every trainer ran: compare trainers by this column" if has_shared else ""
+    )
     return Renderables(table, Text(note, style="dim"))
 
 
-def matrix_table(group: Group, metric: Metric) -> RenderableType:
-    rows = matrix_rows(group)
-    shown = evenly(rows, MOST_ROWS)
+def matrix_table(group: Group, metric: contents.Metric) -> RenderableType:
+    rows = contents.matrix_rows(group)
+    shown = contents.evenly(rows, MOST_ROWS)
     table = _table("seq:r", "batch:r")
     for trainer in group.trainers:
         table.add_column(_heading(trainer), justify="right", overflow="fold")
     before = None
     for row in shown:
-        best = best_trials(row.cells, metric)
+        best = contents.best_trials(row.cells, metric)
         cells = [_matrix_cell(cell, metric, is_best=cell is not None and cell.trial in best) for cell in row.cells]
         table.add_row(str(row.seq_len) if row.seq_len != before else "", str(row.batch_size), *cells)
         before = row.seq_len
@@ -105,12 +79,8 @@ def matrix_table(group: Group, metric: Metric) -> RenderableType:
 
 
 def factors_table(group: Group) -> RenderableType:
-    """Time, memory and FLOPs of each trainer as multiples of those of `standard`."""
-    by_place: dict[tuple[int, int], dict[str, CostFactor]] = {}
-    for one in group.cost_factors:
-        by_place.setdefault((one.seq_len, one.batch_size), {})[one.trainer] = one
-    places = evenly(list(by_place), MOST_ROWS)
-    trainers = [name for name in group.trainers if any(name in found for found in by_place.values())]
+    by_place, trainers = contents.factors_by_place(group)
+    places = contents.evenly(list(by_place), MOST_ROWS)
     table = _table("seq:r", "batch:r")
     for trainer in trainers:
         table.add_column(_heading(trainer), justify="right", overflow="fold")
@@ -119,7 +89,7 @@ def factors_table(group: Group) -> RenderableType:
         cells = [_factor_text(by_place[place].get(name)) for name in trainers]
         table.add_row(str(place[0]) if place[0] != before else "", str(place[1]), *cells)
         before = place[0]
-    return _with_words("Cost against standard: time, memory, FLOPs", table, len(by_place), len(places))
+    return _with_words("Cost relative to standard: time, memory, FLOPs", table, len(by_place), len(places))
 
 
 def frontier_table(group: Group) -> RenderableType:
@@ -127,40 +97,30 @@ def frontier_table(group: Group) -> RenderableType:
     table = _table("seq:r")
     for trainer in group.trainers:
         table.add_column(_heading(trainer), justify="right", overflow="fold")
-    shown = evenly(group.seq_lens, MOST_ROWS)
+    shown = contents.evenly(group.seq_lens, MOST_ROWS)
     for seq_len in shown:
         points = [by_place.get((trainer, seq_len)) for trainer in group.trainers]
-        table.add_row(str(seq_len), *(frontier_words(point) if point else "" for point in points))
+        table.add_row(str(seq_len), *(contents.frontier_words(point) if point else "" for point in points))
     return _with_words("Largest batch that ran (smallest out of memory)", table, len(group.seq_lens), len(shown))
 
 
 def privacy_table(group: Group) -> RenderableType:
-    table = _table(*(f"{name}:r" for name in HEADINGS[:-1]), HEADINGS[-1])
-    shown = evenly(group.privacy_spent, MOST_ROWS)
+    table = _table(*(f"{name}:r" for name in contents.HEADINGS[:-1]), contents.HEADINGS[-1])
+    shown = contents.evenly(group.privacy_spent, MOST_ROWS)
     for row in shown:
-        table.add_row(*(Text(one_line(cell)) for cell in privacy_cells(row)))
+        table.add_row(*(Text(one_line(cell)) for cell in contents.privacy_cells(row)))
     return _with_words("Privacy", table, len(group.privacy_spent), len(shown))
 
 
 def preflight_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("trainer", "model", "can", "parameters:r", "layers", "why not")
-    for row in evenly(rows, MOST_ROWS):
-        parameters = row.get("parameters")
-        size = count(parameters) if isinstance(parameters, int | float) else UNKNOWN
-        cells = (
-            row["trainer"],
-            row["model"],
-            ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no",
-            size,
-            layer_words(row),
-            row.get("reason") or "",
-        )
-        table.add_row(*(Text(one_line(str(cell))) for cell in cells))
+    table = _table(*contents.PREFLIGHT_HEADINGS)
+    for row in contents.evenly(rows, MOST_ROWS):
+        table.add_row(*(Text(one_line(cell)) for cell in contents.preflight_cells(row)))
     return table
 
 
 def environments_table(environments: Sequence[Environment]) -> RenderableType:
-    table = _table("trials:r", "where")
+    table = _table("trials:r", "environment")
     for environment in environments[:MOST_ROWS]:
         settings = ", ".join(f"{name} {value}" for name, value in environment.settings.items())
         table.add_row(f"{environment.trials:,}", Text(one_line(settings)))
@@ -174,16 +134,16 @@ def _choice_cells(choice: Choice) -> list[Text]:
         Text(str(choice.seq_len)),
         Text(_PRIVACY_WORDS[choice.privacy]),
         Text(("≈ " if choice.tied else "") + _short(fastest), style="dim" if choice.tied else "bold"),
-        Text(throughput(fastest)),
+        Text(contents.throughput(fastest)),
         Text(byte_size(fastest.peak_bytes)),
         Text("the same" if is_same else _short(lightest) if lightest else UNKNOWN, style="dim" if is_same else ""),
         Text("" if is_same else byte_size(lightest.peak_bytes) if lightest else UNKNOWN),
     ]
 
 
-def _matrix_cell(cell: Cell | None, metric: Metric, *, is_best: bool) -> Text:
-    style = "bold" if is_best else outcome_style(cell.outcome) if cell and cell.outcome != "ok" else ""
-    return Text(cell_text(cell, metric), style=style)
+def _matrix_cell(cell: Cell | None, metric: contents.Metric, *, is_best: bool) -> Text:
+    style = "bold" if is_best else contents.outcome_style(cell.outcome) if cell and cell.outcome != "ok" else ""
+    return Text(contents.cell_text(cell, metric), style=style)
 
 
 def _factor_text(one: CostFactor | None) -> Text:
@@ -206,14 +166,16 @@ def _some(number: int) -> str:
 
 
 def _with_words(title: str, table: Table, total: int = 0, shown: int = 0) -> RenderableType:
-    """A table with its title and a note outside of it, where they do not wrap at its width."""
-    left_out = f"{shown} of {total:,} rows, evenly spaced; --html and --json have all" if total > shown else ""
+    """Put the title and the note outside of the table, because inside they would wrap at the width of the table."""
+    left_out = (
+        f"{shown} of {total:,} rows are shown, evenly spaced; --html and --json have all" if total > shown else ""
+    )
     parts = ([Text(title, style="bold")] if title else []) + [table]
     return Renderables(*parts, Text(left_out, style="dim"))
 
 
 def _table(*columns: str) -> Table:
-    """A table with columns of these names; those that end with `:r` are aligned right."""
+    """Make a table with columns of these names. A name that ends with `:r` means that the column is aligned right."""
     table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
         name, _, side = column.partition(":")
@@ -230,11 +192,11 @@ _CELL_WIDTH, _FACTORS_WIDTH, _LEFT_WIDTH = 15, 21, 14
 
 
 def draw_report(summary: SweepSummary, metrics: Sequence[str] = (), width: int = 80) -> RenderableType:
-    """The report for a rich console that is `width` characters wide."""
-    return Renderables(*_parts(summary, [METRICS[name] for name in metrics], width))
+    """Return the report for a rich console that is `width` characters wide."""
+    return Renderables(*_parts(summary, [contents.METRICS[name] for name in metrics], width))
 
 
-def _parts(summary: SweepSummary, metrics: Sequence[Metric], width: int) -> Iterator[RenderableType]:
+def _parts(summary: SweepSummary, metrics: Sequence[contents.Metric], width: int) -> Iterator[RenderableType]:
     yield from _head(summary)
     if not summary.totals.trials:
         yield _indented(Text("The plan of this sweep has no trials."))
@@ -244,7 +206,7 @@ def _parts(summary: SweepSummary, metrics: Sequence[Metric], width: int) -> Iter
     yield _section_heading("Trainers")
     yield _indented(trainers_table(summary.trainers))
     for group in shown:
-        yield from _group(narrowed(group), metrics, width)
+        yield from _group(contents.narrowed(group), metrics, width)
     if hidden := len(summary.groups) - len(shown):
         names = "; ".join(one_line(group.title) for group in summary.groups[MOST_GROUPS : MOST_GROUPS + 4])
         yield _note(f"\n{hidden} more groups ({names}{'; ...' if hidden > 4 else ''}): see --html or --json")
@@ -260,7 +222,7 @@ def _parts(summary: SweepSummary, metrics: Sequence[Metric], width: int) -> Iter
 def _head(summary: SweepSummary) -> Iterator[RenderableType]:
     yield Text.assemble(("flopwatch report ", "bold"), plain(summary.folder))
     spent = f"; {duration(summary.totals.trial_seconds)} of trials" if summary.totals.trial_seconds else ""
-    yield Text(totals_sentence(summary) + spent)
+    yield Text(contents.totals_sentence(summary) + spent)
     for warning in summary.warnings[:MOST_WARNINGS]:
         yield Text.assemble(("! ", "bold yellow"), (one_line(warning), "yellow"))
 
@@ -268,35 +230,39 @@ def _head(summary: SweepSummary) -> Iterator[RenderableType]:
 def _what_to_run(groups: Sequence[Group]) -> Iterator[RenderableType]:
     yield _section_heading("What to run")
     if not any(group.choices for group in groups):
-        yield _indented(Text(NOTHING_TO_CHOOSE))
+        yield _indented(Text(contents.NOTHING_TO_CHOOSE))
         return
     for group in groups:
         if group.choices:
             yield _indented(Text(one_line(group.title), style="italic"))
             yield _indented(choices_table(group))
             yield from (_note(sentence) for sentence in tie_sentences(group))
-    yield _note(CLASSES_APART)
+    yield _note(contents.CLASSES_APART)
 
 
-def _group(group: Group, metrics: Sequence[Metric], width: int) -> Iterator[RenderableType]:
+def _group(group: Group, metrics: Sequence[contents.Metric], width: int) -> Iterator[RenderableType]:
     parameters = f", {count(group.parameters)} parameters" if group.parameters else ""
     yield _section_heading(f"{one_line(group.title)}{parameters}")
-    chosen = list(metrics) or known_metrics(group)
-    pieces = column_chunks(group, max((width - _LEFT_WIDTH) // _CELL_WIDTH, 1))
+    chosen = list(metrics) or contents.known_metrics(group)
+    pieces = contents.column_chunks(group, max((width - _LEFT_WIDTH) // _CELL_WIDTH, 1))
     for metric in chosen:
         yield from (_indented(matrix_table(piece, metric)) for piece in pieces)
     if chosen:
         yield from (_note(note) for note in _notes_that_apply(group))
         yield Text()
     if group.cost_factors:
-        for piece in column_chunks(group, max((width - _LEFT_WIDTH) // _FACTORS_WIDTH + 1, 1)):
+        for piece in contents.column_chunks(group, max((width - _LEFT_WIDTH) // _FACTORS_WIDTH + 1, 1)):
             if piece.cost_factors:
                 yield _indented(factors_table(piece))
         if any(one.memory_above_start is not None for one in group.cost_factors):
-            yield _note(WHOLE_PROCESS)
+            yield _note(contents.WHOLE_PROCESS)
             yield Text()
     yield from (_indented(frontier_table(piece)) for piece in pieces)
-    for sentence in (device_sentence(group.cells), denominator_sentence(group)):
+    capacity = contents.device_capacity(group.cells)
+    for sentence in (
+        f"The device has {byte_size(capacity)}." if capacity else "",
+        contents.denominator_sentence(group),
+    ):
         if sentence:
             yield _note(one_line(sentence))
     yield from _privacy(group)
@@ -307,12 +273,12 @@ def _privacy(group: Group) -> Iterator[RenderableType]:
     if group.privacy_spent:
         yield Text()
         yield _indented(privacy_table(group))
-    yield from (_note(one_line(note)) for note in privacy_notes(group))
+    yield from (_note(one_line(note)) for note in contents.privacy_notes(group))
 
 
 def _notes_that_apply(group: Group) -> Iterator[str]:
     outcomes = {cell.outcome for cell in group.cells}
-    bold, times, endings, bounds = MATRIX_NOTES
+    bold, times, endings, bounds = contents.MATRIX_NOTES
     if any(cell.seconds for cell in group.cells):
         yield from [bold] if len(group.trainers) > 1 else []
         yield times
@@ -323,17 +289,17 @@ def _notes_that_apply(group: Group) -> Iterator[str]:
 
 
 def _crossovers(group: Group) -> Iterator[RenderableType]:
-    sentences = crossover_digest(group.crossovers)
+    sentences = contents.crossover_digest(group.crossovers)
     undecided = sum(not crossover.is_claimed for crossover in group.crossovers)
     if not sentences and not undecided:
         return
-    yield Text("\n  Crossovers, interpolated between measured neighbours", style="bold")
+    yield Text("\n  Crossovers, interpolated between measured values", style="bold")
     for sentence in sentences[:MOST_CROSSOVERS]:
         yield _indented(Text(one_line(sentence)), 4)
     if len(sentences) > MOST_CROSSOVERS:
         yield _note(f"  {len(sentences) - MOST_CROSSOVERS} more: see --html or --json")
     if undecided:
-        yield _note(f"  {undecided} more not decided: medians cross, but intervals overlap")
+        yield _note(f"  {undecided} more are uncertain: medians cross, but their intervals overlap")
 
 
 def _failures(failures: Sequence[Failure]) -> Iterator[RenderableType]:
@@ -347,18 +313,14 @@ def _failures(failures: Sequence[Failure]) -> Iterator[RenderableType]:
 
 
 def _failure(failure: Failure) -> Iterator[RenderableType]:
-    style = outcome_style(failure.outcome)
+    style = contents.outcome_style(failure.outcome)
     title = Text.assemble((f"{failure.outcome} ", f"bold {style}"), (f"{failure.count:,}× ", "bold"))
     title.append(one_line(failure.cause))
     yield _indented(title)
-    trainers = ", ".join(f"{one_line(name)} {number:,}" for name, number in failure.by_trainer.items())
-    place = f"phase {failure.phase}" + (f", step {failure.step}" if failure.step is not None else "")
-    lines = [("trainers", trainers), ("example", failure.example), ("it says", failure.reason)]
-    lines += [("where", place)] if failure.outcome not in ("unsupported", "invalid") else []
-    evidence = ", ".join(f"{name} {value}" for name, value in failure.evidence.items() if name != "exception")
-    lines += [("evidence", evidence)] if evidence else []
+    has_place = failure.outcome not in ("unsupported", "invalid")
+    lines = [fact for fact in contents.failure_facts(failure).items() if has_place or fact[0] != "where"]
     lines += [("advice", line) for line in failure.advice]
-    lines += [("rerun", failure.command)] if failure.command else []
+    lines.append(("rerun", failure.command))
     for label, text in lines:
         if text:
             yield _labelled(label, one_line(text))

@@ -1,4 +1,4 @@
-"""The log of a run: reading it, explaining an MFU, comparing two runs. Never loads torch.
+"""Read the log that a training run wrote, explain its MFU, and compare two runs. Nothing here imports torch.
 
 >>> from flopwatch.runs import find_log, read_log
 >>> log = read_log(find_log("outputs"))  # doctest: +SKIP
@@ -6,7 +6,7 @@
 0.413
 """
 
-from flopwatch.runs.finding import DEFAULT_NAME, NoLogError, find_log
+from flopwatch.runs.log_file import DEFAULT_NAME, NoLogError, find_log
 from flopwatch.runs.reading import (
     LogFollower,
     RunLog,

@@ -1,10 +1,4 @@
-"""Two runs compared by their logs alone: what differs, every measure with its change and verdict. Pure arithmetic.
-
->>> from flopwatch.runs import find_log, read_log
->>> comparison = compare(read_log(find_log("before")), read_log(find_log("after")))  # doctest: +SKIP
->>> comparison.line("tokens_per_second").verdict  # doctest: +SKIP
-'faster'
-"""
+"""Compare two training runs by their logs: which settings differ, and how speed, MFU and other measures changed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,13 +16,13 @@ _SPEED = "speed"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A fact in which the runs differ.
+    """A setting, version or device that differs between run A and run B.
 
     Attributes:
-        what: The fact.
-        a: Its value in run A; None when the log does not say.
-        b: Its value in run B.
-        touches: The numbers that cannot be compared, or only with care.
+        what: Name of the setting, such as `dtype`.
+        a: Value in run A; None if the log of run A does not contain it.
+        b: Value in run B; None if the log of run B does not contain it.
+        touches: Which numbers the difference affects: `every number`, `MFU and HFU` or `speed`.
     """
 
     what: str
@@ -38,13 +32,13 @@ class Difference:
 
 
 def find_differences(a: RunLog, b: RunLog) -> tuple[Difference, ...]:
-    """Differences that affect the numbers, the most serious first."""
+    """Return the differences between the runs that affect the compared numbers, the most serious first."""
     found = [(what, read(a), read(b), touches) for what, read, touches in _FACTS]
     return tuple(Difference(what, in_a, in_b, touches) for what, in_a, in_b, touches in found if in_a != in_b)
 
 
 def _provenance(name: str) -> Callable[[RunLog], Any]:
-    """From the last provenance: at the beginning of a run not everything is known."""
+    """Read a field of the last provenance record, because the first one is written before everything is known."""
     return lambda log: getattr(log.provenances[-1], name) if log.provenances else None
 
 
@@ -74,7 +68,7 @@ def _world_size(log: RunLog) -> int | None:
 
 
 def _exact(log: RunLog) -> bool | None:
-    """Whether the FLOPs of the last row are exact; in logs without such rows, whether the count is."""
+    """Whether the FLOPs are exact: by the last row that says so, or by the provenance in logs of older versions."""
     known = [row.exact for row in log.rows if row.exact is not None]
     if known:
         return known[-1]
@@ -83,7 +77,7 @@ def _exact(log: RunLog) -> bool | None:
 
 
 def _law(log: RunLog) -> str | None:
-    """The terms of the FLOP law in one line; None where each shape was counted."""
+    """The formula for the forward FLOPs as one line of text; None if FLOPs were counted shape by shape instead."""
     phases = _provenance("law")(log) or {}
     terms = [f"{each} x {name}" for name, each in phases.get("forward", {}).items() if each not in ("0", "0.0")]
     return " + ".join(terms) or None
@@ -109,9 +103,7 @@ _FACTS: tuple[tuple[str, Callable[[RunLog], Any], str], ...] = (
 )
 
 
-# Totals have no verdict: the length of a run says nothing about its speed.
-
-
+# Totals get no verdict such as "faster", because a longer run is not a slower run.
 TOTALS: tuple[tuple[str, str, Literal["%", "steps", "tokens", "FLOP", "duration"]], ...] = (
     ("perf/goodput_percent", "goodput", "%"),
     ("total/steps", "steps in all", "steps"),
@@ -122,7 +114,7 @@ TOTALS: tuple[tuple[str, str, Literal["%", "steps", "tokens", "FLOP", "duration"
 
 
 def total(log: RunLog, key: str) -> Number | None:
-    """The total that the run logged, at its end or in the newest row that has it."""
+    """Return a total as the run logged it: from the record at its end, or else from the newest row that has it."""
     if log.summary is not None and key in log.summary.values:
         return log.summary.values[key]
     group, _, name = key.partition("/")
@@ -146,7 +138,7 @@ def _from_ledger(ledger: object, group: str, name: str) -> Number | None:
 
 
 def recompute_percent(log: RunLog) -> float | None:
-    """Mean over the detailed rows, which have it, weighted by their executed FLOPs."""
+    """Mean share of recomputed FLOPs over the rows that logged it, weighted by the executed FLOPs of each row."""
     shares = [
         (row.values["perf/recompute_percent"], sum(filter(None, row.steps.get("hardware_flops", ()))))
         for row in log.rows
@@ -156,32 +148,33 @@ def recompute_percent(log: RunLog) -> float | None:
     return sum(share * flops for share, flops in shares) / executed if executed else None
 
 
-NO_DIFFERENCE = "no measurable difference"
+NO_DIFFERENCE = "no difference that can be told"
 TOO_FEW = "too few steps to tell"
+"""Both are values of the JSON, which scripts read, so their words must not change."""
 CONFIDENCE = 0.99
 _DRAWS = 1000
 _MOST_STEPS_DRAWN = 50
-"""Of a block: sorting all steps of a long run in every draw would take minutes."""
+"""Longer blocks of steps are thinned to this length, because sorting every step of a long run 1,000 times is slow."""
 _LEAST = 0.05
-"""In percent or points; a change that is printed as 0.0 is not called a difference."""
+"""A smaller change, in percent or percentage points, is printed as 0.0, so it is not called a difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One measure of both runs. Unknown is None.
+    """One row of the comparison: a measure, its value in both runs, and the change. Unknown values are None.
 
     Attributes:
-        key: Its name in JSON.
-        label: Its name on the screen.
+        key: Name of the measure in JSON.
+        label: Name of the measure in the printed table.
         unit: `s`, `tokens/s`, `samples/s`, `steps/s`, `%`, `% of peak`, `x`, `per step`, `steps`, `tokens`,
             `FLOP` or `duration` (seconds).
         a: The value of run A.
         b: The value of run B.
-        change: From A to B in percent of A; in percentage points where the unit is `%`, because such a share may be 0.
+        change: From A to B, in percent of A; in percentage points if the unit is `%`, because A may be 0 %.
         low: Lower end of the 99 % interval of the change.
-        high: Its upper end.
-        verdict: What B is: `faster`, `slower`, `higher`, `lower`, ..., `no measurable difference` or `too few steps to
-            tell`; None where nothing is judged.
+        high: Upper end of that interval.
+        verdict: What B is: `faster`, `slower`, `higher`, `lower`, `steadier`, `less steady`, `NO_DIFFERENCE` or
+            `TOO_FEW`; None for a measure without a verdict.
     """
 
     key: str
@@ -197,14 +190,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class RunSteps:
-    """Which steps of a run are compared.
+    """How many steps of a run are compared.
 
     Attributes:
-        log: The file.
-        compared: Timed steps outside warm-up.
-        left_out: Warm-up steps, and steps without a time.
-        has_ended: False while it runs, or when it was killed.
-        world_size: Processes of the training. The steps in a log are those of the rank that wrote it.
+        log: Path of the log file.
+        compared: Number of timed steps after warm-up.
+        left_out: Number of warm-up steps and of steps without a measured time.
+        has_ended: False if the run is still running or was killed.
+        world_size: Number of ranks. The log contains the steps of one rank, the one that writes the log.
     """
 
     log: str
@@ -216,13 +209,13 @@ class RunSteps:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs side by side.
+    """The comparison of run A with run B.
 
     Attributes:
-        a: The first run.
-        b: The second.
-        differences: Facts in which the runs differ, so that some numbers may not be comparable.
-        lines: The table.
+        a: The steps of run A.
+        b: The steps of run B.
+        differences: Settings, versions and devices that differ, so that some numbers may not be comparable.
+        lines: One line for each measure.
     """
 
     a: RunSteps
@@ -248,7 +241,7 @@ def compare(a: RunLog, b: RunLog) -> Comparison:
 
 
 def speed_line(comparison: Comparison) -> Line | None:
-    """The line that decides which run is faster: the first measure of `SPEED` that both know, else None."""
+    """Return the line that decides which run is faster: the first measure of `SPEED` known in both runs, or None."""
     lines = (comparison.line(key) for key in SPEED)
     return next((line for line in lines if line.a is not None and line.b is not None), None)
 
@@ -259,7 +252,7 @@ def _run_steps(log: RunLog, compared: int) -> RunSteps:
 
 
 class _Draws:
-    """Bootstrap draws of both runs, the same for every measure."""
+    """Bootstrap draws from the steps of both runs. All measures use the same draws."""
 
     def __init__(self, in_a: Sequence[SteadyStep], in_b: Sequence[SteadyStep]) -> None:
         self._blocks = (cut(in_a), cut(in_b))
@@ -269,10 +262,10 @@ class _Draws:
         self._pooled: dict[Any, list[list[Any]]] = {}
 
     def changes(self, measure: Measure) -> list[float]:
-        """The change of a measure in every draw; empty if a run has too few steps."""
+        """Return the change of a measure from run A to run B in every draw; empty if a run has too few steps."""
         if not all(self._blocks):
             return []
-        # Sorting takes most of the time, and several measures use the same sorted steps.
+        # Keep the sorted steps, because sorting takes most of the time and several measures need the same ones.
         if measure.of_block not in self._pooled:
             self._pooled[measure.of_block] = [self._pool(measure, run) for run in (0, 1)]
         pairs = zip(*self._pooled[measure.of_block], strict=True)
@@ -285,7 +278,7 @@ class _Draws:
 
 
 def _thinned(block: Sequence[SteadyStep]) -> Sequence[SteadyStep]:
-    """Evenly spread steps of a long block; the interval grows a little wider."""
+    """Keep evenly spaced steps of a long block. This makes the interval of the change slightly wider."""
     return block[:: -(-len(block) // _MOST_STEPS_DRAWN)]
 
 
@@ -317,7 +310,6 @@ def _verdict(words: tuple[str, str], low: float, high: float) -> str:
 
 
 def _totals(a: RunLog, b: RunLog) -> list[Line]:
-    """Totals that the runs themselves logged."""
     again = recompute_percent(a), recompute_percent(b)
     lines = [Line("recompute_percent", "recompute", "%", *again, _change(*again, "%"))]
     for key, label, unit in TOTALS:

@@ -1,11 +1,12 @@
-"""One MFU taken apart: numerator, denominator, seconds, tokens, and the division. Pure arithmetic on a log.
+"""Explain how an MFU in a log was computed: FLOPs, seconds, peak, tokens, and the division.
 
-A step's numbers are its own cells. A window's numbers are sums over the steps that its MFU is made of: those that are
-timed, not warm-up, and whose FLOPs are known.
+The MFU belongs to one step or to one logging window. The numbers of a window are sums over those of its steps that are
+timed, are not warm-up, and have known FLOPs.
 
-FLOPs are written out with the FLOP law: its terms, the FLOPs of each, and how many of them the step had. The log holds
-samples and positions, not the length of each sample, which is enough if all samples are equally long. Otherwise the
-number of pairs of positions is derived from the logged FLOPs and marked as such.
+The FLOP law is the formula that gives the FLOPs of a step from the shape of its batch: a sum of terms, each of which is
+a coefficient times a count, such as the number of positions. The log has the number of samples and positions but not
+the length of each sample. If the samples are not equally long, the number of position pairs (the sum of the squared
+lengths) is therefore derived from the logged FLOPs, and `pairs_from_sum` is True.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ _INDEPENDENT_OF_MICRO_BATCHES = {"samples", "positions", "pairs"}
 
 @dataclass(frozen=True, slots=True)
 class LawTerm:
-    """`count` times `flops_each`, such as 4,096 positions of 7,168 FLOPs in the forward pass."""
+    """One term of the formula, `count` times `flops_each`, such as 4,096 positions with 7,168 forward FLOPs each."""
 
     phase: str
     name: str
@@ -35,12 +36,13 @@ class LawTerm:
 
 @dataclass(frozen=True, slots=True)
 class LawSum:
-    """FLOPs as a sum of terms.
+    """The FLOPs of a step written as a sum of terms.
 
     Attributes:
         terms: The terms.
-        flops: Their sum, which is what the run logged.
-        pairs_from_sum: True when the number of pairs was derived from the logged sum, because the log has no lengths.
+        flops: The sum of the terms, which equals the FLOPs that the run logged.
+        pairs_from_sum: True if the number of position pairs was derived from `flops`, because the log does not have
+            the length of each sample.
     """
 
     terms: tuple[LawTerm, ...]
@@ -49,7 +51,7 @@ class LawSum:
 
 
 def apply_law(law: Mapping[str, Mapping[str, str]], cells: Mapping[str, Any], which: str) -> LawSum | None:
-    """Write out a step's `model` or `hardware` FLOPs; None if the cells are not enough for that.
+    """Write the `model` or `hardware` FLOPs of a step as a sum; None if the logged values of the step do not suffice.
 
     >>> law = {"forward": {"positions": "10", "pairs": "2"}, "backward": {"positions": "20", "pairs": "4"}}
     >>> apply_law(law, {"samples": 2, "tokens": 8, "model_flops": 432}, "model").terms[1]
@@ -69,7 +71,7 @@ def apply_law(law: Mapping[str, Mapping[str, str]], cells: Mapping[str, Any], wh
 
 
 def add_up(sums: Sequence[LawSum | None]) -> LawSum | None:
-    """The sum over several steps; None if one of them is unknown."""
+    """Add the sums of several steps term by term; None if the sum of any step is None."""
     known = [item for item in sums if item is not None]
     if not known or len(known) < len(sums):
         return None
@@ -83,7 +85,10 @@ def add_up(sums: Sequence[LawSum | None]) -> LawSum | None:
 
 
 def _counts(cells: Mapping[str, Any], which: str) -> dict[str, int] | None:
-    """The number of each term, if all samples have the same length. Model FLOPs exclude padding."""
+    """Return the count for each term of the formula; None if the number of samples is unknown.
+
+    Pairs and lengths are included only if all samples can be equally long. Padding counts for hardware FLOPs only.
+    """
     samples = cells.get("samples")
     positions = cells.get("real_tokens", cells.get("tokens")) if which == "model" else cells.get("tokens")
     if not samples:
@@ -115,7 +120,7 @@ def _with_pairs_from_sum(
     if "positions" not in counts or per_pair == 0:
         return None
     pairs = (flops - _evaluated(coefficients, {**counts, "pairs": 0})) / per_pair
-    # A sample of n positions has n² pairs: never fewer than positions, and a whole number.
+    # A sample of n positions has n² pairs, so the number of pairs is whole and at least the number of positions.
     if pairs.denominator != 1 or pairs < counts["positions"]:
         return None
     return LawSum(_terms(coefficients, {**counts, "pairs": int(pairs)}), flops, pairs_from_sum=True)
@@ -134,7 +139,7 @@ def _as_number(fraction: Fraction) -> int | float:
 
 
 def _as_text(fraction: Fraction) -> str:
-    """Decimal where that is exact.
+    """Write a fraction as a decimal number if that is exact, or else as numerator/denominator.
 
     >>> _as_text(Fraction(5, 2)), _as_text(Fraction(5, 3))
     ('2.5', '5/3')
@@ -144,15 +149,9 @@ def _as_text(fraction: Fraction) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """FLOPs divided by seconds and peak.
+    """An MFU or HFU: `share` is `flops / (seconds * peak_flops_per_s * device_count)`.
 
-    Attributes:
-        flops: The numerator.
-        seconds: The time they took.
-        peak_flops_per_s: Peak of one device.
-        device_count: Devices whose peaks are summed.
-        share: The result.
-        logged: The result that the run logged; None where it logged none.
+    `peak_flops_per_s` is the peak of one device. `logged` is the share in the log; None if the log has none.
     """
 
     flops: int
@@ -165,40 +164,40 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Everything behind one MFU. Unknown values are None, and `unknown` says why.
+    """Every number from which the MFU of a step or a window was computed. Unknown values are None.
 
     Attributes:
-        log: The file.
-        step: The step, or the window's last one.
-        window: First and last step of its logging window.
-        is_window: True when the numbers are sums over the window.
-        session: The session of the run, counted from 1.
-        sessions: The number of sessions.
-        steps: The steps that are summed.
-        left_out: The other steps of the window, each with the reason.
+        log: Path of the log file.
+        step: Number of the step, or of the last step of the window.
+        window: First and last step of the logging window.
+        is_window: True if the numbers are sums over a window, False if they belong to one step.
+        session: Which session (start or resumption of the run) ran the step, counted from 1.
+        sessions: Number of sessions of the run.
+        steps: The steps whose numbers are added up.
+        left_out: The other steps of the window, each with the reason why it is left out.
         model_flops: The numerator of MFU.
         hardware_flops: The numerator of HFU.
-        recompute_flops: The part of it that ran a second time; None for a log that does not say.
-        model_law: The model FLOPs as a sum of terms, where the log allows it.
-        hardware_law: The same for the hardware FLOPs.
-        seconds: Step time, input wait included.
-        input_wait_seconds: The part of it spent waiting for the batch.
-        is_warm_up: True for a single step that is left out of its window's MFU.
-        other_seconds: Time since the first start outside of steps: `eval`, `checkpoint`, `pause`, `count`.
-        goodput: Goodput of the whole run up to here; None for a log that does not say.
-        samples: Rows of the batches.
-        tokens: Positions of the batches, padding included.
-        real_tokens: Positions that are not padding.
-        trainable_tokens: Positions whose label is not -100.
-        provenance: How the numbers were found.
-        exact: Whether the window's FLOPs are exact; None for a log that does not say.
-        notes: Why they are not exact.
-        mfu: The division of the model FLOPs.
-        hfu: The division of the hardware FLOPs.
-        unknown: The reason for each unknown value.
-        torn_lines: Lines of the log that could not be read.
-        world_size: Ranks of the training. Steps are those of the logging rank; only windows cover all ranks.
-        all_ranks_mfu: MFU of the window over all ranks, where there are several.
+        recompute_flops: The part of `hardware_flops` that activation checkpointing computed a second time.
+        model_law: `model_flops` written as a sum of terms.
+        hardware_law: `hardware_flops` written as a sum of terms.
+        seconds: Step time, including the wait for the batch.
+        input_wait_seconds: The part of `seconds` spent waiting for the batch.
+        is_warm_up: True for a single warm-up step, which does not count towards the MFU of its window.
+        other_seconds: Time outside of steps since the first start, by `eval`, `checkpoint`, `pause` and `count`.
+        goodput: Goodput from the first start of the run to this window.
+        samples: Number of samples in the batches.
+        tokens: Number of positions in the batches, including padding.
+        real_tokens: Number of positions without padding.
+        trainable_tokens: Number of positions whose label is not -100.
+        provenance: The record that says how FLOPs and peak were determined.
+        exact: Whether the FLOPs of the window are exact.
+        notes: Why the FLOPs are not exact.
+        mfu: The division that gives MFU.
+        hfu: The division that gives HFU.
+        unknown: For each unknown value, the reason why it is unknown.
+        torn_lines: Number of lines of the log that could not be read.
+        world_size: Number of ranks. The steps in a log are those of one rank, the one that writes the log.
+        all_ranks_mfu: MFU of the window over all ranks; None if there is only one rank.
     """
 
     log: str
@@ -241,7 +240,7 @@ Cells = Mapping[str, Any]
 
 
 def explain_step(log: RunLog, step: int) -> Explanation:
-    """Take one step's MFU apart.
+    """Explain the MFU of one step.
 
     Raises:
         InputError: The step is not in the log.
@@ -251,7 +250,7 @@ def explain_step(log: RunLog, step: int) -> Explanation:
 
 
 def explain_window(log: RunLog, row: Row) -> Explanation:
-    """Take a window's MFU apart, as logged in `perf/mfu`."""
+    """Explain the MFU of a logging window, which the log has as `perf/mfu`."""
     numbers = row.steps.get("step", ())
     cells = [step_cells(log, number).cells for number in numbers]
     needs_flops = any("model_flops" in cell for cell in cells)
@@ -276,7 +275,7 @@ def _explained(
     provenance = _with_peak_of(row, provenance_at(log, step))
     sums = {name: _sum(steps, name) for name in _SUMMED}
     world_size = max((start.world_size for start in log.starts), default=1)
-    # With several ranks the logged shares cover all of them, while the steps are those of one rank.
+    # With several ranks, the logged MFU is over all ranks but the logged steps are those of one rank.
     comparable = row.values if is_window and world_size == 1 else {}
     return Explanation(
         log=str(log.path),
@@ -306,19 +305,22 @@ def _explained(
 
 
 def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
-    """The provenance with the row's own peak, which depends on the dtypes of its steps; old logs have one per run."""
+    """Replace the peak of the run by the peak of this row, which depends on the dtypes of its steps.
+
+    Rows of older logs have no peak, so the peak of the run stays.
+    """
     if provenance is None or row.exact is None:
         return provenance
     if row.peak is None or provenance.peak is None:
         return replace(provenance, peak=None)
     if isclose(row.peak["flops_per_s"], provenance.peak["flops_per_s"], rel_tol=1e-9):
         return provenance
-    source = f"the mean over the compute types of these steps, by their FLOPs; {provenance.peak['source']}"
+    source = f"mean of the peaks of these steps' dtypes, weighted by FLOPs; {provenance.peak['source']}"
     return replace(provenance, peak={**provenance.peak, **row.peak, "source": source})
 
 
 def _session_of(step: int, log: RunLog) -> int:
-    """The last session that began before the step: it ran the step last."""
+    """Return the number of the last session that began before the step, because its result replaced earlier ones."""
     began = [start.resumed_after_step is None or start.resumed_after_step < step for start in log.starts]
     return max((number for number, is_before in enumerate(began, 1) if is_before), default=1)
 
@@ -337,7 +339,7 @@ _SUMMED = (
 
 
 def _sum(steps: Sequence[Cells], name: str) -> Any:
-    """The sum over all steps; None if it is unknown for one of them, because a partial sum would be wrong."""
+    """Add up a value over all steps; None if one step does not have it, because a partial sum would be wrong."""
     cells = [step.get(name) for step in steps]
     return sum(cells) if cells and None not in cells else None
 
@@ -375,25 +377,25 @@ def _unknown(sums: Cells, provenance: Provenance | None, left_out: Mapping[int, 
         reasons["seconds"] = (
             "no step of the window was timed outside warm-up"
             if left_out
-            else "the step has no beginning in the log; the first step of a session is timed only inside monitor.step()"
+            else "the start of the step was not measured: wrap the step in `with monitor.step():` to time the first one"
         )
     if provenance is None or provenance.peak is None:
         device = next((start.environment.get("device") for start in reversed(log.starts)), None)
         reasons["peak"] = (
-            f"the peak of {device or 'this device'} is not in the table; pass peak_flops_per_s= to TrainingMonitor, "
+            f"flopwatch has no peak FLOP/s for {device or 'this device'}: pass peak_flops_per_s= to TrainingMonitor, "
             "or set FLOPWATCH_PEAK_TFLOPS"
         )
     if sums["tokens"] is None and sums["seconds"] is not None:
-        reasons["tokens"] = "the batch's shape was not given; pass batch= or attention_mask= to log_step"
+        reasons["tokens"] = "the shape of the batch was not logged: pass batch= or attention_mask= to log_step"
     return reasons
 
 
 def _why_no_flops(provenance: Provenance | None, left_out: Mapping[int, str]) -> str:
     if provenance is None or provenance.method is None:
-        return "FLOPs had not been found by then" + _notes(provenance)
+        return "FLOPs were not yet counted when this was logged" + _notes(provenance)
     if left_out and "FLOPs not known" not in left_out.values():
         return "all steps of the window are left out: " + ", ".join(sorted(set(left_out.values())))
-    return "the shape of the batch was not given, or could not be counted" + _notes(provenance)
+    return "the shape of the batch was not logged, or its FLOPs could not be counted" + _notes(provenance)
 
 
 def _notes(provenance: Provenance | None) -> str:

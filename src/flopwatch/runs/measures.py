@@ -1,6 +1,7 @@
 """The measures that `flopwatch compare` compares, and how they are computed from the steps of a run.
 
-Rates and shares are sums divided by sums, as in the log: a mean of per-step rates would weight fast steps too much.
+A rate such as tokens per second is the sum of all tokens divided by the sum of all seconds, as in the log. The mean of
+the rates of single steps would give fast steps too much weight.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +15,10 @@ from flopwatch.spread import median, percentile
 
 
 class SteadyStep(NamedTuple):
-    """A step that can be compared: timed, and not warm-up. Unknown is None.
+    """A step that can be compared, because it was timed and is not warm-up. Unknown values are None.
 
-    Attributes:
-        seconds: Step time, input wait included.
-        input_wait_seconds: The part of it spent waiting for the batch.
-        samples: Rows of its batches.
-        tokens: Positions of its batches, padding included.
-        real_tokens: Positions that are not padding.
-        model_flops: The numerator of MFU.
-        hardware_flops: The numerator of HFU.
-        peak_flops_per_s: Sum over its devices.
+    `seconds` includes `input_wait_seconds`, `tokens` includes padding while `real_tokens` does not, and
+    `peak_flops_per_s` is the sum over all devices.
     """
 
     seconds: float
@@ -41,17 +35,17 @@ _COLUMNS = SteadyStep._fields[:-1]
 
 
 def steady_steps(log: RunLog) -> list[SteadyStep]:
-    """The comparable steps of a log, in order."""
+    """Return the timed steps of a log that are not warm-up, in order."""
     return [step for row in log.rows for step in _of_row(row, provenance_at(log, row.step))]
 
 
 def step_count(log: RunLog) -> int:
-    """All steps in the log's columns, also those that cannot be compared."""
+    """Return the number of steps in the log, including warm-up and steps without a time."""
     return sum(len(row.steps.get("step", ())) for row in log.rows)
 
 
 def _of_row(row: Row, provenance: Provenance | None) -> Iterator[SteadyStep]:
-    peak = None if provenance is None else _whole_peak(provenance)
+    peak = float(provenance.peak["flops_per_s"]) * provenance.device_count if provenance and provenance.peak else None
     numbers = row.steps.get("step", ())
     nothing: Sequence[Any] = [None] * len(numbers)
     columns = [*(row.steps.get(name, nothing) for name in _COLUMNS), [peak] * len(numbers)]
@@ -60,28 +54,22 @@ def _of_row(row: Row, provenance: Provenance | None) -> Iterator[SteadyStep]:
             yield SteadyStep(*cells)
 
 
-def _whole_peak(provenance: Provenance) -> float | None:
-    if provenance.peak is None:
-        return None
-    return float(provenance.peak["flops_per_s"]) * provenance.device_count
-
-
 Unit = Literal["s", "tokens/s", "samples/s", "steps/s", "%", "% of peak", "x", "per step"]
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One line of the table.
+    """A measure, and how the bootstrap computes it from blocks of consecutive steps.
 
     Attributes:
-        key: Its name in JSON.
-        label: Its name on the screen.
+        key: Name of the measure in JSON.
+        label: Name of the measure in the printed table.
         unit: Unit of the value.
-        words: What B is called if its value is higher, and if it is lower; None if neither is better.
-        of_block: Reduces a block to what a draw needs.
-        pool: Combines the reduced blocks of a draw.
-        value: The value of a pool; None where it is unknown.
-        sorts: Whether every draw sorts its blocks, which must be thinned if they are long.
+        words: The verdicts on run B if its value is higher and if it is lower; None for a measure without a verdict.
+        of_block: Reduces one block of steps to an intermediate result, such as (tokens, seconds).
+        pool: Combines the intermediate results of all blocks in a bootstrap draw.
+        value: Computes the value of the measure from the combined result; None if it is unknown.
+        sorts: True if `pool` sorts the steps, so that long blocks must be thinned first.
     """
 
     key: str
@@ -105,8 +93,6 @@ def _merged(blocks: Sequence[list[float]]) -> list[float]:
 def _of_times(
     key: str, label: str, unit: Unit, words: tuple[str, str], value: Callable[[Sequence[float]], float]
 ) -> Measure:
-    """A measure of the sorted step times."""
-
     def known(ordered: Sequence[float]) -> float | None:
         return value(ordered) if ordered else None
 
@@ -114,7 +100,7 @@ def _of_times(
 
 
 Part = Callable[[SteadyStep], tuple[float | None, float | None]]
-"""Numerator and denominator of one step; a step of which either is unknown is in neither sum."""
+"""Returns the numerator and the denominator of one step. If either is None, the step is left out of both sums."""
 
 
 def _quotient(key: str, label: str, unit: Unit, words: tuple[str, str] | None, part: Part) -> Measure:
@@ -169,8 +155,9 @@ MEASURES = (
     _quotient("samples_per_step", "samples per step", "per step", None, lambda step: (step.samples, 1)),
     _quotient("tokens_per_step", "tokens per step", "per step", None, lambda step: (step.tokens, 1)),
 )
-"""In the order of the table."""
 
 SPEED = ("real_tokens_per_second", "tokens_per_second", "samples_per_second", "steps_per_second")
-"""The measures that decide which run is faster: the first that both runs know. Padding is no work, and steps may differ
-in size."""
+"""The first of these measures that is known in both runs decides which run is faster.
+
+Real tokens come first because padding is not useful work, and steps come last because steps may differ in size.
+"""

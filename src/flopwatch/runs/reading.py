@@ -1,7 +1,8 @@
-"""Read the current run of a log: all of it, a few windows, from its end, or while it grows.
+"""Read the log of a run: all of it, a few logging windows, the newest rows, or new records while the run goes on.
 
-A log is read from its end, because later sessions decide what counts: a session that resumes after step N replaces
-every later step of the sessions before it, and everything before a fresh start belongs to another run.
+A log is read from its end, because later sessions decide which records are valid. A session is one start of the
+training script. A session that resumes after step N replaces all later steps of earlier sessions. A session that does
+not resume starts a new run, so everything before it belongs to another run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flopwatch.errors import InputError
 from flopwatch.records.run import PARTIAL_ROW, Notice, Provenance, Record, Row, RunStart, Summary
-from flopwatch.runs.lines import TornLineError, lines_from_end, parse_object, row_step, to_record
+from flopwatch.runs.log_file import TornLineError, lines_from_end, parse_object, row_step, to_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +22,14 @@ class RunLog:
     """The records of one run, oldest first.
 
     Attributes:
-        path: The file.
-        starts: Its sessions.
-        provenances: Where the numbers come from, whenever that changed.
-        rows: Its logging windows. A window whose last steps were replaced keeps only the others and has no values,
-            because those belonged to the whole window.
-        notices: The notices of every session.
-        summary: The end of the last session; None while it runs, or when it was killed.
-        torn_lines: Lines that are not complete records.
+        path: Path of the log file.
+        starts: One record for each session, that is, for each start or resumption of the training.
+        provenances: Records that say how FLOPs and peak were determined, one for each change of that.
+        rows: One record for each logging window. If a later session ran the last steps of a window again, the record
+            has only the remaining steps and no metrics, because the metrics are over the whole window.
+        notices: Messages that the run logged for its user.
+        summary: The record at the end of the last session; None if it is still running or was killed.
+        torn_lines: Number of lines that are not complete records.
     """
 
     path: Path
@@ -41,17 +42,17 @@ class RunLog:
 
 
 class _RowLine(NamedTuple):
-    """A row that is not parsed yet, because not every reader needs it."""
+    """A row whose JSON is parsed only when it is needed."""
 
     line: bytes
     step: int
     cut_after: float = inf
-    """Later steps were replaced by another session."""
+    """The last valid step; a later session ran the steps after it again."""
     is_partial: bool = False
-    """Written with a checkpoint; the next row of the session repeats its steps."""
+    """True if the row was written early, together with a checkpoint. The next row of the session has its steps too."""
 
     def parse(self) -> dict[str, Any] | None:
-        """The row; None if all of its steps were replaced."""
+        """Parse the row; None if a later session ran all of its steps again."""
         row = {**parse_object(self.line), "type": "row"}
         return row if self.is_whole else _cut(row, self.cut_after)
 
@@ -61,33 +62,34 @@ class _RowLine(NamedTuple):
 
 
 class _Torn(NamedTuple):
-    """A line that is not a record."""
+    """Stands for a line that is not a complete record."""
 
 
 _Found: TypeAlias = Record | _RowLine | _Torn
 
 
 def read_log(path: str | Path) -> RunLog:
-    """All records of the current run in memory. For a log of gigabytes use `read_around` or `rows_from_end`.
+    """Read all records of the last run in a log. For a log of gigabytes use `read_around` or `rows_from_end`.
 
     Raises:
-        InputError: The file is not the log of a run, or its format is newer.
+        InputError: The file is not the log of a run, or a newer version of flopwatch wrote it.
     """
     return _as_log(Path(path), _current_run(Path(path)))
 
 
 def read_around(path: str | Path, step: int | None = None) -> RunLog:
-    """The log with a few of its rows: the first, the last, the one with this step and the one before it.
+    """Read a log with only a few rows: the first, the last, the row that contains `step`, and the row before that.
 
-    Only those are parsed and kept, so the log may have any length.
+    Other rows are neither parsed nor kept in memory, so this works for logs of any length.
     """
     return _as_log(Path(path), _few_rows(_current_run(Path(path)), step))
 
 
 def rows_from_end(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The rows of the current run as JSON objects, newest first; none if the file does not exist.
+    """Yield the rows of the last run as JSON objects, newest first; nothing if the file does not exist.
 
-    Reads lazily, so the newest rows of a log of any length come at once. Rows with a replaced step are left out.
+    The file is read only as far as needed, so the newest rows of a long log come at once. Rows with a step that a later
+    session ran again are left out.
     """
     if not Path(path).exists():
         return
@@ -98,11 +100,11 @@ def rows_from_end(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _current_run(path: Path) -> Iterator[_Found]:
-    """The records of the last run in the file that still count, newest first."""
+    """Yield the records of the last run in the file, newest first, without those that a later session replaced."""
     last_valid_step = inf
-    superseded: _RowLine | None = None  # the oldest replaced row so far, whose first steps may still count
+    superseded: _RowLine | None = None  # The oldest row so far with replaced steps; its first steps may be valid.
     is_last_of_session = True
-    has_later_row = False  # of the same session
+    has_later_row = False  # Whether a later row of the same session was found.
     for line in lines_from_end(path):
         found = _read_line(line, may_be_torn=is_last_of_session)
         is_last_of_session = isinstance(found, RunStart)
@@ -134,7 +136,7 @@ def _with_steps_left(row: _RowLine) -> Iterator[_RowLine]:
 
 
 def _read_line(line: bytes, *, may_be_torn: bool) -> _Found | None:
-    """Parse a line, but a row only if a kill may have cut it off: that makes long logs quick to read."""
+    """Parse a line. A row is parsed only if it may be incomplete, because parsing every row of a long log is slow."""
     step = row_step(line)
     if step is not None and not may_be_torn:
         return _RowLine(line, step)
@@ -182,7 +184,7 @@ def _as_log(path: Path, found: Iterable[_Found]) -> RunLog:
         except TornLineError:
             torn += 1
     if not records:
-        raise InputError(f"{str(path)!r} has no record of a run: it is not a log of flopwatch, or nothing is in it yet")
+        raise InputError(f"{str(path)!r} has no record of a run: it is not a log of flopwatch, or it is still empty")
     records.reverse()
     return RunLog(
         path,
@@ -196,7 +198,6 @@ def _as_log(path: Path, found: Iterable[_Found]) -> RunLog:
 
 
 def _records_of(item: _Found) -> Iterator[Record]:
-    """The record of an item; none if all steps of a row were replaced."""
     if isinstance(item, _Torn):
         raise TornLineError
     if not isinstance(item, _RowLine):
@@ -219,13 +220,13 @@ def _end_of_last_session(records: list[Record]) -> Summary | None:
 
 @dataclass(frozen=True, slots=True)
 class StepCells:
-    """What the log says about one step.
+    """The logged values of one step.
 
     Attributes:
-        step: Its number.
-        cells: Its values by column, such as `seconds` and `model_flops`, without unknown ones.
-        row: Its window.
-        provenance: How its numbers were found; None when the log does not say.
+        step: Number of the step.
+        cells: The known values by column, such as `seconds` and `model_flops`.
+        row: The record of the logging window that contains the step.
+        provenance: The record that says how FLOPs and peak were determined; None if the log has none.
     """
 
     step: int
@@ -235,10 +236,10 @@ class StepCells:
 
 
 def step_cells(log: RunLog, step: int) -> StepCells:
-    """Find a step in a log.
+    """Return the logged values of a step.
 
     Raises:
-        InputError: The step is not in the log; the message says which are.
+        InputError: The log does not contain the step; the message names the steps it contains.
     """
     for row in log.rows:
         numbers = row.steps.get("step", ())
@@ -248,7 +249,7 @@ def step_cells(log: RunLog, step: int) -> StepCells:
 
 
 def provenance_at(log: RunLog, step: int) -> Provenance | None:
-    """The provenance of a step: the last one that begins at it or before it."""
+    """Return the provenance record that was valid at a step: the last one written for this step or an earlier one."""
     holding = [provenance for provenance in log.provenances if provenance.step <= step]
     return holding[-1] if holding else None
 
@@ -261,32 +262,32 @@ def _cells(columns: Mapping[str, Sequence[Any]], index: int) -> dict[str, Any]:
 def _which_are(log: RunLog, step: int) -> str:
     spans = [(numbers[0], numbers[-1]) for row in log.rows if (numbers := row.steps.get("step"))]
     if not spans:
-        return "it has no steps" + (" yet" if log.summary is None else "")
+        return "the log has no steps" + (" yet" if log.summary is None else "")
     first, last = spans[0][0], spans[-1][1]
-    text = f"it has steps {first} to {last}"
+    text = f"the log has steps {first} to {last}"
     if first < step < last:
         before = max((span for span in spans if span[1] < step), default=None)
         after = min((span for span in spans if span[0] > step), default=None)
         nearest = " and ".join(f"{span[0]} to {span[1]}" for span in (before, after) if span)
-        text += f", but not this one; the windows next to it are {nearest}"
+        text += f", but step {step} is missing; the nearest logged windows are steps {nearest}"
     return text
 
 
 MOST_ROWS = 2000
-"""Rows to read of a backlog; more than a screen has columns."""
+"""At most about this many rows are read from a long log, which is more than a screen has columns for a curve."""
 WHOLE_BYTES = 8 << 20
-"""The end of a backlog in which every row is read."""
+"""In addition, every row in this many bytes at the end of the log is read."""
 
 
 class LogFollower:
-    """Reads what was appended to a log since the last poll. The file need not exist yet.
+    """Reads the records that were appended to a log since the last poll. The file need not exist yet.
 
-    The file is opened for each poll, because over NFS a handle goes stale when the file is replaced.
+    Each poll opens the file again, because on NFS an open file handle becomes stale when the file is replaced.
 
     Attributes:
-        torn_lines: Complete lines that were not records.
-        times_replaced: How often the file was replaced or truncated. What was read before is then void, and the next
-            poll begins at the start of the new file.
+        torn_lines: Number of complete lines that were not records.
+        times_replaced: How often the file was replaced or truncated. After that, earlier records are no longer valid,
+            and the next poll reads the new file from its start.
 
     Example:
         >>> follower = LogFollower("outputs/training_log.jsonl")
@@ -302,9 +303,10 @@ class LogFollower:
         self._inode: int | None = None
 
     def poll(self) -> Iterator[Record]:
-        """The new records, oldest first. A line that is still being written is left for the next poll.
+        """Return the new records, oldest first. A line that is still being written is read by the next poll.
 
-        Rows of a large backlog are thinned evenly, except for the newest ones. All other records are returned.
+        If many rows are new, only some of them are returned, evenly spaced, and all of the newest ones. Records of
+        other types are always returned.
         """
         try:
             file_now = self.path.stat()
@@ -343,5 +345,5 @@ class LogFollower:
                     if line.strip():
                         yield line
         except OSError:
-            # Deleted or replaced between the two calls: the next poll notices.
+            # The file was deleted or replaced after `poll` looked at it. The next poll handles that.
             return

@@ -1,6 +1,6 @@
-"""The state of a run: what its records say so far, and whether the process that writes them still runs.
+"""The state of a run: the records logged so far, and whether the training process is still alive.
 
-Processes are identified on Linux; elsewhere it is unknown whether they run.
+Whether the process is alive can be determined only on Linux.
 """
 
 import os
@@ -11,19 +11,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
-from flopwatch.runs.finding import NoLogError, find_log
+from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import LogFollower
 from flopwatch.spread import percentile
 
 _STATE_FIELD, _START_FIELD = 0, 19
-"""Indices in /proc/PID/stat after the command's name (man 5 proc_pid_stat, fields 3 and 22)."""
+"""Positions of the process state and start time in /proc/PID/stat, counted after the command name.
+
+They are fields 3 and 22 in `man 5 proc_pid_stat`.
+"""
 _DEAD_STATES = ("Z", "X")
 
 
 def identify_process() -> dict[str, Any]:
-    """What identifies this process among all others; empty where that is unknown.
+    """Return values that together identify this process; empty on systems without /proc.
 
-    A process ID alone is not enough: IDs are reused, and other machines and containers have the same ones.
+    A process ID alone is not enough, because IDs are reused, and other machines and containers use the same IDs.
     """
     try:
         return {
@@ -37,7 +40,7 @@ def identify_process() -> dict[str, Any]:
 
 
 def is_gone(process: Mapping[str, Any]) -> bool:
-    """True only if the process has certainly ended, which only the same machine and container can see.
+    """Return True if the process has certainly ended. From another machine or container the result is always False.
 
     >>> is_gone(identify_process())
     False
@@ -71,11 +74,11 @@ def _boot_id() -> str:
 
 
 class WatchFeed:
-    """Reads a run's log at every call of `look`. The folder, the log and its first record may not exist yet.
+    """Follows the log of a run. The folder, the log and its first record may not exist yet.
 
     Attributes:
         run: The state of the run.
-        place: The folder or file to watch, as the user wrote it.
+        place: The folder or log file, as the user gave it.
     """
 
     def __init__(self, run_dir: str, unix_time: Callable[[], float]) -> None:
@@ -87,10 +90,11 @@ class WatchFeed:
         self._has_looked = False
 
     def look(self, *, must_exist: bool = False) -> None:
-        """Read what was appended to the log.
+        """Read the records that were appended to the log since the last call, and update `run`.
 
         Raises:
-            InputError: There are several logs, or one in a newer format; with `must_exist` also where there is none.
+            InputError: The folder has several logs, a newer version of flopwatch wrote the log, or there is no log and
+                `must_exist` is True.
         """
         if self._follower is None:
             try:
@@ -108,7 +112,7 @@ class WatchFeed:
             self.run.add(record)
             is_new = True
         if is_new and self._has_looked:
-            # By the clock of this machine: that of the training may differ.
+            # Use the clock of this machine, because the clock of the training machine may differ.
             self.run.heard_unix_time = self.unix_time()
         self._has_looked = True
 
@@ -121,17 +125,17 @@ _MOST_NOTICES = 20
 _SHORTEST_SILENCE_SECONDS = 30.0
 _WINDOWS_OF_SILENCE = 3
 _PERCENTILE_STEPS = 512
-"""As many as the metric `perf/step_time_p50` uses."""
+"""The metric `perf/step_time_p50` uses the same number of steps."""
 _TIMES = (
     *("train", "input_wait", "warm_up", "eval", "checkpoint", "pause", "count"),
     *("start_up", "restart", "rerun", "wall"),
 )
 _LEAST_SHARE_PERCENT = 1e-9
-"""A smaller difference of shares is rounding error."""
+"""A smaller share of the FLOPs is treated as 0, because it is a rounding error."""
 
 
 class ThinnedCurve:
-    """A curve of any length in at most 1,024 points: when it is full, each pair of neighbours becomes its mean.
+    """A curve with at most 1,024 points. When it is full, each pair of neighbouring points is replaced by its mean.
 
     >>> curve = ThinnedCurve(most_points=4)
     >>> for step in range(6):
@@ -140,7 +144,7 @@ class ThinnedCurve:
     [(0.5, 5.0), (2.5, 25.0), (4.5, 45.0)]
 
     Attributes:
-        ends: The first and the last step.
+        ends: The first and the last step that were added.
     """
 
     def __init__(self, most_points: int = _MOST_POINTS) -> None:
@@ -151,7 +155,7 @@ class ThinnedCurve:
         self.ends = (0, 0)
 
     def add(self, step: int, value: float) -> None:
-        """Add a point, unless it is not finite."""
+        """Add a point. A value that is nan or infinite is ignored."""
         if not isfinite(value):
             return
         self.ends = (self.ends[0] if self._points or self._waiting else step, step)
@@ -165,7 +169,7 @@ class ThinnedCurve:
             self._merged *= 2
 
     def drop_after(self, step: float) -> None:
-        """Remove the points after a step, which were run again."""
+        """Remove the points after a step, because a resumed run repeats those steps."""
         self._points = [point for point in self._points if point[0] <= step]
         self._waiting = [point for point in self._waiting if point[0] <= step]
 
@@ -183,22 +187,18 @@ def _timed_seconds(row: Row) -> list[float]:
     return [value for value, is_warm_up in zip(seconds, warm_up, strict=False) if value is not None and not is_warm_up]
 
 
-def _without_noise(share_percent: float) -> float:
-    return share_percent if share_percent > _LEAST_SHARE_PERCENT else 0.0
-
-
 class WatchedRun:
-    """What is known about a run from the records read so far. Its size does not depend on the length of the run.
+    """The state of a run according to the records read so far. Its memory does not grow with the length of the run.
 
     Attributes:
-        start: The start of the last session.
-        sessions: The number of sessions.
-        provenance: How the newest numbers were found.
-        row: The newest window.
-        loss: The step and value of the newest known loss.
-        notices: The last notices.
-        summary: The end of the last session; None while it runs.
-        curves: The curve of each metric over the run.
+        start: The record at the start of the last session, that is, the last start or resumption of the training.
+        sessions: Number of sessions.
+        provenance: The newest record that says how FLOPs and peak were determined.
+        row: The record of the newest logging window.
+        loss: Step and value of the newest logged loss.
+        notices: The newest messages that the run logged for its user.
+        summary: The record at the end of the last session; None while it runs.
+        curves: For each metric in `CURVES`, its curve over the run.
         heard_unix_time: When the last record was written.
     """
 
@@ -220,7 +220,7 @@ class WatchedRun:
         self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
 
     def add(self, record: Record) -> None:
-        """Add the next record of the log."""
+        """Update the state with the next record of the log."""
         if isinstance(record, RunStart):
             self._begin_session(record)
         elif isinstance(record, Row):
@@ -256,16 +256,16 @@ class WatchedRun:
                 curve.add(row.step, row.values[key])
 
     def value(self, key: str) -> Number | None:
-        """A value of the newest window only, so that all values on the screen were measured together."""
+        """Return a metric of the newest window only, so that all values on the screen belong to the same steps."""
         return None if self.row is None else self.row.values.get(key)
 
     def step_time_percentiles(self) -> dict[str, float]:
-        """Percentiles of the last steps; empty if no step was timed."""
+        """Return the 50th, 90th and 99th percentile of the last 512 step times; empty if no step was timed."""
         ordered = sorted(self._recent_seconds)
         return {f"p{percent}": percentile(ordered, percent / 100) for percent in (50, 90, 99)} if ordered else {}
 
     def seconds_spent(self) -> dict[str, float]:
-        """Seconds in each phase since the first start, by the newest window."""
+        """Return the seconds spent in each phase, such as `train` and `eval`, since the first start of the run."""
         ledger = self.row.ledger.get("seconds", {}) if self.row is not None else {}
         return {
             name: float(ledger.get(name, 0.0) if ledger else self.value(f"time/{name}_seconds") or 0.0)
@@ -273,17 +273,18 @@ class WatchedRun:
         }
 
     def flops_shares(self) -> dict[str, float]:
-        """What the executed FLOPs of the newest window were used for, in percent; empty when unknown."""
+        """Return the percentages of useful, recomputed and other FLOPs in the newest window; empty if unknown."""
         useful, again = self._useful_percent(), self.value("perf/recompute_percent")
         if useful is None:
             return {}
-        rest = _without_noise(100 - useful - (again or 0.0))
+        rest = 100 - useful - (again or 0.0)
+        rest = rest if rest > _LEAST_SHARE_PERCENT else 0.0
         if again is None:
             return {"useful": useful, "recompute or padding": rest}
         return {"useful": useful, "recompute": again, self._name_of_the_rest(): rest}
 
     def _useful_percent(self) -> float | None:
-        """Over all ranks if they have reported, else over the steps of the logging rank."""
+        """Return model FLOPs in percent of executed FLOPs: over all ranks if logged, or else over the logging rank."""
         row = self.row
         if row is None:
             return None
@@ -297,36 +298,34 @@ class WatchedRun:
         return 100 * sum(model for model, _ in counted) / executed if executed else None
 
     def _name_of_the_rest(self) -> str:
-        """The name for FLOPs that are neither useful nor recomputed: padding, or pairs across packed documents."""
-        padding = self.value("perf/padding_percent")
-        if padding is None:
-            return "padding"
-        return "padding" if padding else "pairs across documents"
+        """Name the FLOPs that are neither useful nor recomputed."""
+        # Without padding, they are attention between different documents that are packed into one sample.
+        return "pairs across documents" if self.value("perf/padding_percent") == 0 else "padding"
 
     @property
     def wall_seconds_per_step(self) -> float | None:
-        """Wall time per step of this session, with everything between the steps."""
+        """Wall time per step in the current session, including the time between steps; None before the second row."""
         if self.row is None or self._first_row is None or self.row.step <= self._first_row.step:
             return None
         return (self.row.unix_time - self._first_row.unix_time) / (self.row.step - self._first_row.step)
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated time until the planned end, at the pace of this session."""
+        """Estimated time until the planned last step, at the pace of the current session; None if unknown."""
         pace = self.wall_seconds_per_step
         if pace is None or self.row is None or self.start is None or self.start.total_steps is None or self.summary:
             return None
         return max(self.start.total_steps - self.row.steps_done, 0) * pace
 
     def silent_seconds(self, unix_time: float) -> float:
-        """Time since the last record."""
+        """Return the time since the last record was written."""
         return max(unix_time - self.heard_unix_time, 0.0)
 
     def state(self, unix_time: float) -> State:
-        """The state of the run.
+        """Return the state of the run.
 
-        It is `silent` if it has logged nothing for much longer than a window takes: it may evaluate, hang or be dead.
-        It has `died` if its process is gone without having logged an end, which only its own machine can see.
+        `silent`: nothing was logged for much longer than a logging window takes; the run may evaluate, hang or be dead.
+        `died`: the process no longer exists and did not log its end. Only the machine of the training can see this.
         """
         if self.start is None and self.row is None:
             return "no log"

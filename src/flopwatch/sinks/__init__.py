@@ -1,4 +1,4 @@
-"""Where a run's records go: the local log, the console, TensorBoard, W&B, MLflow, Prometheus, or your own sink."""
+"""Sinks write the records of a run: to the local log, the console, TensorBoard, W&B, MLflow or Prometheus."""
 
 from flopwatch.sinks.protocol import Sink
 

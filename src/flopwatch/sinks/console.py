@@ -1,4 +1,4 @@
-"""A line per logging window in the terminal, with a progress bar below it. Unknown values are left out, never 0."""
+"""Prints one line per logging window, with a progress bar below it. Unknown values are left out, not shown as 0."""
 
 import re
 import sys
@@ -15,11 +15,11 @@ from flopwatch.number_format import count, duration, flop_rate, flops, number, p
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 
 LONG_WAIT_PERCENT = 10.0
-"""A longer input wait is shown on every line."""
+"""If a larger share of the step time is input wait, every line shows it."""
 
 
 def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:
-    """Label, figure and unit of each part of a row, the most important first; `~` marks a share that is not exact.
+    """Label, number and unit of each part of a row, the most important first; `~` marks MFU and HFU that are not exact.
 
     >>> row_parts(Row(20, 0.0, {"training/loss": 2.5, "perf/step_time": 0.213}))
     [('step', '20', ''), ('loss', ' 2.5000', ''), ('', '213', ' ms/step')]
@@ -52,7 +52,7 @@ def start_line(start: RunStart) -> str:
 
 
 def provenance_line(origin: Provenance) -> str:
-    """How FLOPs are counted and which peak is used, in one line.
+    """A line that tells how FLOPs are counted and which peak is used.
 
     >>> provenance_line(Provenance(1, "smart", "trace", True, "full"))
     'FLOPs of model(batch) by trace, exact, attention full; no peak known, so no MFU'
@@ -71,7 +71,7 @@ def provenance_line(origin: Provenance) -> str:
 
 
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
-    """Label and text of each line of the table at the end."""
+    """Label and text of each line of the table that is printed at the end of a run."""
     values = summary.values
     steps = f"{values['total/steps']:,}" if "total/steps" in values else None
     about = "~" if summary.exact is False else ""
@@ -134,7 +134,7 @@ class ConsoleSink:
     gather_seconds = 0.0
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """Writes to `stream`; if None, to `sys.stdout` as it is at the first record."""
+        """Writes to `stream`; None takes `sys.stdout` at the first record."""
         self._stream = stream
         self._console: Console | None = None
         self._start: RunStart | None = None
@@ -159,21 +159,21 @@ class ConsoleSink:
             self._show(_end(record))
 
     def flush(self) -> None:
-        """Every record is shown at once."""
+        """Does nothing, because `write` prints every record at once."""
 
     def close(self) -> None:
-        """Ends the line of the progress bar; the bar stays visible."""
+        """End the line of the progress bar; the bar stays visible."""
         if self._bar_is_drawn:
             self._bar_is_drawn = False
             print(file=self._stream, flush=True)
 
     def _show(self, content: str | Text | Group) -> None:
-        """A single write, because other threads print too."""
+        """Print in a single write, because other threads may print at the same time."""
         console = self._open()
         if isinstance(content, str):
             shown = f"{content}\n"
         elif isinstance(content, Text) and not console.is_terminal:
-            shown = f"{content.plain}\n"  # a file's lines are not wrapped
+            shown = f"{content.plain}\n"  # lines in a file are not wrapped
         else:
             with console.capture() as captured:
                 console.print(content)
@@ -190,7 +190,7 @@ class ConsoleSink:
         return self._console
 
     def _paint(self, text: str, style: str) -> str:
-        """Colours rows and bar without rich's layout, which would take a millisecond each time."""
+        """Add colour to a text without rich's layout, which takes a millisecond per line."""
         console = self._open()
         if not text or not console.is_terminal or console.color_system is None or console.no_color:
             return text
@@ -209,7 +209,7 @@ class ConsoleSink:
         return "  ".join(parts)
 
     def _bar(self) -> str:
-        """The progress bar; empty if the number of steps is unknown or the output is no terminal."""
+        """The progress bar; empty if the number of steps is unknown or the output is not a terminal."""
         start, first, last = self._start, self._first_row, self._last_row
         console = self._open()
         if not (start and start.total_steps and first and last and console.file.isatty()) or console.is_dumb_terminal:
@@ -218,7 +218,7 @@ class ConsoleSink:
         seconds_left = _seconds_left(first, last, total)
         share, steps = f"  {percent(last.steps_done / total, decimals=0)}", f"  {last.steps_done:,} of {total:,}"
         left = "" if seconds_left is None else f"  {duration(seconds_left, rough=True)} left"
-        # One column is left free, because a line that fills the terminal wraps and is not erased by one sequence.
+        # The last column stays free, because a full line would wrap, and `_ERASE_LINE` erases only one line.
         width = max(min(console.width - 1, _WIDEST) - len(share + steps + left), 0)
         done = round(width * min(last.steps_done / total, 1))
         sign = "-" if console.options.ascii_only else "━"
@@ -232,7 +232,7 @@ class ConsoleSink:
 
 
 def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
-    """Estimated from the time since the first row, which includes evaluation and checkpoints."""
+    """Estimated from the time since the first row, which includes evaluation and checkpoints; None if unknown."""
     steps_left = max(total_steps - last.steps_done, 0)
     if last.step > first.step:
         return steps_left * (last.unix_time - first.unix_time) / (last.step - first.step)

@@ -1,4 +1,4 @@
-"""The local log of a run: JSON Lines that stay readable after `kill -9`."""
+"""Writes the local log of a run as JSON Lines that stay readable after `kill -9`."""
 
 import json
 import math
@@ -17,9 +17,9 @@ _STRICT_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 class JsonlSink:
     r"""Appends one line of JSON per record.
 
-    JSON has no NaN and no infinity: they are written as the texts `"nan"`, `"inf"` and `"-inf"`, so that every line is
-    strict JSON. A row is handed to the operating system after at most `flush_steps` steps or `flush_seconds` seconds,
-    other records at once. A crash can truncate one line, never two.
+    JSON has no NaN and no infinity, so they are written as the texts `"nan"`, `"inf"` and `"-inf"`. A row is passed to
+    the operating system after at most `flush_steps` steps or `flush_seconds` seconds, other records at once. A crash
+    can truncate only one line.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -40,7 +40,7 @@ class JsonlSink:
         flush_seconds: float = 5.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        self.gather_seconds = 0.8 * flush_seconds  # less, so that a burst of rows is flushed once, at its end
+        self.gather_seconds = 0.8 * flush_seconds  # shorter than flush_seconds, so that rows are written together
         self._path = Path(path)
         self._flush_steps = flush_steps
         self._flush_seconds = flush_seconds
@@ -51,7 +51,7 @@ class JsonlSink:
         self._flushed_step: int | None = None
         self._flushed_at = clock()
         self._headers: dict[type, bytes] = {}
-        """The run's start and provenance, which are repeated if the file has to be created again."""
+        """The lines of the run's start and provenance; a file that has to be created again begins with them."""
 
     def write(self, record: Record) -> None:
         line = _encode(record.to_json())
@@ -66,7 +66,7 @@ class JsonlSink:
             self.flush()
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Pass all buffered lines to the operating system."""
         if self._descriptor is None or not self._buffer:
             return
         if not self._is_in_place(self._descriptor):
@@ -95,7 +95,7 @@ class JsonlSink:
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            self._buffer[:0] = b"\n"  # an earlier session was killed in mid-line; only that line is lost
+            self._buffer[:0] = b"\n"  # ends a line that a killed session left incomplete
 
     def _is_in_place(self, descriptor: int) -> bool:
         try:
@@ -105,15 +105,15 @@ class JsonlSink:
         return os.path.samestat(there, os.fstat(descriptor))
 
     def _recreate(self, gone: int) -> None:
-        """The file was deleted or replaced: create it again, beginning with the records a reader needs."""
+        """Create a file that was deleted or replaced again, with the start and provenance of the run."""
         self._descriptor = None
         os.close(gone)
         notice = Notice(
             self._last_step,
             "warning",
             "log_recreated",
-            f"{self._path} was deleted or replaced while the run was writing it; it was created again and holds the "
-            "records since the last flush. Keep the run's folder until the run has ended.",
+            f"{self._path} was deleted or replaced while the run was writing it; the new file holds only the records "
+            "since the last flush. Do not delete the folder of a run before the run has ended.",
         )
         self._buffer[:0] = b"".join(self._headers.values()) + _encode(notice.to_json())
         self._open()
@@ -122,7 +122,7 @@ class JsonlSink:
 def _encode(content: Mapping[str, Any]) -> bytes:
     try:
         text = _STRICT_JSON.encode(content)
-    except (TypeError, ValueError):  # NaN, infinity, or an object of the user's configuration
+    except (TypeError, ValueError):  # NaN, infinity, or an object that JSON cannot hold
         text = _STRICT_JSON.encode(_strict(content))
     return text.encode("ascii") + b"\n"
 
@@ -134,7 +134,7 @@ def _strict(value: Any) -> Any:
         return [_strict(inner) for inner in value]
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, Integral):  # numpy's integers are Integral but not int
+    if isinstance(value, Integral):  # numpy integers are Integral but not int
         return int(value)
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else str(float(value))

@@ -1,4 +1,4 @@
-"""MLflow: rows go in batches into the active run or a new one; trials of a sweep get a run each."""
+"""Logs rows to MLflow in batches, into the active run or a new one, and each trial of a sweep as a run."""
 
 import hashlib
 import json
@@ -14,26 +14,26 @@ from typing import Any, Protocol
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.library_internals import checked_mlflow_response, latest_mlflow_run, mlflow_request_sender
 from flopwatch.optional import require
 from flopwatch.records.run import Notice, Record, Row
 from flopwatch.sinks.protocol import TrialRun
-from flopwatch.sinks.tracker_internals import checked_mlflow_response, latest_mlflow_run, mlflow_request_sender
 
 MOST_METRICS = 1000
-"""In one request, by MLflow's REST interface."""
+"""MLflow's REST interface accepts so many metrics in one request."""
 LONGEST_TAG = 5000
-"""Characters of a tag's value that MLflow accepts."""
+"""MLflow accepts so many characters in the value of a tag."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """Values waiting to be sent: metrics as key, value, milliseconds, step; tags by name."""
+    """Values that wait to be sent: metrics as (key, value, Unix time in milliseconds, step), and tags by name."""
 
     metrics: list[tuple[str, float, int, int]] = field(default_factory=list)
     tags: dict[str, str] = field(default_factory=dict)
 
     def parts(self) -> Iterator["Batch"]:
-        """Pieces small enough for one request; the tags go with the first."""
+        """Yield parts that are small enough for one request; the first part has the tags."""
         tags = dict(self.tags)
         waiting = list(self.metrics)
         for start in range(0, max(len(waiting), 1 if tags else 0), MOST_METRICS):
@@ -41,10 +41,10 @@ class Batch:
 
 
 class Tracking(Protocol):
-    """The three calls that the sink makes."""
+    """The requests that the sink sends to MLflow."""
 
     def start_run(self, experiment: str | None) -> str:
-        """The id of a new run; without `experiment`, in the one of the environment, else in the default one."""
+        """Start a run and return its id. None takes the experiment of the environment, else the default experiment."""
 
     def log_batch(self, run_id: str, batch: Batch) -> None: ...
 
@@ -52,7 +52,7 @@ class Tracking(Protocol):
 
 
 def open_tracking(uri: str, timeout_seconds: float) -> Tracking:
-    """By single requests if the URI is a server's, through MLflow's client for all others."""
+    """A connection without retries if the URI is a server, else MLflow's own client."""
     if uri.startswith(("http://", "https://")):
         send = mlflow_request_sender(uri, timeout_seconds)
         if send is not None:
@@ -61,28 +61,27 @@ def open_tracking(uri: str, timeout_seconds: float) -> Tracking:
 
 
 def uri_in_use(folder: Path) -> str:
-    """The URI set in the process or its environment, else a database in the folder."""
+    """The tracking URI of the process or its environment, else that of a database in the folder."""
     mlflow = require("mlflow", "mlflow")
     if mlflow.is_tracking_uri_set():
         return str(mlflow.get_tracking_uri())
     if find_spec("sqlalchemy") is None:
         raise InputError(
-            "no MLflow server is named, and mlflow-skinny cannot keep runs on this machine; set "
-            "MLFLOW_TRACKING_URI, or install the whole package with: pip install mlflow"
+            "mlflow-skinny cannot store runs on this machine, and no MLflow server is set; set MLFLOW_TRACKING_URI, or "
+            "install the full package with: pip install mlflow"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return f"sqlite:///{folder.resolve()}/mlflow.db"
 
 
 class ServerTracking:
-    """MLflow's REST interface, each request sent once; `mlflow_request_sender` says why MlflowClient is not used."""
+    """Sends requests to MLflow's REST interface without retries, for the reason given in `mlflow_request_sender`."""
 
     def __init__(self, send: Callable[..., Any]) -> None:
         self._send = send
 
     def start_run(self, experiment: str | None) -> str:
-        name = _wanted_experiment(experiment)
-        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID", "0") if name is None else self._experiment_id(name)
+        experiment_id = _experiment_id(experiment, self._id_of)
         request = {"experiment_id": experiment_id, "start_time": _now_milliseconds()}
         if os.environ.get("MLFLOW_RUN_NAME"):
             request["run_name"] = os.environ["MLFLOW_RUN_NAME"]
@@ -100,7 +99,7 @@ class ServerTracking:
         request = {"run_id": run_id, "status": "FINISHED", "end_time": _now_milliseconds()}
         self._call("POST", "runs/update", json=request)
 
-    def _experiment_id(self, name: str) -> str:
+    def _id_of(self, name: str) -> str:
         response = self._send("GET", "experiments/get-by-name", params={"experiment_name": name})
         if response.status_code == 404:
             return str(self._call("POST", "experiments/create", json={"name": name})["experiment_id"])
@@ -111,15 +110,14 @@ class ServerTracking:
 
 
 class ClientTracking:
-    """MLflow's client, for local files and databases, Databricks and plugins."""
+    """Logs through MLflow's client, to local files, databases, Databricks and plugins."""
 
     def __init__(self, uri: str) -> None:
         self._client = require("mlflow.tracking", "mlflow").MlflowClient(tracking_uri=uri)
         self._entities = require("mlflow.entities", "mlflow")
 
     def start_run(self, experiment: str | None) -> str:
-        name = _wanted_experiment(experiment)
-        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID", "0") if name is None else self._experiment_id(name)
+        experiment_id = _experiment_id(experiment, self._id_of)
         run = self._client.create_run(experiment_id, run_name=os.environ.get("MLFLOW_RUN_NAME"))
         return str(run.info.run_id)
 
@@ -131,17 +129,18 @@ class ClientTracking:
     def end_run(self, run_id: str) -> None:
         self._client.set_terminated(run_id)
 
-    def _experiment_id(self, name: str) -> str:
+    def _id_of(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name(name)
         return str(experiment.experiment_id if experiment else self._client.create_experiment(name))
 
 
-def _wanted_experiment(name: str | None) -> str | None:
-    return name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+def _experiment_id(name: str | None, id_of: Callable[[str], str]) -> str:
+    name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    return os.environ.get("MLFLOW_EXPERIMENT_ID", "0") if name is None else id_of(name)
 
 
 def _json_number(value: float) -> float | str:
-    """As in protobuf's JSON, which has texts for what JSON numbers cannot be."""
+    """The number as in protobuf's JSON, which has texts for NaN and infinity."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -152,24 +151,24 @@ def _now_milliseconds() -> int:
 
 
 _MOST_WAITING = 50_000
-"""Metrics kept while a server is away."""
+"""The sink fails if more metrics than this wait for a server that does not answer."""
 
 
 class MlflowSink:
     """Sends the rows of a few seconds in one request, because MLflow takes 12 ms for a single metric.
 
-    The run is looked up, or started, at the first row: by then the training has called `mlflow.start_run` if it ever
-    will. The training's run is not ended. A server that stops answering is tried again for `patience_seconds`, each
-    time once and for at most `timeout_seconds`; a server that never answered is given up at once.
+    At the first row the sink looks for the run of the training, which has usually been started by then, or starts its
+    own run. It does not end the run of the training. If a server stops answering, the sink tries again at every flush
+    for `patience_seconds`. If a server does not answer the first request, the sink fails at once.
 
     Args:
-        output_dir: Gets MLflow's database if neither `tracking_uri`, `MLFLOW_TRACKING_URI` nor a call of
+        output_dir: The folder for MLflow's database, if neither `tracking_uri`, `MLFLOW_TRACKING_URI` nor
             `mlflow.set_tracking_uri` names a server or folder.
         tracking_uri: As for `mlflow.set_tracking_uri`, for this sink only.
-        experiment: Its name; created if it does not exist. By default that of `MLFLOW_EXPERIMENT_NAME`.
-        send_seconds: How often a batch is sent.
-        timeout_seconds: How long one request may take.
-        patience_seconds: How long a server may fail to answer in mid-run.
+        experiment: Name of the experiment; created if it does not exist. None takes `MLFLOW_EXPERIMENT_NAME`.
+        send_seconds: Seconds between two requests.
+        timeout_seconds: Seconds that one request may take.
+        patience_seconds: Seconds without an answer after which the sink fails.
     """
 
     name = "mlflow"
@@ -185,7 +184,7 @@ class MlflowSink:
         patience_seconds: float = 60.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        self.gather_seconds = 0.8 * send_seconds  # less, so that a burst of rows is sent once, at its end
+        self.gather_seconds = 0.8 * send_seconds  # shorter than send_seconds, so that rows are sent together
         self._send_seconds = send_seconds
         self._output_dir = Path(output_dir)
         self._tracking_uri = tracking_uri
@@ -209,13 +208,13 @@ class MlflowSink:
             self._open()
         milliseconds = int(record.unix_time * 1000)
         for key, value in record.values.items():
-            # MLflow rejects the whole batch for one invalid character, such as a bracket in a dataset's name.
+            # MLflow rejects the whole batch if one key has an invalid character, such as a bracket.
             self._batch.metrics.append((re.sub(r"[^/\w.\- :]", "_", key), float(value), milliseconds, record.step))
         if self._clock() - self._tried_at >= self._send_seconds:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits; raises when the server has been away for `patience_seconds`."""
+        """Send the waiting values. Raises if the server has not answered for `patience_seconds`."""
         if self._tracking is None:
             return
         try:
@@ -250,8 +249,8 @@ class MlflowSink:
             self._run_id = self._run_id or tracking.start_run(self._experiment)
         except Exception as error:
             raise FlopwatchError(
-                f"no run could be started at {uri}: {error}; check that the MLflow server is up and that "
-                "MLFLOW_TRACKING_URI names it"
+                f"no run could be started at {uri}: {error}; check that the MLflow server is running and that "
+                "MLFLOW_TRACKING_URI is its address"
             ) from error
         self._tracking = tracking
         self._tried_at = self._reached_at = self._clock()
@@ -271,14 +270,14 @@ _STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
 
 class MlflowTrials:
-    """A run per trial: its settings are params, its figures metrics, its outcome and versions tags.
+    """Logs each trial as a run: settings as params, measurements as metrics, outcome and versions as tags.
 
-    MLflow chooses the ids of runs, so a trial's run is recognised by the tag `flopwatch.trial_id`. A trial that has not
-    changed since it was logged is not logged again.
+    The tag `flopwatch.trial_id` identifies the run of a trial, because MLflow chooses the ids of runs. A trial that has
+    not changed since it was logged is not logged again.
 
     Args:
-        experiment: Its name; created if it does not exist.
-        folder: Gets MLflow's database if no server is named.
+        experiment: Name of the experiment; created if it does not exist.
+        folder: The folder for MLflow's database, if no server is set.
     """
 
     name = "MLflow"
@@ -293,8 +292,8 @@ class MlflowTrials:
             raise
         except Exception as error:
             raise FlopwatchError(
-                f"MLflow at {self._uri} cannot be used: {error}; check that the server is up and that "
-                "MLFLOW_TRACKING_URI names it"
+                f"MLflow at {self._uri} cannot be used: {error}; check that the server is running and that "
+                "MLFLOW_TRACKING_URI is its address"
             ) from error
         self._known: dict[str, dict[str, tuple[str, str]]] = {}
 
@@ -308,13 +307,13 @@ class MlflowTrials:
         known[run.id] = (run_id, "")
         milliseconds = int(1000 * (run.end_unix_seconds or 0))
         self._client.set_terminated(run_id, _STATUS[run.state], milliseconds or None)
-        # MLflow's params cannot be changed; a trial with the same id has the same params.
+        # Params are sent once, because MLflow cannot change them, and a trial with the same id has the same settings.
         params = [self._entities.Param(*param) for param in _params(run.config)] if is_new else []
         first = max(len(params) - _MOST_PARAMS, 0)
         for start in range(0, first, _MOST_PARAMS):
             self._client.log_batch(run_id, (), params[start : min(start + _MOST_PARAMS, first)], ())
         metrics = [self._entities.Metric(key, value, milliseconds, 0) for key, value in _metrics(run.figures)]
-        # The digest goes with the last request: a run that has it is complete.
+        # The digest is sent with the last request, so a run that has the digest is complete.
         tags = [self._entities.RunTag(*tag) for tag in (*_tags(run), (DIGEST_TAG, _digest(run)))]
         self._client.log_batch(run_id, metrics, params[first:], tags)
         known[run.id] = (run_id, _digest(run))
@@ -324,11 +323,13 @@ class MlflowTrials:
         if found is None:
             return str(self._client.create_experiment(name))
         if found.lifecycle_stage != "active":
-            raise InputError(f"the MLflow experiment {name!r} is deleted; restore it, or name another with --mlflow")
+            raise InputError(
+                f"the MLflow experiment {name!r} was deleted; restore it, or name another one with --mlflow"
+            )
         return str(found.experiment_id)
 
     def _known_of(self, sweep_id: str) -> dict[str, tuple[str, str]]:
-        """Run id and digest by trial, of trials logged before; fetched once per sweep."""
+        """Run id and digest of the trials that were logged before, by trial id; fetched once per sweep."""
         if sweep_id not in self._known:
             self._known[sweep_id] = {}
             for found in self._runs(f"tags.`{SWEEP_TAG}` = '{sweep_id}'"):
@@ -380,7 +381,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _renamed(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Valid, distinct keys: MLflow rejects a whole batch for an invalid character, for `//` and for a repeated key."""
+    """Make keys valid and distinct, because MLflow rejects a batch with an invalid character or a repeated key."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         short = re.sub(r"[^\w.\- :]", "_", key)[:_LONGEST_KEY] or "_"

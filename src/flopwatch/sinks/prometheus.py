@@ -1,4 +1,4 @@
-"""An exporter that Prometheus scrapes: the newest value of every metric."""
+"""Serves the newest value of every metric to Prometheus."""
 
 import errno
 import re
@@ -16,7 +16,7 @@ _OWN_NAMES = ("flopwatch", f"flopwatch_{STEP_KEY}", "flopwatch_last_row_timestam
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """The Prometheus name of a key."""
+    """The Prometheus name and help text of a metric, and the dataset that it belongs to."""
 
     name: str
     description: str
@@ -26,9 +26,9 @@ class _Series:
 class PrometheusSink:
     """Serves `http://address:port/metrics` while the run lasts.
 
-    `perf/mfu` becomes `flopwatch_perf_mfu`; a time gets Prometheus' unit (`flopwatch_perf_step_time_seconds`); values
-    of a dataset carry its name as a label (`flopwatch_dataset_loss{dataset="code"}`). Only flopwatch's own registry is
-    served, and only to this machine unless `address` is set.
+    `perf/mfu` becomes `flopwatch_perf_mfu`. The name of a time ends in its unit (`flopwatch_perf_step_time_seconds`).
+    Values of a dataset have its name as a label (`flopwatch_dataset_loss{dataset="code"}`). Metrics of other code in
+    the process are not served. Only this machine can read the metrics, unless `address` is set.
     """
 
     name = "prometheus"
@@ -53,7 +53,7 @@ class PrometheusSink:
             self._take(record)
 
     def flush(self) -> None:
-        """A scrape reads the values themselves."""
+        """Does nothing, because a scrape reads the values directly."""
 
     def close(self) -> None:
         if self._server is not None:
@@ -63,11 +63,13 @@ class PrometheusSink:
             self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """Called by prometheus_client at each scrape, in a thread of its server."""
+        """Yield the metrics. prometheus_client calls this at each scrape, in a thread of its server."""
         core = require("prometheus_client.core", "prometheus")
         values, row, origin = self._values, self._row, self._origin
         if origin is not None:
-            yield core.InfoMetricFamily("flopwatch", "Where the numbers come from.", value=_labels(origin))
+            yield core.InfoMetricFamily(
+                "flopwatch", "How FLOPs are counted, and the peak of the device.", value=_labels(origin)
+            )
         if row is not None:
             yield core.GaugeMetricFamily(_OWN_NAMES[1], "The last step that was logged.", value=row.step)
             yield core.GaugeMetricFamily(_OWN_NAMES[2], "When the newest values were logged.", value=row.unix_time)
@@ -98,15 +100,15 @@ class PrometheusSink:
         for key in row.values.keys() - self._series.keys():
             self._series[key] = _name(key, {series.name for series in self._series.values()})
         kept = self._values
-        if row.detailed:  # it carries every known metric, so a metric it lacks is no longer known
+        if row.detailed:  # such a row has every known metric, so metrics that it lacks are unknown now
             kept = {key: value for key, value in kept.items() if key not in METRICS}
-        # A new dict, because a scrape may be reading the old one.
+        # This makes a new dict, because a scrape may be reading the old one.
         self._values = {**kept, **row.values}
         self._row = row
 
 
 def _name(key: str, taken: set[str]) -> _Series:
-    """A valid Prometheus name; keys of the user that would get the same name are numbered.
+    """The Prometheus name of a key. A number is added to a user's key whose name is already taken.
 
     >>> _name("perf/step_time", set()).name
     'flopwatch_perf_step_time_seconds'
@@ -121,7 +123,7 @@ def _name(key: str, taken: set[str]) -> _Series:
     if metric.unit == "s" and not name.endswith("_seconds"):
         name += "_seconds"
     if key not in METRICS:
-        # The help text holds the key, because the name alone (`flopwatch______`) may not show it.
+        # The help text contains the key, because the name may have lost it: `flopwatch______`.
         alone, number = name, 2
         while name in taken or name in _OWN_NAMES:
             name, number = f"{alone}_{number}", number + 1
@@ -130,7 +132,7 @@ def _name(key: str, taken: set[str]) -> _Series:
 
 
 def _labels(origin: Provenance) -> dict[str, str]:
-    """Unknown facts have no label, as unknown numbers have no series."""
+    """The labels of the info metric; unknown facts are left out."""
     peak = origin.peak or {}
     facts = {
         "mode": origin.mode,

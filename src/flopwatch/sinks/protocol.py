@@ -1,4 +1,4 @@
-"""What a sink of a run and a tracking service for trials must be able to do.
+"""The interfaces of a sink, which takes the records of a run, and of a tracking service, which takes trials.
 
 Pass any object with the methods of `Sink` in `TrainingMonitor(sinks=[...])`.
 """
@@ -11,10 +11,10 @@ from flopwatch.records.run import Record
 
 
 class Sink(Protocol):
-    """Takes the records of a run, in order, in its own thread.
+    """Takes the records of a run in order. flopwatch calls each sink in a thread of its own.
 
-    Every method may raise: the sink is then reported once, switched off and named in the summary. It may also be
-    slow or hang: its queue is bounded, and only this sink loses rows.
+    Every method may raise: flopwatch then reports the error once, switches the sink off and names it in the summary. A
+    method may also be slow or hang: the queue of the sink is bounded, so only this sink loses rows.
     """
 
     name: str
@@ -23,14 +23,14 @@ class Sink(Protocol):
         """Take one record. The first is always a `RunStart`."""
 
     def flush(self) -> None:
-        """Write out what is buffered; called after each group of rows, on request, and at the end."""
+        """Write buffered records; called after each group of rows, when the monitor is flushed, and at the end."""
 
     def close(self) -> None:
         """Called once, after the last record."""
 
 
 MOST_FAILURES = 3
-"""Consecutive failures after which the service counts as unreachable, and the remaining trials are not tried."""
+"""After so many failures in a row, the remaining trials are not logged, because the service is probably down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class TrialRun:
     """A trial of a sweep as a run of a tracking service.
 
     Attributes:
-        id: Stable for this trial of this sweep, so that logging it again updates the same run.
+        id: Stays the same for a trial of a sweep, so that logging the trial again updates its run.
         name: The trial's name.
-        sweep: The sweep's name, by which its runs are grouped.
-        sweep_id: Stable for the sweep, even if its folder is moved.
+        sweep: The sweep's name, which groups its runs.
+        sweep_id: Stays the same for a sweep, even if its folder is moved.
         config: The trial's settings, as JSON.
         figures: Measured numbers by column name; unknown is None.
         facts: Texts by column name: outcome, reason, host, device, versions.
-        state: `finished`, `failed` (it could be run again) or `killed`.
-        start_unix_seconds: When it began; None when it did not run.
-        end_unix_seconds: When it ended.
+        state: `finished`, `failed` or `killed`.
+        start_unix_seconds: When the trial began; None if it did not run.
+        end_unix_seconds: When the trial ended; None if unknown.
     """
 
     id: str
@@ -63,7 +63,7 @@ class TrialRun:
 
 
 class TrialLog(Protocol):
-    """A service that trials are logged to."""
+    """A tracking service for trials, such as W&B or MLflow."""
 
     name: str
 
@@ -78,7 +78,7 @@ class Logged:
     Attributes:
         count: Trials that were logged.
         failures: One text for each trial that could not be logged.
-        gave_up: True if the remaining trials were not tried after `MOST_FAILURES` failures in a row.
+        gave_up: True if the remaining trials were skipped after `MOST_FAILURES` failures in a row.
     """
 
     count: int
@@ -87,7 +87,7 @@ class Logged:
 
 
 def log_trials(runs: Iterable[TrialRun], to: TrialLog) -> Logged:
-    """Log trials one after the other; a trial that cannot be logged does not affect the others."""
+    """Log trials one after the other. A trial that cannot be logged does not stop the others."""
     count, in_a_row, failures = 0, 0, []
     for run in runs:
         try:

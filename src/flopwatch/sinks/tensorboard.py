@@ -1,4 +1,4 @@
-"""TensorBoard event files through the `tensorboard` package alone: neither torch nor TensorFlow is loaded."""
+"""Writes TensorBoard event files with the `tensorboard` package, without loading torch or TensorFlow."""
 
 import io
 import json
@@ -8,33 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
+from flopwatch.library_internals import EventFormat
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
-from flopwatch.sinks.tracker_internals import EventFormat
 
 
 class TensorBoardSink:
     """Writes one event per logging window, with all its values; notices and provenance go to the Text tab.
 
-    After a resume, a mark in the file makes TensorBoard forget the steps that run again; after a fresh start in the
-    same folder, all steps. TensorBoard stores 32-bit floats, so totals are rounded in the 8th digit; the JSON log has
-    them exact.
+    After a resume, an event in the file makes TensorBoard discard the steps that are run again; after a fresh start in
+    the same folder, all steps. TensorBoard stores 32-bit floats, so totals are rounded in the 8th digit; the JSON log
+    has them exactly.
 
-    The file lies in its own folder `flopwatch`, which TensorBoard shows as a run of that name. In the folder of the
-    training's own events the mark would delete the training's points too. TensorBoard also reads a folder file by file
-    and never goes back, so it would miss what one writer adds while it reads the file of the other.
+    The file has its own folder `flopwatch`, which TensorBoard shows as a run of that name. In the folder of the
+    training's own events, TensorBoard would discard points of the training too. It also reads the files of a folder one
+    after the other and does not return to an earlier file, so it would miss later events of the training.
 
-    TensorBoard's EventFileWriter is not used, because it writes in another thread: its errors surface late, and its
-    processor time is in no figure of ours.
+    TensorBoard's EventFileWriter is not used, because it writes in another thread: its errors appear late, and its CPU
+    time would not be part of the monitoring cost that flopwatch reports.
 
     Args:
-        log_dir: Gets the folder `flopwatch`; `tensorboard --logdir` takes it or a folder above it.
-        flush_seconds: Most seconds a row waits before it is in the file; TensorBoard reads every 30 s by default.
+        log_dir: The parent of the folder `flopwatch`; pass it to `tensorboard --logdir`.
+        flush_seconds: Most seconds until a row is in the file; TensorBoard reads every 30 s by default.
     """
 
     name = "tensorboard"
 
     def __init__(self, log_dir: Path | str, flush_seconds: float = 30.0, clock: Clock = monotonic_seconds) -> None:
-        self.gather_seconds = 0.8 * flush_seconds  # less, so that a burst of rows is flushed once, at its end
+        self.gather_seconds = 0.8 * flush_seconds  # shorter than flush_seconds, so that rows are written together
         self._log_dir = Path(log_dir) / "flopwatch"
         self._flush_seconds = flush_seconds
         self._clock = clock
@@ -62,11 +62,11 @@ class TensorBoardSink:
             self.flush()
 
     def flush(self) -> None:
-        """Append what is buffered to the file; it is created again, with its folder, if it was deleted."""
+        """Append the buffered events to the file. A file or folder that was deleted is created again."""
         self._flushed_at = self._clock()
         if self._path is None or not self._buffer:
             return
-        # Emptied first: after an error half of it may be in the file, and must not be written twice.
+        # The buffer is emptied before writing, because after an error a part of it may already be in the file.
         events, self._buffer = self._buffer, bytearray()
         if not self._path.exists():
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,13 +83,13 @@ class TensorBoardSink:
         return self._format
 
     def _start(self, start: RunStart) -> None:
-        # TensorBoard reads the files of a folder in the order of their names, so the time comes first and in full.
+        # TensorBoard reads files in the order of their names, so the name begins with a time of constant width.
         name = f"events.out.tfevents.{start.unix_time:017.6f}.{socket.gethostname()}.{os.getpid()}.{start.session}"
         self._path = self._log_dir / name
         self._started_at = self._wall_time = start.unix_time
         first_step = 0 if start.resumed_after_step is None else start.resumed_after_step + 1
-        # TensorBoard forgets all steps from this one on, but only at the second such mark in a folder; so every
-        # session writes one.
+        # At a START event TensorBoard discards all steps from this one on, but ignores the first START of a folder. So
+        # every session writes one.
         session_log = self._tensorboard.SessionLog
         self._add(wall_time=start.unix_time, step=first_step, session_log=session_log(status=session_log.START))
         self._add_text("flopwatch/run", first_step, _as_code(start.to_json()))
@@ -110,7 +110,7 @@ class TensorBoardSink:
         self._buffer += self._framed(**event)
 
     def _framed(self, **event: Any) -> bytes:
-        """An event as it stands in the file: with its length and checksums."""
+        """The bytes of an event in the file, with its length and checksums."""
         frame = io.BytesIO()
         self._tensorboard.RecordWriter(frame).write(self._tensorboard.Event(**event).SerializeToString())
         return frame.getvalue()

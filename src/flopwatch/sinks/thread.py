@@ -1,6 +1,6 @@
-"""Makes sinks by name, and feeds each from a bounded queue in its own thread.
+"""Creates sinks by name, and runs each in its own thread with a bounded queue.
 
-So a sink that hangs or fails affects neither the training nor the other sinks.
+Therefore a sink that hangs or fails affects neither the training nor the other sinks.
 """
 
 import time
@@ -19,15 +19,15 @@ from flopwatch.sinks.protocol import Sink
 _CLOSE: Final = "close"
 _CAUGHT_UP: Final = "caught up"
 _MOST_GATHERED = 20
-"""This many waiting rows wake the thread early: at the default of 50 steps per row, 1,000 steps."""
+"""So many waiting rows wake the thread early; at the default of 50 steps per row that is after 1,000 steps."""
 
 
 class SinkThread:
-    """Feeds one sink from a queue, in a daemon thread that sleeps while there is nothing to do.
+    """Passes records from a queue to one sink, in a daemon thread that sleeps while the queue is empty.
 
-    Rows are gathered for a few seconds and written together, then the sink is flushed: every wake-up costs the training
-    thread 20 µs and finds cold caches, so five rows at once take less than half the processor time of five single
-    ones. Other records are written at once.
+    Rows are gathered for a few seconds, written together and flushed, because every wake-up costs the training thread
+    20 µs and cold caches: five rows together take less than half the CPU time of five single rows. Other records are
+    written at once.
 
     >>> from flopwatch.records.run import RunStart
     >>> from flopwatch.testing import RecordingSink
@@ -44,7 +44,7 @@ class SinkThread:
         name: The sink's name.
         dropped_rows: Records dropped because the queue was full.
         failed: Why the sink was switched off; None while it works.
-        opening_cpu_seconds: CPU time until the first row is written, imports and connecting included; 0 before it.
+        opening_cpu_seconds: CPU time until the first row was written, with imports and connecting; 0 before that.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class SinkThread:
         queue_size: int = 1000,
         gather_seconds: float = 1.0,
     ) -> None:
-        """Starts the thread.
+        """Start the thread.
 
         Args:
-            sink: Where the records go. Its attribute `gather_seconds`, if it has one, overrides the argument.
-            on_failure: Called once, in the thread, with the sink's name and the first error.
-            queue_size: Most rows that may wait. Other records are rare and matter more: twice as many may wait.
-            gather_seconds: How long rows may wait for each other; with 0 every row is written at once.
+            sink: The sink. If it has an attribute `gather_seconds`, that overrides the argument.
+            on_failure: Called once, in the thread, with the sink's name and its first error.
+            queue_size: Most rows that may wait. Of other records, which matter more, twice as many may wait.
+            gather_seconds: Seconds in which rows are gathered; 0 writes every row at once.
         """
         self.name = sink.name
         self.dropped_rows = 0
@@ -73,18 +73,18 @@ class SinkThread:
         self._wake = Event()
         self._cpu_seconds = 0.0
         self._closing = False
-        # Measured with a waiting consumer, p50: SimpleQueue 8 µs, Queue and deque with Condition 20 µs.
+        # Median time of put() with a waiting consumer: SimpleQueue 8 µs; Queue, and deque with Condition, 20 µs.
         self._queue: SimpleQueue[Record | str | Event] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"flopwatch-{sink.name}", daemon=True)
         self._thread.start()
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of this thread up to its last record."""
+        """CPU time of this thread until its last record."""
         return self._cpu_seconds
 
     def put(self, record: Record) -> bool:
-        """Queue a record; never blocks, never raises. False if the sink will not get it."""
+        """Queue a record without blocking; never raises. Returns False if the record is dropped."""
         if self._closing or self.failed is not None:
             return False
         limit = self._queue_size if isinstance(record, Row) else 2 * self._queue_size
@@ -97,17 +97,17 @@ class SinkThread:
         return True
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until all queued records are written; False if that took longer than the timeout."""
+        """Wait until all queued records are written. Returns False if the timeout ended first."""
         if self._closing or self.failed is not None:
             return False
         done = Event()
         self._queue.put(done)
         self._wake.set()
-        # If the sink failed in between, its thread has ended and will never set the event.
+        # If the sink has failed meanwhile, its thread has ended and will never set the event.
         return self.failed is None and done.wait(timeout_seconds) and self.failed is None
 
     def close(self, timeout_seconds: float) -> bool:
-        """Drain the queue, close the sink and end the thread; False if that took longer than the timeout."""
+        """Write all queued records, close the sink and end the thread. Returns False if the timeout ended first."""
         if not self._closing:
             self._closing = True
             self._queue.put(_CLOSE)
@@ -118,7 +118,7 @@ class SinkThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # SystemExit too, or the thread would end without a report
+        except BaseException as error:  # BaseException, because SystemExit would end the thread without a report
             self._switch_off(error)
         self._cpu_seconds = time.thread_time()
 
@@ -140,7 +140,7 @@ class SinkThread:
         self._sink.close()
 
     def _next(self, unflushed: bool) -> Record | str | Event:
-        """The next record; a flush if all records are written; otherwise sleep until there is one."""
+        """The next record; `_CAUGHT_UP` if written records must be flushed; otherwise sleep until a record comes."""
         with suppress(Empty):
             return self._queue.get_nowait()
         if unflushed:
@@ -161,18 +161,25 @@ class SinkThread:
                     waiting.set()
         with suppress(Exception):
             self._on_failure(self.name, error)
-        # A broken sink may still hold a file or a port.
+        # A sink that failed may still have an open file or port.
         with suppress(BaseException):
             self._sink.close()
 
 
-SINK_NAMES = ("console", "tensorboard", "wandb", "mlflow", "prometheus")
+_CLASSES = {
+    "console": "flopwatch.sinks.console:ConsoleSink",
+    "tensorboard": "flopwatch.sinks.tensorboard:TensorBoardSink",
+    "wandb": "flopwatch.sinks.wandb:WandbSink",
+    "mlflow": "flopwatch.sinks.mlflow:MlflowSink",
+    "prometheus": "flopwatch.sinks.prometheus:PrometheusSink",
+}
+SINK_NAMES = tuple(_CLASSES)
 
 
 def build_sinks(
     wanted: Sequence[str | Sink], output_dir: Path, options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[Sink], dict[str, str]]:
-    """Make the wanted sinks. Nothing is opened yet: a sink does that at its first record, in its thread.
+    """Create the wanted sinks. A sink opens files and connections later, in its thread, at its first record.
 
     >>> sinks, failures = build_sinks(["console", "prometheus"], Path("outputs"), {"console": {}})
     >>> [sink.name for sink in sinks]
@@ -181,12 +188,12 @@ def build_sinks(
     {'prometheus': "no port was given; pass one, such as options={'prometheus': {'port': 9477}}"}
 
     Args:
-        wanted: Names of `SINK_NAMES`, `module:Class`, or objects with the methods of `Sink`.
-        output_dir: The run's folder; sinks that write files put them there.
-        options: Keyword arguments of the sinks made here, by the name in `wanted`.
+        wanted: Names from `SINK_NAMES`, `module:Class`, or objects with the methods of `Sink`.
+        output_dir: The run's folder, in which sinks create their files.
+        options: Keyword arguments for the classes of sinks, by the name in `wanted`.
 
     Returns:
-        The sinks, and for each that could not be made the reason.
+        The sinks, and the reason for each sink that could not be created.
 
     Raises:
         InputError: There is no sink with that name.
@@ -210,39 +217,23 @@ def build_sinks(
 
 
 def _make(name: str, output_dir: Path, options: Mapping[str, Any]) -> Sink:
-    """Loads only the module of the wanted sink; the sink loads its tracker's package at its first record."""
-    if name == "console":
-        from flopwatch.sinks.console import ConsoleSink
-
-        return ConsoleSink(**options)
-    if name == "tensorboard":
-        from flopwatch.sinks.tensorboard import TensorBoardSink
-
-        return TensorBoardSink(**{"log_dir": output_dir / "tensorboard", **options})
-    if name == "wandb":
-        from flopwatch.sinks.wandb import WandbSink
-
-        return WandbSink(**{"output_dir": output_dir, **options})
-    if name == "mlflow":
-        from flopwatch.sinks.mlflow import MlflowSink
-
-        return MlflowSink(**{"output_dir": output_dir, **options})
-    if name == "prometheus":
-        from flopwatch.sinks.prometheus import PrometheusSink
-
-        if (
-            "port" not in options
-        ):  # no default, because 9400 and the next ports belong to other exporters of GPU machines
-            raise InputError("no port was given; pass one, such as options={'prometheus': {'port': 9477}}")
-        return PrometheusSink(**options)
-    module, _, class_name = name.partition(":")
-    return _checked(getattr(import_module(module), class_name)(**options))
+    # There is no default port, because other exporters on GPU machines use 9400 and the next ports.
+    if name == "prometheus" and "port" not in options:
+        raise InputError("no port was given; pass one, such as options={'prometheus': {'port': 9477}}")
+    defaults: dict[str, dict[str, Any]] = {
+        "tensorboard": {"log_dir": output_dir / "tensorboard"},
+        "wandb": {"output_dir": output_dir},
+        "mlflow": {"output_dir": output_dir},
+    }
+    module, _, class_name = _CLASSES.get(name, name).partition(":")
+    return _checked(getattr(import_module(module), class_name)(**{**defaults.get(name, {}), **options}))
 
 
 def _checked(sink: Any) -> Sink:
     missing = [method for method in ("write", "flush", "close") if not callable(getattr(sink, method, None))]
     if missing or not isinstance(getattr(sink, "name", None), str):
         raise InputError(
-            f"{sink!r} is no sink: it lacks {', '.join(missing) or 'a name'}; see flopwatch.sinks.protocol.Sink"
+            f"{sink!r} is not a sink, because it lacks {', '.join(missing) or 'a name'}; see "
+            "flopwatch.sinks.protocol.Sink"
         )
     return cast("Sink", sink)

@@ -1,4 +1,4 @@
-"""Weights & Biases: rows go into a separate run beside the active one; trials of a sweep get a run each."""
+"""Logs rows to Weights & Biases, into a run beside the run of the training, and each trial of a sweep as a run."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,32 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.errors import FlopwatchError, InputError
+from flopwatch.library_internals import is_lost_wandb_service, wandb_run_hider
 from flopwatch.optional import require
 from flopwatch.records.metrics import STEP_KEY
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.sinks.protocol import TrialRun
-from flopwatch.sinks.tracker_internals import is_lost_wandb_service, wandb_run_hider
 
 _SUFFIX = "-flopwatch"
 
 
 class WandbSink:
-    """Logs one history row per logging window, with `global_step` as the x-axis of every key it logs.
+    """Logs one history row per logging window, with `global_step` as the x-axis of every key.
 
-    W&B has one step counter per run. A row of ours would advance it, and W&B drops every later row of the training
-    that has a smaller step; a row that W&B still holds open (`commit=False`, or `step=` without a next one) would be
-    closed or mixed with ours. No option of `run.log` avoids both, so our rows go into a separate run. If the training
-    has a run, ours gets its project, group, mode and folder, the id `<its id>-flopwatch` and the name `<its name>
-    (flopwatch)`; the training's run gets only the totals, at the end, as `summary["flopwatch"]`.
+    The sink logs into a run of its own, because W&B has one step counter per run. A row of flopwatch in the training's
+    run would advance the counter, and W&B drops later rows of the training that have a smaller step. It would also end
+    or change a row that the training has not finished (`commit=False`, or `step=` without a next one). If the training
+    has a run, the new run has its project, group, mode and folder, the id `<its id>-flopwatch` and the name `<its name>
+    (flopwatch)`. The training's run gets only the totals, at the end, as `summary["flopwatch"]`.
 
-    The run is started at the first row: by then the training has called `wandb.init` if it ever will. It does not
-    become `wandb.run`, captures no output and does not affect a later `wandb.init`. W&B's environment variables
-    (`WANDB_MODE`, `WANDB_PROJECT`, `WANDB_DIR`, ...) apply to it, except `WANDB_RUN_ID`: that is the training's run.
+    The sink starts its run at the first row, when the training has usually called `wandb.init`. The run does not become
+    `wandb.run`, captures no output and does not affect a later `wandb.init`. W&B's environment variables (`WANDB_MODE`,
+    `WANDB_PROJECT`, `WANDB_DIR`, ...) apply to it, except `WANDB_RUN_ID`, which names the run of the training.
 
     Args:
-        output_dir: Where W&B puts its files, unless `WANDB_DIR` or the training's run names another folder.
-        project: As for `wandb.init`, like everything in `init`.
+        output_dir: The folder for W&B's files, unless `WANDB_DIR` or the training's run names another one.
+        project: As for `wandb.init`.
         into_active_run: True logs into the active run; only for a training that logs nothing to W&B itself.
+        init: Further arguments of `wandb.init`.
     """
 
     name = "wandb"
@@ -64,7 +65,7 @@ class WandbSink:
             self._take(record)
 
     def flush(self) -> None:
-        """W&B sends by itself."""
+        """Does nothing, because W&B sends rows in the background."""
 
     def close(self) -> None:
         run, self._run = self._run, None
@@ -87,8 +88,8 @@ class WandbSink:
                 raise
             self._connection_lost = True
             raise FlopwatchError(
-                f"W&B's background process (wandb-core) is gone ({str(error) or type(error).__name__}); no more rows "
-                "of this run reach W&B. What was written before is in the run's folder: upload it with `wandb sync`"
+                f"W&B's background process (wandb-core) has exited ({str(error) or type(error).__name__}); W&B gets no "
+                "more rows of this run. Earlier rows are in the run's folder: upload them with `wandb sync`"
             ) from error
 
     def _open(self) -> None:
@@ -116,15 +117,15 @@ class WandbSink:
     def _settings(self) -> dict[str, Any]:
         if self._users_run is None:
             return {"console": "off"}
-        # The user's run already records the machine.
+        # The machine's statistics are already in the run of the training.
         return {"console": "off", "x_disable_stats": True, "base_url": self._users_run.settings.base_url}
 
     def _place(self) -> dict[str, Any]:
-        """Options of `wandb.init` that place our run beside the training's run, or on its own."""
+        """Arguments of `wandb.init` that place the run beside the run of the training, if there is one."""
         if self._users_run is not None:
             return _beside(self._users_run)
         place: dict[str, Any] = {}
-        if os.environ.get("WANDB_RUN_ID"):  # a later wandb.init of the training takes it
+        if os.environ.get("WANDB_RUN_ID"):  # this id belongs to a later wandb.init of the training
             place |= {"id": os.environ["WANDB_RUN_ID"] + _SUFFIX, "resume": "allow"}
         if "dir" not in self._init and not os.environ.get("WANDB_DIR"):
             self._output_dir.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,7 @@ class WandbSink:
             self._update_users_run(record)
 
     def _update_users_run(self, record: Record) -> None:
-        """A run's summary is not part of its rows. A run that is already finished stays unchanged."""
+        """Write the totals into the summary of the training's run, unless that run is finished."""
         if self._users_run is not None and isinstance(record, Summary):
             with suppress(Exception):
                 self._users_run.summary["flopwatch"] = {**self._summary, "run": self._run.id}
@@ -159,7 +160,7 @@ class WandbSink:
 
 
 def _beside(run: Any) -> dict[str, Any]:
-    """Options of `wandb.init` for a run in the same place as this one; a resume of this run resumes ours too."""
+    """Arguments of `wandb.init` for a run beside this run. Resuming this run resumes the other one too."""
     mode = "disabled" if run.disabled else "offline" if run.offline else "online"
     names = {"name": f"{run.name} (flopwatch)" if run.name else None, "job_type": "flopwatch"}
     place = {"project": run.project, "entity": run.entity or None, "group": run.group or None}
@@ -167,28 +168,29 @@ def _beside(run: Any) -> dict[str, Any]:
 
 
 def _refuse_shared_id(wandb: Any) -> None:
-    """In sweeps and launches W&B ignores the `id` argument: our run would get the id of the training's run."""
+    """Raise an error inside a W&B sweep or launch, where W&B ignores `id` and gives all runs of a process one id."""
     settings = wandb.setup().settings
     if settings.sweep_id or settings.launch:
         raise InputError(
-            f"in a {'sweep' if settings.sweep_id else 'launch'} W&B gives every run of a process the same id, so our "
-            "rows cannot have a run of their own; add them to yours with wandb.log({..., **monitor.latest}), or, if "
-            "you log nothing to W&B yourself, configure sink_options: {wandb: {into_active_run: true}}"
+            f"in a {'sweep' if settings.sweep_id else 'launch'} W&B gives every run of a process the same id, so "
+            "flopwatch cannot log into a separate run; log its values into your run with wandb.log({..., "
+            "**monitor.latest}), or, if you log nothing to W&B yourself, set sink_options: {wandb: {into_active_run: "
+            "true}}"
         )
 
 
 def refuse_to_prompt(wandb: Any, mode: str | None) -> None:
-    """W&B would ask for a key on the training's terminal, from a background thread."""
+    """Raise an error if W&B is not logged in, because W&B would ask for a key on the terminal of the training."""
     mode = mode or wandb.setup().settings.mode
     if mode in ("online", "run", "shared") and not wandb.login(prompt=False, verify=False):
         raise InputError(
-            f"W&B is in mode {mode!r} but not logged in; run `wandb login`, or set WANDB_MODE=offline to keep the "
-            "run on this machine"
+            f"W&B is in mode {mode!r}, but you are not logged in; run `wandb login`, or set WANDB_MODE=offline to keep "
+            "the run on this machine"
         )
 
 
 def _forget_dead_service() -> None:
-    """Without this, W&B's exit handler prints a traceback at the end of the program if its process is gone."""
+    """Prevent a traceback of W&B's exit handler, which fails if W&B's background process has exited."""
     with suppress(BaseException):
         require("wandb", "wandb").teardown()
 
@@ -198,13 +200,13 @@ _LONGEST_NAME = 128
 
 
 class WandbTrials:
-    """A run per trial: its settings are the config, its figures the summary, its outcome and sweep are tags.
+    """Logs each trial as a run: settings as config, measurements as summary, outcome and sweep as tags.
 
     W&B's environment variables (`WANDB_MODE`, `WANDB_ENTITY`, `WANDB_DIR`, ...) apply.
 
     Args:
         project: As for `wandb.init`.
-        folder: Where W&B puts its files, unless `WANDB_DIR` names another folder.
+        folder: The folder for W&B's files, unless `WANDB_DIR` names another one.
     """
 
     name = "W&B"
@@ -216,7 +218,7 @@ class WandbTrials:
         settings = self._wandb.setup().settings
         if settings.sweep_id or settings.launch:
             raise InputError(
-                "inside a W&B sweep or launch every run gets the same id; log the trials from outside of it"
+                "inside a W&B sweep or launch every run gets the same id; log the trials in another process"
             )
         refuse_to_prompt(self._wandb, None)
 
@@ -233,12 +235,12 @@ class WandbTrials:
             **self._place(),
         ) as opened:
             opened.config.update({**run.config, "flopwatch_sweep": run.sweep}, allow_val_change=True)
-            # Unknown figures are written too: an updated run must not keep an outdated figure.
+            # Unknown values are written as None, so that an updated run does not keep old values.
             opened.summary.update({**run.figures, **run.facts})
             opened.finish(exit_code=0 if run.state == "finished" else 1)
 
     def _place(self) -> dict[str, Any]:
-        # The run is made after the trial: this process's output, machine and code are not the trial's.
+        # The run is created after the trial, so the output, machine and code of this process are not recorded.
         quiet = {"console": "off", "silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
         if os.environ.get("WANDB_DIR"):
             return {"settings": quiet}

@@ -11,9 +11,8 @@ from flopwatch.number_format import byte_size
 from flopwatch.records.reading import BrokenRecordError
 from flopwatch.records.sweep_results import read_results, read_trial_list
 from flopwatch.records.trial import FAILED, OUT_OF_MEMORY, Outcome, TrialResult, TrialSpec
-from flopwatch.sweep.engines.local import LocalEngine
+from flopwatch.sweep.engines.local import LocalEngine, visible_gpus
 from flopwatch.sweep.engines.protocol import Engine
-from flopwatch.sweep.engines.slots import visible_gpus
 from flopwatch.sweep.folder import Trial, held_folder, write_trial_list
 from flopwatch.sweep.host.environment import available_bytes, safe_limit_bytes
 from flopwatch.sweep.runner.observing import Observer, Stop

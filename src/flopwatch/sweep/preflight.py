@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from flopwatch.errors import InputError
 from flopwatch.records.reading import BrokenRecordError, read_lines, read_record
-from flopwatch.records.trainer_names import COMMAND
-from flopwatch.records.trial import TrialSpec
+from flopwatch.records.trial import COMMAND, TrialSpec
 from flopwatch.records.trial_files import PREFLIGHT, log_file, write_json
 from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.host.processes import descendants, dies_with

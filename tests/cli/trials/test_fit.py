@@ -81,14 +81,14 @@ def test_a_failing_trial_is_told_with_its_reason(fit, tmp_path):
     (tmp_path / "holding.py").write_text("raise SystemExit(3)")
     status, printed, _ = fit("--memory", "200MiB")
     assert status == 1
-    assert "Stopped at batch 1: error: " in printed
+    assert "The search stopped at batch 1: error: " in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--max-batch", "0"), "--max-batch must be 1 or more, got 0"),
-        (("seed=1,2", "--memory", "1GiB"), "a fit is of one configuration, and these settings make 2"),
+        (("seed=1,2", "--memory", "1GiB"), "`flopwatch fit` tries one configuration, but these settings make 2"),
         (("--memory", "much"), "is not an amount of memory"),
     ],
 )
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_trial_and_keeps_what_was_found(tmp_path):
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "Stopped at batch 8: cancelled" in printed
+    assert "The search stopped at batch 8: cancelled" in printed
     assert "Largest batch seen to fit: 1. The search is not finished." in printed
 
 
@@ -151,7 +151,9 @@ def test_the_smaller_of_two_equally_fast_batches_is_named():
 def test_a_batch_at_the_edge_of_the_limit_may_fail_another_time_and_that_is_said():
     probes = [Probe(8, True, "ok", "", 990 << 20, 1000 << 20), Probe(9, False, "oom_host", capacity_bytes=1000 << 20)]
     said = sentences(found_with(probes, largest=8, too_large=9), 4096)
-    assert said[1:] == ["It uses 99.0 % of the limit and may fail another time: the same trial varies by up to 3 %."]
+    assert said[1:] == [
+        "That batch uses 99.0 % of the limit and may fail next time: memory varies by up to 3 % between runs."
+    ]
     far = [Probe(8, True, "ok", "", 900 << 20, 1000 << 20), probes[1]]
     assert len(sentences(found_with(far, largest=8, too_large=9), 4096)) == 1
 
@@ -159,4 +161,4 @@ def test_a_batch_at_the_edge_of_the_limit_may_fail_another_time_and_that_is_said
 def test_an_edge_that_was_seen_on_both_sides_is_told_as_such():
     probes = [Probe(7, True, "ok"), Probe(8, False, "oom_host"), Probe(9, True, "ok")]
     said = sentences(found_with(probes, largest=7, too_large=8), 4096)
-    assert said[1] == "The limit is not sharp: a batch of 9 ran, although 8 did not."
+    assert said[1] == "The limit varies between trials: a batch of 9 fitted, although 8 did not."

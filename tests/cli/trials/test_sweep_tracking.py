@@ -125,7 +125,7 @@ def test_waiting_for_a_follower_that_hangs_has_an_end(tmp_path, monkeypatch, cap
     with sweep_tracking.tracked(tmp_path, "x", None):
         pass
     assert time.monotonic() - began < 60
-    assert "logging trials was ended after" in capsys.readouterr().err
+    assert "logging the trials was ended after" in capsys.readouterr().err
 
 
 def test_a_follower_that_is_killed_is_told(tmp_path, monkeypatch, capsys):

@@ -83,18 +83,18 @@ def test_a_loss_from_other_products_is_told():
     assert certificates.verdict("kind", "pattern").reason is None
     certificates.look_at_graph("kind", 2, is_counted=False)
 
-    assert "other products" in certificates.verdict("kind", "pattern").reason
+    assert "other matrix products" in certificates.verdict("kind", "pattern").reason
 
 
 def test_layers_left_out_by_chance_show_in_the_number_of_operations():
     certificates = Certificates()
     certificates.add(("calls", 10), "pattern", PRICED, counted(MORE))
-    alone = certificates.nodes_tell_costs(("calls", 10))
+    alone = certificates.node_counts_determine_costs(("calls", 10))
     certificates.add(("calls", 7), "another", PRICED, counted(PRICED))
     certificates.add(("other calls", 10), "pattern", PRICED, counted(PhaseFlops(1, 2)))
 
     assert not alone  # no draw has shown there yet
-    assert certificates.nodes_tell_costs(("calls", 7))
+    assert certificates.node_counts_determine_costs(("calls", 7))
 
 
 def test_a_size_that_is_drawn_does_not_show_in_the_number_of_operations():
@@ -103,8 +103,8 @@ def test_a_size_that_is_drawn_does_not_show_in_the_number_of_operations():
     certificates.add(("calls", 7), "another", PRICED, counted(PRICED))
     certificates.add(("calls", 10), "pattern", PRICED, counted(PRICED))
 
-    assert not certificates.nodes_tell_costs(("calls", 10))
-    assert not certificates.nodes_tell_costs(("calls", 7))
+    assert not certificates.node_counts_determine_costs(("calls", 10))
+    assert not certificates.node_counts_determine_costs(("calls", 7))
 
 
 def test_another_number_of_operations_at_the_same_cost_tells_nothing():
@@ -112,4 +112,4 @@ def test_another_number_of_operations_at_the_same_cost_tells_nothing():
     certificates.add(("calls", 10), "pattern", PRICED, counted(MORE))
     certificates.add(("calls", 11), "another", PRICED, counted(MORE))
 
-    assert not certificates.nodes_tell_costs(("calls", 10))
+    assert not certificates.node_counts_determine_costs(("calls", 10))

@@ -25,13 +25,13 @@ class Rank:
     """The stages of one rank that note and price steps."""
 
     def __init__(self, model, *, waits_for_laws=False):
-        config, tell = MonitorConfig(), lambda *notice: None
-        mode = choose_mode(config, monotonic_seconds, None, None, tell)
+        config, notify = MonitorConfig(), lambda *notice: None
+        mode = choose_mode(config, monotonic_seconds, None, None, notify)
         self.costs = CallCosts(
-            config, monotonic_seconds, mode, waits_for_laws=waits_for_laws, off_the_clock=nullcontext, tell=tell
+            config, monotonic_seconds, mode, waits_for_laws=waits_for_laws, off_the_clock=nullcontext, notify=notify
         )
-        self.noter = StepNoter(config, self.costs, is_alone=True, on_other_work=lambda: None, tell=tell)
-        self.pricer = StepPricer(config, self.costs, None, tell)
+        self.noter = StepNoter(config, self.costs, True, lambda: None, notify)
+        self.pricer = StepPricer(config, self.costs, None, notify)
         self.noter.set_model(model)
 
     def note(self, batch, step):
@@ -69,8 +69,8 @@ def test_a_rank_whose_calls_were_seen_keeps_the_laws_it_has_adopted():
     logging.note(batch, 0)
     other.note(batch, 0)
     other.costs.adopt(logging.costs.offer())
-    laws = other.costs.book.laws
+    laws = other.costs.mode.book.laws
 
     assert other.noter.look_at_model() is None
     assert laws
-    assert other.costs.book.laws == laws
+    assert other.costs.mode.book.laws == laws

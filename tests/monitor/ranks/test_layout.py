@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flopwatch
-from flopwatch.monitor.ranks.sharing import data_parallel_size
+from flopwatch.monitor.ranks.group import data_parallel_size
 
 
 @pytest.fixture
@@ -51,4 +51,4 @@ def test_a_model_parallelised_after_the_monitor_was_made_is_seen(mesh, tmp_path)
     run = monitor._run
     monitor._run.ranks.leave()  # of four ranks, three never come
     monitor.close()
-    assert run.layout.data_parallel_size == 2
+    assert run.rows.layout.data_parallel_size == 2

@@ -75,7 +75,7 @@ def test_the_message_names_rank_amount_and_cause():
     found = find_straggler(window({**alike(4), 2: Profile(0.045, 0.15, 0.0)}))
 
     assert found is not None
-    assert explain_straggler(found).startswith("rank 2 holds the others back: it needs ")
+    assert explain_straggler(found).startswith("rank 2 slows down the other ranks: it needs ")
     assert "waiting for its input" in explain_straggler(found)
 
 

@@ -45,25 +45,25 @@ def test_the_outcome_follows_what_the_engine_saw(evidence, outcome):
     [
         ({"signal": 9}, "its supervisor was killed by signal 9"),
         ({"signal": "SIGKILL", "host": "n7"}, "its supervisor was killed by SIGKILL (n7)"),
-        ({"exit_code": 1}, "its supervisor left with exit code 1 and no result"),
-        ({"state": "COMPLETED", "exit_code": 0}, "its supervisor left no result; Slurm says COMPLETED"),
+        ({"exit_code": 1}, "its supervisor left with exit code 1 and wrote no result"),
+        ({"state": "COMPLETED", "exit_code": 0}, "its supervisor wrote no result; Slurm reports the state COMPLETED"),
         (
             {"exit_code": 1, "log": "Traceback\nOSError: disk full\n\n"},
-            "its supervisor left with exit code 1 and no result; it last printed: OSError: disk full",
+            "its supervisor left with exit code 1 and wrote no result; its last output line: OSError: disk full",
         ),
         (
             {"error": "ModuleNotFoundError", "detail": "No module named 'flopwatch'"},
             "its supervisor could not be run: ModuleNotFoundError: No module named 'flopwatch'",
         ),
-        ({}, "its supervisor vanished without a trace"),
+        ({}, "its supervisor ended without a result, for an unknown reason"),
     ],
 )
 def test_the_reason_says_what_is_known_and_where(evidence, reason):
     assert ending_from_evidence(evidence)[1] == reason
 
 
-def test_a_ray_out_of_memory_says_that_the_victim_may_be_innocent():
-    assert "the victim may be innocent" in ending_from_evidence({"error": "OutOfMemoryError"})[1]
+def test_a_ray_out_of_memory_says_that_another_trial_may_be_the_cause():
+    assert "perhaps because of another trial" in ending_from_evidence({"error": "OutOfMemoryError"})[1]
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_an_engine_that_saw_nothing_explains_nothing():
 
 
 def test_a_folder_the_node_cannot_write_to_is_named_as_the_cause():
-    assert "file system the nodes share" in ending_from_evidence({"state": "FAILED", "signal": 53})[1]
+    assert "folder that all nodes share" in ending_from_evidence({"state": "FAILED", "signal": 53})[1]

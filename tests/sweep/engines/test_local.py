@@ -12,8 +12,7 @@ import pytest
 
 from flopwatch.errors import InputError
 from flopwatch.records.sweep_results import read_result
-from flopwatch.sweep.engines.local import LocalEngine
-from flopwatch.sweep.engines.slots import SlotPool, visible_gpus
+from flopwatch.sweep.engines.local import LocalEngine, SlotPool, visible_gpus
 from support.engines import contract
 from support.engines.contract import folder_of, make_trials, run_all
 
@@ -88,7 +87,7 @@ def test_more_gpus_than_there_are_is_an_error(tmp_path, gpus, asked):
 
 
 def test_more_jobs_than_cores_is_an_error(tmp_path):
-    with pytest.raises(InputError, match="every trial needs at least one core"):
+    with pytest.raises(InputError, match="each trial needs a core"):
         SlotPool((), 1000, tmp_path)
 
 
@@ -102,7 +101,7 @@ def test_two_sweeps_share_no_slot(tmp_path):
 
 
 def test_slots_of_a_dead_sweep_are_free(tmp_path):
-    script = "import sys, os; from pathlib import Path; from flopwatch.sweep.engines.slots import SlotPool\n"
+    script = "import sys, os; from pathlib import Path; from flopwatch.sweep.engines.local import SlotPool\n"
     script += "pool = SlotPool(('0',), 1, Path('x')); pool.take(1.0); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
     with closing(SlotPool(("0",), 1, tmp_path)) as pool:

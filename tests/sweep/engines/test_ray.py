@@ -207,7 +207,7 @@ def test_room_is_what_runs_at_once_and_a_few(tmp_path):
     engine.cancel()
     contract.run_all_placed(engine, trials)
     assert engine.room(command(gpus=1.0)) == 2 + 2
-    with pytest.raises(InputError, match=r"needs 1 CPU and 3 GPU, and this machine has 4 CPU and 2 GPU"):
+    with pytest.raises(InputError, match=r"needs 1 CPU and 3 GPU, but this machine has 4 CPU and 2 GPU"):
         engine.room(command(gpus=3.0))
     engine.close()
 

@@ -40,7 +40,7 @@ def test_an_observer_that_fails_is_told_of_once_and_the_sweep_goes_on(tmp_path, 
     assert [result.outcome for result in results.values()] == ["ok"] * 3
     assert listener.calls == 1
     told = capsys.readouterr().err
-    assert told.count("the sweep goes on without it") == 1
+    assert told.count("the sweep continues without a display") == 1
     assert type(error).__name__ in told
 
 

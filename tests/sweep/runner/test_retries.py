@@ -13,8 +13,8 @@ from flopwatch.records.trial import TrialResult, TrialSpec
 from flopwatch.records.trial_files import append_line
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import held_folder, write_trial_list
+from flopwatch.sweep.runner import run as passing_errors
 from flopwatch.sweep.runner import run as runner_module
-from flopwatch.sweep.runner import waiting as passing_errors
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import RetryPolicy, hosts_to_avoid, make_plan, retry_policy
 from flopwatch.sweep.runner.run import run_plan
@@ -91,7 +91,7 @@ def test_what_is_done_with_an_end(outcome, earlier, is_stopping, policy, expecte
 
 @pytest.mark.parametrize("also", ["ok", "oom_host", "invalid", "eror", ""])
 def test_only_failures_can_be_asked_for(also):
-    with pytest.raises(InputError, match="--retry-on takes crash, timeout, hang, error, lost"):
+    with pytest.raises(InputError, match="--retry-on must be one of crash, timeout, hang, error, lost"):
         retry_policy(2, ["error", also])
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from flopwatch.errors import InputError
 from flopwatch.records.trial import StepCost, TrialSpec, content_key
-from flopwatch.report.analysis.cells import column_names, group_key
+from flopwatch.report.cells import column_names, group_key
 from flopwatch.sweep.preflight import refusals
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.names import trial_names

@@ -122,7 +122,7 @@ def test_a_node_that_goes_without_a_word_is_lost_and_named(nodes):
     ended(nodes, first, r0=(1, {"type": "RuntimeError", "lost_peer": True, "unix_time": 1.0}))
     obedient(first)
     end = nodes.finish()
-    assert end.lost == "node 1 (n1) of 2 is gone"
+    assert end.lost == "node 1 (n1) of 2 was lost"
     assert end.lost_host == "n1"
 
 

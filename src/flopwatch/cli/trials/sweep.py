@@ -1,4 +1,4 @@
-"""`flopwatch sweep`: every configuration of a matrix, each in a separate process."""
+"""`flopwatch sweep`: runs every trial of a matrix in a separate process."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flopwatch.cli.trials.trial import flag
+from flopwatch.cli import flag
+from flopwatch.cli.trials.trial import COMMAND_HELP, MODEL_HELP
+from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
     from flopwatch.records.trial import TrialSpec
@@ -18,100 +20,64 @@ if TYPE_CHECKING:
 _QUICK = {"models": "tiny", "batch_sizes": [2], "seq_lens": [64], "steps": 3, "warmup_steps": 1, "batch": None}
 
 
-_Words = Annotated[
-    list[str] | None,
-    typer.Argument(help="A YAML file, and settings such as batch_size=1,2,4.", metavar="[FILE] [KEY=VALUE]..."),
-]
-_Output = Annotated[
-    Path | None, flag("The sweep's folder; an earlier one is resumed. Default: flopwatch-sweep.", "--output", "-o")
-]
-# The matrix.
-_Trainers = Annotated[str | None, flag("standard,dpsgd,ghost,fast or package.module:Class.")]
-_BatchSizes = Annotated[str | None, flag("Such as 4,8.")]
-_SeqLens = Annotated[str | None, flag("Such as 512,1024.")]
-_Models = Annotated[
-    str | None, flag("tiny, small, medium, 1b; a config.json; module:function.", "--models", "--model-size")
-]
-_Dtypes = Annotated[str | None, flag("fp32,bf16.")]
-_Command = Annotated[str | None, flag("A shell command as the trainer: 'python t.py --bs {batch_size}'.")]
-_Steps = Annotated[int | None, flag("Measured steps of each trial.")]
-_Exclude = Annotated[list[str] | None, flag("Leave out, such as 'trainer=ghost seq_len>=1024'.")]
-_NoTrace = Annotated[bool, flag("Record no Kineto traces.", "--no-trace")]
-# The limits of a trial.
-_Memory = Annotated[str | None, flag("Host memory of each trial, such as 4GiB.")]
-_Timeout = Annotated[float | None, flag("Seconds a trial may take. Default: 3600.")]
-_NoProgress = Annotated[float | None, flag("Seconds without a step. Default: 600.")]
-# Where trials run.
-_EngineName = Annotated[str, flag("local, ray or slurm.")]
-_EngineOption = Annotated[list[str] | None, flag("Such as partition=gpu, address=10.0.0.1:6379.")]
-_Jobs = Annotated[int, flag("Trials at once on a machine without GPUs.")]
-_GpuIds = Annotated[
-    str | None, flag("Numbers of the GPUs to use, such as 0,1; 2 is the third one. Default: all.", "--gpu-ids")
-]
-_GpusPerTrial = Annotated[float | None, flag("A fraction shares one GPU.")]
-# Which trials run, in which order, and for how long.
-_Only = Annotated[str | None, flag("failed, oom or missing: run just those.")]
-_Limit = Annotated[str | None, flag("A slice of the matrix: 20, or 100:200.")]
-_Retries = Annotated[int | None, flag("How often a lost or preempted trial is tried again. Default: 2.")]
-_RetryOn = Annotated[str | None, flag("Try these again too: error,crash,timeout,hang. Default: none.")]
-_Budget = Annotated[
-    str | None, flag("Start nothing new after this time, such as 8h or 90m; running trials are finished.")
-]
-_OrderSeed = Annotated[int, flag("Seed of the order in which trials run.", "--order-seed")]
-_InOrder = Annotated[bool, flag("Run in the order of the matrix.", "--in-order")]
-# What the command does.
-_Detach = Annotated[bool, flag("Run on in the background; see `flopwatch sweep attach DIR`.", "--detach")]
-_Quick = Annotated[bool, flag("The same trainers on a tiny model first: a minute's test.", "--quick")]
-_DryRun = Annotated[bool, flag("Show the matrix and the predicted time; run nothing.", "--dry-run")]
-_OnlyPreflight = Annotated[
-    bool, flag("Say which trainer supports which model, count FLOPs, and stop.", "--only-preflight")
-]
-_NoPreflight = Annotated[bool, flag("Do not try the pairs on tiny copies first.", "--no-preflight")]
-_Wandb = Annotated[str | None, flag("Log each trial to W&B when it ends, as one run.", metavar="PROJECT")]
-_Mlflow = Annotated[str | None, flag("Log each trial to MLflow when it ends, as one run.", metavar="EXPERIMENT")]
-
-
 def sweep(
-    words: _Words = None,
-    output: _Output = None,
-    trainers: _Trainers = None,
-    batch_sizes: _BatchSizes = None,
-    seq_lens: _SeqLens = None,
-    models: _Models = None,
-    dtypes: _Dtypes = None,
-    command: _Command = None,
-    steps: _Steps = None,
-    exclude: _Exclude = None,
-    memory: _Memory = None,
-    timeout: _Timeout = None,
-    no_progress: _NoProgress = None,
-    engine: _EngineName = "local",
-    engine_option: _EngineOption = None,
-    jobs: _Jobs = 1,
-    gpu_ids: _GpuIds = None,
-    gpus_per_trial: _GpusPerTrial = None,
-    only: _Only = None,
-    limit: _Limit = None,
-    retries: _Retries = None,
-    retry_on: _RetryOn = None,
-    budget: _Budget = None,
-    detach: _Detach = False,
-    order_seed: _OrderSeed = 0,
-    in_order: _InOrder = False,
-    quick: _Quick = False,
-    dry_run: _DryRun = False,
-    only_preflight: _OnlyPreflight = False,
-    no_preflight: _NoPreflight = False,
-    no_trace: _NoTrace = False,
-    wandb: _Wandb = None,
-    mlflow: _Mlflow = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A YAML file that describes the matrix, and settings such as batch_size=1,2,4. 'attach DIR' shows and "
+            "'stop DIR' stops a running sweep.",
+            metavar="[FILE] [KEY=VALUE]...",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        flag("Folder of the sweep; resumes a sweep that is there. Default: flopwatch-sweep.", "--output", "-o"),
+    ] = None,
+    # The matrix.
+    trainers: Annotated[str | None, flag("Trainers: standard, dpsgd, ghost, fast or package.module:Class.")] = None,
+    batch_sizes: Annotated[str | None, flag("Batch sizes, such as 4,8.")] = None,
+    seq_lens: Annotated[str | None, flag("Sequence lengths, such as 512,1024.")] = None,
+    models: Annotated[str | None, flag(MODEL_HELP, "--models", "--model-size")] = None,
+    dtypes: Annotated[str | None, flag("Compute types, such as fp32,bf16.")] = None,
+    command: Annotated[str | None, flag(COMMAND_HELP)] = None,
+    steps: Annotated[int | None, flag("Measured steps of each trial.")] = None,
+    exclude: Annotated[list[str] | None, flag("Leave out trials, such as 'trainer=ghost seq_len>=1024'.")] = None,
+    # The limits of a trial.
+    memory: Annotated[str | None, flag("Most host memory of each trial, such as 4GiB.")] = None,
+    timeout: Annotated[float | None, flag("Most seconds a trial may take. Default: 3600.")] = None,
+    no_progress: Annotated[
+        float | None, flag("End a trial after so many seconds without a step. Default: 600.")
+    ] = None,
+    # Where trials run.
+    engine: Annotated[str, flag("Where trials run: local, ray or slurm.")] = "local",
+    engine_option: Annotated[list[str] | None, flag("An option of the engine, such as partition=gpu.")] = None,
+    jobs: Annotated[int, flag("Trials that run at once on a machine without GPUs.")] = 1,
+    gpu_ids: Annotated[str | None, flag("Indices of the GPUs to use, such as 0,1. Default: all.", "--gpu-ids")] = None,
+    gpus_per_trial: Annotated[float | None, flag("GPUs of each trial; with 0.5, two trials share one GPU.")] = None,
+    # Which trials run, in which order, and for how long.
+    only: Annotated[str | None, flag("Run only these trials: failed, oom or missing.")] = None,
+    limit: Annotated[str | None, flag("Run a part of the matrix: 20 (the first 20), or 100:200.")] = None,
+    retries: Annotated[int | None, flag("Retries of a trial that was lost or preempted. Default: 2.")] = None,
+    retry_on: Annotated[str | None, flag("Outcomes to retry too: error,crash,timeout,hang. Default: none.")] = None,
+    budget: Annotated[str | None, flag("Start no new trial after this time, such as 8h or 90m.")] = None,
+    detach: Annotated[bool, flag("Run in the background; show it with `flopwatch sweep attach`.", "--detach")] = False,
+    order_seed: Annotated[int, flag("Seed of the random order in which trials run.", "--order-seed")] = 0,
+    in_order: Annotated[bool, flag("Run trials in the order of the matrix.", "--in-order")] = False,
+    # What the command does.
+    quick: Annotated[bool, flag("Try the same trainers on a tiny model; takes about a minute.", "--quick")] = False,
+    dry_run: Annotated[bool, flag("Show the trials and the predicted time; run nothing.", "--dry-run")] = False,
+    only_preflight: Annotated[bool, flag("Only show which trainer supports which model.", "--only-preflight")] = False,
+    no_preflight: Annotated[bool, flag("Do not try trainers on a tiny model first.", "--no-preflight")] = False,
+    no_trace: Annotated[bool, flag("Record no Kineto traces.", "--no-trace")] = False,
+    wandb: Annotated[str | None, flag("Log each trial to W&B when it ends.", metavar="PROJECT")] = None,
+    mlflow: Annotated[str | None, flag("Log each trial to MLflow when it ends.", metavar="EXPERIMENT")] = None,
 ) -> None:
-    """Measure every configuration of a matrix, each in its own process; run it again to resume.
+    """Measure every trial of a matrix, each in its own process. Run the same command again to resume.
 
-    Ctrl-C once withdraws queued trials and finishes the running ones; twice ends those too. `flopwatch sweep attach
-    DIR` shows a sweep that another terminal runs, `flopwatch sweep stop DIR` is Ctrl-C for it.
+    The first Ctrl-C finishes running trials and starts no more; the second ends running trials. `flopwatch sweep
+    attach DIR` shows a sweep that runs in another terminal, `flopwatch sweep stop DIR` sends it a Ctrl-C.
     """
-    given = locals()  # typer needs every flag in the signature; passing each on by name would double it
+    given = locals()  # typer needs every flag in the signature; a dict spares passing each of them on by name
     if words and words[0] in ("attach", "stop"):
         from flopwatch.cli.trials.sweep_attach import attach_or_stop
 
@@ -138,7 +104,7 @@ def sweep(
     if detach:
         from flopwatch.cli.trials.sweep_attach import run_detached
 
-        request.plan()  # so that a refusal is printed here and not in the background's log
+        request.plan()  # raises errors here; in the background they would be in a log file
         run_detached(request.output)
         return
     with lasting_output(), tracked(request.output, wandb, mlflow):
@@ -147,7 +113,7 @@ def sweep(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The command line, read and checked."""
+    """The values of the command line, converted and checked."""
 
     output: Path
     specs: "list[TrialSpec]"
@@ -185,7 +151,7 @@ def _read(given: dict[str, Any]) -> _Request:
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the matrix that were given as flags."""
+    """The flags that are settings of the matrix, by the names of the settings."""
     same = ("batch_sizes", "seq_lens", "models", "dtypes", "steps", "retries", "retry_on", "budget")
     limits = {"memory": given["memory"], "wall_seconds": given["timeout"], "no_progress_seconds": given["no_progress"]}
     flags = {name: given[name] for name in same} | {
@@ -208,20 +174,19 @@ def _trainers(trainers: str | None, command: str | None) -> list[Any] | None:
 
 
 def _matrix(words: list[str], flags: dict[str, Any], *, quick: bool) -> "Matrix":
-    from flopwatch.errors import InputError
     from flopwatch.sweep.spec.matrix import layered, read_matrix
     from flopwatch.sweep.spec.parsing import parse_overrides
 
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        raise InputError(f"one YAML file at a time, got {', '.join(files)}; settings are written as batch_size=1,2,4")
+        raise InputError(f"name only one YAML file, got {', '.join(files)}; write settings as batch_size=1,2,4")
     overrides = parse_overrides([word for word in words if "=" in word])
     return read_matrix(Path(files[0]) if files else None, layered(overrides, flags, _QUICK if quick else {}))
 
 
 def _engine(name: str, options: list[str], jobs: int, gpus: str | None) -> "Engine":
+    from flopwatch.sweep.engines.local import check_gpus
     from flopwatch.sweep.engines.protocol import load_engine
-    from flopwatch.sweep.engines.slots import check_gpus
     from flopwatch.sweep.spec.parsing import parse_overrides
 
     settings = parse_overrides(options)
@@ -249,7 +214,7 @@ def _run(request: _Request, *, shuffle_seed: int | None, with_preflight: bool) -
 
 
 def _print_next_steps(output: Path, plan: "Plan", counts: dict[str, int], stop: "Stop") -> None:
-    """Say what to run next, and exit with the sweep's status."""
+    """Print which command to run next, and exit with the status of the sweep."""
     import shlex
 
     from flopwatch.number_format import plural
@@ -258,7 +223,7 @@ def _print_next_steps(output: Path, plan: "Plan", counts: dict[str, int], stop: 
 
     typer.echo(f"Next: flopwatch report {one_line(shlex.quote(str(output)))}")
     if before := failed_before(plan):
-        typer.echo(f"{plural(before, 'trial')} failed in an earlier run; --only failed runs them again.")
+        typer.echo(f"{plural(before, 'trial')} failed in an earlier run; run them again with: --only failed")
     status = exit_status(plan, counts, was_stopped=stop.finish or stop.kill, is_over_budget=stop.is_over_budget)
     if status in (STOPPED, OVER_BUDGET):
         why = "The budget is used up: " if status == OVER_BUDGET else ""

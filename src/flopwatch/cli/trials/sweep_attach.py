@@ -1,4 +1,4 @@
-"""A sweep run by another process: `flopwatch sweep attach DIR`, `flopwatch sweep stop DIR`, and `--detach`."""
+"""Sweeps that run in another process: `flopwatch sweep attach DIR`, `flopwatch sweep stop DIR`, and `--detach`."""
 
 import os
 import shlex
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
@@ -28,27 +29,29 @@ _LOOK_EVERY_SECONDS = 0.5
 
 
 def attach_or_stop(words: list[str]) -> None:
-    """`flopwatch sweep attach DIR` and `flopwatch sweep stop DIR`."""
+    """Run `flopwatch sweep attach DIR` or `flopwatch sweep stop DIR`; the folder is flopwatch-sweep by default."""
     if len(words) > 2:
         raise InputError(f"`flopwatch sweep {words[0]}` takes one folder, got {', '.join(words[1:])}")
     sweep = Path(words[1] if len(words) == 2 else "flopwatch-sweep")
     if not is_sweep_folder(sweep):
-        raise InputError(f"{sweep} is not the folder of a sweep; name the folder given to --output")
+        raise InputError(
+            f"{sweep} is not the folder of a sweep; name the folder that the sweep was given with --output"
+        )
     (attach if words[0] == "attach" else stop)(sweep)
 
 
 def stop(sweep: Path) -> None:
-    """Send the runner the signal of a Ctrl-C."""
+    """Send SIGINT, like Ctrl-C, to the process that runs the sweep."""
     state = read_runner(sweep)
     if state is None or is_alive(state) is False:
-        raise InputError(f"no process runs the sweep in {sweep}; the command that started it resumes it")
+        raise InputError(f"no process runs the sweep in {sweep}; to resume it, run the command that started it")
     if not is_here(state):
         command = f"flopwatch sweep stop {shlex.quote(str(sweep.resolve()))}"
-        raise InputError(f"the sweep in {sweep} is run by process {state.pid} on {state.host}; run there: {command}")
+        raise InputError(f"the sweep in {sweep} runs as process {state.pid} on {state.host}; run there: {command}")
     os.kill(state.pid, signal.SIGINT)
     is_second = state.stopping in ("finish", "kill")
-    effect = "it ends running trials" if is_second else "it finishes running trials; stop again to end them"
-    typer.echo(f"Sent Ctrl-C to process {state.pid}: {effect}.")
+    effect = "ends running trials" if is_second else "finishes running trials; a second stop ends them"
+    typer.echo(f"Sent Ctrl-C to process {state.pid}, which {effect}.")
 
 
 class FollowedTable(LiveTable):
@@ -56,11 +59,11 @@ class FollowedTable(LiveTable):
 
     def __init__(self, follower: Follower, sweep: Path) -> None:
         self._stopping = Stop()
-        super().__init__(follower.plan, sweep, self._stopping, leave="flopwatch sweep stop again ends them")
+        super().__init__(follower.plan, sweep, self._stopping, leave="a second `flopwatch sweep stop` ends them")
         self._counted = {name: result.outcome for name, result in follower.plan.kept.items()}
 
     def ended(self, result: TrialResult) -> None:
-        """Count a trial once, even if it had ended before and was run again."""
+        """Count only the newest result of a trial that ran several times."""
         if (before := self._counted.get(result.name)) is not None:
             self._counts[before] -= 1
         self._counted[result.name] = result.outcome
@@ -74,12 +77,12 @@ class FollowedTable(LiveTable):
             self._stopping.kill, self._stopping.finish = stopping == "kill", stopping in ("finish", "kill")
             self._stopping.is_over_budget = stopping == "budget"
             self._since = {name: now - float(seconds) for name, seconds in (state.running or {}).items()}
-        engine_state = state.engine_state if state is not None else "no process runs it"
+        engine_state = state.engine_state if state is not None else "no process runs this sweep"
         self.ticked(follower.running(state), 0, engine_state)
 
 
 def attach(sweep: Path) -> None:
-    """Show the sweep until it is over; Ctrl-C ends only the display."""
+    """Show the sweep until it ends. Ctrl-C stops the display, not the sweep."""
     follower, console = Follower(sweep), Console()
     try:
         with lasting_output():
@@ -96,26 +99,25 @@ def attach(sweep: Path) -> None:
 def _draw(follower: Follower, sweep: Path, console: Console) -> None:
     table = FollowedTable(follower, sweep)
     with Live(get_renderable=table.drawn, console=console, refresh_per_second=4, transient=False):
-        while True:
-            state = (
-                follower.runner()
-            )  # before the results, so that those written just before the runner exits are shown
+        for state in _states(follower):
             table.look(follower, state)
-            if state is None:
-                return
-            time.sleep(_LOOK_EVERY_SECONDS)
 
 
 def _print(follower: Follower, console: Console) -> None:
     lines = PlainLines(follower.plan, print_line(console))
-    while True:
-        state = follower.runner()
+    for state in _states(follower):
         for result in follower.new_results():
             lines.ended(result)
-        if state is None:
-            return
-        lines.ticked(follower.running(state), state.waiting, state.engine_state)
+        if state is not None:
+            lines.ticked(follower.running(state), state.waiting, state.engine_state)
+
+
+def _states(follower: Follower) -> Iterator[RunnerState | None]:
+    """The state of the runner, again and again; None at last, so that results of its last moment are read too."""
+    while (state := follower.runner()) is not None:
+        yield state
         time.sleep(_LOOK_EVERY_SECONDS)
+    yield None
 
 
 def _print_state(sweep: Path) -> None:
@@ -123,7 +125,7 @@ def _print_state(sweep: Path) -> None:
     folder = shlex.quote(str(sweep))
     typer.echo(f"No process runs the sweep in {sweep} any more. Next: flopwatch report {folder}")
     if plan.todo:
-        typer.echo(f"{plural(len(plan.todo), 'trial')} left; the command that started the sweep resumes it.")
+        typer.echo(f"{plural(len(plan.todo), 'trial')} left; to resume the sweep, run the command that started it.")
     if plan.todo or any(result.outcome not in GREEN for result in plan.kept.values()):
         raise typer.Exit(1)
 
@@ -132,11 +134,11 @@ _PATIENCE_SECONDS = 60.0
 
 
 def run_detached(sweep: Path) -> None:
-    """Start the same command in a new session, which no terminal can end, and return once it holds the folder.
+    """Start the same command without --detach in a new session, so that closing the terminal does not end it.
 
-    If it exits before that, print its output and exit with its status.
+    Returns when the new process has locked the folder. If it fails before, prints its output and exits with its status.
     """
-    with held_folder(sweep):  # creates the folder, or fails if another runner holds it
+    with held_folder(sweep):  # creates the folder, or raises if another process has locked it
         pass
     words = [word for word in sys.argv[1:] if word != "--detach"]
     with (sweep / RUNNER_LOG).open("ab") as log:

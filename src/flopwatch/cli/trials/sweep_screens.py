@@ -1,4 +1,4 @@
-"""The screens of `flopwatch sweep`: a live table or a line per trial, the dry run, the preflight."""
+"""What `flopwatch sweep` prints: a live table or one line per trial, the dry run, and the preflight."""
 
 import contextlib
 import re
@@ -73,14 +73,14 @@ def print_line(console: Console) -> Any:
 
 @contextlib.contextmanager
 def _interrupts(stop: Stop, say: Any) -> Iterator[None]:
-    """The first Ctrl-C finishes running trials; the second, or SIGTERM, ends them. A closed terminal ends nothing."""
+    """Handle signals: the first Ctrl-C finishes running trials, the second and SIGTERM end them, SIGHUP is ignored."""
 
     def note(number: int, frame: object) -> None:
         stop.finish, stop.kill = True, stop.finish or number == signal.SIGTERM
         if not sys.stdout.isatty():
             say("ending running trials" if stop.kill else "finishing running trials; Ctrl-C again ends them")
 
-    # A closed terminal sends SIGHUP. It is handled by a function because the trials' processes would inherit SIG_IGN.
+    # A closed terminal sends SIGHUP. The handler is a function, because the processes of trials would inherit SIG_IGN.
     handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: lambda number, frame: None}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -112,7 +112,7 @@ class PlainLines:
         self._say(f"{one_line(lost.name, _LONGEST_LINE)} {_one_line(lost)}; retrying ({retry} of {most})")
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        """Say why nothing runs: silence while another sweep holds the slots would look like a hang."""
+        """Print why no trial runs, because a sweep that waits for another one would otherwise look like a hang."""
         is_stuck = "held back" in engine_state or "not answered" in engine_state
         waiting_for = engine_state if is_stuck or (not running and engine_state.startswith("waiting")) else ""
         without_numbers = re.sub(r"[0-9]+", "", waiting_for)
@@ -122,7 +122,7 @@ class PlainLines:
 
 
 class LiveTable:
-    """Running trials with phase and step, the last that ended, counts by outcome, and the estimated time left."""
+    """A live table of running trials and of those that ended last, with counts by outcome and the time left."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class LiveTable:
         self._tried_again += 1
 
     def drawn(self) -> Group | Text:
-        """As `render`, but an error becomes a sentence: an exception in rich's refresh thread would end the display."""
+        """The table, or an error message, because an exception in rich's refresh thread would end the display."""
         try:
             return self.render()
         except Exception as error:
@@ -178,7 +178,7 @@ class LiveTable:
         return text
 
     def _bar(self) -> Padding:
-        # The bar itself has no line break; without padding the next line would be drawn over it.
+        # ProgressBar ends without a line break. Without padding, the next line would be drawn over it.
         return Padding(ProgressBar(total=len(self._plan.trials), completed=sum(self._counts.values())), (0, 0, 1, 0))
 
     def _tables(self) -> list[Table]:
@@ -187,20 +187,14 @@ class LiveTable:
             running.add_column(column, justify="right" if column in ("step", "for") else "left", no_wrap=True)
         for name, trial in list(self._running.items())[:_MOST_RUNNING]:
             phase, step = _progress(trial)
-            running.add_row(
-                _cell(name),
-                _cell(phase),
-                step,
-                duration(self._clock() - self._since.get(name, self._began), rough=True),
-            )
+            seconds = self._clock() - self._since.get(name, self._began)
+            running.add_row(_cell(name), _cell(phase), step, duration(seconds, rough=True))
         hidden = len(self._running) - _MOST_RUNNING
         if hidden > 0:
             running.add_row(Text(f"and {hidden} more", style="dim"))
         ended = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for column in ("ended", "outcome", "step time", "memory", "MFU"):
-            ended.add_column(
-                column, justify="right" if column in ("step time", "memory", "MFU") else "left", no_wrap=True
-            )
+            ended.add_column(column, justify="left" if column in ("ended", "outcome") else "right", no_wrap=True)
         for result in self._last:
             ended.add_row(_cell(result.name), outcome_text(result.outcome), *_figures(result))
         return [table for table in (running, ended) if table.row_count]
@@ -211,7 +205,7 @@ class LiveTable:
         if self._stop.finish:
             return Text(f"finishing running trials; {self._leave}", style="bold")
         if self._stop.is_over_budget:
-            return Text("the budget is used up: finishing running trials", style="bold")
+            return Text("the time budget is used up; finishing running trials", style="bold")
         left = self._seconds_left()
         parts = [
             one_line(self._engine_state, _LONGEST_LINE),
@@ -221,7 +215,7 @@ class LiveTable:
         return Text("   ".join(part for part in parts if part), style="dim")
 
     def _seconds_left(self) -> float | None:
-        """Estimated from the trials that ran so far; None before the first."""
+        """Estimated from the trials that have run; None before the first has ended."""
         left = len(self._plan.trials) - sum(self._counts.values())
         return (self._clock() - self._began) / self._ran * left if self._ran and left else None
 
@@ -279,29 +273,25 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
     console.print(
         Text(f"{plural(len(plan.trials), 'trial')}, {len(plan.todo)} to run in {folder}. {_prediction(plan)}")
     )
-    _print_troubles(plan, console)
-
-
-def _print_troubles(plan: Plan, console: Console) -> None:
     for trouble in plan.troubles:
         console.print(Text(one_line(f"warning: {trouble}", 1000)), soft_wrap=True)
 
 
 def _prediction(plan: Plan) -> str:
-    """The predicted time, from similar trials with a result in this folder."""
-    seconds = [_like(plan, trial.spec) for trial in plan.todo]
+    """A sentence about how long the sweep will take, estimated from similar trials with a result in this folder."""
+    seconds = [_usual_seconds(plan, trial.spec) for trial in plan.todo]
     known = [value for value in seconds if value is not None]
     if not plan.todo:
-        return "Nothing to do."
+        return "No trial is left to run."
     if not known:
         return "The time can be estimated after the first trials."
     total = sum(known) / len(known) * len(seconds)
     source = f"estimated from {plural(len(plan.kept), 'trial')} in this folder"
-    return f"About {duration(total, rough=True)}, one after the other ({source})."
+    return f"About {duration(total, rough=True)} if they run one after the other ({source})."
 
 
-def _like(plan: Plan, spec: TrialSpec) -> float | None:
-    """Median duration of the trials with the same trainer and model."""
+def _usual_seconds(plan: Plan, spec: TrialSpec) -> float | None:
+    """Median seconds of the trials with the same trainer and model; None if there are none."""
     times = [
         result.seconds
         for result in plan.kept.values()
@@ -311,7 +301,7 @@ def _like(plan: Plan, spec: TrialSpec) -> float | None:
 
 
 def print_preflight(found: Mapping[Any, PreflightResult]) -> None:
-    """One line for each pair of trainer and model: whether it is supported, and how its layers are clipped."""
+    """Print for each pair of trainer and model whether the trainer supports the model, and how it clips gradients."""
     for result in found.values():
         mark = "ok  " if result.supported and result.tried else "?   " if result.supported else "no  "
         typer.echo(f"preflight {mark}{one_line(f'{result.trainer} on {result.model}{_detail(result)}', _LONGEST_LINE)}")

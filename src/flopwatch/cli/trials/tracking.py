@@ -1,9 +1,9 @@
-"""Trials logged to W&B and MLflow, by `flopwatch report` after a sweep or by a follower while it runs.
+"""Logs trials to W&B and MLflow: after a sweep with `flopwatch report`, or while a sweep runs.
 
-`flopwatch sweep --wandb PROJECT --mlflow EXPERIMENT` starts the follower as a second process, so that neither service
-can delay or end the sweep: `python -m flopwatch.cli.trials.tracking FOLDER OFFSET WANDB MLFLOW`. It reads what the
-runner appends to results.jsonl, and ends when its standard input does: when the sweep is over or the runner was
-killed. Its last line of output says what it logged.
+`flopwatch sweep --wandb PROJECT --mlflow EXPERIMENT` starts a second process, the follower, so that neither service can
+delay or end the sweep: `python -m flopwatch.cli.trials.tracking FOLDER OFFSET WANDB MLFLOW`. The follower reads the
+lines that the sweep appends to results.jsonl from the byte OFFSET on. It ends when its standard input is closed, which
+also happens when the sweep is killed. The last line of its output tells how many trials it logged.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING
 import typer
 
 from flopwatch.errors import InputError, MissingDependencyError
+from flopwatch.number_format import plural
 from flopwatch.sinks.protocol import Logged, TrialLog, TrialRun, log_trials
 
 if TYPE_CHECKING:
@@ -33,12 +34,12 @@ FOLLOWER = "flopwatch.cli.trials.tracking"
 _PATIENCE_SECONDS = 300.0
 """How long the end of a sweep waits for the last trials to be logged."""
 _SILENT_SECONDS = 2.0
-"""How long it waits without saying so."""
+"""After this time the user is told that the sweep waits."""
 _LONGEST_LINE = 2000
 
 
 def refuse_unusable(wandb: str | None, mlflow: str | None) -> None:
-    """Refuse names and packages that cannot work before the first trial runs."""
+    """Raise an error for an empty name or a package that is not installed, before the first trial runs."""
     for package, wanted in (("wandb", wandb), ("mlflow", mlflow)):
         if wanted is not None and not wanted.strip():
             raise InputError(f"--{package} needs the name of {'a project' if package == 'wandb' else 'an experiment'}")
@@ -51,7 +52,7 @@ def refuse_unusable(wandb: str | None, mlflow: str | None) -> None:
 
 @contextlib.contextmanager
 def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[None]:
-    """Log the trials that end inside the block. Failures to log do not reach the sweep and are printed at the end."""
+    """Log the trials that end inside the block. A failure to log is printed at the end and does not stop the sweep."""
     if wandb is None and mlflow is None:
         yield
         return
@@ -60,7 +61,7 @@ def tracked(folder: Path, wandb: str | None, mlflow: str | None) -> Iterator[Non
         try:
             yield
         finally:
-            with contextlib.suppress(Exception):  # printing may fail too, as into a closed pipe
+            with contextlib.suppress(Exception):  # printing fails if the pipe is closed
                 _print_end(*_finish(follower, said), folder, wandb, mlflow)
 
 
@@ -75,18 +76,18 @@ def _start(folder: Path, wandb: str | None, mlflow: str | None, said: IO[bytes])
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that Ctrl-C reaches only the runner
+            start_new_session=True,  # Ctrl-C must not reach the follower
         )
     except OSError:
         return None
 
 
 def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tuple[int, str]:
-    """The follower's exit status, and what to print about it."""
+    """Wait until the follower ends. Returns its exit status and the message for the user."""
     if follower is None:
         return 1, "the process that logs trials could not be started"
     if follower.stdin is not None:
-        with contextlib.suppress(OSError):  # it may have exited
+        with contextlib.suppress(OSError):  # the follower may have exited
             follower.stdin.close()
     try:
         status = _waited(follower)
@@ -95,7 +96,7 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
             os.killpg(follower.pid, signal.SIGKILL)
         follower.wait()
         why = "by Ctrl-C" if isinstance(end, KeyboardInterrupt) else f"after {_PATIENCE_SECONDS:.0f} s"
-        return 1, f"logging trials was ended {why}"
+        return 1, f"logging the trials was ended {why}"
     if status < 0:
         return status, f"the process that logs trials was ended by signal {-status}"
     return status, _last_line(said)
@@ -106,14 +107,14 @@ def _print_end(status: int, message: str, folder: Path, wandb: str | None, mlflo
     if status != 0:
         words = [*(("--wandb", wandb) if wandb else ()), *(("--mlflow", mlflow) if mlflow else ())]
         again = shlex.join(["flopwatch", "report", str(folder), *words])
-        typer.echo(f"The sweep itself is not affected; log its trials with: {again}", err=True)
+        typer.echo(f"The results of the sweep are not affected; log its trials with: {again}", err=True)
 
 
 def _waited(follower: "subprocess.Popen[bytes]") -> int:
     try:
         return follower.wait(_SILENT_SECONDS)
     except subprocess.TimeoutExpired:
-        typer.echo("Logging the last trials; Ctrl-C skips them.", err=True)
+        typer.echo("Waiting until the last trials are logged; Ctrl-C skips them.", err=True)
     return follower.wait(_PATIENCE_SECONDS)
 
 
@@ -126,7 +127,7 @@ def _last_line(said: IO[bytes]) -> str:
 
 
 def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[TrialLog]":
-    """The requested services. Raises errors that a person must fix first: a missing package, login or server."""
+    """Connect to the requested services. Raises if a package, a login or a server is missing."""
     logs: list[TrialLog] = []
     if wandb is not None:
         from flopwatch.sinks.wandb import WandbTrials
@@ -135,7 +136,7 @@ def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[Tria
     if mlflow is not None:
         from flopwatch.sinks.mlflow import MlflowTrials
 
-        # MLflow retries for four minutes by default. Nothing but our code runs here, so the environment is ours.
+        # MLflow retries for four minutes by default. No code of the user runs in this process, so that can be changed.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         logs.append(MlflowTrials(mlflow, folder))
@@ -143,9 +144,8 @@ def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[Tria
 
 
 def log_capture(capture: "Capture", wandb: str | None, mlflow: str | None) -> None:
-    """Log every trial with a result; a second call updates the same runs. Exits with 1 if some were not logged."""
+    """Log every trial that has a result; a second call updates the same runs. Exits with 1 if one was not logged."""
     from flopwatch.report.exports import trial_runs
-    from flopwatch.sinks.protocol import log_trials
 
     is_whole = True
     for log in open_logs(capture.folder, wandb, mlflow):
@@ -157,19 +157,17 @@ def log_capture(capture: "Capture", wandb: str | None, mlflow: str | None) -> No
 
 
 def logged_text(service: str, logged: "Logged") -> str:
-    """What was logged, in one line.
+    """How many trials were logged and how many failed, in one line.
 
-    >>> from flopwatch.sinks.protocol import Logged
     >>> logged_text("W&B", Logged(3, ("a: no answer",), gave_up=False))
     'W&B: logged 3 trials, 1 failed (a: no answer)'
     """
-    from flopwatch.number_format import plural
     from flopwatch.records.reading import one_line
 
     text = f"{service}: logged {plural(logged.count, 'trial')}"
     if logged.failures:
         text += f", {len(logged.failures)} failed ({one_line(logged.failures[0])[:500]})"
-    return text + ("; gave up on the rest" if logged.gave_up else "")
+    return text + ("; the other trials were not tried" if logged.gave_up else "")
 
 
 def main() -> int:
@@ -194,7 +192,7 @@ def _wait_for_end(over: threading.Event) -> None:
 
 
 def _wait_for_plan(folder: Path, over: threading.Event) -> None:
-    """Wait until the runner holds the folder: it refuses a folder with foreign files, such as those of W&B."""
+    """Wait until the sweep has created its folder, because it rejects a folder that has files, such as those of W&B."""
     from flopwatch.records.trial_files import SWEEP
 
     while not (folder / SWEEP).exists() and not over.wait(0.1):
@@ -212,7 +210,7 @@ def _runs(folder: Path, offset: int, over: threading.Event) -> Iterator[TrialRun
 
 
 def _log_to_all(logs: list[TrialLog], runs: Iterator[TrialRun]) -> list[Logged]:
-    """Log to each service in a thread of its own, so that a slow one does not delay the other."""
+    """Log to each service in its own thread, so that a slow service does not delay the other."""
     queues: list[Queue[TrialRun | None]] = [Queue() for _ in logs]
     found: list[Logged] = [Logged(0, (), gave_up=True)] * len(logs)
 

@@ -1,9 +1,14 @@
-"""`flopwatch trial` measures one configuration; `flopwatch fit` finds its largest and its fastest batch."""
+"""`flopwatch trial` measures one trial; `flopwatch fit` finds the largest and the fastest batch size."""
 
+import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from flopwatch.cli import flag, print_json
+from flopwatch.errors import InputError
 
 if TYPE_CHECKING:
     from flopwatch.records.trial import TrialResult, TrialSpec
@@ -12,45 +17,27 @@ if TYPE_CHECKING:
     from flopwatch.sweep.runner.run import Refusal
 
 
-def flag(text: str, *names: str, metavar: str | None = None) -> Any:
-    """A flag with its help text; its name is that of the parameter unless `names` are given."""
-    return typer.Option(*names, help=text, metavar=metavar)
-
-
+MODEL_HELP = "tiny, small, medium or 1b; the path of a Hugging Face config.json; or module:function."
+COMMAND_HELP = "Run a shell command instead of a trainer: 'python t.py --bs {batch_size}'."
 _MORE_SETTINGS = "options.noise_multiplier=0.8 privacy.dataset_size=50000 privacy.epochs=3"
-_TrialWords = Annotated[
-    list[str] | None, typer.Argument(help=f"Further settings, such as {_MORE_SETTINGS}.", metavar="[KEY=VALUE]...")
-]
-_FitWords = Annotated[
-    list[str] | None,
-    typer.Argument(help="Further settings, such as warmup_steps=1 threads=4.", metavar="[KEY=VALUE]..."),
-]
-_Trainer = Annotated[str, flag("standard, dpsgd, ghost, fast or package.module:Class.")]
-_BatchSize = Annotated[int, flag("Samples per step.")]
-_SeqLen = Annotated[int, flag("Positions of each sample.")]
-_Model = Annotated[str, flag("tiny, small, medium, 1b; a config.json; module:function.", "--model", "--model-size")]
-_Command = Annotated[str | None, flag("A shell command as the trainer: 'python t.py --bs {batch_size}'.")]
-_Dtype = Annotated[str, flag("fp32 or bf16.")]
-_Device = Annotated[str, flag("cpu, cuda, ...; auto is the accelerator if there is one.")]
-_Checkpoint = Annotated[bool, flag("With gradient checkpointing.", "--checkpoint")]
+_Trainer = Annotated[str, flag("The trainer: standard, dpsgd, ghost, fast or package.module:Class.")]
+_SeqLen = Annotated[int, flag("Sequence length: tokens of each sample.")]
+_Model = Annotated[str, flag(MODEL_HELP, "--model", "--model-size")]
+_Command = Annotated[str | None, flag(COMMAND_HELP)]
+_Dtype = Annotated[str, flag("Compute type: fp32 or bf16.")]
+_Device = Annotated[str, flag("The device, such as cpu or cuda; auto takes the accelerator if there is one.")]
+_Checkpoint = Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")]
 _Steps = Annotated[int, flag("Measured steps.")]
-_Memory = Annotated[str | None, flag("Host memory the trial may use, such as 4GiB.")]
-_FitMemory = Annotated[
-    str | None, flag("Host memory of each trial, such as 2GiB. Default on a CPU: what is available, less a margin.")
-]
-_Timeout = Annotated[float, flag("Seconds a trial may take.")]
-_Spec = Annotated[Path | None, flag("The spec.json of an earlier trial: run just that one again.")]
-_Output = Annotated[Path | None, flag("Folder. Default: flopwatch-sweep.", "--output", "-o")]
-_FitOutput = Annotated[Path, flag("Folder of the trials; an earlier fit is resumed.", "--output", "-o")]
-_MaxBatch = Annotated[int, flag("Try nothing larger.")]
-_NoPreflight = Annotated[bool, flag("Do not try the trainer on a tiny copy first.", "--no-preflight")]
+_Timeout = Annotated[float, flag("Most seconds a trial may take.")]
 _AsJson = Annotated[bool, flag("Print the result as JSON.", "--json")]
 
 
 def trial(
-    words: _TrialWords = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(help=f"Further settings, such as {_MORE_SETTINGS}.", metavar="[KEY=VALUE]...")
+    ] = None,
     trainer: _Trainer = "standard",
-    batch_size: _BatchSize = 4,
+    batch_size: Annotated[int, flag("Samples per step.")] = 4,
     seq_len: _SeqLen = 512,
     model: _Model = "small",
     command: _Command = None,
@@ -58,14 +45,14 @@ def trial(
     device: _Device = "auto",
     checkpoint: _Checkpoint = False,
     steps: _Steps = 10,
-    memory: _Memory = None,
+    memory: Annotated[str | None, flag("Most host memory of the trial, such as 4GiB.")] = None,
     timeout: _Timeout = 3600.0,
-    spec: _Spec = None,
-    output: _Output = None,
+    spec: Annotated[Path | None, flag("Run an earlier trial again; the path of its spec.json.")] = None,
+    output: Annotated[Path | None, flag("Folder for the result. Default: flopwatch-sweep.", "--output", "-o")] = None,
     as_json: _AsJson = False,
 ) -> None:
-    """Measure one configuration in a separate process: time, memory, FLOPs, MFU, and how it ended."""
-    given = locals()  # typer needs every flag in the signature; passing each on by name would double it
+    """Measure one trial in a separate process: step time, memory, FLOPs and MFU, or the reason why it failed."""
+    given = locals()  # typer needs every flag in the signature; a dict spares passing each of them on by name
     from flopwatch.cli import lasting_output
     from flopwatch.sweep.spec.names import check_names
 
@@ -77,7 +64,12 @@ def trial(
     check_names([asked])
     with lasting_output():
         result, note = _supervised(output or folder, asked, name, quiet=as_json)
-        _show_result(result, as_json=as_json)
+        if as_json:
+            print_json(result.to_json())
+        else:
+            from flopwatch.cli.trials.trial_screens import print_result
+
+            print_result(result)
         if note:
             typer.echo(note, err=True)
     if result.outcome != "ok":
@@ -85,7 +77,10 @@ def trial(
 
 
 def fit(
-    words: _FitWords = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="Further settings, such as warmup_steps=1 threads=4.", metavar="[KEY=VALUE]..."),
+    ] = None,
     trainer: _Trainer = "standard",
     seq_len: _SeqLen = 512,
     model: _Model = "small",
@@ -94,21 +89,27 @@ def fit(
     device: _Device = "auto",
     checkpoint: _Checkpoint = False,
     steps: _Steps = 5,
-    memory: _FitMemory = None,
-    max_batch: _MaxBatch = 4096,
+    memory: Annotated[
+        str | None,
+        flag("Most host memory of each trial, such as 2GiB. Default on a CPU: the free memory less a margin."),
+    ] = None,
+    max_batch: Annotated[int, flag("The largest batch size to try.")] = 4096,
     timeout: _Timeout = 3600.0,
-    output: _FitOutput = Path("flopwatch-fit"),
-    no_preflight: _NoPreflight = False,
+    output: Annotated[Path, flag("Folder of the trials; resumes a fit that is there.", "--output", "-o")] = Path(
+        "flopwatch-fit"
+    ),
+    no_preflight: Annotated[
+        bool, flag("Do not try the trainer on a tiny copy of the model first.", "--no-preflight")
+    ] = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Find the largest batch that fits in memory and the fastest one, in a handful of trials.
+    """Find the largest batch size that fits in memory, and the fastest one, with a few trials.
 
-    Two small trials predict the limit, and trials on both sides of it verify it. Ctrl-C ends the search; finished
-    trials are kept.
+    Two small trials predict the largest batch, and trials at that size and just above it verify the prediction. Ctrl-C
+    ends the search and keeps the finished trials.
     """
     given = locals()
     from flopwatch.cli import lasting_output
-    from flopwatch.errors import InputError
     from flopwatch.sweep.fit import with_host_limit
     from flopwatch.sweep.spec.names import check_names
 
@@ -124,17 +125,6 @@ def fit(
         _show_found(found, output, max_batch, as_json=as_json)
     if found.stopped or found.largest is None:
         raise typer.Exit(1)
-
-
-def _show_result(result: "TrialResult", *, as_json: bool) -> None:
-    if as_json:
-        import json
-
-        typer.echo(json.dumps(result.to_json(), indent=2))
-    else:
-        from flopwatch.cli.trials.trial_screens import print_result
-
-        print_result(result)
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
@@ -153,25 +143,25 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def asked_for(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
-    """The one configuration that flags and settings make; a setting wins over the flag of the same meaning."""
+    """The trial that flags and settings describe. A setting takes precedence over the flag for the same value."""
     from flopwatch.sweep.spec.parsing import parse_overrides
 
-    return _only_spec("a trial is", flags, parse_overrides(words))
+    return _only_spec("`flopwatch trial` runs", flags, parse_overrides(words))
 
 
-def _only_spec(of_what: str, *layers: dict[str, Any]) -> "TrialSpec":
-    """The configuration that the layers make, later ones over earlier ones; an error if they make several."""
-    from flopwatch.errors import InputError
+def _only_spec(command_does: str, *layers: dict[str, Any]) -> "TrialSpec":
+    """The trial that layers of settings describe; later layers take precedence. Raises if they describe several."""
     from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 
     specs = expand(read_matrix(None, layered(*layers)))
     if len(specs) > 1:
-        raise InputError(f"{of_what} one configuration, and these settings make {len(specs)}; give one value of each")
+        raise InputError(
+            f"{command_does} one configuration, but these settings make {len(specs)}; give one value for each"
+        )
     return specs[0]
 
 
 def _from_file(file: Path, *, has_folder: bool) -> "tuple[TrialSpec, Path, str]":
-    from flopwatch.errors import InputError
     from flopwatch.records.reading import BrokenRecordError, UnreadableError, load_json
     from flopwatch.records.sweep_results import NewerFormatError, is_sweep_folder, trial_job_from
     from flopwatch.sweep.spec.parsing import check_processes
@@ -180,36 +170,36 @@ def _from_file(file: Path, *, has_folder: bool) -> "tuple[TrialSpec, Path, str]"
         job = trial_job_from(load_json(file))
     except (FileNotFoundError, UnreadableError, BrokenRecordError) as error:
         raise InputError(
-            f"{file} is not the spec.json of a trial ({error}); a trial's is in SWEEP/trials/NAME/"
+            f"{file} is not the spec.json of a trial ({error}); name a file SWEEP/trials/NAME/spec.json"
         ) from None
     except NewerFormatError as error:
-        raise InputError(f"{file} is of {error}; update flopwatch") from None
+        raise InputError(f"{file} has {error}; update flopwatch") from None
     check_processes(job.spec)
     folder = file.resolve().parent.parent.parent
     if not has_folder and not is_sweep_folder(folder):
-        raise InputError(f"{file} is not in SWEEP/trials/NAME/; name a folder for the result with --output")
+        raise InputError(f"{file} is not in the folder of a sweep; name a folder for the result with --output")
     _go_to(job.cwd)
     return job.spec, folder, job.name
 
 
 def _go_to(folder: str | None) -> None:
-    """Change to the folder the sweep was started in: names of trainers, configs and scripts are relative to it."""
-    import os
-
+    """Change to the folder where the sweep was started, because paths in its settings are relative to that folder."""
     if folder is None:
         return
     try:
         os.chdir(folder)
     except OSError as error:
         typer.echo(
-            f"cannot change to {folder}, where the sweep was started ({error.strerror}); running from here", err=True
+            f"cannot change to the folder where the sweep was started, {folder} ({error.strerror}); running in the "
+            "current folder",
+            err=True,
         )
 
 
 def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: bool) -> "tuple[TrialResult, str]":
-    """Run the trial under a supervisor in this process, so that Ctrl-C ends the trial with all its processes.
+    """Run the trial and wait for it; Ctrl-C ends all processes of the trial.
 
-    Returns the result, and a note if an earlier, better result was kept instead of it.
+    Returns the result, and a message if the folder keeps an earlier, better result instead.
     """
     from flopwatch.cli.trials.trial_screens import interruptible, phases_shown
     from flopwatch.records.sweep_results import read_result, read_trial_list
@@ -222,7 +212,8 @@ def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: boo
 
     name = name or trial_names([spec])[0]
     with held_folder(folder):
-        # A trial that ran on a cluster has a key without this host's devices; keep the key that the sweep lists.
+        # A key identifies the settings and the devices of a trial. Trials of a cluster have a key without devices, so
+        # the key is the one that the sweep has listed.
         here, anywhere = (content_key(spec, fingerprint(spec, is_here=is_here)) for is_here in (True, False))
         listed = read_trial_list(folder).trials.get(name, {}).get("key")
         placed = Trial(folder, name, anywhere if listed == anywhere else here, spec)
@@ -242,8 +233,8 @@ def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: boo
 def _fit_spec(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
     from flopwatch.sweep.spec.parsing import parse_overrides
 
-    # Without a trace, because recording one needs memory too.
-    return _only_spec("a fit is of", {"warmup_steps": 2, "trace": False}, parse_overrides(words), flags)
+    # Recording a trace needs memory, which would change the result.
+    return _only_spec("`flopwatch fit` tries", {"warmup_steps": 2, "trace": False}, parse_overrides(words), flags)
 
 
 def _searched(output: Path, spec: "TrialSpec", max_batch: int, *, with_preflight: bool, quiet: bool) -> "Found":
@@ -272,13 +263,11 @@ def _preflight(output: Path, plan: "Plan", *, quiet: bool) -> "Refusal":
 
 
 def _show_found(found: "Found", output: Path, max_batch: int, *, as_json: bool) -> None:
-    import json
-    import shlex
 
     from flopwatch.cli.trials.trial_screens import as_content, print_found
 
     if as_json:
-        typer.echo(json.dumps(as_content(found, output), indent=2))
+        print_json(as_content(found, output))
         return
     print_found(found, max_batch)
     typer.echo(f"flopwatch report {shlex.quote(str(output))}")

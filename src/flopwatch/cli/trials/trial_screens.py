@@ -1,4 +1,4 @@
-"""The screens of `flopwatch trial` and `flopwatch fit`: progress, results, and outcomes in colour."""
+"""What `flopwatch trial` and `flopwatch fit` print: progress, results, and outcomes in colour."""
 
 import contextlib
 import math
@@ -26,13 +26,12 @@ from flopwatch.sweep.runner.observing import Stop
 
 
 def outcome_text(outcome: str) -> Text:
-    """An outcome in its colour."""
     return Text(one_line(outcome, 40), style=outcome_style(outcome))
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], str | None]]:
-    """Turn SIGINT, SIGTERM and SIGHUP into a reason to stop, so that the trial's processes are ended first."""
+    """Catch SIGINT, SIGTERM and SIGHUP. Yields a function that returns why to stop, or None while no signal came."""
     asked: list[str] = []
     words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
@@ -49,7 +48,7 @@ def interruptible() -> Iterator[Callable[[], str | None]]:
 
 @contextlib.contextmanager
 def phases_shown(folder: Path, trial: Trial, *, quiet: bool) -> Iterator[Callable[[], None]]:
-    """Show a spinner with the phase of the trial, if stderr is a terminal."""
+    """Show a spinner with the phase of the trial if stderr is a terminal. Yields a function that updates the phase."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda: None
@@ -59,7 +58,7 @@ def phases_shown(folder: Path, trial: Trial, *, quiet: bool) -> Iterator[Callabl
 
 
 def print_result(result: TrialResult, console: Console | None = None) -> None:
-    """Print the measurements of a trial and, if it failed, its reason, stacks and log."""
+    """Print the measurements of a trial; if it failed, also the reason, its threads' stacks and the end of its log."""
     console = console or Console()
     console.print(Text(one_line(result.name)), style="bold", end="  ")
     reason = f"({one_line(result.reason, 1000)})" if result.outcome != "ok" else ""
@@ -108,18 +107,18 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
 
 
 def _privacy_text(spent: PrivacySpent) -> str:
-    """Epsilon with the training it belongs to, and a note if it needs one."""
+    """Epsilon, with the number of steps, sampling rate and noise that it was calculated for."""
     training = f"{spent.steps:,} steps at sampling rate {spent.sample_rate:.4g}, noise {spent.noise_multiplier:.4g}"
     known = f"{epsilon_text(spent.epsilon)} at delta {spent.delta:.3g} for {training}, by {spent.accountant}"
     return "; ".join(filter(None, [known, spent.note]))
 
 
 _EDGE = 0.03
-"""How much the memory of the same trial differs between runs (measured by benchmarks/sweeps/memory.py)."""
+"""The memory of a trial differs by up to this share between runs (measured by benchmarks/sweeps/memory.py)."""
 
 
 class ProbeStatus:
-    """Shows the phase of the running trial on a terminal, and ends the trial on Ctrl-C."""
+    """Shows the phase of the running trial on a terminal, and stops the search on Ctrl-C."""
 
     def __init__(self, stop: Stop, asked_to_stop: Callable[[], str | None], *, quiet: bool) -> None:
         self._stop, self._asked_to_stop = stop, asked_to_stop
@@ -153,7 +152,7 @@ class ProbeStatus:
 
 
 def probe_line(probe: Probe) -> str:
-    """The result of one batch.
+    """The result of the trial with one batch size, in one line.
 
     >>> probe_line(Probe(8, True, "ok", "", 512 << 20, samples_per_s=102.34))
     'batch 8: ok, 512 MiB, 102 samples/s'
@@ -187,7 +186,7 @@ def print_found(found: Found, max_batch: int, console: Console | None = None) ->
 
 
 def _figures(probe: Probe) -> tuple[str, str, str, str]:
-    """The row of a batch. A trial that ran out of memory has no figures: its peak is only where it was stopped."""
+    """Batch size, memory, step time and samples/s; the last three are empty if the batch did not fit."""
     return (
         str(probe.batch_size),
         byte_size(probe.peak_bytes) if probe.peak_bytes is not None and probe.fits else "",
@@ -197,8 +196,8 @@ def _figures(probe: Probe) -> tuple[str, str, str, str]:
 
 
 def sentences(found: Found, max_batch: int) -> list[str]:
-    """The findings in words."""
-    said = [f"Stopped at {found.stopped}."] if found.stopped else []
+    """The result of the search: the largest batch size that fits, and the fastest one."""
+    said = [f"The search stopped at {found.stopped}."] if found.stopped else []
     if found.largest is None:
         return (
             [*said, f"No batch fits: even a batch of 1 runs out of memory{_limit(found)}."]
@@ -223,12 +222,12 @@ def _largest(found: Found, max_batch: int) -> str:
 
 
 def _edge(found: Found) -> list[str]:
-    """A warning if the limit is not sharp, because the memory of the same trial differs a little between runs."""
+    """A warning if the largest batch may not always fit, because memory varies a little between runs; else empty."""
     lucky = [
         probe.batch_size for probe in found.probes if probe.fits and probe.batch_size > (found.too_large or math.inf)
     ]
     if lucky:
-        return [f"The limit is not sharp: a batch of {max(lucky)} ran, although {found.too_large} did not."]
+        return [f"The limit varies between trials: a batch of {max(lucky)} fitted, although {found.too_large} did not."]
     largest = next((probe for probe in found.probes if probe.batch_size == found.largest), None)
     is_on_host = any(probe.outcome == "oom_host" for probe in found.probes)
     if not is_on_host or largest is None or largest.peak_bytes is None or not largest.capacity_bytes:
@@ -236,11 +235,13 @@ def _edge(found: Found) -> list[str]:
     used = largest.peak_bytes / largest.capacity_bytes
     if used < 1 - _EDGE:
         return []
-    return [f"It uses {percent(used)} of the limit and may fail another time: the same trial varies by up to 3 %."]
+    return [
+        f"That batch uses {percent(used)} of the limit and may fail next time: memory varies by up to 3 % between runs."
+    ]
 
 
 def _limit(found: Found, before: str = ": ") -> str:
-    """The memory limit. On an accelerator only a trial that survived reports it."""
+    """The memory limit as text; empty if unknown. On an accelerator only trials that fit report it."""
     known = [probe.capacity_bytes for probe in found.probes if probe.capacity_bytes is not None]
     on_device = any(probe.outcome == "oom_device" for probe in found.probes)
     return f"{before}{byte_size(known[0])} {'of the device' if on_device else 'limit'}" if known else ""
@@ -255,5 +256,4 @@ def _fastest(found: Found) -> str | None:
 
 
 def as_content(found: Found, output: Path) -> dict[str, Any]:
-    """The findings for `--json`."""
     return {**asdict(found), "folder": str(output)}

@@ -1,14 +1,15 @@
-"""Attention: all fused kernels of torch and the common packages, and flex_attention, under both conventions.
+"""Formulas for attention: the fused kernels of torch and of common packages, and flex_attention.
 
-Forward is two products over the pairs of positions, Q·Kᵀ and P·V. The mathematics of the backward pass has four: dV,
-dP, dQ, dK (Dao et al., FlashAttention, arXiv 2205.14135, algorithm 4). A fused kernel computes Q·Kᵀ again, because it
-did not keep the scores: that fifth product is executed, but not needed. The gradient of an input that does not require
-one is not needed either, but a fused kernel computes it.
+The forward pass has two products over pairs of positions, Q·Kᵀ and P·V. The backward pass needs four: dV, dP, dQ, dK
+(Dao et al., FlashAttention, arXiv 2205.14135, algorithm 4). A fused kernel also computes Q·Kᵀ again, because it did not
+keep the scores. This fifth product counts as executed, but not as needed. The same applies to the gradient of an input
+that does not require one, because a fused kernel always computes it.
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from flopwatch.torch_internals import (
     tree_leaves,
 )
 
-MASK_NOT_READABLE = "the attention mask is computed from activations and could not be read: counted as full attention"
+MASK_NOT_READABLE = "the attention mask depends on activations and cannot be read, so masked pairs are counted too"
 
 _HEADS_FIRST = [
     "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -55,7 +56,7 @@ _POSITIONS_FIRST = [
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """The sizes of the products: (pairs of positions) x heads, summed over the batch, and the two widths."""
+    """The sizes of attention's products: pairs of positions, summed over heads and samples, and widths of a head."""
 
     pairs: int
     query_width: int
@@ -98,42 +99,26 @@ def backward_flops(sizes: AttentionSizes, needs_grad: tuple[bool, ...]) -> OpFlo
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of `torch.nn.functional.scaled_dot_product_attention`."""
+    """The arguments of `torch.nn.functional.scaled_dot_product_attention`, in its order."""
 
     query: Any
     key: Any
     value: Any
-    mask: torch.Tensor | None
-    dropout_p: float
-    is_causal: bool
-    enable_gqa: bool
-
-    @classmethod
-    def bind(
-        cls,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> "AttentionCall":
-        return cls(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
     def is_fused(self) -> bool:
-        """Whether torch has one kernel for it.
-
-        The query uses real tensors of the same shape that take no memory: for fake ones torch would answer for the meta
-        device, which may choose another kernel.
-        """
+        """Return whether torch has a fused kernel for this call."""
+        # Real tensors are passed, because for fake ones torch would choose the kernel of the meta device.
         with disable_current_modes():
             choice = fused_sdp_choice(
                 _stand_in(self.query),
                 _stand_in(self.key),
                 _stand_in(self.value),
-                None if self.mask is None else _stand_in(self.mask),
+                None if self.attn_mask is None else _stand_in(self.attn_mask),
                 self.dropout_p,
                 self.is_causal,
                 enable_gqa=self.enable_gqa,
@@ -142,29 +127,19 @@ class AttentionCall:
 
 
 def _stand_in(tensor: Any) -> torch.Tensor:
-    """A real tensor of the same shape, expanded from one row of storage."""
+    """Return a real tensor of the same shape that takes the memory of one row."""
     row = torch.empty(tensor.shape[-1], dtype=tensor.dtype)
     return row.expand(tensor.shape).requires_grad_(tensor.requires_grad)
-
-
-def unfused_forward(call: AttentionCall, attention: AttentionConvention) -> OpFlops:
-    return forward_flops(_unfused_sizes(call, attention))
-
-
-def unfused_backward(call: AttentionCall, attention: AttentionConvention, needs_grad: tuple[bool, ...]) -> OpFlops:
-    """The products run one by one: the scores were kept, and gradients that are not required are not computed."""
-    sizes = _unfused_sizes(call, attention)
-    return OpFlops(backward_flops(sizes, needs_grad).needed, note=sizes.note)
 
 
 def _unfused_sizes(call: AttentionCall, attention: AttentionConvention) -> AttentionSizes:
     if attention == "full":
         return full_sizes(call.query, call.key, call.value)
-    return _unmasked_sizes(call.query, call.key, call.value, call.mask, is_causal=call.is_causal)
+    return _unmasked_sizes(call.query, call.key, call.value, call.attn_mask, is_causal=call.is_causal)
 
 
 def full_sizes(query: Any, key: Any, value: Any) -> AttentionSizes:
-    """The sizes over all pairs, for tensors of shape (batch, heads, positions, width)."""
+    """Return the sizes over all pairs, for tensors of shape (batch, heads, positions, width)."""
     batch, heads, queries, width = query.shape
     return AttentionSizes(batch * heads * queries * key.shape[-2], width, value.shape[-1])
 
@@ -181,20 +156,18 @@ def _unmasked_sizes(query: Any, key: Any, value: Any, mask: torch.Tensor | None,
     full = full_sizes(query, key, value)
     if mask is not None:
         pairs = _unmasked_pairs(mask, full.pairs)
-        note = MASK_NOT_READABLE if pairs is None else None
-        return AttentionSizes(full.pairs if pairs is None else pairs, full.query_width, full.value_width, note)
+        return replace(full, note=MASK_NOT_READABLE) if pairs is None else replace(full, pairs=pairs)
     if not is_causal:
         return full
     batch, heads, queries, _ = query.shape
-    pairs = batch * heads * causal_pairs(queries, key.shape[-2], last_aligned=False)
-    return AttentionSizes(pairs, full.query_width, full.value_width)
+    return replace(full, pairs=batch * heads * causal_pairs(queries, key.shape[-2], last_aligned=False))
 
 
 def _positions_first_sizes(call: OpCall) -> AttentionSizes:
     query, key, value = _operands(call)
     query_lengths = _lengths(call, query, ("cum_seq_q", "cu_seqlens_q", "cu_seq_q"))
     key_lengths = _lengths(call, key, ("cum_seq_k", "cu_seqlens_k", "cu_seq_k")) or query_lengths
-    # `custom_mask_type` of aten is 0 without a mask, 1 and 2 for the two alignments of a causal one.
+    # aten's `custom_mask_type` is 0 for no mask, and 1 or 2 for the two alignments of a causal mask.
     causal = call.attention == "causal" and bool(
         call.arguments.get("is_causal") or call.arguments.get("causal") or call.arguments.get("custom_mask_type")
     )
@@ -207,14 +180,14 @@ def _positions_first_sizes(call: OpCall) -> AttentionSizes:
 
 
 def causal_pairs(queries: int, keys: int, *, last_aligned: bool) -> int:
-    """The number of (query, key) pairs that a causal mask leaves.
+    """Return the number of (query, key) pairs that a causal mask allows.
 
     >>> causal_pairs(4, 4, last_aligned=False)
     10
     """
     square = min(queries, keys)
     triangle = square * (square + 1) // 2
-    if last_aligned:  # surplus keys are before the diagonal, so every query sees them
+    if last_aligned:  # additional keys come before the diagonal, so every query attends to them
         return triangle + max(0, keys - queries) * queries
     return triangle + max(0, queries - keys) * keys
 
@@ -230,7 +203,7 @@ def _given(call: OpCall, name: str) -> bool:
 
 
 def _lengths(call: OpCall, operand: Any, names: Sequence[str]) -> list[int]:
-    """The lengths of the sequences in a packed batch, or of all rows of an unpacked one."""
+    """Return the lengths of the sequences in a packed batch, or of all rows of an unpacked one."""
     for name in names:
         if _given(call, name) and operand.dim() == 3:
             return [int(length) for length in call.arguments[name].diff().tolist()]
@@ -240,60 +213,42 @@ def _lengths(call: OpCall, operand: Any, names: Sequence[str]) -> list[int]:
 
 
 def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
-    """Pairs that the mask allows, or None if it is fake, so that its values cannot be read."""
+    """Return the number of pairs that the mask allows; None if the mask is fake, because it then has no values."""
     if isinstance(mask, FakeTensor) or mask.device.type == "meta":
         return None
     # An additive mask has 0 for allowed pairs and about the minimum of its type for others.
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    # A mask with fewer heads or rows is broadcast.
+    # A mask with fewer heads or samples than the scores is broadcast to all of them.
     return int(torch.count_nonzero(allowed)) * (full_pairs // allowed.numel())
 
 
-SCORES_MAY_MASK = "a score_mod of flex_attention may mask pairs too: only its block mask is taken into account"
+SCORES_MAY_MASK = "the score_mod of flex_attention may mask pairs too, but only the block mask is considered"
 
-# 16 MiB of booleans.
+# The booleans of a mask of this size take 16 MiB.
 _MOST_PAIRS_AT_ONCE = 2**24
 
 
-def flex_forward(
-    query: Any, key: Any, value: Any, score_mod: Any, block_mask: tuple[Any, ...], attention: AttentionConvention
-) -> OpFlops:
-    return forward_flops(_flex_sizes(query, key, value, score_mod, block_mask, attention))
-
-
-def flex_backward(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any,
-    block_mask: tuple[Any, ...],
-    attention: AttentionConvention,
-    needs_grad: tuple[bool, ...] = (),
-) -> OpFlops:
-    return backward_flops(_flex_sizes(query, key, value, score_mod, block_mask, attention), needs_grad)
-
-
-def _flex_sizes(
+def flex_sizes(
     query: Any, key: Any, value: Any, score_mod: Any, block_mask: tuple[Any, ...], attention: AttentionConvention
 ) -> AttentionSizes:
+    """Return the sizes of flex_attention's products; the causal convention counts the pairs in the block mask."""
     full = full_sizes(query, key, value)
     if attention == "full":
         return full
     note = None if is_identity_score(score_mod) else SCORES_MAY_MASK
     mask_mod = block_mask[-1]
     if mask_mod is noop_mask:
-        return AttentionSizes(full.pairs, full.query_width, full.value_width, note)
-    # A mask may be shared by all samples or heads; the shape of its blocks says how many distinct ones there are.
+        return replace(full, note=note)
+    # Samples or heads may share a mask. The block tensors' first two dimensions say how many masks there are for each.
     batch, heads = next(item for item in block_mask if isinstance(item, torch.Tensor)).shape[:2]
     pairs = _pairs_of_mask_function(mask_mod, batch, heads, query.shape[-2], key.shape[-2])
     if pairs is None:
-        return AttentionSizes(full.pairs, full.query_width, full.value_width, MASK_NOT_READABLE)
-    shared_by = query.shape[0] * query.shape[1] // (batch * heads)
-    return AttentionSizes(pairs * shared_by, full.query_width, full.value_width, note)
+        return replace(full, note=MASK_NOT_READABLE)
+    return replace(full, pairs=pairs * (query.shape[0] * query.shape[1] // (batch * heads)), note=note)
 
 
 def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int, keys: int) -> int | None:
-    """Pairs that the mask allows, evaluated for some rows at a time; None if it depends on fake values."""
+    """Return the number of pairs that the mask allows; None if it depends on fake values. Takes some rows at a time."""
     allowed = mask_over_indices(mask_mod)
     rows_at_once = max(1, _MOST_PAIRS_AT_ONCE // (batch * heads * keys))
     indices = torch.arange(batch), torch.arange(heads), torch.arange(queries), torch.arange(keys)
@@ -311,12 +266,12 @@ _WHOLE_ATTENTION = "scaled_dot_product_attention"
 
 
 class WholeAttention(TorchFunctionMode):
-    """Replaces attention that torch would decompose by one op with the same shapes and gradients; `add` gets its FLOPs.
+    """Replaces attention by a function that returns zeros of the right shape and passes its FLOPs to `add`.
 
-    `scaled_dot_product_attention` has no fused kernel for some cases (dropout on the CPU, values of another width than
-    queries) and then runs as plain matrix products. These hide the mask, which the causal convention needs, and the
-    type of an accelerator's kernel, because the CPU's products run in fp32. `flex_attention` is replaced because it has
-    no backward pass on the CPU, where a trace runs.
+    `scaled_dot_product_attention` is replaced where it has no fused kernel (dropout on the CPU, values of another width
+    than queries) and would run as plain matrix products. Those do not show the mask, which the causal convention needs,
+    and run in fp32 on the CPU, unlike an accelerator's kernel. `flex_attention` is replaced because it has no backward
+    pass on the CPU, where a trace runs.
     """
 
     def __init__(self, add: Add, attention: AttentionConvention) -> None:
@@ -326,10 +281,13 @@ class WholeAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            call = AttentionCall.bind(*args, **kwargs)
+            call = AttentionCall(*args, **kwargs)
             if not call.is_fused():
                 operands = map(_under_autocast, (call.query, call.key, call.value))
-                return _Attention.apply(*operands, call, self._attention, self._add)  # type: ignore[no-untyped-call]
+                counted = _Counted(
+                    (_WHOLE_ATTENTION, _WHOLE_ATTENTION), partial(_unfused_sizes, call, self._attention), self._add
+                )
+                return _Attention.apply(*operands, counted)  # type: ignore[no-untyped-call]
         if func is flex_attention_op:
             return self._flex(*args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.requires_grad and is_flex_device_check(sys._getframe(1)):
@@ -339,57 +297,41 @@ class WholeAttention(TorchFunctionMode):
     def _flex(self, query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *rest: Any, **named: Any) -> Any:
         buffers = tree_leaves((rest, named))
         learned = [item for item in buffers if isinstance(item, torch.Tensor) and item.requires_grad]
-        about = _FlexCall(score_mod, block_mask, self._attention, self._add)
-        out = _FlexAttention.apply(query, key, value, about, *learned)  # type: ignore[no-untyped-call]
+        sizes = partial(flex_sizes, query, key, value, score_mod, block_mask, self._attention)
+        counted = _Counted(("flex_attention", "flex_attention_backward"), sizes, self._add, is_fused=True)
+        out = _Attention.apply(query, key, value, counted, *learned)  # type: ignore[no-untyped-call]
         statistics = query.new_zeros(query.shape[:-1], dtype=torch.float32)
         return out, statistics, statistics
 
 
 def _under_autocast(tensor: Any) -> Any:
-    """The tensor in the type that autocast would pass to attention."""
+    """Return the tensor in the type that autocast would pass to attention."""
     changes = torch.is_autocast_enabled("cpu") and tensor.is_floating_point() and tensor.dtype is not torch.float64
     return tensor.to(torch.get_autocast_dtype("cpu")) if changes else tensor
 
 
 @dataclass(frozen=True)
-class _FlexCall:
-    score_mod: Any
-    block_mask: tuple[Any, ...]
-    attention: AttentionConvention
+class _Counted:
+    ops: tuple[str, str]
+    """The names under which the forward and the backward pass are counted."""
+    sizes: Callable[[], AttentionSizes]
     add: Add
-
-
-class _FlexAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, call: _FlexCall, *learned: Any) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value, *learned)
-        ctx.call = call
-        flops = flex_forward(query, key, value, call.score_mod, call.block_mask, call.attention)
-        call.add("flex_attention", flops, compute_type(query.dtype))
-        return query.new_zeros(*query.shape[:-1], value.shape[-1])  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        saved, call, needs = ctx.saved_tensors, ctx.call, ctx.needs_input_grad
-        query, key, value = saved[:3]
-        flops = flex_backward(query, key, value, call.score_mod, call.block_mask, call.attention, needs[:3])
-        call.add("flex_attention_backward", flops, compute_type(query.dtype))
-        given = [torch.zeros_like(tensor) for tensor in saved]
-        return *given[:3], None, *given[3:]
+    is_fused: bool = False
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Any, key: Any, value: Any, call: AttentionCall, attention: AttentionConvention, add: Add
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.call, ctx.attention, ctx.add, ctx.dtype = call, attention, add, compute_type(query.dtype)
-        add(_WHOLE_ATTENTION, unfused_forward(call, attention), ctx.dtype)
+    def forward(ctx: Any, query: Any, key: Any, value: Any, counted: _Counted, *learned: Any) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value, *learned)
+        ctx.counted, ctx.dtype = counted, compute_type(query.dtype)
+        counted.add(counted.ops[0], forward_flops(counted.sizes()), ctx.dtype)
         return query.new_zeros(*query.shape[:-1], value.shape[-1])  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.add(_WHOLE_ATTENTION, unfused_backward(ctx.call, ctx.attention, ctx.needs_input_grad[:3]), ctx.dtype)
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        return *(torch.zeros_like(tensor) if needs else None for tensor, needs in needed), None, None, None
+        counted = ctx.counted
+        flops = backward_flops(counted.sizes(), ctx.needs_input_grad[:3])
+        # Without a fused kernel nothing extra runs: the scores were kept, and only required gradients are computed.
+        counted.add(counted.ops[1], flops if counted.is_fused else replace(flops, extra=0), ctx.dtype)
+        gradients = [torch.zeros_like(tensor) for tensor in ctx.saved_tensors]
+        return *gradients[:3], None, *gradients[3:]

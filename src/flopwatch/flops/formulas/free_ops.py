@@ -1,9 +1,9 @@
-"""Ops that cost no matmul-like FLOPs. An op that is neither here nor has a formula is reported as uncounted.
+"""Lists ops without matrix products, which count as 0 FLOPs. Other ops without a formula are reported as uncounted.
 
-A false alarm costs a user one look; a miss is a wrong number without a warning. So nothing is guessed from an op's
-inputs: it costs nothing if torch's tags or its schema say so, or if it is on the list below. The list was made by hand
-from all ops in the `aten` namespace of torch 2.13. Left out on purpose: products of sparse and nested tensors and
-linear algebra (`linalg_*`, `cholesky`, `geqrf`, ...), whose cost does not follow from shapes.
+An op is free if torch's tags or its schema say so, or if it is listed here. Nothing is guessed from an op's inputs,
+because a missed product would be a wrong number without a warning. The list was made by hand from all ops in the `aten`
+namespace of torch 2.13. It leaves out linear algebra (`linalg_*`, `cholesky`, `geqrf`, ...) and products of sparse and
+nested tensors, because their FLOPs do not follow from shapes.
 """
 
 import functools
@@ -12,8 +12,6 @@ import torch
 
 from flopwatch.torch_internals import OpOverload, op_name, op_schema
 
-# The work per output element of these ops does not grow with a dimension that two inputs share, or is a plain sum over
-# one input.
 _ELEMENTS = """
 __irshift__ __lshift__ __rshift__ abs add bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
 copysign div eq floor_divide gcd ge gt heaviside isinf isnan lcm le lt mul ne remainder rsub sub xlogy
@@ -131,124 +129,66 @@ _ASSERTIONS = """
 _functional_assert_async _functional_assert_scalar _functional_sym_constrain_range
 _functional_sym_constrain_range_for_size
 """
-# n log n work without matrix products: by convention FLOPs are those of matmuls and convolutions.
+# Fourier transforms have no matrix products. By convention, only matmuls and convolutions count as FLOPs.
 _FOURIER = "_fft_c2c _fft_c2r _fft_r2c"
 
-_ATEN = frozenset(
-    " ".join(
-        (
-            _ELEMENTS,
-            _LOSSES,
-            _NORMS,
-            _ACTIVATIONS,
-            _POOLING_AND_RESAMPLING,
-            _PLACES,
-            _SUMS_AND_ORDER,
-            _NEW_VALUES,
-            _COPIES_AND_STORAGE,
-            _QUANTISE,
-            _OPTIMIZERS,
-            _ASSERTIONS,
-            _FOURIER,
-        )
-    ).split()
+_FREE_ATEN_OPS = frozenset(
+    f"{_ELEMENTS} {_LOSSES} {_NORMS} {_ACTIVATIONS} {_POOLING_AND_RESAMPLING} {_PLACES} {_SUMS_AND_ORDER} "
+    f"{_NEW_VALUES} {_COPIES_AND_STORAGE} {_QUANTISE} {_OPTIMIZERS} {_ASSERTIONS} {_FOURIER}".split()
 )
-# Control flow, profiling, random numbers and element-wise parts that torch implements as ops.
-_FREE_NAMESPACES = frozenset(
-    ("prim", "prims", "profiler", "debugprims", "rngprims", "inductor_prims", "debug_mode_ops")
-)
+# torch's namespaces for control flow, profiling, random numbers and element-wise work.
+_FREE_NAMESPACES = frozenset(("prim", "profiler", "debugprims", "rngprims", "inductor_prims", "debug_mode_ops"))
 COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"))
-# Prefixes of ops that only change how numbers are stored (torchao 0.18, bitsandbytes 0.50, torch.ao) or where they are
-# (torchvision 0.29). The products of these packages have formulas or are reported as uncounted.
-_FREE_BEGINNINGS = {
-    "bitsandbytes": (
-        "dequantize",
-        "int8_double_quant",
-        "int8_mm_dequant",
-        "int8_vectorwise",
-        "optimizer_update",
-        "quantize",
-    ),
-    "quantized_decomposed": ("choose_qparams", "dequantize", "quantize", "fake_quant", "convert_element_type"),
-    "torchao": (
-        "_fill_indices",
-        "_scaled_embedding_bag",
-        "_triton_permute",
-        "choose_qparams",
-        "da8w4_linear_prepack",
-        "dequantize",
-        "float8_linear_prepack",
-        "fused_pad",
-        "fused_unpad",
-        "mx_block_rearrange",
-        "mxfp8_quantize",
-        "quantize",
-        "to_sparse_semi_structured",
-        "triton_fp8_blockwise_act_quant",
-        "triton_fp8_blockwise_weight_quant",
-        "triton_fp8_colwise",
-        "triton_fp8_per_group",
-        "triton_fp8_rowwise",
-        "triton_mx_block_rearrange",
-        "triton_mxfp8_dequant",
-        "triton_to_mxfp8",
-        "triton_weight_quantize",
-    ),
-    "torchvision": ("_ps_roi", "_roi", "nms", "ps_roi", "roi"),
+# By namespace, prefixes of ops that only change how numbers are stored (torchao 0.18, bitsandbytes 0.50, torch.ao) or
+# select positions (torchvision 0.29). The products of these packages have formulas or are reported as uncounted.
+_FREE_PREFIXES = {
+    "bitsandbytes": "dequantize int8_double_quant int8_mm_dequant int8_vectorwise optimizer_update quantize",
+    "quantized_decomposed": "choose_qparams dequantize quantize fake_quant convert_element_type",
+    "torchao": """
+_fill_indices _scaled_embedding_bag _triton_permute choose_qparams da8w4_linear_prepack dequantize float8_linear_prepack
+fused_pad fused_unpad mx_block_rearrange mxfp8_quantize quantize to_sparse_semi_structured
+triton_fp8_blockwise_act_quant triton_fp8_blockwise_weight_quant triton_fp8_colwise triton_fp8_per_group
+triton_fp8_rowwise triton_mx_block_rearrange triton_mxfp8_dequant triton_to_mxfp8 triton_weight_quantize
+""",
+    "torchvision": "_ps_roi _roi nms ps_roi roi",
 }
 _FREE_TAGS = (torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy)
 
 
 @functools.cache
 def costs_nothing(func: OpOverload) -> bool:
-    """Whether this op is known to run no matrix products."""
+    """Return whether this op is known to run no matrix products."""
     namespace, _, name = op_name(func).partition("::")
-    if namespace in COLLECTIVE_NAMESPACES:  # symm_mem has products that are fused with a collective
+    if namespace in COLLECTIVE_NAMESPACES:  # symm_mem has collectives that are fused with a matrix product
         return "matmul" not in name and "_mm" not in name
     if namespace == "prims":
         return name != "svd"
     if namespace in _FREE_NAMESPACES:
         return True
     if namespace != "aten":
-        return name.startswith(_FREE_BEGINNINGS.get(namespace, ("\0",)))
+        return name.startswith(tuple(_FREE_PREFIXES.get(namespace, "").split()))
     if name.startswith("_foreach_"):
         return not name.endswith("mm")
     plain = name.removesuffix("_")
-    return plain in _ATEN or any(tag in func.tags for tag in _FREE_TAGS) or func.is_view or _has_no_data(func)
+    return plain in _FREE_ATEN_OPS or any(tag in func.tags for tag in _FREE_TAGS) or func.is_view or _has_no_data(func)
 
 
 def _has_no_data(func: OpOverload) -> bool:
-    """Whether it takes no tensor, or returns only plain values."""
+    """Return whether an op takes no tensor, or neither returns nor writes to one."""
     schema = op_schema(func)
     takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
     gives = any("Tensor" in str(result.type) for result in schema.returns)
     return not takes or (not gives and not schema.is_mutable)
 
 
-# Ops whose last bits may differ while a dispatch mode is on, because torch then computes them differently. A kernel
-# that calls other ops loses the user's autocast when a mode calls it, and a few backward formulas and decompositions
-# take another branch under a mode (`isTensorSubclassLike` in torch's C++ code). Found by comparing 14,212 calls of
-# torch's op database with and without a mode, bit by bit (torch 2.13). A step whose model has such an op is never
-# counted live.
-RISKY = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_linalg_det",
-        "_scaled_grouped_mm_v2",
-        "_scaled_mm_v2",
-        "_linalg_eigh",
-        "_linalg_svd",
-        "_native_multi_head_attention",
-        "_sparse_addmm",
-        "_sparse_mm",
-        "_sparse_sparse_matmul",
-        "_transformer_encoder_layer_fwd",
-        "_trilinear",
-        "affine_grid_generator",
-        "cumprod",
-        "linalg_inv_ex",
-        "linalg_lstsq",
-        "linalg_pinv",
-        "prod",
-    )
-)
+# Ops whose results may differ in the last bits while a dispatch mode is active, because torch then computes them
+# differently: a kernel that calls other ops loses the user's autocast, and a few backward formulas and decompositions
+# take another branch (`isTensorSubclassLike` in torch's C++ code). They were found by comparing 14,212 calls of torch's
+# op database with and without a mode, bit by bit (torch 2.13). A step of the training itself is never run under a
+# dispatch mode if the model has such an op.
+_RISKY = """
+_linalg_det _linalg_eigh _linalg_svd _native_multi_head_attention _scaled_grouped_mm_v2 _scaled_mm_v2 _sparse_addmm
+_sparse_mm _sparse_sparse_matmul _transformer_encoder_layer_fwd _trilinear affine_grid_generator cumprod linalg_inv_ex
+linalg_lstsq linalg_pinv prod
+"""
+RISKY = frozenset(f"aten::{name}" for name in _RISKY.split())

@@ -1,4 +1,4 @@
-"""Layers that run as one op: convolutions, recurrent layers, encoder fast paths, distances and affine grids."""
+"""Formulas for layers that run as one op: convolutions, recurrent layers, encoder layers, distances, affine grids."""
 
 from collections.abc import Sequence
 from math import prod
@@ -18,9 +18,9 @@ def _convolution(call: OpCall) -> int:
 
 @formula("aten::convolution_backward", "aten::convolution_backward_overrideable")
 def _convolution_backward(call: OpCall) -> int:
-    """Each of the two gradients uses every product of the forward pass once, so it costs as much as the forward pass.
+    """Each of the two gradients (input and weight) costs as much as the forward pass.
 
-    torch's own formula ignores the groups here (11 times too high on a depthwise layer).
+    torch's own formula ignores groups, so on a depthwise layer its result is 11 times too high.
     """
     arguments = call.arguments
     grad_input, grad_weight, _ = arguments["output_mask"]
@@ -35,7 +35,7 @@ def _convolution_backward(call: OpCall) -> int:
 
 @formula("aten::conv_tbc")
 def _conv_tbc(call: OpCall) -> int:
-    """Time comes first: one product per kernel tap, over the time steps where the tap is not on padding."""
+    """The first dimension is time. Each kernel position is one product over the time steps where it is not padding."""
     length, batch, _ = call.arguments["self"].shape
     taps, channels_in, channels_out = call.arguments["weight"].shape
     pad, out_length = call.arguments["pad"], call.out.shape[0]
@@ -45,7 +45,7 @@ def _conv_tbc(call: OpCall) -> int:
 
 @formula("torchvision::deform_conv2d")
 def _deformable(call: OpCall) -> int:
-    """Sampling at shifted positions gives the columns; the rest is an ordinary convolution (arXiv 1703.06211)."""
+    """The input is sampled at shifted positions; the products are those of a convolution (arXiv 1703.06211)."""
     return convolution_flops(
         call.arguments["input"].shape, call.arguments["weight"].shape, call.out.shape, transposed=False
     )
@@ -53,7 +53,7 @@ def _deformable(call: OpCall) -> int:
 
 @formula("torchvision::_deform_conv2d_backward")
 def _deformable_backward(call: OpCall) -> OpFlops:
-    """Two products that always run: the columns' gradient, which input, offsets and mask share, and the weight's."""
+    """The kernel always runs two products: one for the gradients of input, offsets and mask, one for the weight's."""
     arguments = call.arguments
     once = convolution_flops(
         arguments["input"].shape, arguments["weight"].shape, arguments["grad"].shape, transposed=False
@@ -66,10 +66,10 @@ def _deformable_backward(call: OpCall) -> OpFlops:
 def convolution_flops(
     input_shape: Sequence[int], weight_shape: Sequence[int], output_shape: Sequence[int], *, transposed: bool
 ) -> int:
-    """2 x every weight x every position it is applied at.
+    """Return 2 x (number of weights) x (number of positions at which they are applied).
 
-    The weight's second dimension is already divided by the groups. A transposed convolution applies its kernel at the
-    positions of the input, an ordinary one at those of the output.
+    The second dimension of the weight is already divided by the groups. A transposed convolution applies its kernel at
+    the positions of the input, an ordinary one at those of the output.
     """
     positions = prod((input_shape if transposed else output_shape)[2:])
     return 2 * input_shape[0] * positions * prod(weight_shape)
@@ -82,20 +82,18 @@ def _mkldnn_rnn(call: OpCall) -> int:
 
 @formula("aten::mkldnn_rnn_layer_backward")
 def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
-    """The kernel computes every gradient. Needed are the requested ones and the state's, on which all others depend.
+    """The kernel computes all gradients. Needed are the requested ones and the state's, because all depend on it.
 
-    The last product of the state's gradient belongs to the initial state, so it is not needed if that has no gradient.
+    The product for the initial state is only needed if the initial state requires a gradient.
     """
     data, into_gates, from_state = (call.arguments[name] for name in ("input", "weight1", "weight2"))
     tokens, samples = prod(data.shape[:-1]), call.arguments["hx_"].shape[-2]
-    # The inputs of the node: data, two matrices, two biases, initial states.
+    # The inputs of the autograd node are the data, two matrices, two biases and the initial states.
     wanted = call.needs_grad if len(call.needs_grad) > 5 else (True,) * 6
     into_gates_flops, from_state_flops = 2 * tokens * prod(into_gates.shape), 2 * tokens * prod(from_state.shape)
-    spared = into_gates_flops * (not wanted[0])
-    spared += into_gates_flops * (not wanted[1])
-    spared += from_state_flops * (not wanted[2])
-    spared += 2 * samples * prod(from_state.shape) * (not wanted[5])
-    return OpFlops(2 * (into_gates_flops + from_state_flops) - spared, spared)
+    not_needed = into_gates_flops * ((not wanted[0]) + (not wanted[1])) + from_state_flops * (not wanted[2])
+    not_needed += 2 * samples * prod(from_state.shape) * (not wanted[5])
+    return OpFlops(2 * (into_gates_flops + from_state_flops) - not_needed, not_needed)
 
 
 @formula("aten::_cudnn_rnn", "aten::miopen_rnn")
@@ -110,14 +108,14 @@ def _fused_rnn_backward(call: OpCall) -> int:
 
 
 def _rnn_flops(input_shape: Sequence[int], weights: Sequence[Any]) -> int:
-    """Every matrix of every layer and direction is multiplied with every token once; biases do not count."""
+    """Return the FLOPs of an RNN: each matrix of each layer and direction is multiplied with each token once."""
     tokens = prod(input_shape[:-1])
     return sum(2 * tokens * prod(weight.shape) for weight in weights if len(weight.shape) == 2)
 
 
-# torch's inference fast path runs an attention block or an encoder layer as one op. With a padding mask it makes the
-# batch a nested tensor, in which each sample has its own length, so no padding is computed.
-KNOW_NESTED = ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd")
+# In inference, torch runs an attention block or an encoder layer as one op. If there is a padding mask, torch turns the
+# batch into a nested tensor, in which each sample has its real length, so no padding is computed.
+TAKE_NESTED = ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd")
 
 
 @formula("aten::_native_multi_head_attention")
@@ -127,7 +125,7 @@ def _native_attention(call: OpCall) -> int:
 
 @formula("aten::_transformer_encoder_layer_fwd")
 def _encoder_layer(call: OpCall) -> int:
-    """`nn.TransformerEncoderLayer` in inference: attention, and a feed-forward block of two products."""
+    """`nn.TransformerEncoderLayer` in inference has attention and a feed-forward block of two products."""
     lengths, width = _sample_lengths(call.arguments["src"]), call.arguments["embed_dim"]
     hidden = call.arguments["ffn_weight_1"].shape[0]
     return _self_attention_block(lengths, width) + 2 * matmul_flops(sum(lengths), width, hidden)
@@ -145,47 +143,42 @@ def _sample_lengths(tokens: Any) -> list[int]:
     return [int(length)] * batch
 
 
-# The squared distance of two points is a sum of products over their coordinates, like an element of a matrix product:
-# |a - b|² = |a|² - 2a·b + |b|². torch runs a matrix product for more than 25 points and a loop over the coordinates
-# for fewer (ATen/native/Distance.cpp). The mathematics is the same, so both count as that product. Distances in other
-# norms have no products and count as element-wise work.
+# Euclidean distances count as the matrix product a·b in |a - b|² = |a|² - 2a·b + |b|². torch runs this product for more
+# than 25 points, and a loop over the coordinates for fewer (ATen/native/Distance.cpp); both count in the same way.
+# Distances in other norms have no products, so they count as element-wise work, which is 0 FLOPs.
 
 
 @formula("aten::_euclidean_dist")
 def _euclidean(call: OpCall) -> OpFlops:
-    """The kernel's matrix product has two extra columns, which hold the norms."""
+    """The kernel's matrix product has two extra columns, which hold the squared norms."""
     pairs, width = prod(call.out.shape), call.arguments["x1"].shape[-1]
     return OpFlops(2 * pairs * width, 2 * pairs * 2)
 
 
-@formula("aten::_cdist_forward")
-def _cdist(call: OpCall) -> int:
-    return _distance_products(call, prod(call.out.shape), "x1")
+@formula("aten::_cdist_forward", "aten::_pdist_forward")
+def _distances(call: OpCall) -> int:
+    return _distance_products(call, prod(call.out.shape))
 
 
 @formula("aten::_cdist_backward")
 def _cdist_backward(call: OpCall) -> int:
-    """The gradient of the first points is each pair's gradient times the other point's coordinates."""
-    return _distance_products(call, prod(call.arguments["grad"].shape), "x1")
-
-
-@formula("aten::_pdist_forward")
-def _pdist(call: OpCall) -> int:
-    return _distance_products(call, prod(call.out.shape), "self")
+    """The gradient of the first points multiplies each pair's gradient with the second point's coordinates."""
+    return _distance_products(call, prod(call.arguments["grad"].shape))
 
 
 @formula("aten::_pdist_backward")
 def _pdist_backward(call: OpCall) -> int:
-    """Each pair sends a gradient to both of its points."""
-    return 2 * _distance_products(call, prod(call.arguments["grad"].shape), "self")
+    """Each pair contributes to the gradients of both its points."""
+    return 2 * _distance_products(call, prod(call.arguments["grad"].shape))
 
 
-def _distance_products(call: OpCall, pairs: int, points: str) -> int:
-    return 2 * pairs * call.arguments[points].shape[-1] if call.arguments["p"] == 2 else 0
+def _distance_products(call: OpCall, pairs: int) -> int:
+    points = call.arguments["x1" if "x1" in call.arguments else "self"]
+    return 2 * pairs * points.shape[-1] if call.arguments["p"] == 2 else 0
 
 
 @formula("aten::affine_grid_generator", "aten::cudnn_affine_grid_generator")
 def _affine_grid(call: OpCall) -> int:
-    """Every position, with a 1 appended to its coordinates, is multiplied with the transform's matrix."""
+    """The coordinates of every position, with a 1 appended, are multiplied with the matrix of the transform."""
     *positions, dims = call.out.shape
     return matmul_flops(prod(positions), dims + 1, dims)

@@ -1,4 +1,4 @@
-"""Products and factorisations of matrices: dense, grouped, trilinear, quantised, sparse; LU, Cholesky, exponential."""
+"""Formulas for products of matrices (dense, grouped, trilinear, quantised, sparse) and for factorisations."""
 
 from collections.abc import Sequence
 from math import ceil, isfinite, log2, prod
@@ -15,25 +15,32 @@ def matmul_flops(rows: int, contracted: int, columns: int) -> int:
     return 2 * rows * contracted * columns
 
 
-@formula("aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm", "aten::mm")
-def _mm(call: OpCall) -> int:
-    left = call.arguments["self"]
-    (rows, contracted), columns = left.shape, call.arguments["mat2"].shape[1]
+# The names of the two factors in the schemas of dense products of matrices.
+_DENSE_FACTORS = {
+    "aten::mm": ("self", "mat2"),
+    "aten::_int_mm": ("self", "mat2"),
+    "aten::_scaled_mm": ("self", "mat2"),
+    "aten::_scaled_mm_v2": ("self", "mat2"),
+    "aten::addmm": ("mat1", "mat2"),
+    "aten::_addmm_activation": ("mat1", "mat2"),
+    "aten::bmm": ("self", "mat2"),
+    "aten::baddbmm": ("batch1", "batch2"),
+    "aten::addbmm": ("batch1", "batch2"),
+    "aten::addr": ("vec1", "vec2"),
+}
+
+
+@formula(*_DENSE_FACTORS)
+def _dense_product(call: OpCall) -> int:
+    left, right = (call.arguments[name] for name in _DENSE_FACTORS[op_name(call.func).removesuffix("_")])
     # Two fp4 numbers are packed into one element.
     numbers_per_element = 2 if left.dtype is torch.float4_e2m1fn_x2 else 1
-    return matmul_flops(rows, contracted * numbers_per_element, columns)
+    return int(2 * prod(left.shape) * numbers_per_element * right.shape[-1])
 
 
-@formula("aten::addmm", "aten::_addmm_activation")
-def _addmm(call: OpCall) -> int:
-    (rows, contracted), columns = call.arguments["mat1"].shape, call.arguments["mat2"].shape[1]
-    return matmul_flops(rows, contracted, columns)
-
-
-@formula("aten::bmm")
-def _bmm(call: OpCall) -> int:
-    batch, rows, contracted = call.arguments["self"].shape
-    return matmul_flops(batch * rows, contracted, call.arguments["mat2"].shape[2])
+@formula("aten::mv", "aten::addmv", "aten::dot", "aten::vdot")
+def _product_with_vector(call: OpCall) -> int:
+    return int(2 * prod(call.arguments["mat" if "mat" in call.arguments else "self"].shape))
 
 
 @formula("aten::_foreach_mm")
@@ -49,49 +56,19 @@ def _linear_backward(call: OpCall) -> int:
     return matmul_flops(prod(data.shape[:-1]), data.shape[-1], weight.shape[0]) * (int(grad_input) + int(grad_weight))
 
 
-@formula("aten::baddbmm", "aten::addbmm")
-def _baddbmm(call: OpCall) -> int:
-    batch, rows, contracted = call.arguments["batch1"].shape
-    return matmul_flops(batch * rows, contracted, call.arguments["batch2"].shape[2])
-
-
-@formula("aten::mv")
-def _mv(call: OpCall) -> int:
-    rows, contracted = call.arguments["self"].shape
-    return matmul_flops(rows, contracted, 1)
-
-
-@formula("aten::addmv")
-def _addmv(call: OpCall) -> int:
-    rows, contracted = call.arguments["mat"].shape
-    return matmul_flops(rows, contracted, 1)
-
-
-@formula("aten::dot", "aten::vdot")
-def _dot(call: OpCall) -> int:
-    return matmul_flops(1, call.arguments["self"].shape[0], 1)
-
-
-@formula("aten::addr")
-def _addr(call: OpCall) -> int:
-    return matmul_flops(call.arguments["vec1"].shape[0], 1, call.arguments["vec2"].shape[0])
-
-
-@formula("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2")
+@formula(
+    "aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2", "transformers::grouped_mm_fallback"
+)
 def _grouped_mm(call: OpCall) -> int:
-    return grouped_mm_flops(call.arguments["self"].shape, call.arguments["mat2"].shape)
-
-
-@formula("transformers::grouped_mm_fallback")
-def _grouped_mm_fallback(call: OpCall) -> int:
-    return grouped_mm_flops(call.arguments["input"].shape, call.arguments["weight"].shape)
+    left, right, *_ = call.arguments.values()
+    return grouped_mm_flops(left.shape, right.shape)
 
 
 def grouped_mm_flops(a_shape: Sequence[int], b_shape: Sequence[int]) -> int:
-    """FLOPs of a grouped matmul: every row is multiplied with one group's matrix, so the groups are no factor.
+    """Return the FLOPs of a grouped matmul, in which every row is multiplied with the matrix of one group.
 
-    3-D by 3-D is a plain batched product. Otherwise the groups split the rows, the columns or (2-D by 2-D, the weight
-    gradient) the contracted dimension of one matrix, and together they are that matrix once.
+    Two 3-D factors are a plain batched product. Otherwise the groups split the rows, the columns or the contracted
+    dimension (for the weight gradient, with two 2-D factors), so their number does not change the FLOPs.
     """
     if len(a_shape) == len(b_shape) == 3:
         return a_shape[0] * matmul_flops(a_shape[1], a_shape[2], b_shape[2])
@@ -100,13 +77,13 @@ def grouped_mm_flops(a_shape: Sequence[int], b_shape: Sequence[int]) -> int:
 
 @formula("aten::_trilinear")
 def _trilinear(call: OpCall) -> int:
-    """`nn.Bilinear`: contract the first two operands, then the result with the third (ATen's order)."""
+    """`nn.Bilinear` multiplies the first two operands, and then the result with the third (ATen's order)."""
     arguments = call.arguments
     first, second, third = (_expanded(arguments[f"i{index}"].shape, arguments[f"expand{index}"]) for index in (1, 2, 3))
     summed = set(arguments["sumdim"])
     whole = [max(sizes) for sizes in zip(first, second, third, strict=True)]
     pair = [max(a, b) for a, b in zip(first, second, strict=True)]
-    # Dimensions that only the first two share are summed before the third operand is multiplied.
+    # Dimensions that the third operand lacks are summed before the product with it.
     left = [1 if axis in summed and third[axis] == 1 else size for axis, size in enumerate(whole)]
     return 2 * prod(pair) + 2 * prod(left)
 
@@ -119,11 +96,11 @@ def _expanded(shape: Sequence[int], expand: Sequence[int]) -> list[int]:
 
 
 # Quantised products (torch's packed weights, torch.ao, oneDNN, torchao, bitsandbytes) are linear layers: every element
-# of the activation is multiplied for every output feature. Packed weights hide their shape, so the number of features
-# is read from the output or from an argument. Weight-only kernels convert the weight to the activation's type; dynamic
-# ones quantise it and multiply in int8. Sources: the schemas of torch 2.13, torchao 0.18 and bitsandbytes 0.50.
+# of the activation is multiplied once per output feature. Packed weights hide their shape, so the number of features is
+# read from the output or from an argument. Weight-only kernels convert the weight to the activation's type, dynamic
+# kernels quantise the activation and multiply in int8. Sources: schemas of torch 2.13, torchao 0.18, bitsandbytes 0.50.
 
-# Ops by the name of the activation in their schema.
+# Quantised ops, grouped by the name of the activation in their schema.
 _ACTIVATION = {
     "self": [
         "aten::_weight_int8pack_mm",
@@ -178,13 +155,13 @@ def _dynamic_4bit(call: OpCall) -> OpFlops:
 
 @formula("bitsandbytes::int8_linear_matmul", "bitsandbytes::int8_scaled_mm")
 def _bitsandbytes_int8(call: OpCall) -> int:
-    """A is (..., contracted), B is (features, contracted)."""
+    """The shape of A is (..., contracted), that of B is (features, contracted)."""
     return int(2 * prod(call.arguments["A"].shape) * call.arguments["B"].shape[0])
 
 
 @formula("bitsandbytes::int8_mixed_scaled_mm")
 def _bitsandbytes_mixed(call: OpCall) -> OpFlops:
-    """LLM.int8() multiplies columns with outliers once more in the activation's own type (arXiv 2208.07339)."""
+    """LLM.int8() multiplies columns with outliers a second time, in the activation's type (arXiv 2208.07339)."""
     activation, features = call.arguments["CA"], call.arguments["CB"].shape[0]
     outliers = call.arguments.get("outlier_cols")
     columns = 0 if outliers is None else outliers.numel()
@@ -195,11 +172,13 @@ def _bitsandbytes_mixed(call: OpCall) -> OpFlops:
 
 @formula("bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit")
 def _bitsandbytes_4bit(call: OpCall) -> int:
-    """The packed weight's original shape, (features, contracted), is an argument."""
+    """The argument `shapeB` is the weight's shape before packing: (features, contracted)."""
     return int(2 * prod(call.arguments["A"].shape) * call.arguments["shapeB"][0])
 
 
-STORED_NUMBERS = "products of sparse matrices count by stored elements, of which another batch may have more or fewer"
+STORED_NUMBERS = (
+    "the FLOPs of sparse products depend on the number of stored elements, which may differ in other batches"
+)
 
 _PRODUCTS = {
     "aten::mm": ("self", "mat2"),
@@ -210,9 +189,9 @@ _PRODUCTS = {
 
 
 def sparse_product_flops(call: OpCall) -> OpFlops | None:
-    """FLOPs of a product with exactly one sparse factor; None for anything else.
+    """Return the FLOPs of a product with exactly one sparse factor; None for any other op or layout.
 
-    Every stored element is multiplied with one row of the dense factor.
+    Every stored element is multiplied with one row or column of the dense factor.
     """
     names = _PRODUCTS.get(op_name(call.func).removesuffix("_"))
     if names is None:
@@ -221,10 +200,10 @@ def sparse_product_flops(call: OpCall) -> OpFlops | None:
     if (left.layout is torch.strided) == (right.layout is torch.strided):
         return None
     if right.layout is torch.strided:
-        stored, meets = _stored(left), prod(right.shape[1:])
+        stored, products_per_element = _stored(left), prod(right.shape[1:])
     else:
-        stored, meets = _stored(right), left.shape[0]
-    return None if stored is None else OpFlops(2 * stored * meets, note=STORED_NUMBERS)
+        stored, products_per_element = _stored(right), left.shape[0]
+    return None if stored is None else OpFlops(2 * stored * products_per_element, note=STORED_NUMBERS)
 
 
 def _stored(matrix: Any) -> int | None:
@@ -235,12 +214,12 @@ def _stored(matrix: Any) -> int | None:
     return None
 
 
-# Eliminations (LU, Cholesky, triangular solves) take the same steps for all values, so they have formulas. Iterative
-# decompositions (singular values, eigenvalues) do not, so they are reported as uncounted.
+# LU, Cholesky and triangular solves take the same steps for all values, so they have formulas. Singular values and
+# eigenvalues are computed by iteration, whose length depends on the values, so these ops are reported as uncounted.
 
-# The largest 1-norms for which torch takes Taylor polynomials of degree 1, 2, 4, 8, 12 and 18, of 0 to 5 products
-# (Bader, Blanes, Casas: Computing the matrix exponential with an optimized Taylor polynomial approximation, Mathematics
-# 7(12), 2019; thresholds as in torch's LinearAlgebra.cpp).
+# torch computes the matrix exponential with a Taylor polynomial of degree 1, 2, 4, 8, 12 or 18, which takes 0 to 5
+# products. These are the largest 1-norms for which it chooses each degree (Bader, Blanes, Casas: Computing the matrix
+# exponential with an optimized Taylor polynomial approximation, Mathematics 7(12), 2019; torch's LinearAlgebra.cpp).
 _LARGEST_NORMS = {
     torch.float32: (
         *(1.192092800768788e-07, 5.978858893805233e-04, 5.116619363445086e-02),
@@ -261,17 +240,19 @@ def _solve_triangular(call: OpCall) -> int:
 
 
 def triangular_solve_flops(solution_shape: tuple[int, ...], order: int, *, unitriangular: bool) -> int:
-    """Row i of a triangle of order n takes i multiply-adds and one division per right-hand side.
+    """Return the FLOPs of solving a triangular system of order n for all right-hand sides.
 
-    Together 2 x n(n-1)/2 + n = n², and n² - n where the diagonal is ones (BLAS xTRSM, LAPACK Working Note 41).
+    Row i takes i multiply-adds and one division per right-hand side, together 2 x n(n-1)/2 + n = n². Without the
+    divisions, if the diagonal is all ones, it takes n² - n (BLAS xTRSM, LAPACK Working Note 41).
     """
     return prod(solution_shape) * (order - 1 if unitriangular else order)
 
 
 def lu_flops(shape: tuple[int, ...]) -> int:
-    """Gaussian elimination: step k divides m - k numbers and updates the (m - k) x (n - k) block to their right.
+    """Return the FLOPs of an LU factorisation by Gaussian elimination.
 
-    For a square matrix 2n³/3 - n²/2 - n/6 (Golub and Van Loan, Matrix Computations, 3.2; LAPACK Working Note 41).
+    Step k divides m - k numbers and updates the (m - k) x (n - k) block to their right. For a square matrix this takes
+    2n³/3 - n²/2 - n/6 FLOPs (Golub and Van Loan, Matrix Computations, 3.2; LAPACK Working Note 41).
 
     >>> lu_flops((3, 3))
     13
@@ -282,7 +263,7 @@ def lu_flops(shape: tuple[int, ...]) -> int:
 
 
 def lu_solve_flops(solution_shape: tuple[int, ...], order: int) -> int:
-    """Two triangular solves; the lower triangle has ones on its diagonal."""
+    """Return the FLOPs of two triangular solves, of which one has a diagonal of ones."""
     return sum(triangular_solve_flops(solution_shape, order, unitriangular=ones) for ones in (True, False))
 
 
@@ -304,14 +285,14 @@ def _lu_solve(call: OpCall) -> int:
 
 @formula("aten::linalg_inv_ex")
 def _inverse(call: OpCall) -> int:
-    """Torch solves for the columns of the identity without using their zeros."""
+    """Torch solves for all columns of the identity matrix, and does not skip their zeros."""
     matrix = call.arguments["A"].shape
     return lu_flops(matrix) + lu_solve_flops(matrix, matrix[-1])
 
 
 @formula("aten::linalg_cholesky_ex")
 def _cholesky(call: OpCall) -> int:
-    """n³/3 + n²/2 + n/6, its n square roots included (LAPACK Working Note 41, xPOTRF)."""
+    """A factorisation takes n³/3 + n²/2 + n/6 FLOPs, including n square roots (LAPACK Working Note 41, xPOTRF)."""
     *batch, order, _ = (int(size) for size in call.arguments["self"].shape)
     return prod(batch) * (order * (order + 1) * (2 * order + 1) // 6)
 
@@ -324,13 +305,13 @@ def _cholesky_solve(call: OpCall) -> int:
 
 @formula("aten::linalg_matrix_exp")
 def _matrix_exponential(call: OpCall) -> int | None:
-    """The number of products depends on the norm of each matrix, so fake tensors cannot be counted."""
+    """The number of products depends on the norm of each matrix, so the values are needed."""
     matrix = call.arguments["self"]
     if isinstance(matrix, FakeTensor) or matrix.device.type == "meta":
         raise UntraceableError("the number of products in linalg_matrix_exp depends on the norm of its matrix")
     largest = _LARGEST_NORMS.get(matrix.dtype)
     if largest is None or matrix.device.type != "cpu":
-        return None  # other devices may use other thresholds
+        return None  # the thresholds of other devices are not known
     order = int(matrix.shape[-1])
     if order == 1:
         return 0
@@ -342,9 +323,10 @@ def _matrix_exponential(call: OpCall) -> int | None:
 
 
 def _products(norm: float, largest: tuple[float, ...], *, is_alone: bool) -> int:
-    """Products of the Taylor polynomial, which is always the longest one in a batch, and squarings.
+    """Return the number of matrix products: those of the Taylor polynomial, and squarings.
 
-    A matrix beyond the last threshold is halved until it is below it, and the result is squared as often.
+    In a batch of several matrices, torch always uses the longest polynomial. A matrix above the last threshold is
+    halved until it is below, and the result is squared as many times.
     """
     if is_alone:
         for products, threshold in enumerate(largest):

@@ -1,7 +1,7 @@
-"""The registry of formulas, and the compute type of a product.
+"""Registers and finds the FLOP formulas of ops, and names the compute type (such as bf16) of a product.
 
-Formulas are registered by the op's qualified name (`aten::mm`), so an op of a package that is not installed can have
-one. Ours take precedence over torch's registry, which also contains the formulas that users have given to torch.
+Formulas are registered by the op's qualified name (`aten::mm`), so the package of an op need not be installed. Our
+formulas take precedence over torch's registry, which also contains formulas that users have registered with torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ from flopwatch.torch_internals import OpOverload, OpOverloadPacket, op_name, op_
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One call of one op, its arguments by the names of the op's schema, defaults filled in.
+    """One call of one op. `arguments` are named as in the op's schema, and include defaults.
 
-    In a backward op, `needs_grad` says which inputs of the forward op need a gradient, in order; empty if unknown.
+    In a backward op, `needs_grad` says for each input of the forward op whether it needs a gradient; empty if unknown.
     """
 
     func: OpOverload
@@ -32,9 +32,9 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True)
 class OpFlops:
-    """FLOPs of one call: `needed` by the mathematics, and `extra` ones that the kernel computes beyond that.
+    """FLOPs of one call: those that the model needs, and `extra` ones that the kernel executes beyond that.
 
-    `dtype` is the type of the products if it is not that of the op's first factor (a kernel that quantises its input).
+    `dtype` is the compute type if it is not that of the op's first factor, as in a kernel that quantises its input.
     """
 
     needed: int
@@ -44,7 +44,7 @@ class OpFlops:
 
 
 Formula = Callable[[OpCall], OpFlops | int | None]
-"""Returns None if this call cannot be counted, although other calls of its op can."""
+"""Returns the FLOPs of a call, or None if this call cannot be counted, although other calls of the op can."""
 
 _formulas: dict[str, Formula] = {}
 
@@ -62,10 +62,10 @@ def formula(*names: str) -> Callable[[Formula], Formula]:
 def register_formula(
     op: str | OpOverloadPacket[Any, Any] | OpOverload[Any, Any], *, replace: bool = False
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Register what an op costs.
+    """Register a function that returns the FLOPs of an op.
 
-    The function gets the op's arguments as they were passed, and its result as `out`. Tensors may be fake: read shapes,
-    not values.
+    The function gets the arguments of the op's call, and the op's result as `out`. Read only the shapes of tensors, not
+    their values, because the tensors may be fake.
 
     Args:
         op: `torch.ops.mylib.foo` or its name, `"mylib::foo"`.
@@ -76,11 +76,11 @@ def register_formula(
         ... def scale_and_multiply_flops(a, b, scale, *, out):
         ...     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     """
-    name = op if isinstance(op, str) else _qualified_name(op)
+    name = op if isinstance(op, str) else str(op_name(op) if isinstance(op, OpOverload) else packet_name(op))
     if "::" not in name:
-        raise InputError(f"an op's name looks like 'mylib::foo', got {name!r}")
+        raise InputError(f"the name of an op must have the form 'mylib::foo', got {name!r}")
     if name in _formulas and not replace:
-        raise InputError(f"{name} has a formula already; pass replace=True to put yours in its place")
+        raise InputError(f"{name} has a formula already; pass replace=True to replace it")
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
         def as_called(call: OpCall) -> int:
@@ -94,7 +94,7 @@ def register_formula(
 
 
 def find_formula(func: OpOverload[Any, Any]) -> Formula | None:
-    """Our formula for this op, else torch's, else None. In-place variants (`addmm_`) cost what the plain op costs."""
+    """Return our formula for an op, else torch's, else None. An in-place op (`addmm_`) has the plain op's formula."""
     name = op_name(func)
     ours = _formulas.get(name) or _formulas.get(name.removesuffix("_"))
     if ours is not None:
@@ -111,7 +111,7 @@ def find_formula(func: OpOverload[Any, Any]) -> Formula | None:
 
 
 def bind(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's arguments by the names in the op's schema, in the schema's order."""
+    """Return the arguments of a call by their names in the op's schema, in the schema's order."""
     schema = op_schema(func).arguments
     bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     bound.update(zip((argument.name for argument in schema), args, strict=False))
@@ -120,7 +120,7 @@ def bind(func: OpOverload[Any, Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def unbind(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments in the form of a call: positional ones in order, keyword-only ones by name."""
+    """Return the positional arguments of a call in order, and the keyword-only ones by name."""
     schema = op_schema(call.func).arguments
     given = call.arguments
     args = [given[item.name] for item in schema if not item.kwarg_only and item.name in given]
@@ -128,13 +128,7 @@ def unbind(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
-def _qualified_name(op: OpOverloadPacket[Any, Any] | OpOverload[Any, Any]) -> str:
-    if isinstance(op, OpOverload):
-        return str(op_name(op))
-    return str(packet_name(op))
-
-
-# The names in the table of peaks; a test compares them with those of `canonical_dtype`.
+# The names of types in the table of peak FLOP/s; a test compares them with those of `canonical_dtype`.
 _NAMES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -149,17 +143,17 @@ _NAMES = {
     torch.uint8: "int8",
     torch.qint8: "int8",
     torch.quint8: "int8",
-    # A complex multiply-add is four real ones of the parts' type.
+    # A complex multiply-add runs as four real ones.
     torch.complex128: "fp64",
     torch.complex64: "fp32",
     torch.complex32: "fp16",
 }
-# Names of factors: ops with an addend have it as their first argument, and it may have another type.
+# Names of factors in op schemas. The first argument cannot be used, because it may be an addend of another type.
 _FACTORS = ("mat1", "batch1", "mat", "vec1", "self", "input", "query", "q")
 
 
 def compute_type(dtype: torch.dtype) -> str:
-    """The compute type's name; for a type without a peak, torch's own name.
+    """Return the name of a compute type; for a type that is not in the table of peaks, torch's own name.
 
     >>> compute_type(torch.bfloat16), compute_type(torch.int64)
     ('bf16', 'int64')
@@ -168,10 +162,10 @@ def compute_type(dtype: torch.dtype) -> str:
 
 
 def type_of_product(arguments: Mapping[str, Any]) -> str | None:
-    """The type of an op's first factor, which is the activation; None if no argument is a tensor.
+    """Return the compute type of an op's first factor, the activation; None if no argument is a tensor.
 
-    Weights of another type (int8 or int4 storage) are converted to the activation's type before the product. A formula
-    of an op that converts the activation instead sets `OpFlops.dtype`.
+    Weights of another type (int8 or int4) are converted to the activation's type before the product. If an op converts
+    the activation instead, its formula sets `OpFlops.dtype`.
     """
     first = next((arguments[name] for name in _FACTORS if isinstance(arguments.get(name), torch.Tensor)), None)
     if first is None:

@@ -1,7 +1,6 @@
-"""The dispatch mode that counts every op of a step, by phase (forward, backward, recomputation) and by module.
+"""A dispatch mode that counts every op of a step, by phase (forward, backward, recomputation) and by module.
 
-Two things need care besides formulas: kernels that run without the dispatcher (`Unwritten`), and collectives, which one
-rank must not run while the other ranks do not count.
+It also finds kernels that bypass torch's dispatcher (`Unwritten`), and prevents one rank from running a collective.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.formulas import Formula, OpCall, OpFlops, bind, find_formula
-from flopwatch.flops.formulas.attention import flex_backward, flex_forward
+from flopwatch.flops.formulas.attention import backward_flops, flex_sizes, forward_flops
 from flopwatch.flops.formulas.free_ops import COLLECTIVE_NAMESPACES, RISKY, costs_nothing
-from flopwatch.flops.formulas.layers import KNOW_NESTED
+from flopwatch.flops.formulas.layers import TAKE_NESTED
 from flopwatch.flops.formulas.matrices import sparse_product_flops
 from flopwatch.flops.formulas.registry import compute_type, type_of_product
 from flopwatch.flops.tracing.custom_functions import CustomFunctions, storage_address, written
@@ -46,39 +45,22 @@ from flopwatch.torch_internals import (
 Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 THREADS = "threads"
-THREADS_NOTE = "the model started threads while it was counted: what torch runs in them is not counted"
+THREADS_NOTE = "the model started threads, and ops that ran in them are not counted"
 TRITON_KERNEL = "Triton kernel"
 UNSEEN_KERNEL = "kernel past the dispatcher"
 UNSEEN_KERNEL_NOTE = (
-    "an uninitialised tensor is read: a kernel that does not go through torch's dispatcher (Triton, a CUDA extension) "
-    "may have filled it; its FLOPs are not counted"
+    "the model reads a tensor that no op of torch has filled; if a kernel that bypasses torch's dispatcher (Triton, a "
+    "CUDA extension) has filled it, the FLOPs of this kernel are not counted"
 )
-ONE_RANKS_SHARE = "the model's own code calls collectives: what is counted is the share of this rank"
+ONE_RANKS_SHARE = "the model's own code calls collectives, so only the share of this rank is counted"
 
 _aten = torch.ops.aten
-_MAKE_EMPTY = {
-    _aten.empty,
-    _aten.empty_like,
-    _aten.empty_permuted,
-    _aten.empty_strided,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-}
-# They read the shape and type of their input, not its values.
-_READ_NO_VALUES = {
-    _aten.bernoulli,
-    _aten.full_like,
-    _aten.new_full,
-    _aten.new_ones,
-    _aten.new_zeros,
-    _aten.ones_like,
-    _aten.rand_like,
-    _aten.randint_like,
-    _aten.randn_like,
-    _aten.resize_,
-    _aten.set_,
-    _aten.zeros_like,
-}
+_EMPTY = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+_MAKE_EMPTY = {getattr(_aten, name) for name in _EMPTY}
+# Ops that read the shape and type of their input, but not its values.
+_LIKE = ("full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+_NEW = ("bernoulli", "new_full", "new_ones", "new_zeros", "resize_", "set_")
+_READ_NO_VALUES = {getattr(_aten, name) for name in (*_LIKE, *_NEW)}
 _COPY_WHOLE = {_aten.clone, TO_COPY, PIN_MEMORY, _aten.lift_fresh_copy}
 _DEVICE = torch.ops.prim.device.default
 METADATA_OPS = {
@@ -86,14 +68,13 @@ METADATA_OPS = {
     *("storage_offset", "stride"),
     *("sym_is_contiguous", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride"),
 }
-"""They do no work. A mode must not handle them: an exception would cross C++ code that may not throw, and abort."""
+"""Ops that only query a tensor. A mode must not handle them, because an exception in them would abort the process."""
 
 
 class Unwritten:
-    """Finds kernels that do not go through the dispatcher, by the storages that were made empty and never written.
+    """Finds kernels that bypass the dispatcher, by tensors that are read although no op has written to them.
 
-    A Triton kernel or a CUDA extension that is called directly gets its output from `torch.empty` and fills it unseen:
-    the dispatcher sees a tensor that is made, not written by any op, and then read.
+    A Triton kernel or a CUDA extension that is called directly fills a tensor from `torch.empty` without any op.
     """
 
     def __init__(self) -> None:
@@ -101,7 +82,7 @@ class Unwritten:
         self._storages: dict[int, StorageWeakRef] = {}
 
     def is_read_by(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
-        """Record one op that ran; true when it read a tensor that no op had written."""
+        """Record an op that has run, and return whether it read a tensor that no op had written."""
         packet = op_packet(func)
         if packet in _MAKE_EMPTY:
             self._made(out)
@@ -117,7 +98,7 @@ class Unwritten:
         for tensor in written:
             self._storages.pop(storage_address(tensor), None)
         for tensor in read:
-            self._storages.pop(storage_address(tensor), None)  # one report per storage
+            self._storages.pop(storage_address(tensor), None)  # report each storage once
         return bool(read)
 
     def _values_read(
@@ -140,7 +121,7 @@ class Unwritten:
 
 
 def _written_into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors an op writes into. For ops outside torch these are all its arguments: their schemas may be wrong."""
+    """Yield the tensors that an op may write to: all tensors for an op outside torch, as its schema may be wrong."""
     if func.namespace != "aten":
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         return
@@ -148,20 +129,19 @@ def _written_into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class NeedsOtherRanksError(MeasurementError):
-    """The model cannot be run without the other ranks."""
+    """The model cannot run without the other ranks."""
 
 
 def is_collective(func: Any) -> bool:
-    """Whether this op communicates with other ranks."""
     is_distributed = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     return func.namespace in COLLECTIVE_NAMESPACES and is_distributed
 
 
 def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:
-    """Raise unless all tensors are fake, for which torch only works out the shapes.
+    """Raise NeedsOtherRanksError unless all tensors are fake, because then torch only computes shapes.
 
-    A collective that one rank runs alone hangs, or pairs up with the training's next one and corrupts it. Wrappers that
-    only spread a model over ranks are removed before counting (see `replica`), so this one is the model's own.
+    A collective that one rank runs alone hangs, or is matched with the training's next collective and corrupts it.
+    Wrappers such as DDP are removed before counting (see `replica`), so the model's own code calls this collective.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if tensors and all(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -169,7 +149,7 @@ def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     where = f"module {module!r}" if module else "the model itself"
     raise NeedsOtherRanksError(
         f"{where} calls the collective {op_name(func)}, which this rank cannot run alone; "
-        "count the model without its parallelism, or give its FLOPs yourself (flops_fn of the monitor)"
+        "count the model without its parallelism, or pass its FLOPs to the monitor as flops_fn"
     )
 
 
@@ -178,13 +158,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class CountingMode(TorchDispatchMode):
-    """Counts what runs inside it into `tally`.
+    """Counts the ops that run while the mode is active, and adds them to `tally`.
 
     Args:
-        stack: Knows which module is running.
-        attention: The convention for fused attention.
-        execute: Runs an op. A trace passes its own, which also handles ops that torch's fake tensors cannot run.
-        tally: Receives the FLOPs; a new one by default.
+        stack: Says which module is running.
+        attention: Whether fused attention counts all pairs of positions (`full`) or unmasked ones (`causal`).
+        execute: Runs an op. A trace passes a function that also handles ops which torch's fake tensors cannot run.
+        tally: Receives the FLOPs; by default, a new one.
     """
 
     supports_higher_order_operators = True
@@ -200,7 +180,7 @@ class CountingMode(TorchDispatchMode):
         self.tally = tally or Tally()
         self.in_backward = False
         self.risky_ops: set[str] = set()
-        """Ops of this step that torch computes differently while a dispatch mode is on."""
+        """Ops of this step whose results may differ in the last bits while a dispatch mode is active."""
         self._stack = stack
         self._attention: AttentionConvention = attention
         self._execute = execute
@@ -213,23 +193,24 @@ class CountingMode(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # the tensor's own answer, without its detour; autograd asks twice per op
+            return args[0].fake_device  # saves time, because autograd queries the device twice per op
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
-        # They query a tensor, for its device for example, and do no work.
-        if func.namespace == "prim":
+        if func.namespace == "prim":  # these ops only query a tensor, for example for its device
             return func(*args, **kwargs)
         if short_op_name(func) in METADATA_OPS:
             return NotImplemented
         if is_collective(func):
-            self._meet_collective(func, args, kwargs)
+            refuse_real_collective(func, args, kwargs, self._stack.current)
+            self.tally.note(ONE_RANKS_SHARE)
         if op_name(func) in RISKY:
             self.risky_ops.add(op_name(func))
         formula = find_formula(func)
-        # Torch switches a mode off inside its own handler; `with self` switches it on again for the parts.
-        if formula is None and self._must_decompose(func, args):
-            with self:
+        # Under inference mode, composite ops arrive undecomposed, and only their parts have formulas. With nested
+        # tensors they are left whole, because nested tensors have kernels for some of them, and the parts would fail.
+        if formula is None and can_decompose(func) and not _has_nested(args):
+            with self:  # switches the mode on again, because torch switches it off inside its handler
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
@@ -239,7 +220,8 @@ class CountingMode(TorchDispatchMode):
                 return out
         out = self._execute(func, args, kwargs)
         if self._unwritten.is_read_by(func, args, kwargs, out):
-            self._add_unseen_kernel()
+            self._add_uncounted(UNSEEN_KERNEL)
+            self.tally.note(UNSEEN_KERNEL_NOTE)
         self._look_for_repetition(func, args, kwargs, out, formula)
         if formula is not None or not costs_nothing(func):
             self._count(OpCall(func, bind(func, args, kwargs), out, self._attention, self._needs_grad()), formula)
@@ -249,26 +231,16 @@ class CountingMode(TorchDispatchMode):
     def _look_for_repetition(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, formula: Formula | None
     ) -> None:
-        """Whether an op that ran is a product that a custom autograd function computes again."""
         doubt_before = self._functions.doubt
         self._runs_again = self._functions.runs_again(func, args, kwargs, out, is_product=formula is not None)
         if self._functions.doubt != doubt_before:
             self.tally.note(self._functions.doubt)
 
-    def _must_decompose(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
-        """Whether an op is run as the ops it is composed of.
-
-        Under inference mode composite ops arrive whole, and formulas exist for their parts. Nested tensors have kernels
-        for some composite ops, and their parts would fail.
-        """
-        return can_decompose(func) and not _has_nested(args)
-
-    def _meet_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_real_collective(func, args, kwargs, self._stack.current)
-        self.tally.note(ONE_RANKS_SHARE)
-
     def _run_body(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Count a `torch.library.custom_op` by the ops that its Python body calls; a failed attempt counts nothing."""
+        """Run the Python body of a `torch.library.custom_op` and count the ops in it.
+
+        Returns whether that worked, and the result. If the body fails, nothing is counted.
+        """
         body = python_body(func)
         if body is None:
             return False, None
@@ -286,12 +258,13 @@ class CountingMode(TorchDispatchMode):
 
     def _count(self, call: OpCall, formula: Formula | None) -> None:
         values, name = list(call.arguments.values()), op_name(call.func)
-        if not _is_dense(values) and name not in KNOW_NESTED:
+        if not _is_dense(values) and name not in TAKE_NESTED:
             flops = sparse_product_flops(call)
         else:
-            flops = None if formula is None else _as_flops(formula(call))
+            answer = None if formula is None else formula(call)
+            flops = OpFlops(answer) if isinstance(answer, int) else answer
         if flops is None:
-            self.tally.add_uncounted(_short(name), self._module(self._phase()), float_tensors(values))
+            self._add_uncounted(name, values)
         else:
             self.add(name, _with_complex(flops, values), type_of_product(call.arguments))
 
@@ -299,47 +272,41 @@ class CountingMode(TorchDispatchMode):
         out = self._execute(func, args, kwargs)
         name = func.name()
         if name == "flex_attention":
-            query, key, value, score_mod, block_mask = args[:5]
-            flops = flex_forward(query, key, value, score_mod, block_mask, self._attention)
-            self.add(name, flops, compute_type(query.dtype))
+            self.add(name, forward_flops(flex_sizes(*args[:5], self._attention)), compute_type(args[0].dtype))
         elif name == "flex_attention_backward":
-            query, key, value = args[:3]
-            flops = flex_backward(query, key, value, args[7], args[9], self._attention)
-            self.add(name, flops, compute_type(query.dtype))
+            sizes = flex_sizes(*args[:3], args[7], args[9], self._attention)
+            self.add(name, backward_flops(sizes, ()), compute_type(args[0].dtype))
         else:
             self._add_uncounted(name, args)
         return out
 
     def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
-        """Attribute one op's FLOPs to the current phase and module."""
+        """Add one op's FLOPs to the tally, under the current phase and module."""
         phase = self._phase()
         module = self._module(phase)
         if phase == "recompute" or self._runs_again:
             flops = replace(flops, needed=0, extra=flops.needed + flops.extra)
         self.tally.add(_short(name), module, phase, flops, dtype)
 
-    def _add_unseen_kernel(self) -> None:
-        self.tally.add_uncounted(UNSEEN_KERNEL, self._module(self._phase()), ())
-        self.tally.note(UNSEEN_KERNEL_NOTE)
-
     def add_threads(self) -> None:
-        """The model has started a thread whose ops were not counted, or not all of them."""
+        """Record that the model has started a thread in which not all ops were counted."""
         self.tally.add_uncounted(THREADS, "", ())
         self.tally.note(THREADS_NOTE)
 
     def add_triton_kernel(self) -> None:
-        self.tally.add_uncounted(TRITON_KERNEL, self._module(self._phase()), ())
+        self._add_uncounted(TRITON_KERNEL)
 
-    def _add_uncounted(self, name: str, args: tuple[Any, ...]) -> None:
-        self.tally.add_uncounted(_short(name), self._module(self._phase()), float_tensors(args))
+    def _add_uncounted(self, name: str, arguments: Sequence[Any] = ()) -> None:
+        self.tally.add_uncounted(_short(name), self._module(self._phase()), float_tensors(arguments))
 
     def _phase(self) -> Phase:
-        """Forward outside autograd's engine; inside it, backward, or recomputation where the forward pass runs again.
+        """Return the phase of the running op: forward outside autograd's engine, backward or recompute inside it.
 
-        Both kinds of checkpointing enable grad mode and call modules, which a backward op never does. Grad mode alone
-        is not enough: inside a custom autograd function or a nested checkpoint it is off again. A gradient that is
-        taken inside the forward pass (a gradient penalty, forces) has grad mode on and runs inside a module anyway;
-        there, recomputation shows in a module entered since the engine began, or in checkpointing's saved-tensor hook.
+        In the backward pass of the step, an op is recomputation if grad mode is on or a module is running: both kinds
+        of checkpointing cause this, backward ops never do. Grad mode alone is not enough, because it is off inside a
+        custom autograd function or a nested checkpoint. If a gradient is taken inside the forward pass (a gradient
+        penalty, forces), both are true anyway. There, an op is recomputation if the engine itself has called the
+        running module, or if checkpointing's saved-tensor hook is running.
         """
         task = current_graph_task_id()
         if task == -1:
@@ -351,11 +318,11 @@ class CountingMode(TorchDispatchMode):
         return "recompute" if runs_again else "backward"
 
     def _module(self, phase: Phase) -> str:
-        """The module an op belongs to; in the backward pass, the module whose forward op made the autograd node."""
+        """Return the path of the op's module; in the backward pass, of the module that made the autograd node."""
         if phase == "backward":
             node = current_autograd_node()
             return "" if node is None else self._module_of_node.get(sequence_nr(node), "")
-        # The dispatch mode runs below autograd, so the op's node exists: it took the number before the next one.
+        # A dispatch mode runs after autograd has made the op's node, so the node has the last sequence number given.
         self._module_of_node.setdefault(next_sequence_nr() - 1, self._stack.current)
         return self._stack.current
 
@@ -364,12 +331,8 @@ class CountingMode(TorchDispatchMode):
         node = current_autograd_node()
         if node is None:
             return ()
-        # An edge without a node leads to an input that needs no gradient.
+        # If an input needs no gradient, its edge has no node.
         return tuple(edge is not None for edge, _ in cast("Any", node).next_functions)
-
-
-def _as_flops(answer: OpFlops | int | None) -> OpFlops | None:
-    return OpFlops(answer) if isinstance(answer, int) else answer
 
 
 def _with_complex(flops: OpFlops, values: list[Any]) -> OpFlops:
@@ -380,7 +343,7 @@ def _with_complex(flops: OpFlops, values: list[Any]) -> OpFlops:
 
 
 def _is_dense(values: list[Any]) -> bool:
-    """False for sparse and nested tensors, whose shapes do not determine the work."""
+    """Return False if there is a sparse or nested tensor, whose shape does not determine the FLOPs."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
 

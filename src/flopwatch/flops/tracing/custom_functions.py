@@ -1,14 +1,13 @@
-"""Finds products that a custom autograd function recomputes: memory-saving losses, checkpointing written by hand.
+"""Finds products that a custom autograd function recomputes, as memory-saving losses and manual checkpointing do.
 
-Such a function saves its inputs and multiplies them again in its backward pass. Autograd does not know this, so it is
-recognised by the product itself: the same op on the same values as in the function's forward pass. A gradient is a
-different product: it has another factor, or contracts another dimension.
+Such a function saves its inputs and multiplies them again in its backward pass. A recomputed product is recognised by
+its op and its values, which are those of a product in the function's forward pass. The products for gradients differ:
+they have another factor, or contract another dimension.
 
-Whether two tensors hold the same values is known without reading them (`Values`), by the ops that made them. Every
-storage has a content, which is a number. An unknown storage gets a new number. The result of an op has the content
-"this op on these contents with these arguments", so the same op on the same values gives the same number again, and a
-write gives a storage a new one. Compilers call this value numbering (Cocke and Schwartz, Programming Languages and
-Their Compilers, 1970).
+`Values` finds out whether two tensors hold the same values without reading them, by value numbering (Cocke and
+Schwartz, Programming Languages and Their Compilers, 1970). The content of every storage has a number. An unknown
+storage gets a new number. The number of an op's result is determined by the op, the numbers of its inputs and its other
+arguments, so the same op on the same values gives the same number again. A write gives a storage another number.
 """
 
 import sys
@@ -45,7 +44,7 @@ _COPIES = {_aten.clone, TO_COPY}
 
 
 class Value(NamedTuple):
-    """The part of a content that a tensor holds. Equal `Value`s mean equal elements."""
+    """The number of a storage's content, and the part that a tensor covers. Equal `Value`s mean equal elements."""
 
     content: int
     offset: int
@@ -57,14 +56,14 @@ class Value(NamedTuple):
 class _Content(NamedTuple):
     number: int
     shift: int
-    """From offsets in this storage to offsets in the content: a copy of a slice begins at 0 again."""
+    """What to add to an offset in this storage to get the offset in the storage that it was copied from."""
     is_from_forward: bool
     reference: StorageWeakRef | None
     """Reserves the storage's address, but not its memory."""
 
 
 class Values:
-    """The contents of the storages seen so far."""
+    """The numbers of the contents of all storages seen so far."""
 
     def __init__(self) -> None:
         self._contents: dict[int, _Content] = {}
@@ -73,11 +72,11 @@ class Values:
         self._draws: Counter[Hashable] = Counter()
 
     def restart_draws(self) -> None:
-        """Number random draws from the start again: a recomputed forward pass must repeat its draws in order."""
+        """Count random draws from 0 again, because a recomputed forward pass repeats its draws in the same order."""
         self._draws.clear()
 
     def of(self, tensor: torch.Tensor, *, in_backward: bool) -> Value:
-        """The value of a tensor; `in_backward` matters when its storage is seen for the first time."""
+        """Return the value of a tensor; `in_backward` only matters if its storage is seen for the first time."""
         content = self._content(tensor, in_backward)
         # The stride of a dimension of size 1 is arbitrary.
         strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -85,12 +84,12 @@ class Values:
         return Value(content.number, offset, tuple(tensor.shape), strides, tensor.dtype)
 
     def is_rebuilt(self, tensor: torch.Tensor) -> bool:
-        """Whether it was first computed in the backward pass, from values of the forward pass alone."""
+        """Return whether a tensor was first computed in the backward pass, from values of the forward pass alone."""
         content = self._contents.get(storage_address(tensor))
         return content is not None and content.is_from_forward and content.number in self._made_in_backward
 
     def is_unknown(self, tensor: torch.Tensor) -> bool:
-        """Whether it entered the backward pass from outside: a gradient, or an unpacked saved tensor."""
+        """Return whether a tensor entered the backward pass from outside: a gradient, or an unpacked saved tensor."""
         content = self._contents.get(storage_address(tensor))
         return content is None or not content.is_from_forward
 
@@ -103,7 +102,7 @@ class Values:
         if self._follow_copy(func, args, out, in_backward):
             return
         key: Hashable = (func, *(self._part(leaf, in_backward) for leaf in leaves))
-        # Two draws are different values, unless the forward pass is repeated from its first draw.
+        # Every draw gives new values, except in a recomputed forward pass, which repeats the draws.
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._draws[key] += 1
             key = key, self._draws[key]
@@ -117,7 +116,7 @@ class Values:
             self._set(tensor, self._number((key, index), in_backward), 0, is_from_forward)
 
     def note_outside(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Record what an op outside of custom functions copies from or writes to known storages."""
+        """Record that an op outside of custom functions copies a known storage, or writes to one."""
         if not self._contents:
             return
         if op_packet(func) in _COPIES and storage_address(args[0]) in self._contents:
@@ -128,7 +127,7 @@ class Values:
                     self._set(tensor, self._number(object(), in_backward=False), 0, is_from_forward=False)
 
     def _follow_copy(self, func: OpOverload, args: tuple[Any, ...], out: Any, in_backward: bool) -> bool:
-        """Give a copy in the same layout and type its source's content, on any device."""
+        """If an op makes a copy with equal strides and type, give the copy its source's number, and return True."""
         if op_packet(func) not in _COPIES:
             return False
         source = args[0]
@@ -165,7 +164,7 @@ class Values:
 
 
 def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an op writes to, according to its schema."""
+    """Yield the tensors that an op writes to, according to its schema."""
     if not op_schema(func).is_mutable:
         return
     for index, argument in enumerate(op_schema(func).arguments):
@@ -175,23 +174,23 @@ def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Identifies the storage, which views share; 0 for sparse and nested tensors, which have none."""
+    """Return a number that identifies a tensor's storage, which views share; 0 for sparse and nested tensors."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return 0
     return storage_identity(tensor)
 
 
 MAY_RUN_AGAIN = (
-    "a custom autograd function multiplies in its backward pass what may be the factors of its forward pass, in other "
-    "tensors; this counts as recomputation"
+    "a product in the backward pass of a custom autograd function may repeat one of its forward pass; "
+    "this counts as recomputation"
 )
 CANNOT_TELL = (
-    "saved-tensor hooks return other tensors than a custom autograd function has saved, so products that it recomputes "
-    "cannot be recognised; they count as needed"
+    "saved-tensor hooks replace the tensors that a custom autograd function has saved, so products that the function "
+    "recomputes cannot be recognised and count as needed"
 )
-NOT_FOLLOWED = "products that a custom autograd function recomputes could not be recognised; they count as needed"
+NOT_FOLLOWED = "products that a custom autograd function recomputes could not be recognised, so they count as needed"
 
-# The arguments that are the two factors of a matrix product; an addend does not matter.
+# The names of the two factors of a matrix product. An addend does not matter.
 _FACTORS = {
     "aten::_addmm_activation": ("mat1", "mat2"),
     "aten::addmm": ("mat1", "mat2"),
@@ -206,7 +205,7 @@ _FACTORS = {
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The running call of a custom function."""
+    """The call of a custom function that is running."""
 
     is_backward: bool
     identity: Hashable
@@ -223,13 +222,13 @@ class _Factor:
 
 
 class CustomFunctions:
-    """Sees every op of a step, and decides which products are recomputed.
+    """Decides which products of a step are recomputed by custom autograd functions.
 
     Args:
-        is_recomputing: Whether torch's own checkpointing is running the forward pass again at this moment.
+        is_recomputing: Returns whether torch's own checkpointing is running the forward pass again at this moment.
 
     Attributes:
-        doubt: A note about what could not be decided, or None.
+        doubt: A note for the user about what could not be decided; None if there is nothing to note.
     """
 
     def __init__(self, is_recomputing: Callable[[], bool]) -> None:
@@ -237,7 +236,8 @@ class CustomFunctions:
         self.doubt: str | None = None
         self._values = Values()
         self._forward: dict[Hashable, None] = {}
-        # Factors of forward products with the other factor's size; the value says if saved tensors were packed.
+        # The keys have a factor of a forward product and the size of the other factor. The values say whether
+        # saved-tensor hooks were active.
         self._partners: dict[Hashable, bool] = {}
         self._packed_sizes: set[Hashable] = set()
         self._running: Hashable = None
@@ -248,7 +248,7 @@ class CustomFunctions:
     def runs_again(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, is_product: bool
     ) -> bool:
-        """Record one op that ran; true for a product of the same values as an earlier one."""
+        """Record an op that has run, and return whether it is a product that was computed before."""
         if self.doubt == NOT_FOLLOWED:
             return False
         try:
@@ -264,7 +264,7 @@ class CustomFunctions:
         if call is None:
             self._values.note_outside(func, args, kwargs, out)
             return False
-        # Repetition is judged within one call of one function.
+        # Products and draws of the forward pass are compared within one call of one function.
         if call.identity != self._running:
             self._running = call.identity
             self._done_in_call.clear()
@@ -274,12 +274,12 @@ class CustomFunctions:
         return again
 
     def _is_known(self, factors: list[_Factor], call: _Call) -> bool:
-        # A set, because both orders of the factors are the same product.
+        # The key is a set, because the order of the factors does not matter.
         key = frozenset((factor.role, factor.value) for factor in factors)
         if call.is_backward and key in self._forward:
             return True
         if not call.is_backward and not call.calls_modules and key in self._done_in_call:
-            return True  # a second pass over the same tiles
+            return True  # the function computes the same tile a second time
         if call.is_backward and self._may_be_known(factors) and not self._is_recomputing():
             self.doubt = MAY_RUN_AGAIN
             return True
@@ -299,13 +299,13 @@ class CustomFunctions:
             self._partners[key] = packs or self._partners.get(key, False)
 
     def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
-        """Whether it has the sizes of a forward product with packed tensors, and neither factor is recognised."""
+        """Return whether both factors are unknown, but have the sizes of a forward product under saved-tensor hooks."""
         return _sizes(factors) in self._packed_sizes and all(
             self._values.is_unknown(factor.tensor) for factor in factors
         )
 
     def _may_be_known(self, factors: list[_Factor]) -> bool:
-        """Whether one factor is that of a forward product, and the other was rebuilt or unpacked."""
+        """Return whether one factor is that of a forward product, and the other was recomputed or unpacked."""
         for key, other in zip(_partner_keys(factors), reversed(factors), strict=False):
             packed = self._partners.get(key)
             if packed is not None and (
@@ -315,14 +315,14 @@ class CustomFunctions:
         return False
 
     def _call(self) -> _Call | None:
-        """The forward or backward call of a custom function that this op belongs to, up to the nearest engine."""
+        """Return the call of a custom function that the running op belongs to; None if there is none."""
         task = current_graph_task_id()
         if task != -1 and self._forward:
             node = current_autograd_node()
             if isinstance(node, BackwardCFunction):
                 is_inside_forward = not torch.is_grad_enabled() and _outermost_apply()[0] is not None
                 return _Call(True, (task, sequence_nr(node)), is_inside_forward)
-        # Torch switches grad mode off in a custom function's forward pass, so with it on there is none.
+        # Torch switches grad mode off in a custom function's forward pass, so if it is on, no such function is running.
         if torch.is_grad_enabled():
             return None
         address, depth, calls_modules = _outermost_apply()
@@ -331,10 +331,10 @@ class CustomFunctions:
         return _Call(False, self._forward_call(address, depth), True, calls_modules)
 
     def _forward_call(self, address: int, depth: int) -> Hashable:
-        """Identify a call of `apply` by its frame and by the sequence number of its autograd node.
+        """Return a key for a call of `apply`, from its frame's address and its autograd node's sequence number.
 
-        The frame's address alone is not enough, because the next call may reuse it. Inside nested functions the number
-        moves on, so there the address decides.
+        The address alone is not enough, because the next call may reuse it. Inside nested functions the sequence number
+        changes, so there only the address is compared.
         """
         node = next_sequence_nr()
         is_same = depth > 1 or self._last_depth > 1 or node == self._last_node
@@ -346,7 +346,7 @@ class CustomFunctions:
 
 
 def _outermost_apply() -> tuple[int | None, int, bool]:
-    """The outermost `apply` frame up to autograd's engine, how many there are, and whether modules run inside."""
+    """Return the id of the outermost `apply` frame (or None), the number of such frames, and if modules run in it."""
     frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
     while frame is not None and frame.f_code is not ENGINE_CODE:
         code = frame.f_code
@@ -359,7 +359,7 @@ def _outermost_apply() -> tuple[int | None, int, bool]:
 
 
 def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, call: _Call) -> list[_Factor]:
-    """The factors of a product, in a form that is the same for A x B and for its transpose B' x A'."""
+    """Return the factors of a product, in a form that is the same for A x B and for its transpose B' x A'."""
     name = op_name(func).removesuffix("_")
     names = _FACTORS.get(name)
     if names is not None:
@@ -368,7 +368,7 @@ def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, cal
     is_attention = "attention" in name and "backward" not in name
     kind = "attention" if is_attention else name
     tensors = {key: each for key, each in arguments.items() if isinstance(each, torch.Tensor) and key != "out"}
-    if is_attention:  # kernels with and without gradients have different arguments
+    if is_attention:  # kernels with and without gradients have different other arguments
         tensors = {key: tensors[key] for key in ("query", "key", "value") if key in tensors} or tensors
     settings = [] if is_attention else [repr(each) for each in arguments.values() if not isinstance(each, torch.Tensor)]
     return [
@@ -378,10 +378,7 @@ def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, cal
 
 
 def _matrix(tensor: torch.Tensor, contracted: int, values: Values, call: _Call) -> _Factor:
-    """A factor of a matrix product, with its contracted dimension last.
-
-    So A x B and its transpose B' x A' have the same factors, while A x B and B x A do not.
-    """
+    """Return a factor of a matrix product, described with its contracted dimension last."""
     value = values.of(tensor, in_backward=call.is_backward)
     dims = tensor.dim()
     summed = dims + contracted
@@ -402,7 +399,7 @@ def _sizes(factors: list[_Factor]) -> Hashable:
 
 
 def _partner_keys(factors: list[_Factor]) -> list[Hashable]:
-    """For each of two factors, its identity together with the size and role of the other."""
+    """Return a key for each of two factors: its role and value, with the role and size of the other factor."""
     if len(factors) != 2:
         return []
     first, second = factors

@@ -1,17 +1,19 @@
-"""Fake tensors for counting: shapes without storage, on the CPU, including ops that torch's fake tensors cannot run.
+"""Makes fake tensors (shapes without storage) and runs ops on them, also ops that torch's fake tensors cannot run.
 
-Parameters, floating buffers and floating inputs become fake. Everything else stays real (token ids, grids, masks,
-random draws), so the values that steer a model's control flow exist. The fake mode itself is not entered: an op with a
-fake argument is faked by that tensor, any other op really runs.
+Parameters, floating-point buffers and floating-point inputs become fake. Everything else (token ids, grids, masks,
+random draws) stays real, because the model's control flow may need its values. Torch's fake mode is not entered: an op
+with a fake argument runs on fake tensors, any other op really runs.
 
-The commonest ops bypass torch's fake mode, which describes, hashes and caches every call and so takes several times as
-long as the meta kernel that it calls in the end. Ops with a C++ meta kernel call it directly. Elementwise ops have slow
-meta kernels but a simple rule. Unusual cases (other types, strides, broadcasts, a known value) go to the fake mode.
+Common ops bypass the fake mode to save time: it describes, hashes and caches every call, which takes several times as
+long as the meta kernel that it calls in the end. Here, ops with a C++ meta kernel call it directly, and elementwise
+ops, whose meta kernels are slow, follow a simple rule. Unusual cases (other types, strides, broadcasts, known values)
+still go to the fake mode.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -41,57 +43,32 @@ from flopwatch.torch_internals import (
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 
+_WITH_META_KERNEL = """
+alias.default bmm.default clone.default detach.default expand.default mm.default permute.default select.int slice.Tensor
+t.default transpose.int unsqueeze.default view.default
+"""
 SHAPED_BY_TORCH = {
     TO_COPY.default,
     UNSAFE_VIEW.default,
-    _aten.alias.default,
-    _aten.bmm.default,
-    _aten.clone.default,
-    _aten.detach.default,
-    _aten.expand.default,
-    _aten.mm.default,
-    _aten.permute.default,
-    _aten.select.int,
-    _aten.slice.Tensor,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unsqueeze.default,
-    _aten.view.default,
+    *(attrgetter(name)(_aten) for name in _WITH_META_KERNEL.split()),
 }
 """Ops with one output, whose shape and strides a C++ meta kernel computes."""
-ELEMENTWISE = {
-    _aten.add.Scalar,
-    _aten.add.Tensor,
-    _aten.cos.default,
-    _aten.div.Scalar,
-    _aten.div.Tensor,
-    _aten.exp.default,
-    _aten.gelu.default,
-    _aten.gelu_backward.default,
-    _aten.mul.Scalar,
-    _aten.mul.Tensor,
-    _aten.neg.default,
-    _aten.pow.Tensor_Scalar,
-    _aten.relu.default,
-    _aten.rsqrt.default,
-    _aten.sigmoid.default,
-    _aten.silu.default,
-    _aten.sin.default,
-    _aten.sub.Tensor,
-    _aten.tanh.default,
-    _aten.tanh_backward.default,
-    _aten.threshold_backward.default,
-}
-"""For contiguous floating inputs of one type, the output is contiguous and of that type."""
+_ELEMENTWISE = """
+add.Scalar add.Tensor cos.default div.Scalar div.Tensor exp.default gelu.default gelu_backward.default mul.Scalar
+mul.Tensor neg.default pow.Tensor_Scalar relu.default rsqrt.default sigmoid.default silu.default sin.default sub.Tensor
+tanh.default tanh_backward.default threshold_backward.default
+"""
+ELEMENTWISE = {attrgetter(name)(_aten) for name in _ELEMENTWISE.split()}
+"""Ops whose output is contiguous and of the inputs' type if all inputs are contiguous and of one floating type."""
 # Keyword arguments that do not change the type or shape of the output.
 _KEEP_THE_TYPE = {"alpha", "approximate"}
 _COPY_OPTIONS = {"dtype", "device", "memory_format", "non_blocking"}
 
 
 def quick_answer(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an op whose tensors are all fakes of this mode; None if the mode has to run it."""
+    """Return the result of an op whose tensors are all fake tensors of this mode; None if the mode has to run it."""
     if func in SHAPED_BY_TORCH and kwargs.keys() <= _COPY_OPTIONS:
-        # All fakes are on one device. Passing it on would make the meta kernel allocate a real tensor.
+        # `device` is left out, because with it the meta kernel would allocate a real tensor.
         kept = {name: value for name, value in kwargs.items() if name in ("dtype", "memory_format")}
         return _shaped_by_torch(mode, func, args, kept)
     if func in ELEMENTWISE and kwargs.keys() <= _KEEP_THE_TYPE:
@@ -161,7 +138,7 @@ def _layer_norm_backward(
 
 
 def _may_be_normed(tensor: Any, shape: list[int], weight: Any, bias: Any) -> bool:
-    """Whether everything is fp32 and contiguous: for other types the kernels choose the type of the statistics."""
+    """Return whether all tensors are fp32 and fit. For other types, kernels choose the type of the statistics."""
     if weight is None or bias is None or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
         return False
     fits = tuple(tensor.shape[-len(shape) :]) == tuple(weight.shape) == tuple(bias.shape) == tuple(shape)
@@ -176,7 +153,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 def quick_loss(mode: FakeTensorMode, func: Any, args: tuple[Any, ...]) -> Any:
-    """The result of cross entropy on real targets, which torch's fake mode would decompose; None for other ops."""
+    """Return the result of cross entropy on real targets, which the fake mode would decompose; None for other ops."""
     if func is _aten.nll_loss_forward.default:
         scores, target, weight, reduction, _ = args
         if weight is None and _are_rows_of_scores(scores, target):
@@ -208,7 +185,7 @@ def _are_of_one_type(*tensors: Any) -> bool:
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
-    """Whether it is dense and carries no constant value, with which the fake mode would calculate."""
+    """Return whether a tensor is dense and has no known value, with which the fake mode would calculate."""
     return tensor.layout is torch.strided and tensor.constant is None and tensor.real_tensor is None
 
 
@@ -236,9 +213,9 @@ class Faker:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake of a floating tensor, or a CPU copy of any other, so that in-place ops do not reach the original."""
+        """Return a fake tensor for a floating-point tensor, and a CPU copy of any other tensor."""
         if tensor.layout is not torch.strided:
-            raise UntraceableError(f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}, which has no fake")
+            raise UntraceableError(f"torch has no fake tensors of layout {tensor.layout} (shape {tuple(tensor.shape)})")
         if tensor.is_floating_point() or tensor.is_complex():
             return self._empty(tensor.shape, tensor.dtype)
         if tensor.device.type == "meta":
@@ -250,12 +227,12 @@ class Faker:
             return FakeTensor(self._mode, torch.empty(shape, dtype=dtype, device="meta"), _CPU)
 
     def like(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A fake tensor with this layout."""
+        """Return a fake tensor of this shape, stride and type."""
         with no_dispatch():
             return FakeTensor(self._mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one op. Every device argument becomes the CPU, because nothing may reach an accelerator."""
+        """Run one op. Every device argument becomes the CPU, because nothing may run on an accelerator."""
         if (
             _are_fake(args)
             and not any(isinstance(value, torch.Tensor) for value in kwargs.values())
@@ -266,7 +243,7 @@ class Faker:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
         if tree_any(lambda value: isinstance(value, FakeTensor), (args, kwargs)):
-            # torch would also fake the real tensors, but warn about a non-leaf one.
+            # torch would also turn real tensors into fake ones, but it would warn about those that are not leaves.
             args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             answer = self._answer(func, args, kwargs)
             if answer is not None:
@@ -274,7 +251,7 @@ class Faker:
         return func(*args, **kwargs)
 
     def _run_on_fakes(self, func: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the fake mode directly, which saves the detour through the tensors' own dispatch."""
+        """Run an op by calling the fake mode directly, which is faster than through the tensors' own dispatch."""
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
         answer: Any = quick_answer(self._mode, func, args, kwargs)
@@ -298,7 +275,7 @@ class Faker:
         return self.tensor(tensor) if is_real else tensor
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Results of ops that torch's fake tensors cannot run; None for all other ops."""
+        """Return the result of an op that torch's fake tensors cannot run; None for all other ops."""
         packet = op_packet(func) if isinstance(func, OpOverload) else None
         if packet in _INDEXED_BY_MASK:
             return func(args[0], _mask_to_positions(args[1]), *args[2:], **kwargs)
@@ -321,21 +298,21 @@ class Faker:
         return self._empty(shape, arguments["out_dtype"] or a.dtype)
 
     def _bincount(self, arguments: dict[str, Any]) -> torch.Tensor | None:
-        """Expert loads count ids below `minlength`, so that is the size. Without it the size depends on values."""
+        """Return `minlength` counts, as the ids of experts are below it; None if the size depends on values."""
         size = arguments["minlength"]
         return self._empty(torch.Size([size]), torch.int64) if size else None
 
     def _ctc_loss(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs = arguments["log_probs"]
         time, batch = log_probs.shape[:2]
-        # The kernel interleaves blanks with the target (Graves et al., ICML 2006), hence 2n + 1 states.
+        # The kernel puts a blank before, between and after n target tokens (Graves et al., ICML 2006): 2n + 1 states.
         longest = max(int(length) for length in arguments["target_lengths"])
         losses = self._empty(torch.Size([batch]), log_probs.dtype)
         return losses, self._empty(torch.Size([batch, time, 2 * longest + 1]), log_probs.dtype)
 
 
 def _are_fake(values: Iterable[Any]) -> bool:
-    """Whether an op's arguments contain a fake tensor and no real one."""
+    """Return whether an op's arguments contain a fake tensor and no real one."""
     found = False
     for value in values:
         kind = type(value)
@@ -352,7 +329,7 @@ def _are_fake(values: Iterable[Any]) -> bool:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Silence torch's log of an op whose shapes do not fit: it also raises the error, which we report."""
+    """Silence torch's log of ops whose shapes do not fit, because torch also raises an error, which we report."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     was_disabled, logger.disabled = logger.disabled, True
     try:
@@ -362,7 +339,7 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def _values_here(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a replicated DTensor; those of a sharded one would need a collective, so it raises."""
+    """Return the local tensor of a replicated DTensor. Raises for a sharded one, which would need a collective."""
     placements = getattr(tensor, "placements", ())
     if not all(placement.is_replicate() for placement in placements):
         raise UntraceableError(f"the values of a tensor of shape {tuple(tensor.shape)} are spread over ranks")
@@ -370,7 +347,7 @@ def _values_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mask_to_positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Replace real boolean masks by the positions they select, whose number is known."""
+    """Replace real boolean masks by the positions that they select, so that the size of the result is known."""
     positions: list[torch.Tensor | None] = []
     for index in indices:
         if index is None or isinstance(index, FakeTensor) or index.dtype not in (torch.bool, torch.uint8):

@@ -1,8 +1,8 @@
-"""Copies the live model's hooks to its stand-in: they are part of what runs, but must not touch the user's objects.
+"""Copies the hooks of a live model to its stand-in, the copy that is counted, without access to the user's objects.
 
-A hook is copied if everything it can reach can be copied: the function is rebuilt with its closure, defaults and
+A hook is copied if everything that it can reach can be copied: the function is rebuilt with its closure, defaults and
 globals mapped to modules, tensors and containers of the stand-in. A hook that holds anything else (a logger, a file, an
-object of the user's) is left out, and a note says so. Hooks that only move data or observe are left out silently.
+object of the user's) is left out, and a note says so. Hooks that only move data or observe are left out without a note.
 """
 
 import builtins
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwatch.model_library_internals import prepare_for_opacus
+from flopwatch.library_internals import prepare_for_opacus
 from flopwatch.torch_internals import BACKWARD_HOOK_TABLES, FORWARD_HOOKS, FORWARD_PRE_HOOKS, HOOK_OPTION_TABLES
 
 Value = Callable[[Any], Any]
@@ -25,10 +25,10 @@ Extra = Callable[[str], AbstractContextManager[None]]
 
 _FORWARD_TABLES = (FORWARD_PRE_HOOKS, FORWARD_HOOKS)
 
-# Hooks of these libraries belong to the model and touch nothing else (old-style weight norm, captured hidden states),
-# so they run uncopied.
+# Hooks of these libraries only use the module that they get (old-style weight norm, captured hidden states), so they
+# run without being copied.
 _COMPUTE = ("torch.nn.utils.", "transformers.")
-# Hooks of these libraries shard a model, move it between devices, time it or count it. They compute nothing of it.
+# Hooks of these libraries shard a model, move it between devices, time it or count it. They are left out.
 _WATCH_OR_MOVE = (
     "accelerate.",
     "composer.",
@@ -49,7 +49,7 @@ _WATCH_OR_MOVE = (
 )
 _PER_SAMPLE_GRADIENTS = "opacus."
 _GRAD_SAMPLE_MODULE = "opacus.grad_sample.grad_sample_module.GradSampleModule"
-# Modules whose functions have no side effects that outlive the call.
+# Python modules whose functions have no side effects that outlive the call.
 _PURE_MODULES = ("torch", "math", "numpy", "functools", "itertools", "operator", "collections", "einops", "typing")
 _LEAVE_TRACES = {"print", "open", "input", "exec", "eval", "globals", "setattr", "delattr", "breakpoint", "__import__"}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, range, slice)
@@ -63,9 +63,9 @@ class HookCopies:
     """Copies the hooks of one model.
 
     Args:
-        value: Maps an object of the live model to that of the stand-in.
+        value: Returns the stand-in's version of an object of the live model.
         left_behind: Receives the name of each hook that is not run.
-        extra: A context for work that is executed but not needed by the model's mathematics.
+        extra: Returns a context manager under which a hook runs, given the hook's name.
     """
 
     def __init__(self, value: Value, left_behind: list[str], extra: Extra) -> None:
@@ -75,13 +75,13 @@ class HookCopies:
         self._functions: dict[int, Any] = {}
 
     def tables(self, module: nn.Module) -> dict[str, Any]:
-        """The stand-in's hook tables."""
+        """Return the hook tables for the stand-in of a module."""
         kept: dict[str, Any] = {}
         for table in _FORWARD_TABLES:
             hooks = getattr(module, table)
             copies = ((key, self._copy(hook)) for key, hook in hooks.items())
             kept[table] = OrderedDict((key, hook) for key, hook in copies if hook is not None)
-        # Options of hooks that were left out would refer to missing hooks.
+        # The options of hooks that were left out are left out too.
         runs = {key for table in _FORWARD_TABLES for key in kept[table]}
         for table in HOOK_OPTION_TABLES:
             entries = getattr(module, table)
@@ -90,14 +90,14 @@ class HookCopies:
             kept[table] = OrderedDict()
             for key, hook in getattr(module, table).items():
                 copy = self._per_sample(hook)
-                if copy is not None:  # a real backward hook warns where no input needs a gradient
+                if copy is not None:  # a real backward hook would warn if no input needs a gradient
                     kept[FORWARD_HOOKS][key] = functools.partial(_when_gradient_comes, copy)
                 elif not _is_quiet(hook):
                     self._left_behind.append(_name(hook))
         return kept
 
     def _per_sample(self, hook: Any) -> Any:
-        """A copy of Opacus's hook that computes per-sample gradients; its other modes need separate passes."""
+        """Return a copy of Opacus's hook that computes per-sample gradients; None for any other hook."""
         bound: Any = hook.func if isinstance(hook, functools.partial) else hook
         owner = getattr(bound, "__self__", None)
         if f"{type(owner).__module__}.{type(owner).__qualname__}" != _GRAD_SAMPLE_MODULE:
@@ -123,7 +123,7 @@ class HookCopies:
             return None
 
     def _mapped(self, value: Any) -> Any:
-        """The stand-in's version of an object that a hook reaches."""
+        """Return the stand-in's version of an object that a hook reaches."""
         if isinstance(value, FunctionType):
             return value if _is_library(value.__module__) else self._function(value)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
@@ -162,18 +162,18 @@ class HookCopies:
 
 
 def left_hooks_note(left_behind: list[str]) -> str | None:
-    """A note that names the hooks which were not run."""
+    """Return a note that names the hooks which were not run; None if there are none."""
     if not left_behind:
         return None
     names = ", ".join(dict.fromkeys(left_behind))
     text = f"{len(left_behind)} hooks of the model were left out, and what they compute is not counted: {names}"
     if any(name.startswith(_PER_SAMPLE_GRADIENTS) for name in left_behind):
-        text += " (per-sample gradients, which are executed, are missing from hardware_flops)"
+        text += " (hardware_flops leaves out the per-sample gradients)"
     return text
 
 
 def _run_or_leave_out(hook: Any, name: str, left_behind: list[str], *args: Any, **kwargs: Any) -> Any:
-    """Run a hook; one that needs real values (to log a number) fails on fake tensors and is noted as left out."""
+    """Run a hook. If it fails, because it needs the value of a fake tensor for example, list it as left out."""
     try:
         return hook(*args, **kwargs)
     except Exception:
@@ -182,7 +182,7 @@ def _run_or_leave_out(hook: Any, name: str, left_behind: list[str], *args: Any, 
 
 
 def _run_per_sample(extra: Extra, hook: Any, name: str, left_behind: list[str], module: nn.Module, *args: Any) -> None:
-    """Run Opacus's hook. It expects two attributes on every parameter, which the stand-in's new parameters lack."""
+    """Run Opacus's hook, after adding the attributes that it expects on every parameter."""
     for parameter in module.parameters():
         prepare_for_opacus(parameter)
     with extra(name):
@@ -224,11 +224,11 @@ def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError as error:
-        raise HookNotCopyableError("a name that is not bound yet") from error
+        raise HookNotCopyableError("the hook uses a name that is not bound yet") from error
 
 
 def _globals_used(function: FunctionType) -> set[str]:
-    """The global names that a function and the functions inside it read."""
+    """Return the global names that a function and the functions inside it read."""
     names: set[str] = set()
     for instruction in _instructions(function.__code__):
         if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"):
@@ -236,7 +236,7 @@ def _globals_used(function: FunctionType) -> set[str]:
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             names.add(str(instruction.argval))
     if any(name in _LEAVE_TRACES for name in names):
-        raise HookNotCopyableError("a function that has side effects")
+        raise HookNotCopyableError("the hook calls a function that has side effects")
     return {name for name in names if name in function.__globals__}
 
 

@@ -1,4 +1,4 @@
-"""What must be the same for one layer's call to be replayed for another: its inputs, outputs and side effects."""
+"""Describes a layer's inputs, outputs and side effects, to decide if its FLOPs may be counted for an equal layer."""
 
 import random
 import sys
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from flopwatch.model_library_internals import is_cache, outputs_are_captured
+from flopwatch.library_internals import is_cache, outputs_are_captured
 from flopwatch.torch_internals import (
     AnyBatchNorm,
     FakeTensor,
@@ -28,7 +28,7 @@ from flopwatch.torch_internals import (
 )
 
 Key = tuple[Any, ...]
-"""Equal for calls that cost the same in equal layers."""
+"""Calls with equal keys cost the same FLOPs in layers of equal structure."""
 _Facts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
 
@@ -38,18 +38,18 @@ def in_backward() -> bool:
 
 
 def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
-    """A key of the inputs; None if they contain something that a layer could write to, or an unknown object."""
+    """Return a key of a call's inputs; None if they contain an unknown object, which the layer might change."""
     if outputs_are_captured():
         return None
     places: dict[int, int] = {}
     parts: list[Any] = []
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, FakeTensor):
-            # A layer may get the same tensor twice, which is another call than two equal ones.
+            # A call with the same tensor twice is different from a call with two tensors of equal shape.
             same = places.setdefault(id(leaf), place)
             parts.append((same, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
         elif isinstance(leaf, torch.Tensor):
-            # A real tensor has values: it must be the same object, and unwritten.
+            # The values of real tensors matter, so the key is only equal for the same tensor without a write to it.
             parts.append((id(leaf), tensor_version(leaf)))
         elif isinstance(leaf, _PLAIN):
             parts.append((type(leaf), leaf))
@@ -61,7 +61,7 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
 
 
 def _is_only_looked_up(value: Any) -> bool:
-    """Whether sharing the object between layers is harmless: a cache, which training never reads, or a block mask."""
+    """Return whether layers may share the object: a cache, which training never reads, or a block mask."""
     if is_cache(value):
         return True
     flex = sys.modules.get("torch.nn.attention.flex_attention")
@@ -69,7 +69,7 @@ def _is_only_looked_up(value: Any) -> bool:
 
 
 def _settings() -> tuple[Any, ...]:
-    # A model's own code may switch cuda's autocast, which the trace carries over to the CPU.
+    # The model's code may change the autocast state of cuda, which a trace copies to the CPU.
     autocast = tuple(
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
@@ -83,8 +83,11 @@ def _settings() -> tuple[Any, ...]:
 
 
 @dataclass
-class Answer:
-    """The outputs of a layer (new tensors, inputs passed through, plain values), and how gradients flow back."""
+class LayerOutput:
+    """The outputs of a layer: new tensors, inputs that are passed through, plain values; and how gradients flow back.
+
+    The keys of all dicts are positions among the leaves of the output.
+    """
 
     structure: TreeSpec
     tensors: dict[int, _Facts] = field(default_factory=dict)
@@ -94,37 +97,34 @@ class Answer:
     """For each differentiable output, the inputs that its gradient reaches."""
 
     @classmethod
-    def of(cls, output: Any, leaves: list[Any], first_node: int) -> "Answer | None":
-        """None if the outputs contain something that replay cannot make."""
+    def of(cls, output: Any, leaves: list[Any], first_node: int) -> "LayerOutput | None":
+        """Describe an output; None if it contains something that cannot be made without running the layer."""
         results, structure = tree_flatten(output)
-        answer = cls(structure)
+        described = cls(structure)
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves))) if not isinstance(leaf, _PLAIN)}
         edges = _edges(leaves)
         for number, result in enumerate(results):
             if id(result) in places:
-                answer.inputs[number] = places[id(result)]
+                described.inputs[number] = places[id(result)]
             elif isinstance(result, _PLAIN):
-                answer.others[number] = result
+                described.others[number] = result
             elif isinstance(result, FakeTensor) and not (result.requires_grad and result.grad_fn is None):
-                answer.tensors[number] = (tuple(result.shape), result.stride(), result.dtype)
+                described.tensors[number] = (tuple(result.shape), result.stride(), result.dtype)
                 if result.grad_fn is not None:
-                    answer.reach[number] = _reached(result.grad_fn, edges, first_node)
+                    described.reach[number] = _reached(result.grad_fn, edges, first_node)
             else:
                 return None
             if isinstance(result, torch.Tensor):
-                places.setdefault(id(result), -1)  # the same new tensor twice cannot be replayed
-        return None if -1 in answer.inputs.values() else answer
-
-    def is_differentiable(self, number: int) -> bool:
-        return number in self.reach
+                places.setdefault(id(result), -1)  # an output with the same new tensor twice cannot be made
+        return None if -1 in described.inputs.values() else described
 
     @property
     def reached(self) -> list[int]:
-        """The inputs that any gradient reaches."""
+        """The positions of all inputs that a gradient reaches."""
         return sorted(frozenset().union(*self.reach.values()))
 
     def filled(self, made: dict[int, torch.Tensor], leaves: list[Any]) -> list[Any]:
-        """The leaves of an output, with these tensors as the new ones."""
+        """Return the leaves of the output, with `made` as its new tensors."""
         results = {**made, **self.others, **{number: leaves[place] for number, place in self.inputs.items()}}
         return [results[number] for number in range(len(results))]
 
@@ -139,7 +139,7 @@ def _edges(leaves: list[Any]) -> dict[tuple[Any, int], int]:
 
 
 def _reached(grad_fn: Any, edges: dict[tuple[Any, int], int], first_node: int) -> frozenset[int]:
-    """The inputs found by walking the autograd graph from an output back to where the layer began."""
+    """Return the inputs that are found by walking the autograd graph from an output back to the layer's first node."""
     reached: set[int] = set()
     seen = {grad_fn}
     waiting = [grad_fn]
@@ -158,11 +158,11 @@ def _reached(grad_fn: Any, edges: dict[tuple[Any, int], int], first_node: int) -
 def side_effects_watched(
     modules: list[nn.Module], arguments: Any, leaves: list[Any], structure: TreeSpec, found: list[str]
 ) -> Iterator[None]:
-    """Add to `found` what the block does besides computing an output."""
+    """Add the side effects of the block to `found`, as sentences about the layer."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for module in modules:
         tensors += [tensor for tensor in own_parameters(module).values() if tensor is not None]
-        if not isinstance(module, AnyBatchNorm):  # running statistics change no shape
+        if not isinstance(module, AnyBatchNorm):  # running statistics do not change the FLOPs
             tensors += [tensor for tensor in own_buffers(module).values() if tensor is not None]
     versions = [tensor_version(tensor) for tensor in tensors]
     held = [*modules, *_objects_held(modules)]
@@ -170,18 +170,18 @@ def side_effects_watched(
     torch_random, python_random = torch.get_rng_state(), random.getstate()
     yield
     if versions != [tensor_version(tensor) for tensor in tensors]:
-        found.append("it writes into a tensor it was given or owns")
+        found.append("the layer writes to an input, a parameter or a buffer")
     if any(before != _attributes(holder) for before, holder in zip(attributes, held, strict=True)):
-        found.append("it writes to its own attributes or to those of an object it holds")
+        found.append("the layer changes its attributes or those of an object that it holds")
     if not torch.equal(torch_random, torch.get_rng_state()) or python_random != random.getstate():
-        found.append("it draws random numbers")
+        found.append("the layer draws random numbers")
     leaves_after, structure_after = tree_flatten(arguments)
     if structure_after != structure or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
-        found.append("it changes a list or dict it was given")
+        found.append("the layer changes a list or dict that is an input")
 
 
 def _objects_held(modules: list[nn.Module]) -> list[Any]:
-    """Objects with attributes that the modules hold, such as a config or a state that layers share."""
+    """Return the objects with attributes that the modules hold, such as a config or a state that layers share."""
     objects = {id(value): value for module in modules for value in module.__dict__.values()}
     return [
         value
@@ -191,7 +191,7 @@ def _objects_held(modules: list[nn.Module]) -> list[Any]:
 
 
 def _attributes(holder: Any) -> list[Any]:
-    """The ids of everything a module or an object holds, one level deep."""
+    """Return the ids of everything that a module or an object holds, one level deep."""
     identities: list[Any] = []
     for name, value in vars(holder).items():
         identities.append((name, id(value)))

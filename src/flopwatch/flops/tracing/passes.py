@@ -1,6 +1,6 @@
-"""Runs one training step on a stand-in of the model: under the user's autocast, forward, loss, backward.
+"""Runs one training step (forward, loss, backward) on a copy of the model, under the user's autocast.
 
-Also notices work that a dispatch mode cannot see: threads that the model starts, and Triton kernels.
+It also notices work that a dispatch mode does not see: threads that the model starts, and Triton kernels.
 """
 
 import sys
@@ -25,29 +25,26 @@ LossFn = Callable[[Any], torch.Tensor]
 
 
 def step_loss(output: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor, str | None]:
-    """The loss of a step as a scalar, and a note if it was chosen among several outputs."""
+    """Return the loss of a step as a scalar, and a note if it is the sum of several outputs."""
     parts = {"loss_fn": loss_fn(output)} if loss_fn else _losses_among(output)
     for loss in parts.values():
         if not isinstance(loss, torch.Tensor):
             given = type(loss).__name__
             raise InputError(f"the loss must be a tensor, got {given}; let loss_fn return a scalar tensor")
-    # Any differentiable loss sends back a gradient of the output's shape, so a plain sum costs the same.
+    # With any loss, the gradient of an output has the output's shape, so a plain sum costs the same FLOPs.
     scalars = [loss if loss.dim() == 0 else loss.sum() for loss in parts.values()]
     total = scalars[0]
     for loss in scalars[1:]:
         total = total + loss.to(total.dtype)
-    return total, _sum_note(list(parts)) if len(parts) > 1 else None
-
-
-def _sum_note(names: list[str]) -> str:
-    return (
-        f"the loss is taken to be the sum of what the model returns as {', '.join(names)}; "
+    note = (
+        f"the loss is taken to be the sum of the model's outputs {', '.join(parts)}; "
         "pass loss_fn=lambda output: ... if your training minimises something else"
     )
+    return total, note if len(parts) > 1 else None
 
 
 def _losses_among(output: Any) -> dict[str, Any]:
-    """The scalars that can be trained on, without those that another one already contains."""
+    """Return the outputs to use as the loss: trainable scalars, without those that are part of another one."""
     if isinstance(output, torch.Tensor):
         return {"output": output}
     items = dict(_items(output))
@@ -72,7 +69,7 @@ def _losses_among(output: Any) -> dict[str, Any]:
 
 
 def _items(output: Any) -> Iterator[tuple[str, Any]]:
-    """The top-level parts of an output, by name."""
+    """Yield the top-level parts of an output, with their names."""
     if isinstance(output, Mapping):
         yield from ((str(name), value) for name, value in output.items())
     elif isinstance(output, tuple | list):
@@ -88,7 +85,7 @@ def _is_trainable(value: Any) -> bool:
 
 
 def _outermost(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Leave out terms of a sum: a loss that another one depends on gets its backward pass through that one."""
+    """Leave out losses that another loss depends on, because the backward pass of the other one includes them."""
     if len(losses) == 1:
         return losses
     seen: set[Any] = {None}  # a scalar parameter has no grad_fn
@@ -103,7 +100,7 @@ def _outermost(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _nodes_below(node: Any) -> set[Any]:
-    """All nodes that a node of the graph leads to, without the node itself."""
+    """Return all autograd nodes that a node leads to, without the node itself."""
     found: set[Any] = set()
     waiting = [node]
     while waiting:
@@ -116,24 +113,23 @@ def _nodes_below(node: Any) -> set[Any]:
 
 
 # The autocast state of a tensor's device decides the type that a matmul runs in. A trace runs on CPU tensors, so it
-# sets the CPU's state to that of the model's device: first as it was where the model was called, and again whenever the
-# model's own code changes it.
+# copies the autocast state of the model's device to the CPU: at the start, and whenever the model's code changes it.
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
 
 
 @dataclass(frozen=True, slots=True)
 class AutocastState:
-    """For which device types autocast is on, and with which dtype."""
+    """The device types for which autocast is on, and the dtype for each."""
 
     enabled: tuple[tuple[str, torch.dtype], ...] = ()
 
     def dtype(self, device_type: str) -> torch.dtype | None:
-        """The dtype for one device type; None where autocast is off."""
+        """Return the dtype for one device type; None if autocast is off for it."""
         return dict(self.enabled).get(device_type)
 
 
 def current_autocast() -> AutocastState:
-    """The autocast state of this thread.
+    """Return the autocast state of this thread.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     current_autocast().dtype("cpu")
@@ -147,7 +143,7 @@ def current_autocast() -> AutocastState:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Switch autocast off for all devices, and restore it afterwards. torch requires this for a backward pass."""
+    """Switch autocast off for all devices in the block, because torch requires this for a backward pass."""
     with ExitStack() as stack:
         for device, dtype in current_autocast().enabled:
             stack.callback(_set, device, dtype)
@@ -157,12 +153,12 @@ def no_autocast() -> Iterator[None]:
 
 @contextmanager
 def under_autocast(state: AutocastState, device_type: str, *, stand_in: bool) -> Iterator[None]:
-    """Run the model under the autocast state of the user's own call.
+    """Set an autocast state in the block.
 
     Args:
-        state: The state of the user's call.
+        state: The autocast state of the user's training.
         device_type: The device of the live model.
-        stand_in: Whether CPU tensors stand in for that device's tensors.
+        stand_in: Whether the model runs on CPU tensors instead of that device.
     """
     with ExitStack() as stack:
         for device in dict.fromkeys((*(name for name, _ in state.enabled), device_type, "cpu")):
@@ -176,7 +172,7 @@ def under_autocast(state: AutocastState, device_type: str, *, stand_in: bool) ->
 
 
 def device_type_of(model: nn.Module, state: AutocastState) -> str:
-    """The device the model runs on; for a model on the meta device, the device that autocast is on for."""
+    """Return the type of the model's device; for a model on the meta device, of the device that autocast is on for."""
     types = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
     accelerators = sorted(types - {"cpu"})
     if accelerators:
@@ -216,9 +212,9 @@ Report = Callable[[], None]
 
 @contextmanager
 def threads_noticed(report: Report) -> Iterator[None]:
-    """Call `report` for each thread that is started inside: a dispatch mode only works in its own thread.
+    """Call `report` for each thread that starts in the block, because a dispatch mode only works in its own thread.
 
-    A thread of `threading` installs the profile function when it begins. Ours removes itself at its first call.
+    A new thread installs the profile function of `threading`. Our profile function removes itself at its first call.
     """
     before: Any = threading.getprofile()
 
@@ -235,10 +231,10 @@ def threads_noticed(report: Report) -> Iterator[None]:
 
 @contextmanager
 def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iterator[None]:
-    """Enter modes in each thread that is started inside; call `report` for each thread that outlives the block.
+    """Enter `modes()` in each thread that starts in the block; call `report` for each thread that outlives the block.
 
-    A mode is left when its thread ends, or at the thread's first function call after the count: a pooled thread must
-    not run the training's own work under our mode.
+    A thread leaves the modes when it ends, or at its first function call after the count, because a pooled thread must
+    not run the training's own work under our modes.
     """
     before: Any = threading.getprofile()
     under_way: set[_Followed] = set()
@@ -282,7 +278,7 @@ class _Followed:
 
 
 def _is_inside_mode(frame: FrameType | None) -> bool:
-    """Whether an op is inside a mode's handler; torch has popped the mode meanwhile, so it cannot be left now."""
+    """Return whether a mode's handler is running. The mode cannot be left then, because torch has popped it."""
     while frame is not None:
         if frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__"):
             return True
@@ -292,7 +288,7 @@ def _is_inside_mode(frame: FrameType | None) -> bool:
 
 @contextmanager
 def triton_launches_noticed(report: Report) -> Iterator[None]:
-    """Call `report` for each Triton kernel that is launched inside, through Triton's hook for profilers."""
+    """Call `report` for each Triton kernel that is launched in the block, through Triton's hook for profilers."""
     knobs = getattr(sys.modules.get("triton"), "knobs", None)
     chain: Any = getattr(getattr(knobs, "runtime", None), "launch_enter_hook", None)
     if not hasattr(chain, "add") or not hasattr(chain, "remove"):  # no Triton, or a release without chained hooks
@@ -310,7 +306,7 @@ def triton_launches_noticed(report: Report) -> Iterator[None]:
 
 
 CHECKPOINTING_IN_EVAL_MODE = (
-    "the model is in eval mode, where its gradient checkpointing is off, and is counted so; "
+    "the model is in eval mode, which switches its gradient checkpointing off, so no recomputation is counted; "
     "call model.train() first if your training does"
 )
 
@@ -327,8 +323,8 @@ def run_step(
 ) -> None:
     """Run the step under the counting mode; `training=False` runs the forward pass only, in eval mode.
 
-    A training step keeps each module's own `training` flag: some models are trained in eval mode. Forward pass and loss
-    run under the user's autocast, the backward pass outside of it.
+    A training step keeps each module's `training` flag, because some models are trained in eval mode. Forward pass and
+    loss run under the user's autocast, the backward pass outside of it.
     """
     with no_autocast():
         if not training:
@@ -343,7 +339,7 @@ def run_step(
             if not loss.requires_grad:
                 raise InputError(
                     "the loss does not depend on any parameter that requires a gradient; "
-                    "unfreeze one, or pass training=False to count the forward pass"
+                    "unfreeze a parameter, or pass training=False to count the forward pass"
                 )
             # From here on, ops inside autograd belong to the backward pass of the step.
             mode.in_backward = True
@@ -358,18 +354,18 @@ def _note_eval_mode(model: nn.Module, mode: CountingMode) -> None:
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """Run `loss.backward()` without switching function modes off, because recomputation must see them."""
+    """Run `loss.backward()`, but keep function modes active, because recomputation must run under them."""
     gradient = torch.ones_like(loss)
     engine_run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager
 def failures_named(stack: ModuleStack, needs_values: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn what the model's code raises into our errors, which name the module it came from.
+    """Turn exceptions of the model's code into our errors, which name the module that failed.
 
     Args:
-        stack: Knows which module failed.
-        needs_values: What torch raises when code needs the value of a fake tensor.
+        stack: Says which module failed.
+        needs_values: The exceptions that torch raises if code needs the value of a fake tensor.
     """
     try:
         yield

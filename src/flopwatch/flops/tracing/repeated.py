@@ -1,7 +1,8 @@
-"""Finds the layers of a stand-in that have equal structure: the same classes, tensors and settings.
+"""Finds the layers of a model that have equal structure: the same classes, tensors and settings.
 
-Equal layers may differ only in their own index (`layer_idx` and the like). The index is replaced by an integer that
-notices when the layer's code calculates or decides with it, because then equal structure is not enough.
+Equal layers may differ only in their own index (`layer_idx` and the like). In the copy of the model that is traced, the
+index is replaced by an integer that notices when code calculates or decides with it, because then layers of equal
+structure may compute different things.
 """
 
 import functools
@@ -16,16 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwatch.model_library_internals import CACHES, OUTPUT_CAPTURING
+from flopwatch.library_internals import CACHES, OUTPUT_CAPTURING
 from flopwatch.torch_internals import HOOK_TABLES, MODULE_STATE, FakeTensor, own_buffers, own_modules, own_parameters
 
 FEWEST_EQUAL = 6
-"""Four layers of a kind are always traced, so replay does not pay for fewer."""
-# Larger real tensors count as different: comparing them would take longer than tracing the layer.
+"""The least number of equal layers that replay is used for. Four of them always run, so fewer would save little."""
+# Real tensors with more elements are taken as different, because comparing them takes longer than tracing a layer.
 _MOST_VALUES_COMPARED = 2**22
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PLAIN_TYPES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-# The adapter's path in the model; PEFT does not read it when the adapter runs.
+# PEFT's setting with an adapter's path in the model. It differs between layers, but is not read when the adapter runs.
 _PATH_IN_PEFT = "target_name"
 # Tables in a config of transformers whose integer keys are not layer indices.
 _NAMES_OF_CLASSES = {"id2label"}
@@ -34,49 +35,34 @@ _Position = tuple[str, ...]
 _Facts = dict[_Position, Any]
 
 
+@dataclass(eq=False)
 class Kind:
-    """Layers of equal structure.
+    """A group of layers of equal structure.
 
     Attributes:
         index_positions: Where the layers keep their own index.
-        evidence: The description of the first and the last of them.
+        evidence: A description of the first and the last layer, which shows whether the model has changed.
+        obstacle: Why these layers cannot be replayed, found while they ran; empty if nothing was found.
     """
 
-    def __init__(
-        self, paths: Iterable[str], modules: list[nn.Module], index_positions: set[_Position], evidence: Any
-    ) -> None:
-        self.paths = tuple(paths)
-        self.modules = modules
-        self.index_positions = index_positions
-        self.evidence = evidence
-        self.obstacle = ""
-        """Why one cannot be replayed for another, found while they ran."""
+    paths: tuple[str, ...]
+    modules: list[nn.Module]
+    index_positions: set[_Position]
+    evidence: Any
+    obstacle: str = ""
 
 
 def equal_layers(replica: nn.Module) -> list[Kind]:
-    """The kinds that a container has enough layers of. Containers inside such a container are not searched."""
+    """Return all groups of equal layers. Containers inside a container of repeated layers are not searched."""
     return [kind for path, container in _containers(replica, "", set()) for kind in _kinds(path, container)]
 
 
-@dataclass(frozen=True)
-class KnownKind:
-    """A kind without its modules, to find it again in another stand-in of the same model."""
-
-    paths: tuple[str, ...]
-    index_positions: set[_Position]
-    evidence: Any
-
-    @classmethod
-    def of(cls, kind: Kind) -> "KnownKind":
-        return cls(kind.paths, kind.index_positions, kind.evidence)
-
-
-def found_again(replica: nn.Module, known: Iterable[KnownKind]) -> list[Kind] | None:
-    """The same kinds in another stand-in of an unchanged model; None if the model has changed after all."""
+def found_again(replica: nn.Module, known: Iterable[Kind]) -> list[Kind] | None:
+    """Return the same groups of layers in another copy of the model; None if the model has changed."""
     kinds = []
     for each in known:
         modules = [replica.get_submodule(path) for path in each.paths]
-        if _evidence(modules, _EntriesPerLayer(len(modules))) != each.evidence:
+        if _evidence(modules) != each.evidence:
             return None
         kinds.append(Kind(each.paths, modules, each.index_positions, each.evidence))
     for kind in kinds:
@@ -84,7 +70,8 @@ def found_again(replica: nn.Module, known: Iterable[KnownKind]) -> list[Kind] | 
     return kinds
 
 
-def _evidence(modules: list[nn.Module], entries: "_EntriesPerLayer") -> Any:
+def _evidence(modules: list[nn.Module]) -> Any:
+    entries = _EntriesPerLayer(len(modules))
     return [(_Description(module).facts, entries.all_near(module)) for module in (modules[0], modules[-1])]
 
 
@@ -101,7 +88,7 @@ def _containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[
 
 
 def _may_repeat(children: list[nn.Module]) -> bool:
-    """Whether there are enough children of one class that have children themselves, and none occurs twice."""
+    """Return whether enough children of one class have children themselves, and no child occurs twice."""
     # Replaying a module without children, which is a single op, would save nothing.
     classes = Counter(type(child) for child in children if own_modules(child))
     return len(set(map(id, children))) == len(children) and max(classes.values(), default=0) >= FEWEST_EQUAL
@@ -123,17 +110,16 @@ def _kinds(path: str, container: nn.Module) -> list[Kind]:
     kinds = []
     for (rest, _), numbers in members.items():
         if len(numbers) >= FEWEST_EQUAL and not any(value == "hook" for _, value in rest):
-            paths = [f"{path}.{names[number]}".lstrip(".") for number in numbers]
+            paths = tuple(f"{path}.{names[number]}".lstrip(".") for number in numbers)
             members_found = [modules[number] for number in numbers]
-            evidence = _evidence(members_found, _EntriesPerLayer(len(members_found)))
-            kinds.append(Kind(paths, members_found, index_positions, evidence))
+            kinds.append(Kind(paths, members_found, index_positions, _evidence(members_found)))
     for kind in kinds:
         _watch_indices(kind)
     return kinds
 
 
 class _Description:
-    """Everything that decides what a layer does, by its position in the layer."""
+    """Everything that decides what a layer computes (classes, tensors, settings, hooks), by position in the layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.facts: _Facts = {}
@@ -157,7 +143,7 @@ class _Description:
             self.facts[path, "hooks"] = "hook"
 
     def _value(self, value: Any) -> Any:
-        """Equal for equal settings; an object that cannot be compared is only equal to itself."""
+        """Return a value that is equal for equal settings; an object that cannot be compared only equals itself."""
         if type(value) in _PLAIN_TYPES or isinstance(value, Enum | type):
             return type(value), value
         if isinstance(value, torch.Tensor):
@@ -195,21 +181,21 @@ def _tensor_facts(tensor: torch.Tensor) -> Any:
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether calling one of these modules runs a hook besides its own code."""
+    """Return whether a call of one of these modules runs a hook."""
     tables = (module.__dict__.get(name) for module in modules for name in HOOK_TABLES[:4])
     return any(not _is_idle(hook) for table in tables if table for hook in table.values())
 
 
 def _is_idle(hook: Any) -> bool:
-    """Whether it is transformers' hook for hidden states, which does nothing unless they are requested.
+    """Return whether a hook is that of transformers for hidden states, which only acts if they are requested.
 
-    `layer_calls.call_key` checks whether they are.
+    `layer_calls.call_key` checks whether hidden states are requested.
     """
     return getattr(hook, "__module__", "") == OUTPUT_CAPTURING
 
 
 def _index_positions(facts: list[_Facts]) -> set[_Position]:
-    """Positions where every layer has an integer that is its place in the container plus a constant."""
+    """Return the positions where every layer has an integer that is its place in the container plus a constant."""
     numbers: dict[_Position, list[int | None]] = {}
     for place, own in enumerate(facts):
         for position, value in own.items():
@@ -219,24 +205,27 @@ def _index_positions(facts: list[_Facts]) -> set[_Position]:
     return {
         position
         for position, offsets in numbers.items()
-        # Two equal offsets may be a coincidence.
+        # With two layers, equal offsets may be a coincidence.
         if len(offsets) >= 3 and offsets[0] is not None and len(set(offsets)) == 1
     }
 
 
 class _EntriesPerLayer:
-    """Lists with an entry per layer (`config.layer_types`), because indexing a list does not go through our index."""
+    """Finds lists with one entry per layer, such as `config.layer_types`, near a layer.
+
+    Their entries are compared, because `WatchedIndex` does not notice when it is used as the index of a list.
+    """
 
     def __init__(self, layer_count: int) -> None:
         self._layer_count = layer_count
         self._known: dict[int, list[Any]] = {}
 
     def of(self, layer: nn.Module, indices: set[int]) -> tuple[str, ...]:
-        """The entries for a layer with these indices."""
+        """Return the entries for a layer with these indices."""
         return tuple(repr([_entry(entries, index) for index in sorted(indices)]) for entries in self._near(layer))
 
     def all_near(self, layer: nn.Module) -> str:
-        """The entries for all layers."""
+        """Return the entries for all layers."""
         return repr(list(self._near(layer)))
 
     def _near(self, layer: nn.Module) -> Iterator[Any]:
@@ -271,28 +260,23 @@ def _entry(entries: Any, index: int) -> Any:
 
 def _watch_indices(kind: Kind) -> None:
     def used() -> None:
-        kind.obstacle = "its code calculates with the layer's index"
+        kind.obstacle = "the layer's code calculates with the layer's index"
 
     for layer in kind.modules:
         for path, _, name in kind.index_positions:
             try:
                 settings = layer.get_submodule(path).__dict__
-            except AttributeError:  # only layers of another kind have a module there
+            except AttributeError:  # this layer has no module there
                 continue
             if name in settings:
-                settings[name] = _watched(settings[name], used)
+                settings[name] = index = WatchedIndex(settings[name])
+                index.used = used
 
 
 class WatchedIndex(int):
     """A layer's index that calls `used` when code calculates or decides with it."""
 
     used: Callable[[], None]
-
-
-def _watched(value: int, used: Callable[[], None]) -> WatchedIndex:
-    index = WatchedIndex(value)
-    index.used = used
-    return index
 
 
 def _noticed(name: str) -> Callable[..., Any]:
@@ -313,5 +297,5 @@ _NOTICED = (
 # Python looks operators up on the class, so each one needs a method there.
 for _name in _NOTICED.split():
     setattr(WatchedIndex, f"__{_name}__", _noticed(f"__{_name}__"))
-# An index may be the key of a dict, which is a lookup and no calculation.
+# Using an index as the key of a dict is a lookup and not a calculation.
 WatchedIndex.__hash__ = int.__hash__  # type: ignore[method-assign]

@@ -1,14 +1,17 @@
 """Counts layers of equal structure without running each of them.
 
-The first two layers of a kind, one in the middle and the last run normally. Each other layer is replayed: it returns
-fake outputs like those of its kind through one autograd node, and the events counted in a layer that ran are counted
-for it too, under its own path. At the end the layers that ran must agree to the FLOP. Anything a layer does besides
-mapping inputs to outputs (write to a buffer or an attribute, draw random numbers, pass tensors on by another way,
-calculate with its own index) shows in the layers that run; then the model is traced again with every layer run.
+Of a group of equal layers (a `Kind`), the first two, one in the middle and the last run normally. The others are
+replayed: they return fake outputs of the right shapes, through one autograd node, and the FLOPs of a layer that ran are
+counted for them too, under their own path. At the end, the layers that ran must agree to the last FLOP. They are also
+checked for anything but computing outputs from inputs: writing to a buffer or an attribute, drawing random numbers,
+passing tensors on by another way, calculating with the layer's index. If a check fails, the model is traced again with
+every layer run.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +19,8 @@ from torch import nn
 
 from flopwatch.errors import MeasurementError
 from flopwatch.flops.tracing.fakes import Faker
-from flopwatch.flops.tracing.layer_calls import Answer, Key, call_key, in_backward, side_effects_watched
-from flopwatch.flops.tracing.repeated import Kind, KnownKind, equal_layers, found_again, has_hooks
+from flopwatch.flops.tracing.layer_calls import Key, LayerOutput, call_key, in_backward, side_effects_watched
+from flopwatch.flops.tracing.repeated import Kind, equal_layers, found_again, has_hooks
 from flopwatch.flops.tracing.tally import Event, EventLog, Tally
 from flopwatch.torch_internals import (
     COMPILED_CALL,
@@ -35,24 +38,24 @@ _MADE_IN = "_flopwatch_made_in"
 
 
 class ReplayRefusedError(MeasurementError):
-    """Layers that should have been equal were not, so the model has to be traced in full."""
+    """Layers of equal structure did not behave equally, so the model has to be traced with every layer run."""
 
 
 class ReplayMemory:
-    """What earlier traces of one model have proven, so that later traces at other shapes run fewer layers."""
+    """Remembers which layers earlier traces of a model have proven equal, so that later traces run fewer layers."""
 
     def __init__(self) -> None:
         self.proven: set[tuple[str, ...]] = set()
-        """The layer paths of each kind whose layers were proven to be equal."""
+        """For each kind that was proven equal, the paths of its layers."""
         self.is_refused = False
         self.proven_unchanged: set[tuple[str, ...]] = set()
-        """The kinds that were proven since `unchanged` was entered."""
+        """The part of `proven` that was added since `unchanged` was entered."""
         self._is_unchanged = False
-        self._known: list[KnownKind] | None = None
+        self._known: list[Kind] | None = None
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """The caller promises not to change the model inside the block, so equal layers are searched for once."""
+        """Search for equal layers only once in the block. The caller must not change the model in it."""
         self._is_unchanged = True
         try:
             yield
@@ -64,7 +67,7 @@ class ReplayMemory:
         kinds = None if self._known is None else found_again(replica, self._known)
         if kinds is None:
             kinds = equal_layers(replica)
-            self._known = [KnownKind.of(kind) for kind in kinds] if self._is_unchanged else None
+            self._known = [replace(kind, modules=[]) for kind in kinds] if self._is_unchanged else None
         return kinds
 
     def prove(self, kinds: set[tuple[str, ...]]) -> None:
@@ -80,30 +83,30 @@ class _Layer:
         self.must_run = must_run
         self.call: Any = module.__dict__[COMPILED_CALL]
         self.last: _Call | None = None
-        """Its latest call in the forward pass, to which recomputation belongs."""
+        """The layer's latest call in the forward pass; recomputation is counted with it."""
         self.modules = list(module.modules())
 
 
 class _Call:
-    """One call of one layer, run or replayed, with its events."""
+    """One call of one layer, run or replayed, with the events of both passes."""
 
     def __init__(self, layer: _Layer, key: Key | None, leaves: list[Any]) -> None:
         self.layer = layer
         self.key = key
         # The key contains ids, which are only unique while their objects live.
         self.kept_alive = [leaf for leaf in leaves if not isinstance(leaf, FakeTensor)]
-        self.answer: Answer | None = None
+        self.output: LayerOutput | None = None
         self.forward: list[Event] = []
         self.backward: list[Event] = []
         self.outputs_with_gradient: set[int] = set()
 
     def events(self, part: list[Event]) -> list[Event]:
-        """The events without the layer's path, so that calls of different layers can be compared."""
+        """Return the events without the layer's path, so that calls of different layers can be compared."""
         return [event.moved(self.layer.path, "<layer>") for event in part]
 
 
 class Replay:
-    """One trace in which equal layers are replayed; `log` replaces the tally.
+    """One trace in which equal layers are replayed; its `log` takes the place of the tally.
 
     Args:
         faker: Makes the outputs of replayed layers.
@@ -118,9 +121,7 @@ class Replay:
         self._memory = memory
         self._ran: dict[tuple[int, Key], list[_Call]] = {}
         self._running: _Call | None = None
-        self._first_nodes: list[int] = []
-        self._calls_by_node: list[_Call] = []
-        self._last_nodes: list[int] = []
+        self._calls_by_nodes: list[tuple[range, _Call]] = []
         self._kinds: list[Kind] = []
 
     def attach(self, replica: nn.Module) -> None:
@@ -130,12 +131,13 @@ class Replay:
             must_run = self._samples(kind)
             for number, (path, module) in enumerate(zip(kind.paths, kind.modules, strict=True)):
                 layer = _Layer(kind, path, module, must_run=number in must_run)
-                module.__dict__[COMPILED_CALL] = _bound(self._called, layer)
+                module.__dict__[COMPILED_CALL] = partial(self._called, layer)
         self.is_attached = True
 
     def _samples(self, kind: Kind) -> set[int]:
         count = len(kind.paths)
-        # The ends always run: the first layer may have inputs without gradients, the last one other outputs in use.
+        # The first layer always runs, because its inputs may need no gradient. The last one always runs, because the
+        # model may use other outputs of it.
         return {0, count - 1} if kind.paths in self._memory.proven else {0, 1, count // 2, count - 1}
 
     def _called(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
@@ -146,20 +148,20 @@ class Replay:
         leaves, structure = tree_flatten((args, kwargs))
         key = call_key(leaves, structure)
         call = layer.last = _Call(layer, key, leaves)
-        answer = self._known_answer(call)
-        if answer is not None:
-            return self._replay(call, answer, leaves)
+        output = self._known_output(call)
+        if output is not None:
+            return self._replay(call, output, leaves)
         return self._run(call, args, kwargs, leaves, structure)
 
-    def _known_answer(self, call: _Call) -> Answer | None:
+    def _known_output(self, call: _Call) -> LayerOutput | None:
         layer = call.layer
-        # Hooks may have been added since the kind was found.
+        # Hooks may have been added since the layers were compared.
         if layer.must_run or layer.kind.obstacle or call.key is None or has_hooks(layer.modules):
             return None
         ran = self._ran.get((id(layer.kind), call.key), [])
         if not ran or any(not _agree(ran[0], other) for other in ran):
             return None
-        return ran[0].answer
+        return ran[0].output
 
     def _run(
         self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], structure: TreeSpec
@@ -168,9 +170,9 @@ class Replay:
         first_node = next_sequence_nr()
         with side_effects_watched(call.layer.modules, (args, kwargs), leaves, structure, obstacles):
             output = self._within(call, args, kwargs)
-        call.answer = Answer.of(output, leaves, first_node)
-        if call.answer is None:
-            obstacles.append("its output cannot be made again")
+        call.output = LayerOutput.of(output, leaves, first_node)
+        if call.output is None:
+            obstacles.append("the layer's output cannot be made without running the layer")
         else:
             self._hand_out(call, output)
         if obstacles:
@@ -180,7 +182,7 @@ class Replay:
         return output
 
     def _run_again(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer for recomputation, which is never replayed and counts to the layer's forward call."""
+        """Run a layer for recomputation. It is never replayed, and its events are added to the layer's forward call."""
         return layer.call(*args, **kwargs) if layer.last is None else self._within(layer.last, args, kwargs)
 
     def _within(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,47 +192,43 @@ class Replay:
             return call.layer.call(*args, **kwargs)
         finally:
             self._running = None
-            self._first_nodes.append(first_node)
-            self._last_nodes.append(next_sequence_nr())
-            self._calls_by_node.append(call)
+            self._calls_by_nodes.append((range(first_node, next_sequence_nr()), call))
 
     def _hand_out(self, call: _Call, output: Any) -> None:
-        """Release the outputs to the model, and record which of them receive a gradient."""
+        """Allow that the outputs are used outside of the layer, and record which of them receive a gradient."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, torch.Tensor):
-                # An output may be used outside of the layer.
                 leaf.__dict__.pop(_MADE_IN, None)
-                if call.answer is not None and call.answer.is_differentiable(number):
-                    leaf.register_hook(_gradient_noted(call, number))
+                if call.output is not None and number in call.output.reach:
+                    leaf.register_hook(partial(_note_gradient, call, number))
 
-    def _replay(self, call: _Call, answer: Answer, leaves: list[Any]) -> Any:
-        call.answer = answer
+    def _replay(self, call: _Call, output: LayerOutput, leaves: list[Any]) -> Any:
+        call.output = output
         self.replayed.append(call)
         self.log.add_later(lambda: self._events_for(call, "forward"))
-        return tree_unflatten(self._outputs(call, answer, leaves), answer.structure)
+        return tree_unflatten(self._outputs(call, output, leaves), output.structure)
 
-    def _outputs(self, call: _Call, answer: Answer, leaves: list[Any]) -> list[Any]:
-        made: dict[int, torch.Tensor] = {n: self._faker.like(*facts) for n, facts in answer.tensors.items()}
-        differentiable = [number for number in made if answer.is_differentiable(number)]
+    def _outputs(self, call: _Call, output: LayerOutput, leaves: list[Any]) -> list[Any]:
+        made: dict[int, torch.Tensor] = {n: self._faker.like(*facts) for n, facts in output.tensors.items()}
+        differentiable = [number for number in made if number in output.reach]
         if differentiable:
             # Without an input that requires a gradient, autograd would not make a node.
             anchor = self._faker.like((1,), (1,), torch.float32).requires_grad_()
-            inputs = [leaves[place] for place in answer.reached]
+            inputs = [leaves[place] for place in output.reached]
             wanted = tuple(made[number] for number in differentiable)
             results = _Replayed.apply(self, call, differentiable, wanted, anchor, *inputs)  # type: ignore[no-untyped-call]
             made.update(zip(differentiable, results, strict=True))
-        return answer.filled(made, leaves)
+        return output.filled(made, leaves)
 
     def gradient_came(self, call: _Call, outputs: set[int]) -> set[int]:
-        """Record that the backward pass reached a replayed call; returns the inputs that these gradients reach."""
-        # A replayed node has no derivative of its own, so double backward needs the real layers.
+        """Record that the backward pass reached a replayed call, and return the inputs that the gradients reach."""
+        # The autograd node of a replayed layer cannot be differentiated again, so double backward needs real layers.
         if call.outputs_with_gradient or not outputs or torch.is_grad_enabled():
             raise ReplayRefusedError("a replayed layer was differentiated twice")
         call.outputs_with_gradient = outputs
         self.log.add_later(lambda: self._events_for(call, "backward"))
-        answer = call.answer
-        assert answer is not None
-        return set().union(*(answer.reach[number] for number in outputs))
+        assert call.output is not None
+        return set().union(*(call.output.reach[number] for number in outputs))
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._faker.like(tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -245,18 +243,15 @@ class Replay:
             call.backward.append(event)
 
     def _call_of_node(self) -> _Call | None:
-        """The call whose forward pass made the running autograd node."""
+        """Return the call whose forward pass made the running autograd node; None if no layer's call did."""
         node = current_autograd_node()
         if node is None:
             return None
         number = sequence_nr(node)
-        for first, last, call in zip(self._first_nodes, self._last_nodes, self._calls_by_node, strict=True):
-            if first <= number < last:
-                return call
-        return None
+        return next((call for nodes, call in self._calls_by_nodes if number in nodes), None)
 
     def watch(self, execute: Execute) -> Execute:
-        """Wrap `execute` to notice tensors that leave a layer other than as its output."""
+        """Return `execute` with a check for tensors that leave a layer without being its output."""
 
         def watched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             is_forward = self._kinds and not in_backward()
@@ -274,7 +269,7 @@ class Replay:
             if isinstance(value, torch.Tensor):
                 call = value.__dict__.get(_MADE_IN)
                 if call is not None and call is not self._running:
-                    call.layer.kind.obstacle = "a tensor made inside it is used outside"
+                    call.layer.kind.obstacle = "a tensor that the layer makes, but does not return, is used outside"
             elif isinstance(value, list | tuple):
                 self._look_at_inputs(value)
 
@@ -291,23 +286,23 @@ class Replay:
         return [event.moved(source.layer.path, call.layer.path) for event in events]
 
     def _source(self, call: _Call) -> _Call:
-        """A call that ran with the same inputs, and whose same outputs received a gradient."""
+        """Return a call that ran with equal inputs, and in which the same outputs received a gradient."""
         assert call.key is not None
         ran = self._ran[id(call.layer.kind), call.key]
         return next(other for other in ran if other.outputs_with_gradient == call.outputs_with_gradient)
 
     def tally(self) -> Tally:
-        """All that was counted. Raises ReplayRefusedError where the layers that ran do not agree."""
+        """Return the tally of the whole step. Raises ReplayRefusedError if layers that ran do not agree."""
         for call in self.replayed:
             self._prove(call)
         self._memory.prove({call.layer.kind.paths for call in self.replayed})
         return self.log.tally()
 
     def failed_like_the_model(self, error: Exception, *, in_backward: bool) -> bool:
-        """Whether a full trace would have raised this error too.
+        """Return whether a trace in which every layer runs would surely have raised this error too.
 
-        It would if every layer ran. In the forward pass it also would if an earlier trace of the unchanged model has
-        proven the replayed layers equal, and those that ran this time agree.
+        This is sure if no layer was replayed. For an error in the forward pass it is also sure if an earlier trace of
+        the unchanged model has proven the replayed layers equal, and the layers that ran this time agree.
         """
         if not self.is_attached or not self.replayed:
             return self.is_attached
@@ -337,20 +332,13 @@ class Replay:
 
 
 def _agree(one: _Call, other: _Call) -> bool:
-    """Whether two calls returned the same kind of outputs at the same forward cost."""
-    return one.answer == other.answer and one.events(one.forward) == other.events(other.forward)
+    """Return whether two calls have equal outputs and equal FLOPs in the forward pass."""
+    return one.output == other.output and one.events(one.forward) == other.events(other.forward)
 
 
-def _bound(called: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
-    return lambda *args, **kwargs: called(layer, *args, **kwargs)
-
-
-def _gradient_noted(call: _Call, number: int) -> Callable[[torch.Tensor], None]:
-    def note(gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            call.outputs_with_gradient.add(number)
-
-    return note
+def _note_gradient(call: _Call, number: int, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        call.outputs_with_gradient.add(number)
 
 
 class _Replayed(torch.autograd.Function):
@@ -368,7 +356,7 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         outputs = {n for n, gradient in zip(ctx.numbers, gradients, strict=True) if gradient is not None}
         reached = ctx.replay.gradient_came(ctx.call, outputs)
-        places = ctx.call.answer.reached
+        places = ctx.call.output.reached
         given = [
             ctx.replay.like(tensor) if place in reached else None
             for place, tensor in zip(places, ctx.inputs, strict=True)

@@ -1,9 +1,9 @@
-"""A stand-in for a live model: the same modules and code, other tensors, copies of its hooks.
+"""Makes a stand-in for a live model: a copy with the same modules and code, other tensors, and copies of the hooks.
 
-The live model is never touched. Each module is copied shallowly, with its parameters and buffers replaced by what the
-caller maps them to (fake tensors, or aliases of the real ones), so a forward pass writes into the copies only. Wrappers
-that change how a model runs but not what it computes (`torch.compile`, DDP, FSDP2, tensor parallelism) are removed.
-`undisturbed` protects the state outside the model: random generators, autocast cache, dispatch modes, compiled code.
+The live model does not change. Each module is copied shallowly, and its parameters and buffers are replaced by fake
+tensors or by aliases of the real ones, so a forward pass only writes to the stand-in. Wrappers that change how a model
+runs but not what it computes (`torch.compile`, DDP, FSDP2, tensor parallelism) are removed. `undisturbed` restores the
+state outside the model: random generators, autocast cache, dispatch modes, compiled code.
 """
 
 import copy
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from flopwatch.errors import InputError, UntraceableError
 from flopwatch.flops.tracing.hooks import HookCopies, left_hooks_note
-from flopwatch.model_library_internals import SHARDED_FORWARDS
+from flopwatch.library_internals import SHARDED_FORWARDS
 from flopwatch.torch_internals import (
     BUFFERS,
     COMPILED_CALL,
@@ -61,7 +61,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 class _Now(threading.local):
-    """The modules that run in this thread, and the run of autograd's engine that called each of them."""
+    """The paths of the modules that run in this thread, and the id of the autograd run that called each of them."""
 
     def __init__(self) -> None:
         self.paths = [""]
@@ -69,7 +69,7 @@ class _Now(threading.local):
 
 
 class ModuleStack:
-    """Knows the path of the running module (`""` is the model itself), and how the stand-in differs from the model."""
+    """Keeps the path of the running module (`""` is the model itself), and how the stand-in differs from the model."""
 
     def __init__(self) -> None:
         self._now = _Now()
@@ -78,11 +78,11 @@ class ModuleStack:
         self.failed_in: str | None = None
 
     def notes(self) -> Iterator[str | None]:
-        """How the stand-in differs from the model, for the reader of a count."""
+        """Yield notes for the user on how the stand-in differs from the model."""
         yield left_hooks_note(self.left_hooks)
         if self.wrapped_weights:
             kinds = ", ".join(self.wrapped_weights)
-            yield f"weights of type {kinds} count as plain ones: in which type their products run is not known"
+            yield f"weights of type {kinds} count as plain tensors, so the compute type of their products is not known"
 
     @property
     def current(self) -> str:
@@ -94,7 +94,7 @@ class ModuleStack:
 
     @property
     def entered_in(self) -> int:
-        """The run of autograd's engine that called the running module; -1 for a call outside of any."""
+        """The id of the autograd run that called the running module; -1 if autograd did not call it."""
         return self._now.tasks[-1]
 
     @contextmanager
@@ -112,7 +112,7 @@ class ModuleStack:
 
 
 def replicate(model: nn.Module, map_tensor: TensorMap, stack: ModuleStack) -> nn.Module:
-    """Copy the module tree; a tensor that occurs twice (tied weights) is mapped once."""
+    """Return a copy of the module tree; a tensor that occurs twice (tied weights) is mapped once."""
     replicator = _Replicator(map_tensor, stack)
     twin = replicator.module(model, "")
     replicator.copy_hooks()
@@ -148,21 +148,21 @@ class _Replicator:
             name: None if child is None else self.module(child, f"{path}.{name}".lstrip("."))
             for name, child in own_modules(original).items()
         }
-        # After the children, so that a module that is also a plain attribute gets its path in the tree.
+        # Attributes come after the children, so that a child that is also a plain attribute gets its path in the tree.
         attributes = [(name, value) for name, value in original.__dict__.items() if not _is_left_out(name, value)]
         twin.__dict__.update({name: self.value(value) for name, value in attributes})
         self._copied_modules.append((original, twin))
-        # nn.Module.__call__ prefers this attribute, so the running module is known without a hook.
+        # nn.Module.__call__ calls this attribute if it is set, so the running module is known without a hook.
         twin.__dict__[COMPILED_CALL] = functools.partial(_call_inside, twin, self._stack, path)
         return twin
 
     def copy_hooks(self) -> None:
-        """Copy hooks after the whole tree, because a hook may reach any module of it, or one outside of it."""
-        for original, twin in self._copied_modules:  # grows while it is walked
+        """Copy all hooks. This comes after the modules, because a hook may reach any module, even outside the tree."""
+        for original, twin in self._copied_modules:  # the list grows during the loop
             twin.__dict__.update(self._hooks.tables(original))
 
     def value(self, value: Any) -> Any:
-        """Map tensors, modules and what holds them; share everything else with the live model."""
+        """Return the stand-in's version of a tensor, a module or their container; other objects are shared."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, torch.Tensor):
@@ -187,7 +187,7 @@ class _Replicator:
         return own_generator(value)
 
     def _function(self, function: FunctionType) -> FunctionType:
-        """Rebind a closure over the live model (TRL's fused head wraps a method) to the stand-in."""
+        """Return a function whose closure refers to the stand-in, not the live model (TRL's fused head needs this)."""
         cells = function.__closure__ or ()
         try:
             contents = [cell.cell_contents for cell in cells]
@@ -210,7 +210,7 @@ class _Replicator:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
-            raise InputError("the model has lazy parameters without a shape yet; run one batch through it first")
+            raise InputError("the model has lazy parameters without a shape; run one batch through the model first")
         # A DTensor only shards a plain tensor. Other wrapper tensors (torchao's) decide how they are multiplied.
         if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
             self._stack.wrapped_weights[type(tensor).__name__] = None
@@ -229,7 +229,7 @@ class _Replicator:
 
 
 def own_generator(value: Any) -> Any:
-    """A copy of a random generator, so that draws do not advance the original; other values are returned unchanged."""
+    """Return a copy of a random generator, so that draws do not advance the original; other values unchanged."""
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
@@ -247,7 +247,7 @@ def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, *
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """The user's class: `fully_shard` replaces it by a subclass, and SyncBatchNorm would need the other ranks."""
+    """Return the class that the module had before `fully_shard`; a local batch norm for SyncBatchNorm."""
     cls = type(module)
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -264,7 +264,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Switch off hooks that are registered for all modules: they would fire for the copies too."""
+    """Switch off hooks that are registered for all modules, because they would also run for the stand-in."""
     tables = global_hook_tables()
     saved = [OrderedDict(table) for table in tables]
     try:
@@ -278,7 +278,7 @@ def without_global_hooks() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Restore all state that a training could notice when the block ends.
+    """When the block ends, restore all state that a training could notice.
 
     Args:
         devices: The accelerators that the block uses. The random state of other accelerators is not saved, because
@@ -292,10 +292,10 @@ def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(_no_autocast_cache())
         stack.enter_context(without_global_hooks())
-        # The user's own dispatch modes (another counter, say) would see our ops.
+        # The user's own dispatch modes, such as another counter, would see our ops.
         stack.enter_context(disable_current_modes())
-        # A compiled function that first runs under a dispatch mode is never compiled again (pytorch issue 140909).
-        # Forced to run eagerly, it keeps its state.
+        # A compiled function that first runs under a dispatch mode is never compiled again (pytorch issue 140909), so
+        # compiled functions run eagerly here, which does not change their state.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 

@@ -1,6 +1,6 @@
-"""Adds up what the ops of one step cost, by phase, op, module and compute type, and lists ops without a formula.
+"""Adds up the FLOPs of a step's ops by phase, op, module and compute type, and lists ops without a formula.
 
-`EventLog` records the same calls in order instead, so that replay can repeat the events of one layer for another.
+`EventLog` records the calls in order instead, so that `replay.py` can count the ops of one layer again for another.
 """
 
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ import torch
 from flopwatch.flops.formulas import OpFlops
 from flopwatch.records.flops import AttentionConvention, FlopCount, Method, PhaseFlops, UncountedOp
 
-UNMASKED_PRODUCTS = "attention written as plain matrix products, if any, counts in full: its mask is not visible"
+UNMASKED_PRODUCTS = "attention in the form of plain matrix products counts masked pairs too, as its mask is not visible"
 
 UNKNOWN_TYPE = "unknown"
 
@@ -21,21 +21,21 @@ Phase = Literal["forward", "backward", "recompute"]
 
 
 class Tally:
-    """A running sum; `as_count` turns it into the result."""
+    """Sums of FLOPs; `as_count` returns them as a `FlopCount`."""
 
     def __init__(self) -> None:
-        # By (op, module, compute type), then by phase.
+        # The outer keys are (op, module, compute type), the inner keys are phases.
         self._flops: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._counted_calls = 0
         self._uncounted: Counter[tuple[str, str, tuple[tuple[int, ...], ...]]] = Counter()
         self._notes: dict[str, None] = {}
 
     def add(self, op: str, module: str, phase: Phase, flops: OpFlops, dtype: str | None = None) -> None:
-        """Add one call; `dtype` is the type its products ran in, unless the formula gives another."""
+        """Add the FLOPs of one call. `dtype` is the compute type, unless the formula gives another."""
         self._counted_calls += 1
         cell = self._flops[op, module, flops.dtype or dtype or UNKNOWN_TYPE]
         cell[phase] += flops.needed
-        # Work that the mathematics does not need is in the hardware FLOPs only, like recomputation.
+        # Extra FLOPs count like recomputation: the hardware executes them, but the model does not need them.
         cell["recompute"] += flops.extra
         self.note(flops.note)
 
@@ -54,7 +54,7 @@ class Tally:
             is_fused = any("attention" in op or "attn" in op for op in by_op)
             if not is_fused or any("bmm" in op for op in by_op):
                 self.note(UNMASKED_PRODUCTS)
-            # Without fused attention nothing was counted by the causal convention, so the count must not claim it.
+            # Without fused attention no masked pair was left out, so the result is not a causal count.
             attention = "causal" if is_fused else "full"
         total = sum(by_op.values(), PhaseFlops())
         uncounted_calls = sum(self._uncounted.values())
@@ -83,7 +83,6 @@ class Tally:
 
 
 def float_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The floating tensors among an op's arguments, including those in lists."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -96,7 +95,7 @@ def float_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What a tally reads of a tensor; keeping the tensor itself would keep its memory."""
+    """The properties of a tensor that a tally reads; they are kept because the tensor would keep its memory."""
 
     shape: torch.Size | tuple[int, ...]
     dtype: torch.dtype
@@ -109,32 +108,29 @@ def _facts(tensor: torch.Tensor) -> TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One call of a method of `Tally`; `module` is the path it is attributed to, or None."""
+    """One recorded call of a method of `Tally`; `module` is the path that the FLOPs belong to, None for a note."""
 
     method: str
     module: str | None
     op: str
     rest: tuple[Any, ...]
-    options: tuple[tuple[str, Any], ...] = ()
 
     def moved(self, old: str, new: str) -> "Event":
-        """The same event in the layer at `new`."""
+        """Return the same event for the layer at the path `new`, if it belongs to the layer at `old`."""
         if self.module is None or not (self.module == old or self.module.startswith(old + ".")):
             return self
-        return Event(self.method, new + self.module[len(old) :], self.op, self.rest, self.options)
+        return Event(self.method, new + self.module[len(old) :], self.op, self.rest)
 
     def add_to(self, tally: Tally) -> None:
-        if self.module is None:
-            getattr(tally, self.method)(self.op, *self.rest)
-        else:
-            getattr(tally, self.method)(self.op, self.module, *self.rest, **dict(self.options))
+        module = () if self.module is None else (self.module,)
+        getattr(tally, self.method)(self.op, *module, *self.rest)
 
 
 LateEvents = Callable[[], Iterable[Event]]
 
 
 class EventLog(Tally):
-    """Records calls of `Tally`'s methods in order.
+    """Records the calls of `Tally`'s methods in order, instead of adding them up.
 
     Args:
         listen: Called with each event as it happens.
@@ -145,12 +141,11 @@ class EventLog(Tally):
         self._listen = listen
         self._entries: list[Event | LateEvents] = []
 
-    def add(self, op: str, module: str, *rest: Any, **options: Any) -> None:
-        self._keep(Event("add", module, op, rest, tuple(options.items())))
+    def add(self, op: str, module: str, phase: Phase, flops: OpFlops, dtype: str | None = None) -> None:
+        self._keep(Event("add", module, op, (phase, flops, dtype)))
 
-    def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor], *rest: Any, **options: Any) -> None:
-        facts = tuple(map(_facts, tensors))
-        self._keep(Event("add_uncounted", module, op, (facts, *rest), tuple(options.items())))
+    def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor]) -> None:
+        self._keep(Event("add_uncounted", module, op, (tuple(map(_facts, tensors)),)))
 
     def note(self, text: str | None) -> None:
         if text:
@@ -161,7 +156,7 @@ class EventLog(Tally):
         self._listen(event)
 
     def add_later(self, events: LateEvents) -> None:
-        """Reserve a place for events that are only known when the step is over."""
+        """Reserve a place for the events that `events()` will return when the step is over."""
         self._entries.append(events)
 
     def tally(self) -> Tally:

@@ -1,1 +1,1 @@
-"""What a step costs: the calls of the model, the laws they follow, and steps that were counted as they ran."""
+"""Computes the FLOPs of each step from its calls of the model, and checks them by counting some steps as they run."""

@@ -1,4 +1,4 @@
-"""What calls of the model cost: counts new kinds of calls, checks the laws, and sees when the model has changed."""
+"""The FLOPs of calls of the model: counts new kinds of calls, checks earlier counts, and detects a changed model."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +11,7 @@ from torch import nn
 from flopwatch.clock import Clock
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.output import Tell
+from flopwatch.monitor.output import Notify
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.monitor.pricing.certificates import Certificates, StepCalls
 from flopwatch.monitor.pricing.law_book import CallPrice, FlopMode, LawBook, LawOffer
@@ -25,25 +25,25 @@ from flopwatch.torch_internals import (
 )
 
 _LARGE_PARAMETERS = 50_000_000
-"""Counting a model with more parameters takes some seconds, so it is announced."""
+"""Counting a model with more parameters takes some seconds, so a notice announces it."""
 _MOST_WAITING = 64
 """Kinds of calls whose arguments are kept while another rank counts."""
 _LOOK_ALLOWANCE_SECONDS, _SHARE_FOR_LOOKS = 1.0, 0.0005
-"""Time for looking whether the model has changed, absolute and as a share of the run: one look at a large model takes
-some milliseconds."""
+"""Time for checking whether the model has changed, in seconds and as a share of the run. One check of a large model
+takes some milliseconds."""
 
-CHANGED = "the model has changed (parameters, what requires a gradient, checkpointing): FLOPs counted anew"
-_ESTIMATED_SO_FAR = "FLOPs were estimated so far and are counted from here on"
+CHANGED = "the model has changed (parameters, what requires a gradient, checkpointing), so its FLOPs are counted again"
+_ESTIMATED_SO_FAR = "FLOPs were estimated so far and are counted from now on"
 CHANGED_IN_WINDOW = "the model has changed during these steps"
 
 
 class ModelChange(NamedTuple):
-    """What a look at the model has found.
+    """The result of checking whether the model has changed.
 
     Attributes:
-        doubt: Why no step of the window is exact; None when nothing has changed.
-        is_counted_anew: Whether everything that was known of its calls is forgotten.
-        needs_example: Whether the next call is to be counted, to see whether changed settings matter.
+        doubt: Why the FLOPs of the window are not exact; None if nothing has changed.
+        is_counted_anew: Whether all earlier counts were dropped.
+        needs_example: Whether the next call must be counted, to see whether changed settings affect the FLOPs.
     """
 
     doubt: str | None = None
@@ -55,16 +55,17 @@ _UNCHANGED = ModelChange()
 
 
 class CallCosts:
-    """Owns the laws of a run and what counted steps have shown of them.
+    """Holds the FLOP laws of a run: formulas that give the FLOPs of a call from the shapes of its arguments.
 
     Attributes:
+        mode: How FLOPs are computed, with the laws.
         model: The model that is trained; None before it is given and after the run.
-        certificates: What counted steps have shown of the laws.
-        has_given_up: True when the logging rank counts nothing: then nothing has FLOPs here.
-        waits_for_laws: True while another rank counts: nothing is counted here then.
+        certificates: How the FLOPs of steps that were counted as they ran compare with the laws.
+        has_given_up: True if the logging rank has no laws, so that no step of this rank has FLOPs.
+        waits_for_laws: True while this rank waits for the laws of the logging rank.
         check_every: Steps between two checks of a law; 0 is never. An attribute, because it is read on every step.
-        version: Raised whenever a step that was looked at may have to be looked at once more.
-        facts_version: Raised whenever the facts of the provenance may have changed.
+        version: Increased whenever the result for an earlier step may no longer hold for an equal step.
+        facts_version: Increased whenever the provenance record may have to be written again.
     """
 
     def __init__(
@@ -75,16 +76,16 @@ class CallCosts:
         *,
         waits_for_laws: bool,
         off_the_clock: Callable[[], AbstractContextManager[None]],
-        tell: Tell,
+        notify: Notify,
     ) -> None:
-        """`off_the_clock` is a context in which time is no step's and calls of the model are not the training's."""
+        """`off_the_clock` makes a context whose time and calls of the model belong to no step."""
         self._config = config
         self._clock = clock
         self._began = clock()
-        self._mode = mode
+        self.mode = mode
         self.check_every = mode.frequency
         self._off_the_clock = off_the_clock
-        self._tell = tell
+        self._notify = notify
         self.model: nn.Module | None = None
         self.certificates = Certificates()
         self.has_given_up = False
@@ -99,21 +100,13 @@ class CallCosts:
         self._waiting: set[CallKind] = set()
 
     @property
-    def book(self) -> LawBook | None:
-        return self._mode.book
-
-    @property
-    def mode_name(self) -> str:
-        return self._mode.name
-
-    @property
     def can_count(self) -> bool:
-        return self.model is not None and self._mode.book is not None and not self.has_given_up
+        return self.model is not None and self.mode.book is not None and not self.has_given_up
 
     @property
     def has_facts(self) -> bool:
-        """Whether a provenance can be written: what is counted anew has one when it has been counted."""
-        book = self._mode.book
+        """Whether a provenance record can be written; False until the model has been counted."""
+        book = self.mode.book
         return book is None or bool(book.laws) or self.has_given_up or self.model is None
 
     @property
@@ -122,34 +115,27 @@ class CallCosts:
 
     @property
     def reads_targets(self) -> bool:
-        """Whether labels have a length of their own in one of the laws."""
-        book = self._mode.book
+        """Whether one of the laws depends on the length of the labels."""
+        book = self.mode.book
         return book is not None and any(
             law.layout is not None and "t" in law.layout.lengths and "labels" in law.layout.paths_along("t")
             for law in book.laws
         )
 
-    def facts(self) -> dict[str, Any]:
-        """For the provenance: method, exact, coverage, law, notes."""
-        return self._mode.facts()
-
     def set_model(self, model: nn.Module) -> None:
-        """Take the model; the laws of an earlier one are dropped."""
+        """Set the model, and drop the laws of an earlier one."""
         if self.model is not None and self.model is not model:
             self._forget()
         self.model = model
         self._structure = None
         self._note_change()
 
-    def release_model(self) -> None:
-        self.model = None
-
     def set_check_every(self, steps: int) -> None:
-        self._mode.frequency = self.check_every = steps
+        self.mode.frequency = self.check_every = steps
         self.version += 1
 
     def see_calls(self) -> None:
-        """Calls of the model are seen: each of them says which weights are trained, so looks need not."""
+        """Note that calls of the model are seen: they show which weights are trained, so `look_at_model` need not."""
         self._sees_calls = True
 
     def keep_waiting(self, kinds: Sequence[CallKind]) -> None:
@@ -161,8 +147,12 @@ class CallCosts:
                 kind.example = None
 
     def learn(self, kind: CallKind, example: Any = None) -> CallPrice | None:
-        """Get to know a kind of call; returns the price of this very call where every one has its own."""
-        book, model = self._mode.book, self.model
+        """Count a kind of call if it is new.
+
+        Returns:
+            The FLOPs of this one call, if each call of its kind must be counted separately; otherwise None.
+        """
+        book, model = self.mode.book, self.model
         assert book is not None
         assert model is not None
         if kind.is_per_batch and example is not None:
@@ -175,13 +165,13 @@ class CallCosts:
             return None
         self.facts_version += 1
         if not book.laws and sum(p.numel() for p in model.parameters()) > _LARGE_PARAMETERS:
-            self._tell(*notices.counting())
+            self._notify(*notices.counting())
         try:
             return self._learn_new(model, book, kind)
-        except Exception as error:  # the model's own code runs in there
-            kind.example = None  # only steps that are counted as they run have FLOPs
+        except Exception as error:  # the model's code, which runs here, may raise anything
+            kind.example = None  # do not try again: only steps that are counted as they run have FLOPs now
             if kind.has_grad:
-                self._tell(*notices.flops_unknown(error))
+                self._notify(*notices.flops_unknown(error))
             if self._config.strict:
                 raise
         return None
@@ -198,51 +188,51 @@ class CallCosts:
         return price if kind.is_per_batch else None
 
     def needs_example_after(self, step: int) -> bool:
-        """Whether the arguments of the next step's call are to be kept, for a check."""
-        return self._mode.is_check_due(step + 1) or bool(self._changed_settings)
+        """Whether the arguments of the next step's call must be kept for a check."""
+        return self.mode.is_check_due(step + 1) or bool(self._changed_settings)
 
     def why_count_anew(self, kind: CallKind, example: Any, step: int) -> str | None:
-        """Make the check that is due with this step, if one is; None when the laws hold."""
+        """Check the laws if that is due with this step; return why the model must be counted again, or None."""
         if self._changed_settings and example is not None:
             return self._check_settings(kind, example)
-        return self._check(kind, example) if self._mode.is_check_due(step) else None
+        return self._check(kind, example) if self.mode.is_check_due(step) else None
 
     def _check(self, kind: CallKind, example: Any) -> str | None:
-        """Count this call and compare with what it is priced at."""
-        if self._mode.later is not None:
+        """Count this call and compare the result with the law."""
+        if self.mode.later is not None:
             return _ESTIMATED_SO_FAR
-        if self._agrees(kind, example, within_allowance=self._mode.within_allowance) is False:
-            return "this batch does not cost what the FLOP law says: FLOPs counted anew"
+        if self._agrees(kind, example, within_allowance=self.mode.within_allowance) is False:
+            return "a count of this batch differs from the FLOP law, so the model's FLOPs are counted again"
         return None
 
     def _check_settings(self, kind: CallKind, example: Any) -> str | None:
-        """Settings have changed: if the next call costs what it cost before, they do not matter."""
+        """Count this call after settings of the model have changed, and compare the result with the law."""
         changed, self._changed_settings = self._changed_settings, set()
         agrees = self._agrees(kind, example, within_allowance=False)
         self._harmless_settings |= changed if agrees else set()
         return CHANGED if agrees is False else None
 
     def _agrees(self, kind: CallKind, example: Any, *, within_allowance: bool) -> bool | None:
-        model, book = self.model, self._mode.book
+        model, book = self.model, self.mode.book
         if example is None or model is None or book is None:
             return None
         with self._off_the_clock():
             return book.check(model, kind, example, within_allowance=within_allowance)
 
     def count_anew(self, kind: CallKind, example: Any, why: str) -> None:
-        """Forget the laws, and begin again with this call."""
+        """Drop the laws, and count this call first."""
         if why == _ESTIMATED_SO_FAR:
-            self._mode.start_counting()
+            self.mode.book, self.mode.later = self.mode.later, None
         self._forget()
-        self._tell("info", "flops_counted_anew", why)
-        if example is not None and self._mode.book is not None:
+        self._notify("info", "flops_counted_anew", why)
+        if example is not None and self.mode.book is not None:
             kind.example = example
             self.learn(kind)
 
     def _forget(self) -> None:
-        """Count everything anew; steps that are not priced yet hold the earlier laws themselves."""
-        if self._mode.book is not None:
-            self._mode.book = self._mode.book.renewed()
+        """Drop all laws. Earlier steps whose FLOPs are not computed yet keep a reference to the old laws."""
+        if self.mode.book is not None:
+            self.mode.book = self.mode.book.renewed()
         self.certificates = Certificates()
         self._note_change()
 
@@ -251,7 +241,7 @@ class CallCosts:
         self.facts_version += 1
 
     def look_at_model(self) -> ModelChange:
-        """Once per window: whether the model has changed since it was counted."""
+        """Check whether the model has changed since it was counted; called once per window."""
         model = self.model
         if model is None or self._structure is None or self.waits_for_laws:
             return _UNCHANGED
@@ -263,7 +253,7 @@ class CallCosts:
         self._look_seconds += self._clock() - began
         if self._structure != structure:
             self._forget()
-            self._tell("info", "flops_counted_anew", CHANGED)
+            self._notify("info", "flops_counted_anew", CHANGED)
             return ModelChange(CHANGED_IN_WINDOW, is_counted_anew=True)
         now = self._settings
         changed = {key for key in settings.keys() | now.keys() if settings.get(key) != now.get(key)}
@@ -280,28 +270,25 @@ class CallCosts:
         self._settings = settings_of(model)
 
     def offer(self) -> LawOffer | None:
-        """For the other ranks."""
-        return None if self.has_given_up or self._mode.book is None else self._mode.book.offer()
+        """The laws for the other ranks; None if there are none."""
+        return None if self.has_given_up or self.mode.book is None else self.mode.book.offer()
 
     def adopt(self, offer: LawOffer | None) -> None:
-        """Use what the logging rank has counted; kinds of calls it has not met are counted here."""
+        """Use the logging rank's laws. Calls that they do not cover are counted on this rank."""
         self.waits_for_laws = False
         self._waiting.clear()
         self.version += 1
-        if offer is not None and self.model is not None and self._mode.book is not None:
+        if offer is not None and self.model is not None and self.mode.book is not None:
             self._look(self.model)
-            self._mode.book.adopt(offer)
+            self.mode.book.adopt(offer)
         elif offer is None:
-            self.has_given_up = self._mode.name != "flops_fn"
+            self.has_given_up = self.mode.name != "flops_fn"
 
     def learn_kept(self, calls: StepCalls) -> None:
-        """Count the kinds of calls that were met while this rank waited for the laws of another."""
-        if self._mode.book is not None and self.model is not None:
+        """Count the kinds of calls that were made while this rank waited for the logging rank's laws."""
+        if self.mode.book is not None and self.model is not None:
             for kind in calls.kinds:
                 self.learn(kind)
-
-
-# Whether a model has changed in a way that may change what it costs.
 
 
 _PLAIN = (bool, int, float, str)
@@ -310,12 +297,12 @@ _STATE = {PARAMETERS, BUFFERS, MODULES, COMPILED_CALL, NON_PERSISTENT_BUFFERS}
 
 
 def fingerprint(model: nn.Module) -> int:
-    """Changes with parameters, what requires a gradient, and settings of any module."""
+    """A hash of the model's parameters, of what requires a gradient, and of the settings of all modules."""
     return hash((structure_of(model, with_trained=True), tuple(settings_of(model).items())))
 
 
 def structure_of(model: nn.Module, *, with_trained: bool) -> int:
-    """Changes with the modules and their parameters: about a microsecond per parameter."""
+    """A hash of the modules and their parameters; takes about a microsecond per parameter."""
     parameters = tuple(
         (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None, len(gradient_hooks(p) or ()))
         for name, p in model.named_parameters()
@@ -324,12 +311,12 @@ def structure_of(model: nn.Module, *, with_trained: bool) -> int:
 
 
 def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Attributes of all modules that may steer them: flags, a depth that a curriculum raises, functions, hooks."""
+    """Attributes of all modules that may change their FLOPs, such as flags, a variable depth, functions and hooks."""
     seen: dict[int, Any] = {}
     found: dict[tuple[str, str], Any] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            continue  # its own flags change from step to step, and steer communication only
+            continue  # its flags change from step to step, and affect only communication
         for name, value in module.__dict__.items():
             if type(value) in _PLAIN:
                 found[path, name] = value
@@ -339,9 +326,9 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _described(value: Any, seen: dict[int, Any], depth: int = 2) -> Any:
-    """A value that can be compared later; None for tensors, modules and whatever says nothing of itself.
+    """Convert a value to one that can be compared later; None for tensors, modules and objects without attributes.
 
-    A configuration is shared by all layers, so each value is described only once.
+    `seen` has the results by id, because all layers share one configuration object.
     """
     if type(value) in _PLAIN:
         return value

@@ -1,7 +1,7 @@
-"""Sees how the model is called: a public hook on the root module notes every call's shapes, and nothing of its values.
+"""Records with which shapes a step calls the model, by a public hook on the root module that reads no values.
 
-What a step costs follows from its calls, not from the batch that a loop hands to the monitor: a loop may call the model
-twice, without gradients, or with a part of the batch.
+FLOPs are computed from these calls and not from the batch that a loop gives to the monitor, because a loop may call the
+model twice, without gradients, or with a part of the batch.
 """
 
 import inspect
@@ -41,10 +41,11 @@ PACKING = (
     "max_length_k",
     "position_ids",
 )
-"""Arguments that separate packed documents; documents are a variable of the law, so these are not part of a key."""
+"""Arguments that separate packed documents. They do not distinguish kinds of calls, because the lengths of documents
+are read from the batch."""
 _tensor_facts = attrgetter("shape", "dtype", "requires_grad", "layout")
 _LISTENED_PARAMETERS = 4
-"""The first, the last and some between: they distinguish heads and adapters that are trained in turns."""
+"""Parameters with a gradient hook: the first, the last and two between, to see which heads or adapters are trained."""
 _MOST_BACKWARDS = 1 << 12
 _MOST_KINDS = 4096
 _MOST_PARAMETERS = 4096
@@ -52,18 +53,18 @@ _MOST_PARAMETERS = 4096
 
 @dataclass(eq=False)
 class CallKind:
-    """All calls of the model that are alike, but for the values of their tensors.
+    """All calls of the model with the same arguments, apart from the values in tensors.
 
-    What is known of a kind is kept under weak references to it, so that the listener's bound holds for all of it.
+    Other classes keep only weak references to kinds, so that memory is freed when `CallListener` drops a kind.
 
     Attributes:
-        description: Everything the model was given.
+        description: Structure and shapes of the arguments.
         has_grad: Whether autograd records the call.
-        is_training: The model's own flag.
-        autocast: The autocast state around the call; None where it was not seen.
-        trainable: Which parameters require a gradient, as a hash.
+        is_training: The model's `training` flag.
+        autocast: The autocast state around the call; None if unknown.
+        trainable: A hash of which parameters require a gradient.
         example: The arguments of the first such call, until it was counted.
-        is_per_batch: True when every call has to be counted for itself; its arguments are kept until the step ends.
+        is_per_batch: True if each call must be counted separately, because its FLOPs depend on values.
     """
 
     description: Description
@@ -76,18 +77,18 @@ class CallKind:
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """The properties that all calls under one law share."""
+        """The properties that are equal for all calls with the same FLOP law."""
         return self.description.structure, self.has_grad, self.is_training, self.autocast, self.trainable
 
 
 class CallListener:
-    """Notes the calls of one module; `take` hands them over at the end of a step.
+    """Records the calls of one module in each step.
 
     Attributes:
         is_listening: False during evaluation and other phases, and while flopwatch itself runs the model.
-        compiled_autocast: The autocast state in which the model was compiled; None while it was not.
+        compiled_autocast: The autocast state in which the model was compiled; None if it was not compiled.
         is_compiled: True once the model ran inside a compiled function, where hooks do not run.
-        unseen: Calls that were not noted, because their arguments cannot be described (a cache object).
+        unseen: Number of calls that were not recorded, because their arguments cannot be described.
     """
 
     def __init__(self, on_other_work: Callable[[], None] = lambda: None) -> None:
@@ -100,9 +101,9 @@ class CallListener:
         self.keeps_next = False
         """True keeps the arguments of the next call, for a check."""
         self.calls: list[tuple[CallKind, Any]] = []
-        """Calls since the step began, with their arguments where `keeps_next` or the kind asks for them."""
+        """Calls since the step began, with their arguments if these are needed, otherwise None."""
         self.backwards = 0
-        """How often gradients reached each of a few parameters since the step began, as digits of one number."""
+        """How often each of a few parameters has received a gradient in the step, as digits of one number."""
         self._kinds: dict[Any, tuple[CallKind, None]] = {}
         self._last_key: Any = None
         self._last_call: tuple[CallKind, None] | None = None
@@ -119,14 +120,14 @@ class CallListener:
         self.forget()
         self.look_at_parameters()
         if compiled_call(model) is not None and type(model).__module__.startswith("torch.nn"):
-            # A container of torch that was compiled in place would be compiled differently with a hook.
+            # A hook on a torch container that was compiled in place would change how it is compiled.
             self.is_compiled = True
             return
         self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
         self._listen_to_gradients()
 
     def _listen_to_gradients(self) -> None:
-        """Hooks on a few parameters show which parts of the model a backward pass reaches, and how often."""
+        """Register hooks on a few parameters, to see which parts of the model a backward pass reaches, how often."""
         self._stop_listening_to_gradients()
         trained = [p for p in self._parameters if p.requires_grad and p.is_leaf and type(p) is nn.Parameter]
         last = len(trained) - 1
@@ -145,7 +146,7 @@ class CallListener:
             self.backwards += of_part
 
     def look_at_parameters(self) -> None:
-        """The list is kept, because collecting it takes longer than all the rest of a call."""
+        """Collect the model's parameters once, because this takes longer than the rest of `note`."""
         model = self._model() if self._model is not None else None
         self._parameters = list(model.parameters())[:_MOST_PARAMETERS] if model is not None else []
 
@@ -157,12 +158,12 @@ class CallListener:
         self.begin_step()
 
     def forget(self) -> None:
-        """Drop the known kinds of calls, because the model has changed."""
+        """Drop all kinds of calls, because the model has changed."""
         self._kinds.clear()
         self._last_key = self._last_call = None
 
     def begin_step(self) -> None:
-        """Drop earlier calls: they belong to no step."""
+        """Drop the calls before the step."""
         self.calls, self.backwards = [], 0
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -203,7 +204,7 @@ class CallListener:
     def _looked_up(
         self, key: list[Any], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[CallKind, None] | None:
-        """The kind of call for this key, created if it is new; None if part of the key cannot be hashed."""
+        """Find or create the kind of call for this key; None if part of the key cannot be hashed."""
         quick = tuple(key)
         try:
             call = self._kinds.get(quick)
@@ -219,8 +220,8 @@ class CallListener:
 
 
 def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments of a call as a batch; positional arguments get their names where others are named."""
-    plain = {name: value for name, value in kwargs.items() if name not in PACKING or _has_axes(value)}
+    """Return the arguments of a call as a batch; if some are named, positional arguments get names as well."""
+    plain = {name: value for name, value in kwargs.items() if name not in PACKING or has_image_axes(value)}
     if not args:
         return plain
     if not plain:
@@ -231,17 +232,17 @@ def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         if parameter.kind is parameter.VAR_KEYWORD and name in bound:
             bound |= bound.pop(name)
         elif parameter.kind is parameter.VAR_POSITIONAL and name in bound:
-            raise InputError("the call has positional arguments without a name beside named ones")
+            raise InputError("the model was called with both *args and named arguments, which cannot be counted")
     return bound
 
 
-def _has_axes(positions: Any) -> bool:
-    """Position ids of several axes belong to images."""
+def has_image_axes(positions: Any) -> bool:
+    """Whether position ids have a dimension for the axes of images; TRL passes plain integers under such names."""
     return isinstance(positions, torch.Tensor) and positions.dim() > 2
 
 
 def _quick(value: Any) -> Any:
-    """A key that is cheap for tensors and plain values; everything else is described."""
+    """A hashable key for a value; fast for tensors and plain values."""
     if isinstance(value, Tensor):
         return _tensor_facts(value) if value.layout is strided else describe(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -250,7 +251,7 @@ def _quick(value: Any) -> Any:
 
 
 class _Hook:
-    """The registered hook. A copy of the model, such as a weight average, gets a hook without a monitor."""
+    """The hook on the model. In a copy of the model, such as a weight average, the copied hook does nothing."""
 
     def __init__(self, listener: CallListener | None) -> None:
         self._listener = listener
@@ -264,7 +265,7 @@ class _Hook:
             try:
                 listener.note(module, args, kwargs)
             except Exception:
-                self._listener = None  # the training goes on; the step is reported as not seen
+                self._listener = None  # stop recording: later steps have no exact FLOPs, but the training goes on
                 listener.unseen += 1
 
     def __deepcopy__(self, memo: Any) -> "_Hook":
@@ -276,7 +277,7 @@ class _Hook:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_compilation(hook: _Hook) -> int:
-    """Run by the compiler while it traces the hook; adds nothing to the compiled function."""
+    """Note that the model is compiled. The compiler calls this while it traces the hook, not in the compiled code."""
     listener = hook._listener
     if listener is not None:
         listener.is_compiled = True
@@ -284,23 +285,16 @@ def _note_compilation(hook: _Hook) -> int:
     return 0
 
 
-# Which modules besides the watched model a step calls: a teacher, a head, a reward model.
-#
-# Steps with the same calls of the model and the same autograd operations may still differ in them: a teacher without
-# gradients joins, a head outside reads more positions. A public hook for all modules is on while a step is open, and is
-# taken off while the watched model runs, so that its own submodules are called as without a monitor.
-
-
 _MOST_NOTED = 4096
-"""Calls of modules that are noted in one step; further ones are ignored."""
+"""Calls of other modules that are recorded in one step; further ones are ignored."""
 
 
 class OutsideWork:
-    """What ran outside the model in one step, as two numbers that change with it; None where it was not seen.
+    """Hashes of the modules that a step calls outside the model; None if unknown.
 
     Attributes:
-        sized: With all sizes.
-        unsized: Without sizes.
+        sized: Includes the shapes of all arguments.
+        unsized: Includes no shapes.
     """
 
     __slots__ = ("sized", "unsized")
@@ -310,19 +304,22 @@ class OutsideWork:
         self.unsized = unsized
 
     def add_products(self, products: int) -> None:
-        """Those in the loss's graph, outside the model; 0 where there are none."""
+        """Add a hash of the matrix products between the model and the loss; 0 if there are none."""
         if products:
             self.sized = hash((self.sized, products))
 
 
 class OutsideCalls:
-    """Notes the calls of other modules in a step, in the thread that has opened it.
+    """Records which other modules a step calls besides the model, such as a teacher, a head or a reward model.
+
+    A public hook for all modules is set during a step, in the thread that has opened it. While the model runs, the hook
+    is removed, so that it does not slow down the model's own submodules.
 
     Attributes:
-        is_listening: False in phases that are not the training's.
-        has_met_compiled_code: True once a compiler has read the hook: it is never put on again then.
-        has_intervals: Whether `intervals` are wanted.
-        intervals: Of autograd's sequence numbers, those that the model's own calls took in the step.
+        is_listening: False in phases such as evaluation.
+        has_met_compiled_code: True once the hook was compiled; it is not set again then.
+        has_intervals: Whether `intervals` are recorded.
+        intervals: Ranges of autograd's sequence numbers that belong to the model's calls in the step.
     """
 
     def __init__(self) -> None:
@@ -349,15 +346,14 @@ class OutsideCalls:
         self._model, self._calls, self._returns = None, _Place({}, 0), _Place({}, 0)
 
     def begin(self) -> None:
-        """A step begins."""
         if self._model is not None and not self.has_met_compiled_code:
             self._thread, self._is_on = threading.get_ident(), True
             table, key = self._calls
             table[key] = self._hook
 
     def end(self) -> OutsideWork:
-        """End the step; returns what was noted in it."""
-        is_whole, self._is_on = self._is_on, False  # off if a call of the model has raised
+        """End the step; return what was recorded in it."""
+        is_whole, self._is_on = self._is_on, False  # False if a call of the model has raised
         for table, key in (self._calls, self._returns):
             table.pop(key, None)
         notes = self._notes
@@ -379,14 +375,14 @@ class OutsideCalls:
         if module is self._model:
             self._step_aside()
         elif self.is_listening and len(self._notes) < _MOST_NOTED and current_graph_task_id() == -1:
-            # In a backward pass, modules only recompute.
+            # Calls inside a backward pass are ignored, because they only recompute.
             weight = own_parameters(module).get("weight")
             shapes = [fact for value in args for fact in _facts(value)]
             kind = module.__class__, torch.is_grad_enabled()
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
 
     def _step_aside(self) -> None:
-        """Take the hook off until the model returns. If it raises instead, the step counts as not seen."""
+        """Remove the hook until the model returns. If the model raises instead, nothing is known of the step."""
         self._is_on = False
         table, key = self._calls
         table.pop(key, None)
@@ -406,7 +402,7 @@ class OutsideCalls:
 
 
 def _facts(value: Any) -> Iterator[Any]:
-    """Shapes and flags of a tensor, or of those in a list (crops of an image). The hook gets no named arguments."""
+    """Yield shape and `requires_grad` of a tensor, or of all tensors in a list."""
     if isinstance(value, torch.Tensor):
         yield value.shape
         yield value.requires_grad
@@ -416,7 +412,7 @@ def _facts(value: Any) -> Iterator[Any]:
 
 
 class _Place(NamedTuple):
-    """The table slot of a hook. Setting and clearing the slot on every step takes a tenth of registering the hook."""
+    """The slot of a hook in torch's table. To set and clear it takes a tenth of the time of registering the hook."""
 
     table: Any
     key: int
@@ -429,7 +425,7 @@ def _place_of(handle: RemovableHandle) -> _Place:
 
 
 class _OutsideHook:
-    """The registered hook; an error in it must not reach the training."""
+    """The hook for all modules; errors in it do not reach the training."""
 
     def __init__(self, calls: OutsideCalls) -> None:
         self._calls = calls
@@ -446,6 +442,6 @@ class _OutsideHook:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_outside_compilation(hook: _OutsideHook) -> int:
-    """Run by the compiler while it traces the hook; adds nothing to the compiled function."""
+    """Note that the hook is compiled. The compiler calls this while it traces the hook, not in the compiled code."""
     hook._calls.has_met_compiled_code = True
     return 0

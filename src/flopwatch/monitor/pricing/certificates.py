@@ -1,8 +1,8 @@
-"""Whether prices explain what steps really ran: a few steps are counted as they run, and held against their price.
+"""Compares steps that were counted as they ran with the FLOPs that the laws give for their calls of the model.
 
-Pure arithmetic. A pattern is the calls of a step without their sizes: where every counted step of a pattern cost what
-its calls cost by law, nothing ran besides, and the laws hold for the pattern's other sizes too. Where steps ran more, a
-step kind (a pattern with its sizes) has the cost that was counted, once two counts agree.
+Steps with the same calls and the same sizes are one kind of step; without the sizes they are one pattern. If all
+counted steps of a pattern agree with the laws, nothing ran outside the model, and the laws are exact for other sizes of
+the pattern too. If they differ, the counted FLOPs are used for steps of that kind, once two counts are equal.
 """
 
 from collections.abc import Hashable
@@ -18,24 +18,24 @@ from flopwatch.records.flops import PhaseFlops
 Finding = Literal["agrees", "counted", "differs", "unseen"]
 _MOST_KINDS, _MOST_PATTERNS = 512, 4096
 _FIRST_ADAPTIVE = 6
-"""Steps of a session before which only the schedule decides."""
+"""The first 6 steps of a session are counted only by the schedule."""
 _MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
-"""Steps that may be counted as they run because of a doubt: so many, and this share of all."""
+"""Steps that may be counted outside the schedule: 24, and 0.2 % of all steps."""
 _MOST_WAITING = 64
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
-"""Counted steps of a pattern that must equal their price before the pattern's other steps count as exact."""
+"""Counted steps of a pattern that must agree with the laws before other steps of the pattern are exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of a step.
+    """What counted steps show about the FLOPs of a step.
 
     Attributes:
-        finding: `agrees`: steps like it ran what their calls cost. `counted`: this kind of step was counted as it ran.
-            `differs`: steps like it ran more or less than their calls cost. `unseen`: none was counted.
-        count: Of this kind of step, where it was counted and differs from its price.
-        reason: Why its FLOPs are not exact; None when they are.
+        finding: `agrees`: counted steps of its pattern agree with the laws. `counted`: steps of its kind were counted
+            and differ from the laws. `differs`: only other steps of its pattern differ. `unseen`: none was counted.
+        count: The count of its kind of step, with finding `counted`.
+        reason: Why its FLOPs are not exact; None if they are.
     """
 
     finding: Finding
@@ -45,7 +45,7 @@ class Verdict:
 
 @dataclass
 class _Ratios:
-    """The FLOPs of the counted steps of one pattern, each divided by the sum of the prices of its calls."""
+    """Range of counted FLOPs divided by FLOPs by the laws, over the counted steps of one pattern."""
 
     steps: int = 0
     unknown: int = 0
@@ -67,20 +67,20 @@ class _Counted:
 
 
 class Certificates:
-    """What the counted steps of a run have shown."""
+    """Keeps the results of all counted steps of a run."""
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Counted] = {}
         self._patterns: dict[Hashable, _Ratios] = {}
         self.runs_more = False
-        """True once a counted step has cost more or less than its calls."""
+        """True once the FLOPs of a counted step differed from the laws."""
         self.version = 0
-        """Raised whenever a verdict may change."""
+        """Increased whenever a verdict may change."""
         self._graphs: dict[Hashable, int] = {}
         self._other_graphs: set[Hashable] = set()
 
     def look_at_graph(self, kind: Hashable, products: int, *, is_counted: bool) -> None:
-        """Compare the products in the graph of a step's loss with those of a counted step of this kind."""
+        """Compare the matrix products in the graph of a step's loss with those of a counted step of this kind."""
         if is_counted and len(self._graphs) < _MOST_KINDS:
             self._graphs[kind] = products
         elif self._graphs.get(kind, products) != products:
@@ -96,14 +96,14 @@ class Certificates:
         *,
         calls_are_sure: bool = True,
     ) -> None:
-        """A step was counted as it ran.
+        """Add a step that was counted as it ran.
 
         Args:
-            kind: Of step.
-            pattern: The same without sizes.
-            priced: What its calls cost by law; None when that is not known.
-            count: What ran.
-            calls_are_sure: Whether the calls were seen, and their price is exact: then they must be in the count.
+            kind: The calls of the step, with sizes.
+            pattern: The calls of the step, without sizes.
+            priced: FLOPs of the calls by the laws; None if unknown.
+            count: The counted FLOPs.
+            calls_are_sure: Whether `priced` is exact, so that `count` cannot be smaller.
         """
         if calls_are_sure and priced is not None and count.phases.forward < priced.forward and count.failure is None:
             count = replace(count, failure="a part of the step ran where it was not seen, such as another thread")
@@ -115,12 +115,12 @@ class Certificates:
         is_whole = not count.uncounted and count.failure is None
         ratio = count.phases.total / total if total and is_whole else None
         if pattern not in self._patterns and len(self._patterns) >= _MOST_PATTERNS:
-            del self._patterns[next(iter(self._patterns))]  # the oldest: its steps are no longer called exact
+            del self._patterns[next(iter(self._patterns))]  # the oldest one; its steps are no longer exact
         self._patterns.setdefault(pattern, _Ratios()).add(ratio)
         self.runs_more = self.runs_more or ratio != 1
 
     def needs_another(self, kind: Hashable, pattern: Hashable) -> bool:
-        """Whether one more count of such a step would settle what it costs."""
+        """Whether one more count of such a step could make its FLOPs exact."""
         known = self._kinds.get(kind)
         if known is not None and _differs(known):
             return len(known.counts) < _ENOUGH_COUNTS
@@ -130,29 +130,29 @@ class Certificates:
     def verdict(self, kind: Hashable, pattern: Hashable) -> Verdict:
         known = self._kinds.get(kind)
         if kind in self._other_graphs:
-            reason = "the loss comes from other products than in the step of this kind that was counted"
+            reason = "the loss was computed with other matrix products than in the counted step with the same calls"
             return Verdict("differs", reason=reason)
         if known is not None and _differs(known):
             return _of_counts(known)
         ratios = self._patterns.get(pattern)
         if ratios is None:
-            return Verdict("unseen", reason="no step of this kind was counted as it ran")
+            return Verdict("unseen", reason="no step with such calls was counted as it ran")
         if not ratios.unknown and ratios.low == ratios.high == 1:
             if ratios.steps >= _ENOUGH_AGREEING:
                 return Verdict("agrees")
-            return Verdict("agrees", reason=f"only {ratios.steps} steps like it were counted as they ran so far")
-        is_told = ratios.unknown < ratios.steps
-        spread = f"{ratios.low:.3g} to {ratios.high:.3g} times" if is_told else "not all of"
-        return Verdict(
-            "differs", reason=f"steps like it that were counted as they ran had {spread} the FLOPs of the model's calls"
-        )
+            return Verdict(
+                "agrees", reason=f"only {ratios.steps} steps with such calls were counted as they ran so far"
+            )
+        is_known = ratios.unknown < ratios.steps
+        spread = f"{ratios.low:.3g} to {ratios.high:.3g} times" if is_known else "not all of"
+        return Verdict("differs", reason=f"counted steps with such calls ran {spread} the FLOPs of the model's calls")
 
-    def nodes_tell_costs(self, kind: tuple[Hashable, ...]) -> bool:
-        """Whether what steers such a step shows in what is seen of every step.
+    def node_counts_determine_costs(self, kind: tuple[Hashable, ...]) -> bool:
+        """Whether the number of autograd's operations determines the FLOPs of steps whose FLOPs vary randomly.
 
-        Layers that are left out by chance are missing among autograd's operations; a size that is drawn is not seen,
-        and two counted steps may have drawn the same. So steps with the same calls must have been counted with other
-        numbers of operations at another cost, and never with the same number at two costs.
+        True for layers that are skipped at random, which changes the number of operations. False for a random size,
+        which does not. So counted steps with the same calls must have different FLOPs for different numbers of
+        operations, and equal FLOPs for equal numbers.
         """
         calls, _, *outside = kind
         alike = [
@@ -173,7 +173,7 @@ def _differs(known: _Counted) -> bool:
 def _of_counts(known: _Counted) -> Verdict:
     last = known.counts[-1]
     if last.failure is not None:
-        return Verdict("counted", last, f"the count of a step as it ran failed: {last.failure}")
+        return Verdict("counted", last, f"counting such a step as it ran failed: {last.failure}")
     if last.uncounted:
         ops = ", ".join(last.uncounted)
         return Verdict("counted", last, f"the step runs ops without a formula ({ops}), so its FLOPs are a lower bound")
@@ -182,10 +182,12 @@ def _of_counts(known: _Counted) -> Verdict:
         return Verdict(
             "counted",
             last,
-            f"steps of this kind cost between {min(totals):,} and {max(totals):,} FLOPs: this is an estimate",
+            f"counted steps with these calls ran between {min(totals):,} and {max(totals):,} FLOPs: an estimate",
         )
     if len(totals) < _ENOUGH_COUNTS:
-        return Verdict("counted", last, "the step runs more than the model's calls, and was counted only once so far")
+        return Verdict(
+            "counted", last, "the step runs more than the model's calls, and such a step was counted only once so far"
+        )
     return Verdict("counted", last, last.doubt)
 
 
@@ -194,14 +196,14 @@ class StepCalls:
     """How the model was called in a step.
 
     Attributes:
-        kinds: The calls, or, where none was seen, those that the given batches suggest.
-        own_prices: Of calls that were counted for themselves, because values steer what they cost.
-        doubt: Why the calls are not known, or not all; None when they are.
-        count: What the step ran, where it was counted as it ran.
-        book: The laws that held then.
-        certificates: What counted steps had shown of them.
-        nodes: Operations that autograd recorded in the step, and how often gradients reached the model.
-        outside: Which other modules it called.
+        kinds: The calls that were seen. If none was seen, the calls that the given batches suggest.
+        own_prices: For each call, its FLOPs if the call was counted separately, otherwise None.
+        doubt: Why the calls are not fully known; None if they are.
+        count: FLOPs of the step, if it was counted as it ran.
+        book: The laws at the time of the step.
+        certificates: Results of counted steps at that time.
+        nodes: Number of operations that autograd recorded in the step, and of gradients that reached the model.
+        outside: Hashes of the other modules that the step called.
     """
 
     kinds: tuple[CallKind, ...] = ()
@@ -215,11 +217,11 @@ class StepCalls:
 
     @property
     def kind(self) -> tuple[tuple[CallKind, ...], tuple[int | None, int], int | None]:
-        """Identifies steps that run the same, as far as the monitor sees."""
+        """A key that is equal for steps that make the same calls with the same sizes."""
         return self.kinds, self.nodes, self.outside.sized
 
     def prices(self, book: LawBook) -> list[CallPrice] | None:
-        """Prices of all its calls; None when there are no calls, or one has no price."""
+        """FLOPs of all calls; None if there are no calls or the FLOPs of one are unknown."""
         prices = [own or book.price(kind) for kind, own in zip(self.kinds, self.own_prices, strict=True)]
         return None if None in prices or not prices else [price for price in prices if price is not None]
 
@@ -233,30 +235,30 @@ NO_CALLS = StepCalls()
 
 
 class WatchPlan:
-    """Which steps of a session are counted as they run: those of the schedule, and those that would settle a doubt.
+    """Decides which steps of a session are counted as they run: some by a schedule, others to make FLOPs exact.
 
     Attributes:
-        not_before: Index of a step; no earlier one is to be counted, unless the step before it asked for that.
+        not_before: Index of the next step to be counted, unless the step before it requests a count.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
-        """With `is_alone` False, all ranks count the same steps, those of the schedule."""
+        """With several ranks (`is_alone` False) only the schedule decides, so that all ranks count the same steps."""
         self._is_alone = is_alone
         self.not_before = 0
         self._watches = self._futile_watches = 0
         self._settled: tuple[Any, ...] = ()
-        """The newest kind of step of which another count would show nothing more."""
+        """The newest kind of step that needs no further count."""
         self._last_met: dict[Any, int] = {}
-        """When a kind of step was last met that should be counted once more."""
+        """Index of the last step of each kind that needs another count."""
         self._due: set[int] = set()
-        """Steps on which such a kind is expected again."""
+        """Steps at which such a kind is expected again."""
 
     def forget(self) -> None:
-        """The laws have changed, so every kind of step may need another count."""
+        """Allow another count of every kind of step, because the laws have changed."""
         self._settled = ()
 
     def take_turn(self, index: int, *, wants_next: bool) -> bool:
-        """Whether the step that begins is to be counted; `wants_next` when the one before asked for it."""
+        """Whether the step that begins must be counted; `wants_next` if the step before has requested that."""
         is_scheduled = is_watched if self._is_alone else is_watched_by_ranks
         if is_scheduled(index) or (self._is_alone and (wants_next or index in self._due)):
             self._due.discard(index)
@@ -268,23 +270,20 @@ class WatchPlan:
         self._watches += 1
 
     def note_futile(self) -> None:
-        """A step was counted and nothing was seen of the model."""
+        """Note that a step was counted in which the model did not run."""
         self._futile_watches += 1
 
     def would_another_count_help(self, calls: StepCalls, certificates: Certificates, steps: int) -> bool:
-        """Whether the next step should be counted as it runs, because steps like this one were not, or only once.
+        """Whether the next step should be counted as it runs, because too few steps like this one were.
 
-        Args:
-            calls: Of the step that ends.
-            certificates: What counted steps have shown.
-            steps: How many have ended.
+        `calls` are those of the step that ends, `steps` the number of steps that have ended.
         """
-        if steps < _FIRST_ADAPTIVE or not self._is_alone:  # the first are spread, so that rows in between have rates
+        if steps < _FIRST_ADAPTIVE or not self._is_alone:
             return False
         if self._watches >= _MOST_WATCHES + steps * _SHARE_WATCHED or self._futile_watches > 1:
             return False
         seen = *calls.kind, certificates.version
-        if seen == self._settled:  # the same as the step before
+        if seen == self._settled:
             return False
         if not certificates.needs_another(calls.kind, calls.pattern):
             self._settled = seen
@@ -292,7 +291,7 @@ class WatchPlan:
         return self._is_met_in_a_row(calls.kind, steps)
 
     def _is_met_in_a_row(self, kind: Any, steps: int) -> bool:
-        """Whether the next step is likely of this kind; one that recurs after a gap is expected after the same gap."""
+        """Whether this kind of step follows itself. If it recurs at intervals, plan a count for the next such step."""
         if len(self._last_met) >= _MOST_WAITING:
             self._last_met, self._due = {}, set()
         gap = steps - self._last_met.get(kind, steps)

@@ -1,4 +1,4 @@
-"""The FLOP laws of a live run: fitted when a kind of call is first met, checked on request, within a time allowance."""
+"""The FLOP laws of a run: formulas for the FLOPs of a call, fitted to counts when a new kind of call is made."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ from flopwatch.flops.law import PHASES, FlopLaw, StepShape
 from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.steering import CHANCE
 from flopwatch.flops.tracing.passes import LossFn
-from flopwatch.model_library_internals import attention_implementation
+from flopwatch.library_internals import attention_implementation
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.output import Tell
+from flopwatch.monitor.output import Notify
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.calls import CallKind
 from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
@@ -29,20 +29,20 @@ _SHARE_FOR_NEW_SHAPES = 0.01
 _LEAST_ALLOWANCE_SECONDS = 10.0
 _SHARE_FOR_CHECKS = 0.0005
 _DRAWS = 8
-"""Counts of a model whose cost is random, to estimate mean and spread."""
+"""How often a model with random FLOPs is counted, to estimate their mean and range."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallPrice:
-    """What a call of the model costs, its backward pass included.
+    """FLOPs of a call of the model, its backward pass included.
 
     Attributes:
-        executed: By phase; padding and recomputation included.
-        by_dtype: The same by compute type.
-        law: What else it follows from: other images, rows of different lengths; None for a count of this shape alone.
-        shape: Where the law was evaluated.
-        reason: Why it is not exact; None when it is.
-        is_steered: True when chance or activations steer it: another call of the same kind may cost something else.
+        executed: FLOPs by phase, including padding and recomputation.
+        by_dtype: FLOPs by compute type.
+        law: The law that gave the FLOPs; None if this shape was counted.
+        shape: The shape for which the law was evaluated.
+        reason: Why the FLOPs are not exact; None if they are.
+        is_steered: True if the FLOPs depend on random numbers or activations, so that equal calls may differ.
     """
 
     executed: PhaseFlops
@@ -55,22 +55,22 @@ class CallPrice:
 
 @dataclass(frozen=True, slots=True)
 class LawOffer:
-    """Laws that the counting rank sends to the other ranks."""
+    """The laws that the logging rank sends to the other ranks."""
 
     laws: Mapping[Any, Sequence[FlopLaw]]
     packed_runs_apart: bool | None
 
 
 class LawBook:
-    """Laws by family of calls, and the price of every kind of call.
+    """Holds the laws, and the FLOPs of every kind of call.
 
-    Counting takes the training's time, so it has an allowance: the first law is free, new kinds and shapes afterwards
-    get as long again (at least 10 s) and 1 % of the run's time, checks 0.05 %. A step whose shape could not be counted
-    has no FLOPs; the row says how many those are.
+    Counting slows the training down, so its time is limited. The first law may take any time. All later counts together
+    may take as long as the first (at least 10 s) plus 1 % of the run's time, checks 0.05 %. Calls that are not counted
+    for this reason have no FLOPs.
 
     Attributes:
-        count_seconds: Spent counting so far.
-        refused: Kinds of calls that were not counted because the allowance was used up.
+        count_seconds: Time spent counting so far.
+        refused: Number of calls that were not counted, because the time for counting was used up.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LawBook:
         self._began = clock()
         self._options: dict[str, Any] = {"method": method, "attention": attention, "loss_fn": loss_fn}
         self._laws: dict[Any, list[FlopLaw]] = {}
-        # A kind that no step and no listener holds any more cannot be met again: a new one is made for the same shape.
+        # Weak keys, because a kind that `CallListener` has dropped is never used again.
         self._prices: WeakKeyDictionary[CallKind, CallPrice] = WeakKeyDictionary()
         self._spreads: WeakKeyDictionary[CallKind, tuple[int, int]] = WeakKeyDictionary()
         self._costs_by_nodes: WeakKeyDictionary[CallKind, dict[int, int]] = WeakKeyDictionary()
@@ -101,7 +101,7 @@ class LawBook:
         return [law for laws in self._laws.values() for law in laws]
 
     def price(self, kind: CallKind) -> CallPrice | None:
-        """What calls of this kind cost, if that is known without counting."""
+        """FLOPs of a call of this kind; None if it would have to be counted."""
         known = self._prices.get(kind)
         if known is None:
             known = self._by_known_law(kind)
@@ -110,11 +110,11 @@ class LawBook:
         return known
 
     def is_per_batch(self, kind: CallKind) -> bool:
-        """Whether each call has to be counted for itself, because values steer what it costs."""
+        """Whether each call must be counted separately, because its FLOPs depend on values."""
         return any(law.per_batch for law in self._laws.get(kind.family, ()))
 
     def learn(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
-        """Count this call, and find the law it follows; None when the allowance is used up."""
+        """Count this call and fit a law to it; None if the time for counting is used up."""
         if not self._may_count():
             self.refused += 1
             return None
@@ -125,7 +125,7 @@ class LawBook:
         return price
 
     def count_call(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
-        """The price of this very call, where values steer it; an estimate when the allowance is used up."""
+        """Count one call whose FLOPs depend on values; if the time for counting is used up, return an estimate."""
         if not self._may_count():
             return self._spread_price(kind)
         with self._paid():
@@ -133,7 +133,7 @@ class LawBook:
         return self._noted_count(kind, count)
 
     def offer(self) -> LawOffer:
-        """The laws that other ranks need to price their calls; shapes counted one by one stay on this rank."""
+        """Return the laws for the other ranks, without those that have no formula."""
         laws = {
             family: [replace(law, count_shape=None) for law in laws if law.coefficients]
             for family, laws in self._laws.items()
@@ -141,19 +141,19 @@ class LawBook:
         return LawOffer({family: own for family, own in laws.items() if own}, self._packed_runs_apart)
 
     def adopt(self, offer: LawOffer) -> None:
-        """Use what another rank has counted."""
+        """Use the laws of another rank."""
         self._laws |= {family: list(laws) for family, laws in offer.laws.items()}
         self._packed_runs_apart = offer.packed_runs_apart
 
     def renewed(self) -> "LawBook":
-        """A book without laws and with the rest of the allowance, for a model that has changed."""
+        """Return a book without laws, for a changed model, that keeps the time used for counting so far."""
         book = LawBook(self._clock, **self._options)
         book._began, book._first_seconds, book._check_seconds = self._began, self._first_seconds, self._check_seconds
         book.count_seconds, book.refused = self.count_seconds, self.refused
         return book
 
     def check(self, model: nn.Module, kind: CallKind, example: Any, *, within_allowance: bool) -> bool | None:
-        """Count this call and compare it with its price; None without an exact price or allowance."""
+        """Count this call and compare the result with the law; None if there is no exact law or no time for it."""
         price = self.price(kind)
         if price is None or price.reason or (within_allowance and not self._may_check()):
             return None
@@ -169,7 +169,7 @@ class LawBook:
         return agrees
 
     def with_images(self, price: CallPrice, grids: Sequence[Grid] | None) -> CallPrice | None:
-        """The price of a call with these images, where the law knows about them."""
+        """FLOPs of a call with images of these sizes, if the law depends on them."""
         law, shape = price.law, price.shape
         if law is None or shape is None or not law.sample_grids or not law.coefficients or grids is None:
             return price
@@ -179,11 +179,11 @@ class LawBook:
         return replace(price, executed=law.cost(other), by_dtype=law.cost_by_dtype(other), shape=other)
 
     def needed(self, price: CallPrice, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
-        """What the mathematics needs of a call, what is executed, and why the two could not be separated."""
+        """Return a call's needed FLOPs, its executed FLOPs, and why padding could not be separated (None if it was)."""
         executed, law, shape = price.executed, price.law, price.shape
         if work.documents is None:
             return executed, executed, None
-        unclear = "padding and pairs across packed documents count as work here: no law separates them"
+        unclear = "model FLOPs include padding and attention across packed documents, because no law separates them"
         if law is None or shape is None or shape.seq_len is None or not law.coefficients:
             return executed, executed, unclear
         grids = shape.grids or None
@@ -233,8 +233,8 @@ class LawBook:
         totals = [one.model_flops for one in counts]
         mean = PhaseFlops(*(_mean([getattr(_phases(one), name) for one in counts]) for name in PhaseFlops.__slots__))
         reason = (
-            f"a random draw steers the cost: the mean of {_DRAWS} counts between {min(totals):,} and {max(totals):,} "
-            "FLOPs, an estimate"
+            f"the FLOPs depend on random numbers: this is the mean of {_DRAWS} counts between {min(totals):,} and "
+            f"{max(totals):,} FLOPs"
         )
         dtypes = dict.fromkeys(count.by_dtype, mean) if len(count.by_dtype) == 1 else {}
         return CallPrice(mean, dtypes, reason=reason, is_steered=True)
@@ -245,7 +245,7 @@ class LawBook:
             return self._count(model, kind, batch)
 
     def _noted_count(self, kind: CallKind, count: FlopCount) -> CallPrice:
-        """The price of a count that holds for its own batch only; also extends the spread of such counts."""
+        """Return the FLOPs of a count that is valid for its own batch only, and keep the range of such counts."""
         total = count.forward_flops + count.backward_flops
         low, high = self._spreads.get(kind, (total, total))
         self._spreads[kind] = min(low, total), max(high, total)
@@ -253,25 +253,25 @@ class LawBook:
         price = _price_of(count)
         if CHANCE in steered or count.method == "step":
             low, high = self._spreads[kind]
-            reason = f"chance or activations steer the cost: counts between {low:,} and {high:,} FLOPs were seen"
+            reason = (
+                f"the FLOPs depend on random numbers or activations: counts were between {low:,} and {high:,} FLOPs"
+            )
             price = replace(price, reason=reason, is_steered=True)
         self._prices[kind] = price
         return price
 
     def _spread_price(self, kind: CallKind) -> CallPrice | None:
-        """The last count of this kind, as an estimate."""
+        """The last count of this kind, as an estimate; None without one."""
         known = self._prices.get(kind)
         if known is None:
             self.refused += 1
             return None
         low, high = self._spreads.get(kind, (0, 0))
-        reason = (
-            f"values steer the cost, and counting has had its share: an estimate between {low:,} and {high:,} FLOPs"
-        )
+        reason = f"an estimate between {low:,} and {high:,} FLOPs, because the time for counting each batch is used up"
         return replace(known, reason=reason)
 
     def _has_widened(self, laws: list[FlopLaw], model: nn.Module, kind: CallKind, batch: Any) -> bool:
-        """Extend the range of a law to this call, and beyond, if the counts agree with it there."""
+        """Extend the range of sizes for which a law is valid to this call, if counts agree with the law."""
         for index, law in enumerate(laws):
             values = None if law.layout is None or not law.coefficients else law.layout.match(kind.description)
             if values is None or law.sample_grids != _grids_of_one(batch, values):
@@ -285,7 +285,7 @@ class LawBook:
     def _widened(
         self, law: FlopLaw, model: nn.Module, kind: CallKind, batch: Any, values: Mapping[str, int]
     ) -> FlopLaw | None:
-        """Double the range at once, so that slowly growing sizes cost few counts; odd and even sizes are tried."""
+        """Extend a law to twice these sizes, so that growing sizes need few counts; odd and even sizes are tried."""
         if _phases(self._count(model, kind, batch)) != _formula(law, _shape(law, values)):
             return None
         domain = dict(law.domain)
@@ -305,7 +305,7 @@ class LawBook:
     def _agrees(self, law: FlopLaw, model: nn.Module, kind: CallKind, sample: Any, values: Mapping[str, int]) -> bool:
         try:
             count = self._count(model, kind, sample.batch(values), law.method)
-        except FlopwatchError:  # longer than the model's positions
+        except FlopwatchError:  # the size exceeds the model's maximum length
             return False
         return _phases(count) == _formula(law, _shape(law, values))
 
@@ -323,7 +323,7 @@ class LawBook:
                 self._hidden.add(kind)
 
     def hides_cost(self, kind: CallKind) -> bool:
-        """Whether calls of this kind were counted with the same number of autograd's operations at two costs."""
+        """Whether calls with the same number of autograd's operations were counted with different FLOPs."""
         return kind in self._hidden
 
     def _may_count(self) -> bool:
@@ -340,7 +340,7 @@ class LawBook:
 
     @contextmanager
     def _paid(self) -> Iterator[None]:
-        """Time that counting takes from the training."""
+        """A context that adds its time to `count_seconds`."""
         began = self._clock()
         try:
             yield
@@ -357,7 +357,7 @@ def _shape(law: FlopLaw, values: Mapping[str, int]) -> StepShape:
 
 
 def _formula(law: FlopLaw, shape: StepShape) -> PhaseFlops:
-    """The law's value, also outside its domain."""
+    """The law's FLOPs, also for sizes outside the range for which it is valid."""
     return replace(law, domain={}).cost(shape)
 
 
@@ -403,21 +403,18 @@ def _grids_of_one(batch: Any, values: Mapping[str, int]) -> tuple[Grid, ...]:
     return grids[: len(grids) // max(1, values.get(SAMPLES, 1))]
 
 
-# The four ways a run finds its FLOPs. All price calls by FLOP laws; they differ in how laws are made and checked.
-
-
 @dataclass
 class FlopMode:
-    """How a run finds its FLOPs.
+    """How a run computes its FLOPs. The modes differ in how laws are made and checked.
 
     Attributes:
-        name: `estimate`, `profiler`, `smart`, `hybrid`, or `flops_fn` where the user's function gives them.
-        book: The laws; None where flopwatch counts nothing.
+        name: `estimate`, `profiler`, `smart` or `hybrid`; `flops_fn` if the user's function gives the FLOPs.
+        book: The laws; None if flopwatch counts nothing.
         frequency: Steps between two checks of a law; 0 is never.
-        within_allowance: Whether checks are limited to their share of the run's time.
-        later: The laws that replace the first ones at the first check.
-        method: What stands in the provenance where there is no book.
-        notes: What a reader must know.
+        within_allowance: Whether the time for checks is limited.
+        later: An empty book that replaces estimates at the first check; None if there are no estimates.
+        method: The method in the provenance record if there are no laws.
+        notes: Remarks for the provenance record.
     """
 
     name: str
@@ -431,15 +428,8 @@ class FlopMode:
     def is_check_due(self, step: int) -> bool:
         return self.book is not None and self.frequency > 0 and step > 0 and step % self.frequency == 0
 
-    def start_counting(self) -> bool:
-        """Replace estimates by counts, if that has not happened yet."""
-        if self.later is None:
-            return False
-        self.book, self.later = self.later, None
-        return True
-
     def facts(self) -> dict[str, Any]:
-        """For the provenance: method, exact, coverage, law, notes."""
+        """Method, exactness, coverage, law and notes, for the provenance record."""
         laws = self.book.laws if self.book is not None else []
         known = [law.coverage for law in laws if law.coverage is not None]
         return {
@@ -452,24 +442,22 @@ class FlopMode:
 
 
 def choose_mode(
-    config: MonitorConfig, clock: Clock, loss_fn: LossFn | None, flops_fn: Callable[[Any], int] | None, tell: Tell
+    config: MonitorConfig, clock: Clock, loss_fn: LossFn | None, flops_fn: Callable[[Any], int] | None, notify: Notify
 ) -> FlopMode:
-    """The mode a configuration asks for; the user's own function comes first."""
+    """Return the configured mode, or `flops_fn` if the user gave such a function."""
     if flops_fn is not None:
-        note = "as the user's function says; what is executed is not known"
+        note = "model FLOPs are those of the user's flops_fn; executed FLOPs are not known"
         return FlopMode("flops_fn", None, method="flops_fn", notes=(note,))
     try:
         return make_mode(config, clock, loss_fn)
     except InputError as error:
         if config.strict:
             raise
-        tell("error", "flops_unknown", f"there will be no FLOPs and no MFU: {error}")
+        notify("error", "flops_unknown", f"there will be no FLOPs and no MFU: {error}")
         return FlopMode(config.mode, None, notes=(str(error),))
 
 
 def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> FlopMode:
-    """One of the four modes."""
-
     def book(method: Any) -> LawBook:
         return LawBook(clock, method=method, attention=config.attention, loss_fn=loss_fn)
 
@@ -480,7 +468,7 @@ def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> Fl
     if config.mode == "hybrid":
         reason = "mode hybrid: this version reads no hardware counters"
         if not config.fallback_to_profiler:
-            raise InputError(f"{reason}, and fallback_to_profiler is off; choose another mode")
+            raise InputError(f"{reason}, and fallback_to_profiler is off; switch it on or choose another mode")
         note = f"{reason}; FLOPs are counted as in mode profiler"
         return FlopMode("hybrid", book("auto"), config.flops_profile_freq, within_allowance=False, notes=(note,))
     frequency = config.recalibration_frequency if config.calibration_enabled else 0
@@ -490,7 +478,7 @@ def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> Fl
 
 
 def _is_exact(law: FlopLaw) -> bool:
-    """A law without a formula counts each shape when it comes, which is as exact as the count."""
+    """Whether the law's FLOPs are exact. Without a formula they can be, because then each shape is counted."""
     is_counted = not law.coefficients and law.method != "estimate" and law.coverage in (None, 1.0)
     return law.exact or (is_counted and not law.per_batch and not law.doubts)
 

@@ -1,4 +1,4 @@
-"""Notes what a step runs: how it calls the model, which other modules it calls, and what a counted step has cost."""
+"""Records what a step runs: its calls of the model and of other modules, and the FLOPs of steps counted as they run."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from flopwatch.errors import InputError
 from flopwatch.flops.batch_contents import describe
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.output import NoticeText, Tell
+from flopwatch.monitor.output import NoticeText, Notify
 from flopwatch.monitor.pricing.batch_reader import (
     MADE_UP,
     BatchLayout,
@@ -30,44 +30,49 @@ from flopwatch.monitor.pricing.watched_step import (
     products_in_graph,
     products_outside,
 )
-from flopwatch.monitor.ranks.sharing import is_sharded
+from flopwatch.monitor.ranks.group import is_sharded
 from flopwatch.records.flops import PhaseFlops
 from flopwatch.torch_internals import recorded_operations
 
 _MOST_DECLARED, _MOST_KNOWN_STEPS = 4096, 512
 
-NOT_CALLED = "no call of the model was seen in the step, so it is taken as model(batch)"
+NOT_CALLED = "no call of the model was seen in the step, so one call model(batch) is assumed"
 SHARED_WORK = (
-    "steps of a model that several ranks share are not counted as they run, so what they run besides it is not seen"
+    "the model is shared by several ranks, so steps are not counted as they run, and work outside the model is not seen"
 )
 NOT_OPENED = (
-    "steps are logged but not opened, so what they run besides the model is not seen: use `with monitor.step()`"
+    "steps are logged but not opened, so work outside the model is not seen; open them with `with monitor.step()`"
 )
-COMPILED = "the model runs inside compiled code, where neither its calls nor what runs besides can be seen"
+COMPILED = "the model runs inside compiled code, where neither its calls nor work outside the model can be seen"
 
 SeenCalls = Sequence[tuple[CallKind, Any]]
-"""Calls of the model in a step, with their arguments where these were kept."""
+"""Calls of the model in a step, with their arguments if these were kept, otherwise None."""
 
 
 class StepNoter:
-    """The stage that notes steps: reads batches, listens to calls, and has new kinds of calls counted.
+    """Reads the batches of a step, records its calls of the model, and has new kinds of calls counted.
 
-    `begin_step`, `read` and `end_step` run on every step. After a training step each Python function that is called
-    costs about a microsecond to find again in memory, so they hold code that would read better in functions.
+    `begin_step`, `read` and `end_step` run on every step. They contain code that could be separate functions, because
+    right after a training step each call of a Python function costs about a microsecond.
 
     Attributes:
-        doubt: The last warning that rows which were called exact may be wrong; None when there was none.
-        why_not_watched: Why steps are not counted as they run; None when they are.
+        doubt: The last warning that rows marked as exact may be wrong; None if there was none.
+        why_not_watched: Why steps are not counted as they run; None if they are.
     """
 
     def __init__(
-        self, config: MonitorConfig, costs: CallCosts, *, is_alone: bool, on_other_work: Callable[[], None], tell: Tell
+        self,
+        config: MonitorConfig,
+        costs: CallCosts,
+        is_alone: bool,
+        on_other_work: Callable[[], None],
+        notify: Notify,
     ) -> None:
-        """`on_other_work` is called when the model runs without gradients, which is no waiting for input."""
+        """`on_other_work` is called when the model runs without gradients, because such time is not input wait."""
         self._attention = config.attention
         self._costs = costs
         self._is_alone = is_alone
-        self._tell = tell
+        self._notify = notify
         self._reader = BatchReader()
         self._listener = CallListener(on_other_work)
         self._outside = OutsideCalls()
@@ -81,18 +86,19 @@ class StepNoter:
         self._nodes_apart = 0
         self._watches_next = False
         self._counted_at: dict[Any, int] = {}
-        """The last step of a pattern that was counted as it ran."""
+        """The last step that was counted as it ran, by pattern (the step's calls without sizes)."""
         self._known_steps: dict[Any, StepCalls] = {}
-        """Steps that need no second look, by their calls and what autograd has recorded."""
+        """Results that later steps with the same calls can use, by these calls."""
         self._known_version = 0
-        """`CallCosts.version` for which `_known_steps` hold."""
+        """`CallCosts.version` for which `_known_steps` are valid."""
         self._opens_steps = self._is_in_step = self._keeps_example = False
         self._steps = 0
         self._given: list[Any] = []
-        """What was declared for a step in which a check is due."""
+        """For each batch of the step, its arguments for the model if they are needed, otherwise None."""
         self._declared: dict[int, tuple[BatchLayout, CallKind, str | None]] = {}
+        """By id of the batch's layout: the call of the model that such a batch suggests, and why it is not exact."""
         self._undeclared: dict[int, BatchLayout] = {}
-        """Layouts whose values were looked at while there was nothing to count."""
+        """Layouts of batches that came before a model was given."""
 
     def set_model(self, model: nn.Module) -> None:
         if self._costs.model is not None and self._costs.model is not model:
@@ -100,23 +106,23 @@ class StepNoter:
         self._costs.set_model(model)
         self._undeclared.clear()
         self._nodes_before = recorded_operations()
-        if self._costs.mode_name != "flops_fn":
+        if self._costs.mode.name != "flops_fn":
             self._listener.listen_to(model)
-            if self._is_alone and self._costs.book is not None:
+            if self._is_alone and self._costs.mode.book is not None:
                 self._outside.listen_beside(model)
 
     def set_shares_batches(self, shares: bool) -> None:
-        """Whether several ranks work on one batch: a call here is then only a part of its work."""
+        """Set whether several ranks work on one batch, so that a call on this rank is only a part of the work."""
         self._shares_batches = shares
 
     def close(self) -> None:
         self._outside.stop()
         self._end_watch()
         self._listener.stop()
-        self._costs.release_model()
+        self._costs.model = None
 
     def read(self, batch: Any, lengths: Sequence[int] | None) -> Reading:
-        """Look at a batch; its values only when a shape is new."""
+        """Read the sizes of a batch; its values are checked only if its shape is new."""
         reading = self._reader.read(batch, lengths)
         declared = self._declared.get(id(reading.plan))
         if declared is not None and not self._keeps_example and not declared[1].is_per_batch:
@@ -127,19 +133,19 @@ class StepNoter:
             self._given.append(example_batch(self._costs.model, batch, reading.plan) if is_kept else None)
         if declared is None and id(reading.plan) not in self._undeclared:
             self._declare(batch, reading.plan)
-            reading = self._reader.read(batch, lengths)  # now that the values of masks and positions were looked at
+            reading = self._reader.read(batch, lengths)  # again, because `_declare` has checked mask and positions
         return reading
 
     def _declare(self, batch: Any, plan: BatchLayout) -> None:
-        """Note how a batch of this shape suggests that the model is called."""
+        """Keep the call of the model that batches of this shape suggest, for steps whose calls are not seen."""
         model = self._costs.model
         if len(self._declared) + len(self._undeclared) >= _MOST_DECLARED:
             self._declared.clear()
             self._undeclared.clear()
         remark = self._reader.check_values(batch, plan)
         if remark:
-            self._tell("warning", "positions_not_understood", remark)
-        if model is None or self._costs.book is None:
+            self._notify("warning", "positions_not_understood", remark)
+        if model is None or self._costs.mode.book is None:
             self._undeclared[id(plan)] = plan
             return
         self._undeclared.clear()
@@ -150,12 +156,12 @@ class StepNoter:
         self._declared[id(plan)] = plan, kind, MADE_UP if is_mask_only(batch) else None
 
     def look_at_held(self, reading: Reading) -> Reading | None:
-        """The reading with its small tensors; None when the batch was written into in the meantime."""
+        """Compute the sizes of a batch that was only referenced; None if it was overwritten in the meantime."""
         return self._reader.look_at_held(reading)
 
     def begin_step(self) -> None:
-        """A loop opens a step: calls before it belong to none. Counts the step as it runs, if it is its turn."""
-        if self._is_in_step:  # its next micro-batch
+        """Begin a step that the loop has opened; drop earlier calls, and count the step as it runs if that is due."""
+        if self._is_in_step:  # the next micro-batch of the same step
             return
         self._is_in_step = True
         if not self._opens_steps:
@@ -167,11 +173,11 @@ class StepNoter:
         self._nodes_before, self._nodes_apart = recorded_operations(), 0
         if self._watches_next or self._steps >= self._plan.not_before:
             self._begin_watch()
-        if not listener.is_compiled and not may_compile():  # else the hook would be compiled with the modules
+        if not listener.is_compiled and not may_compile():  # otherwise the hook would be compiled with the modules
             self._outside.begin()
 
     def abandon_step(self) -> None:
-        """The step has raised."""
+        """Drop the current step, because its body has raised."""
         self._is_in_step = False
         self._outside.end()
         self._end_watch()
@@ -179,26 +185,26 @@ class StepNoter:
 
     @contextmanager
     def not_listening(self) -> Iterator[None]:
-        """Calls in phases outside of steps are not the training's."""
+        """A context for phases such as evaluation, whose calls of the model belong to no step."""
         was, before = self._listener.is_listening, recorded_operations()
         self._listen(False)
         try:
             yield
         finally:
             self._listen(was)
-            if was:  # the outermost
+            if was:  # this context is not inside another one
                 self._nodes_apart += (recorded_operations() or 0) - (before or 0)
 
     def _listen(self, listens: bool) -> None:
         self._listener.is_listening = self._outside.is_listening = listens
         if self._watched is not None:
-            self._watched.is_paused = not listens
+            self._watched.set_paused(not listens)
 
     def _begin_watch(self) -> None:
         costs = self._costs
         if self._watched is not None or costs.waits_for_laws or not costs.can_count:
             return
-        if costs.mode_name == "estimate" or not self._steps:
+        if costs.mode.name == "estimate" or not self._steps:
             return
         if not self._plan.take_turn(self._steps, wants_next=self._watches_next):
             return
@@ -210,16 +216,16 @@ class StepNoter:
 
     def _watch_obstacle(self) -> str | None:
         costs = self._costs
-        assert costs.book is not None
+        assert costs.mode.book is not None
         if not self._is_alone and (self._shares_batches or is_sharded(costs.model)):
             return SHARED_WORK
-        risks = sorted({op for law in costs.book.laws for op in law.mode_risks} | self._met_risks)
+        risks = sorted({op for law in costs.mode.book.laws for op in law.mode_risks} | self._met_risks)
         if risks:
-            return f"{', '.join(risks)} would differ in the last bits in a step that is counted as it runs"
+            return f"counting steps as they run would change the last bits of the result of {', '.join(risks)}"
         return COMPILED if self._listener.is_compiled else obstacle()
 
     def _end_watch(self) -> StepCount | None:
-        """The count of the step that ends; None where it was not counted."""
+        """End the count of the current step and return it; None if the step was not counted."""
         watched, self._watched = self._watched, None
         if watched is None:
             return None
@@ -230,13 +236,13 @@ class StepNoter:
     def end_step(
         self, readings: Sequence[Reading], step: int, settle_earlier_windows: Callable[[], None], loss: Any = None
     ) -> StepCalls:
-        """Take the step's calls; have those counted that are new.
+        """End a step; return its calls of the model, after new kinds of calls were counted.
 
         Args:
-            readings: The batches the loop has given.
-            step: Its number.
-            settle_earlier_windows: Called before prices change: steps of one row have one provenance.
-            loss: Of the step, with its graph.
+            readings: Sizes of the batches that the loop has given.
+            step: The step's number.
+            settle_earlier_windows: Ends the window; called before laws change, so that one row never mixes two laws.
+            loss: The step's loss, with its graph.
         """
         self._steps += 1
         self._is_in_step = False
@@ -255,7 +261,7 @@ class StepNoter:
         if self._watched is None and not self._keeps_example and not listener.unseen:
             known = self._known_steps.get((nodes, outside.sized, *[kind for kind, _ in seen]))
             frequency = costs.check_every
-            # A check is due with this step or the next one: then the arguments of calls are kept.
+            # If a check is due with this step or the next, the arguments of calls must be kept.
             is_check_near = frequency > 0 and (step + 1) % frequency <= 1
             if known is not None and not is_check_near:
                 self._given = []
@@ -274,7 +280,7 @@ class StepNoter:
         step: int,
         settle_earlier_windows: Callable[[], None],
     ) -> StepCalls:
-        """The calls of a step that is not one of those known; see `end_step`."""
+        """Return the calls of a step that is not in `_known_steps`; see `end_step`."""
         count, costs = self._end_watch(), self._costs
         if not costs.can_count:
             self._given = []
@@ -290,15 +296,15 @@ class StepNoter:
             self._check(kinds[0], examples[0], step, settle_earlier_windows)
         self._keep_example(costs.needs_example_after(step))
         if count is not None and not seen and not count.phases.total:
-            # The model runs where we do not see it (another process), or not at all.
+            # The model runs in another process, or not at all.
             self._plan.note_futile()
             count = None
-        calls = StepCalls(kinds, own_prices, doubt, count, costs.book, costs.certificates, nodes, outside)
+        calls = StepCalls(kinds, own_prices, doubt, count, costs.mode.book, costs.certificates, nodes, outside)
         if count is not None:
             self._certify(calls, count, step, calls_are_sure=bool(seen))
         self._watches_next = self._plan.would_another_count_help(calls, costs.certificates, self._steps)
         if not self._opens_steps:
-            # Never counted as they run: after the last one a mode would stay on, for whatever the program does next.
+            # Such steps are not counted as they run, because the counting mode would stay active after the last step.
             self._nodes_before, self._nodes_apart = recorded_operations(), 0
             self.why_not_watched = NOT_OPENED
         if self._needs_no_second_look(calls, seen):
@@ -306,7 +312,7 @@ class StepNoter:
         return calls
 
     def _check(self, kind: CallKind, example: Any, step: int, settle_earlier_windows: Callable[[], None]) -> None:
-        """Hold the laws against this call, where a check is due."""
+        """Check the laws with this call, if a check is due; if they fail, count the model again."""
         why = self._costs.why_count_anew(kind, example, step)
         if why is not None:
             settle_earlier_windows()
@@ -321,9 +327,9 @@ class StepNoter:
         self._known_steps[(calls.nodes, calls.outside.sized, *[kind for kind, _ in seen])] = calls
 
     def _needs_no_second_look(self, calls: StepCalls, seen: SeenCalls) -> bool:
-        """Whether a later step with these very calls would change nothing here, and have the same `StepCalls`.
+        """Whether later steps with the same calls can use this result.
 
-        It would not be counted, nor ask for another count; its calls are priced or cannot be, and none for itself.
+        They can if no call must be counted and no step must be counted as it runs.
         """
         if calls.count is not None or calls.doubt is not None:
             return False
@@ -336,15 +342,15 @@ class StepNoter:
         return not self._opens_steps or not self._costs.certificates.needs_another(calls.kind, calls.pattern)
 
     def look_at_graph(self, calls: StepCalls, loss: Any) -> None:
-        """Once per window, and in steps that are counted: is the loss made of the same products?"""
+        """Compare the matrix products in the loss's graph with those of a counted step; called once per window."""
         products = products_in_graph(loss)
         if products is not None and calls.certificates is not None:
             calls.certificates.look_at_graph(calls.kind, products, is_counted=calls.count is not None)
 
     def _certify(self, calls: StepCalls, count: StepCount, step: int, *, calls_are_sure: bool) -> None:
-        """Hold the price of a counted step against its count."""
+        """Compare the count of a step with the FLOPs by the laws, and warn if earlier rows may be wrong."""
         if count.optimizer:
-            self._tell(*notices.optimizer_products(count.optimizer))
+            self._notify(*notices.optimizer_products(count.optimizer))
         self._known_steps.clear()
         certificates = self._costs.certificates
         prices = calls.prices(calls.book) if calls.book is not None else None
@@ -354,27 +360,27 @@ class StepNoter:
         certificates.add(calls.kind, calls.pattern, priced, count, calls_are_sure=is_sure)
         if was_exact and certificates.verdict(calls.kind, calls.pattern).reason is not None:
             self.doubt = notices.rows_in_doubt(step, self._counted_at.get(calls.pattern))
-            self._tell(*self.doubt)
+            self._notify(*self.doubt)
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
-        # Products between the model and its loss that no counted step had would be new nodes of autograd.
+        # If no counted step had matrix products outside the model, new ones would show as additional autograd nodes.
         self._outside.has_intervals = certificates.runs_more
 
     def _keep_example(self, keeps: bool) -> None:
-        """Whether the arguments of the next call and the next batch are kept, for a check."""
+        """Set whether the arguments of the next call and the next batch are kept, for a check."""
         self._keeps_example = self._listener.keeps_next = keeps
 
     def _calls(
         self, seen: SeenCalls, readings: Sequence[Reading]
     ) -> tuple[tuple[CallKind, ...], tuple[Any, ...], str | None]:
-        """The step's calls; where none was seen, those that its batches suggest."""
+        """Return the step's calls, their arguments, and why they are not certain. Unseen calls follow from batches."""
         if seen and not self._opens_steps:
-            # Between two `log_step`s a loop may evaluate: without gradients and out of training mode.
+            # Calls without gradients and outside training mode are an evaluation between two calls of `log_step`.
             seen = [call for call in seen if call[0].has_grad or call[0].is_training]
         unseen, self._listener.unseen = self._listener.unseen, 0
         given, self._given = self._given, []
         if seen and not (self._shares_batches and readings):
-            doubt = f"{unseen} calls of the model have arguments that cannot be described" if unseen else None
+            doubt = f"{unseen} calls of the model have arguments that flopwatch cannot describe" if unseen else None
             return tuple(kind for kind, _ in seen), tuple(example for _, example in seen), doubt
         declared = [self._declared[id(reading.plan)] for reading in readings if id(reading.plan) in self._declared]
         reasons = [reason for _, _, reason in declared if reason] or [
@@ -385,7 +391,7 @@ class StepNoter:
         return kinds, examples, reasons[0]
 
     def look_at_model(self) -> str | None:
-        """Once per window: why its steps are in doubt, because the model has changed; None when it has not."""
+        """Check whether the model has changed in this window; return why its FLOPs are not exact, or None."""
         if self._listener.has_been_called:
             self._costs.see_calls()
         change = self._costs.look_at_model()
@@ -397,7 +403,7 @@ class StepNoter:
         return change.doubt
 
     def _forget_calls(self) -> None:
-        """Calls are counted anew, so each kind has to be met again with its arguments."""
+        """Drop all kinds of calls, so that each is seen again with its arguments and can be counted again."""
         self._plan.forget()
         self._listener.forget()
         self._declared.clear()
@@ -405,7 +411,7 @@ class StepNoter:
 
 
 def checked_flops(flops_fn: Callable[[Any], int], batch: Any) -> int:
-    """What the user's own function says of a batch."""
+    """Call the user's function with a batch; raise if its result is not a positive finite number."""
     flops = flops_fn(batch)
     if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < float("inf"):
         raise InputError(f"flops_fn must return a positive finite number of FLOPs, got {flops!r}")

@@ -1,4 +1,4 @@
-"""What a step costs, by its calls and its batches, and how long the device needs for that at its peaks."""
+"""Computes the FLOPs of a step from its calls and batches, and the time the device would need for them at its peak."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,28 +11,28 @@ from flopwatch.errors import InputError
 from flopwatch.hardware import explain_unknown, matmul_dtype, peak_flops
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.config import MonitorConfig
-from flopwatch.monitor.output import Tell
+from flopwatch.monitor.output import Notify
 from flopwatch.monitor.pricing.batch_reader import Work
 from flopwatch.monitor.pricing.call_costs import CallCosts
 from flopwatch.monitor.pricing.certificates import Certificates, StepCalls
 from flopwatch.monitor.pricing.law_book import CallPrice, LawBook
 from flopwatch.monitor.pricing.watched_step import StepCount
-from flopwatch.monitor.ranks.sharing import shared_peak
+from flopwatch.monitor.ranks.group import shared_peak
 from flopwatch.records.flops import Peak, PhaseFlops
 from flopwatch.records.run import Provenance
 
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """What a step costs; a part that is not known is None.
+    """FLOPs of a step; None is unknown.
 
     Attributes:
-        model: What the mathematics needs.
-        hardware: What is executed.
-        recompute: The part of it that runs a second time.
-        model_by_dtype: Model FLOPs by compute type; empty where that is not known.
-        hardware_by_dtype: Executed FLOPs by compute type.
-        reason: Why they are not exact; None when they are.
+        model: FLOPs that the model's mathematics needs, without padding and recomputation.
+        hardware: FLOPs that are executed.
+        recompute: The part of `hardware` that activation checkpointing runs a second time.
+        model_by_dtype: Model FLOPs by compute type; empty if unknown.
+        hardware_by_dtype: Executed FLOPs by compute type; empty if unknown.
+        reason: Why the FLOPs are not exact; None if they are.
     """
 
     model: int
@@ -45,13 +45,7 @@ class StepFlops:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step costs, and how long its device needs for that at its peaks; None is unknown.
-
-    Attributes:
-        flops: Its FLOPs.
-        model_peak_seconds: For what the mathematics needs.
-        hardware_peak_seconds: For all that is executed.
-    """
+    """FLOPs of a step, and the time a device would need at its peak for the model's and for all executed FLOPs."""
 
     flops: StepFlops | None = None
     model_peak_seconds: float | None = None
@@ -59,26 +53,26 @@ class StepCost:
 
 
 class StepPricer:
-    """The stage that prices steps.
+    """Computes the FLOPs of steps.
 
     Attributes:
-        peaks: Of this rank's device, by compute type.
+        peaks: Peaks of this rank's device by compute type.
     """
 
-    def __init__(self, config: MonitorConfig, costs: CallCosts, peak_flops_per_s: float | None, tell: Tell) -> None:
+    def __init__(self, config: MonitorConfig, costs: CallCosts, peak_flops_per_s: float | None, notify: Notify) -> None:
         self._config = config
         self._costs = costs
         self._peak_override = peak_flops_per_s or (config.peak_tflops * 1e12 if config.peak_tflops else None)
-        self._tell = tell
+        self._notify = notify
         self.peaks = Peaks(torch.device("cpu"), self._peak_override, config.dtype)
         self._main_type: str | None = None
         self._last_flops: dict[Any, StepFlops | None] = {}
         self._written: Any = None
-        """What the newest provenance was made of."""
+        """Versions of the facts in the newest provenance record."""
 
     @property
     def peak(self) -> Peak | None:
-        """Peak for the compute type in which most of the work runs."""
+        """The device's peak for the compute type of most FLOPs; None if unknown."""
         return None if self._main_type is None else self.peaks.of(self._main_type)
 
     def set_model(self, model: nn.Module) -> None:
@@ -88,22 +82,22 @@ class StepPricer:
     def cost(
         self, calls: StepCalls, works: Sequence[Work] | None, user_flops: int | None, why_not_watched: str | None
     ) -> StepCost:
-        """What a step costs.
+        """Compute the FLOPs of a step.
 
         Args:
-            calls: How it called the model.
-            works: What its batches ask of the machine; None when one of them could not be read.
-            user_flops: What the user's own function says of them; None without one.
-            why_not_watched: Why steps are not counted as they run; None when they are.
+            calls: The step's calls of the model.
+            works: Sizes of the step's batches; None if one of them could not be read.
+            user_flops: FLOPs by the user's `flops_fn`; None without such a function.
+            why_not_watched: Why steps are not counted as they run; None if they are.
         """
         if user_flops is not None:
-            flops: StepFlops | None = StepFlops(user_flops, reason="as the user's flops_fn says")
+            flops: StepFlops | None = StepFlops(user_flops, reason="the FLOPs are those of the user's flops_fn")
         else:
             flops = None if works is None else self._flops(calls, works, why_not_watched)
         return StepCost(flops, *self._peak_seconds(flops))
 
     def _flops(self, calls: StepCalls, works: Sequence[Work], why_not_watched: str | None) -> StepFlops | None:
-        """Steps of a window are mostly alike, so the newest answer is kept."""
+        """Compute the FLOPs, or return the last result if the step equals the one before, as most steps do."""
         is_plain = not any(calls.own_prices) and all(work.documents is None and work.grids is None for work in works)
         if not is_plain or calls.certificates is None:
             return self._flops_of_kind(calls, works, why_not_watched)
@@ -114,7 +108,7 @@ class StepPricer:
         return self._last_flops[key]
 
     def _flops_of_kind(self, calls: StepCalls, works: Sequence[Work], why_not_watched: str | None) -> StepFlops | None:
-        book, certificates = calls.book or self._costs.book, calls.certificates or self._costs.certificates
+        book, certificates = calls.book or self._costs.mode.book, calls.certificates or self._costs.certificates
         if self._costs.has_given_up or book is None:
             return None
         prices = calls.prices(book)
@@ -123,22 +117,18 @@ class StepPricer:
             if verdict.count is not None:
                 return _counted(verdict.count, verdict.reason)
             if book.refused:
-                self._tell(*notices.shapes_not_counted())
+                self._notify(*notices.shapes_not_counted())
             return None
         priced = _priced(book, prices, works)
-        self._note_main_type(priced)
+        if priced.model_by_dtype:
+            self._main_type = max(priced.model_by_dtype, key=lambda name: priced.model_by_dtype[name])
         if verdict.finding == "counted" and verdict.count is not None:
             reason = verdict.reason or _steered(calls, prices, book, certificates)
             return _counted(verdict.count, reason, priced)
         doubt = calls.doubt or (why_not_watched if verdict.finding == "unseen" else None) or verdict.reason
         return replace(priced, reason=priced.reason or doubt)
 
-    def _note_main_type(self, priced: StepFlops) -> None:
-        if priced.model_by_dtype:
-            self._main_type = max(priced.model_by_dtype, key=lambda name: priced.model_by_dtype[name])
-
     def _peak_seconds(self, flops: StepFlops | None) -> tuple[float | None, float | None]:
-        """For the model's FLOPs, and for those executed."""
         if flops is None:
             return None, None
         assumed = None if flops.model_by_dtype else weights_dtype(self._costs.model, self.peaks.device) or "fp32"
@@ -148,23 +138,23 @@ class StepPricer:
         if flops.hardware is not None:
             hardware = self.peaks.seconds(flops.hardware_by_dtype or {assumed or "fp32": flops.hardware})
         for name, why in self.peaks.why_unknown.items():
-            self._tell(*notices.peak_unknown(name, why))
+            self._notify(*notices.peak_unknown(name, why))
         return model, hardware
 
     def new_provenance(self, step: int, device_count: int) -> Provenance | None:
-        """How FLOPs and peak are found; None when nothing about that is new, or not known yet."""
+        """Return a record of how FLOPs and peak are found; None if it has not changed or is not known yet."""
         written = self._costs.facts_version, self.peaks, self.peaks.ranks, self._main_type
         if written == self._written or not self._costs.has_facts:
             return None
         self._written = written
-        facts = self._costs.facts()
+        facts = self._costs.mode.facts()
         coverage = facts["coverage"]
         if coverage is not None and coverage < 1:
-            self._tell(*notices.coverage_below_1(coverage, facts["notes"]))
+            self._notify(*notices.coverage_below_1(coverage, facts["notes"]))
         peak = self.peak
         return Provenance(
             step,
-            self._costs.mode_name,
+            self._costs.mode.name,
             facts["method"],
             facts["exact"],
             self._config.attention,
@@ -177,7 +167,7 @@ class StepPricer:
 
 
 def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:
-    """The sum over the step's calls; padding is separated where calls and batches are the same."""
+    """Add up the FLOPs of a step's calls; padding is separated if the calls have the shapes of the batches."""
     aligned = len(works) == len(prices) and all(map(_is_same_shape, prices, works))
     model = hardware = recompute = 0
     by_dtype: dict[str, PhaseFlops] = {}
@@ -196,7 +186,7 @@ def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -
         for name, flops in price.by_dtype.items():
             by_dtype[name] = by_dtype.get(name, PhaseFlops()) + flops
     if not aligned and any(work.documents is not None for work in works):
-        reasons.append("padding counts as work here, because the step's calls are not its batches")
+        reasons.append("model FLOPs include padding, because the step's calls have other shapes than its batches")
     types = by_dtype if is_typed else {}
     return StepFlops(
         model, hardware, recompute, _shares(types, model), _shares(types, hardware), reasons[0] if reasons else None
@@ -204,10 +194,10 @@ def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -
 
 
 def _steered(calls: StepCalls, prices: Sequence[CallPrice], book: LawBook, certificates: Certificates) -> str | None:
-    """Why steps of this kind may cost something else than those that were counted."""
+    """Why steps with equal calls may have other FLOPs than the counted ones; None if they cannot."""
     if not any(price.is_steered for price in prices):
         return None
-    if not any(map(book.hides_cost, calls.kinds)) and certificates.nodes_tell_costs(calls.kind):
+    if not any(map(book.hides_cost, calls.kinds)) and certificates.node_counts_determine_costs(calls.kind):
         return None
     return next(price.reason for price in prices if price.is_steered)
 
@@ -220,7 +210,7 @@ def _is_same_shape(price: CallPrice, work: Work) -> bool:
 
 
 def _shares(by_dtype: Mapping[str, PhaseFlops], total: int) -> dict[str, int]:
-    """A total over compute types, in the proportions of what is executed."""
+    """Divide a total over compute types in proportion to the executed FLOPs."""
     if len(by_dtype) == 1:
         return {next(iter(by_dtype)): total}
     executed = sum(flops.total for flops in by_dtype.values())
@@ -230,7 +220,7 @@ def _shares(by_dtype: Mapping[str, PhaseFlops], total: int) -> dict[str, int]:
 
 
 def _counted(count: StepCount, reason: str | None, priced: StepFlops | None = None) -> StepFlops:
-    """The cost of a step that was counted as it ran; padding is what the priced calls say of it."""
+    """Return the FLOPs of a step that was counted as it ran; its padding is taken from `priced`."""
     total, recompute = count.phases.total, count.phases.recompute
     padding = 0
     if priced is not None and priced.hardware is not None and priced.recompute is not None:
@@ -240,14 +230,11 @@ def _counted(count: StepCount, reason: str | None, priced: StepFlops | None = No
     return StepFlops(model, total, recompute, _shares(types, model), _shares(types, total), reason)
 
 
-# The peaks of one device, by compute type.
-
-
 _USUAL_TYPES = ("fp32", "tf32", "bf16", "fp16")
 
 
 def device_of(model: nn.Module | None) -> torch.device:
-    """Where the model's weights are; without a model, the current accelerator or the CPU."""
+    """The device of the model's weights; without a model, the current accelerator or the CPU."""
     parameter = next(model.parameters(), None) if model is not None else None
     if parameter is not None and parameter.device.type != "meta":
         return parameter.device
@@ -255,18 +242,18 @@ def device_of(model: nn.Module | None) -> torch.device:
 
 
 def weights_dtype(model: nn.Module | None, device: torch.device) -> str | None:
-    """The compute type that the weights suggest, where no call of the model was seen."""
+    """The compute type that the model's weights suggest; None without floating-point weights."""
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None) if model is not None else None
     return matmul_dtype(device.type, parameter.dtype if parameter is not None else None)
 
 
 class Peaks:
-    """The peaks of one device, each looked up once.
+    """The peaks of one device by compute type, each looked up once.
 
     Attributes:
-        device: Whose peaks they are.
+        device: The device.
         ranks: How many ranks share the device.
-        why_unknown: What could not be found, by compute type.
+        why_unknown: By compute type, why the peak is not known.
     """
 
     def __init__(self, device: torch.device, override_flops_per_s: float | None, dtype: str | None) -> None:
@@ -276,31 +263,33 @@ class Peaks:
         self._override = override_flops_per_s
         self._dtype = dtype
         self._whole: dict[str, tuple[Peak | None, str]] = {}
-        """The device's answers, before ranks share them."""
+        """Peak of the whole device, and why it is unknown, by compute type."""
         self._known: dict[str, Peak | None] = {}
+        """Peak of one rank's share of the device, by compute type."""
 
     def look_ahead(self) -> None:
-        """Ask the device now: a rank learns only in mid-run what its products run in, and must not read files then."""
+        """Look up the usual compute types now, because this reads files and should not happen during the training."""
         for name in (self._dtype,) if self._dtype else _USUAL_TYPES:
             self._ask(name)
 
-    def share(self, ranks: int) -> bool:
-        """So many ranks share the device; True when that is new."""
-        if ranks == self.ranks:
-            return False
-        self.ranks = ranks
-        self._known.clear()
-        return True
+    def share(self, ranks: int) -> None:
+        """Set how many ranks share the device."""
+        if ranks != self.ranks:
+            self.ranks = ranks
+            self._known.clear()
 
     def of(self, compute_type: str) -> Peak | None:
-        """The peak for products of this type; of the type that the user has named, whatever they ran in."""
+        """The peak for this compute type, or for the user's setting `dtype` if there is one; None if unknown."""
         name = self._dtype or self._with_tf32(compute_type)
         if name not in self._known:
-            self._known[name] = self._looked_up(name)
+            peak, why = self._ask(name)
+            self._known[name] = None if peak is None else shared_peak(peak, self.ranks)
+            if peak is None:
+                self.why_unknown[name] = why
         return self._known[name]
 
     def seconds(self, flops_by_dtype: Mapping[str, int]) -> float | None:
-        """How long the device needs for these FLOPs at its peaks; None where one is not known."""
+        """Seconds the device would need for these FLOPs at its peak; None if a peak is unknown."""
         total = 0.0
         for compute_type, flops in flops_by_dtype.items():
             if not flops:
@@ -310,13 +299,6 @@ class Peaks:
                 return None
             total += flops / peak.flops_per_s
         return total
-
-    def _looked_up(self, name: str) -> Peak | None:
-        peak, why = self._ask(name)
-        if peak is None:
-            self.why_unknown[name] = why
-            return None
-        return shared_peak(peak, self.ranks)
 
     def _ask(self, name: str) -> tuple[Peak | None, str]:
         if name not in self._whole:
@@ -328,7 +310,7 @@ class Peaks:
         return self._whole[name]
 
     def _with_tf32(self, compute_type: str) -> str:
-        """fp32 products run as tf32 where torch's switches allow it."""
+        """Return tf32 instead of fp32 if torch's settings make the device compute fp32 products in tf32."""
         if compute_type == "fp32" and self.device.type == "cuda":
             return matmul_dtype("cuda", torch.float32) or compute_type
         return compute_type

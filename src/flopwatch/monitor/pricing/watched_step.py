@@ -1,8 +1,8 @@
-"""Counts one real step of the training as it runs: everything, not only the model.
+"""Counts all ops of a training step as it runs, inside and outside the model.
 
-A dispatch mode sees each op on its way and lets it pass unchanged. It is entered for a few steps of a run, and never
-where that would do harm: around compiled code (a function that first runs under a mode is never compiled again, pytorch
-issue 140909) and while a CUDA graph is captured.
+A dispatch mode counts each op and runs it unchanged. It is active for a few steps of a run, but never around compiled
+code (a function that first runs under a mode is never compiled again, pytorch issue 140909) or while a CUDA graph is
+captured.
 """
 
 import sys
@@ -48,23 +48,23 @@ _WHOLE = frozenset(
         "upsample_bicubic2d",
     )
 )
-"""Ops whose result changes in the last bits when they are decomposed under a mode."""
+"""Ops whose result changes in the last bits if they are decomposed under a dispatch mode."""
 _KNUTH = 2_654_435_761
 _LOOK_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StepCount:
-    """What one step ran, op by op.
+    """FLOPs of one step, counted op by op as it ran.
 
     Attributes:
-        phases: Its FLOPs by phase.
-        by_dtype: The same by compute type.
-        uncounted: Ops without a formula.
-        failure: Why the count is not complete.
-        optimizer: FLOPs of products that the optimizer itself computes; not part of the other fields.
-        risks: Ops met that may differ in the last bits while a mode is on.
-        doubt: Why model FLOPs may differ: recomputation could not be separated.
+        phases: FLOPs by phase.
+        by_dtype: FLOPs by compute type.
+        uncounted: Names of ops without a formula.
+        failure: Why the count is not complete; None if it is.
+        optimizer: FLOPs of matrix products in the optimizer; not part of the other fields.
+        risks: Names of ops whose result may change in the last bits while steps are counted.
+        doubt: Why recomputation could not be separated, so that model FLOPs may be wrong; None if it was.
     """
 
     phases: PhaseFlops
@@ -77,10 +77,11 @@ class StepCount:
 
 
 def is_watched(index: int) -> bool:
-    """Whether the step of this number in its session is counted: the second, then ever more rarely.
+    """Whether the step with this index in its session is counted as it runs.
 
-    The first ones fall on all residues of all periods up to 12, so that work which is done every third or tenth step
-    is met early; later ones are strewn about by Knuth's multiplicative hash: one in 128, after 1,000 steps in 2,048.
+    The first counted steps are chosen so that work which is done every third or tenth step is found early: for all
+    periods up to 12, they fall on all residues. Later steps are chosen by Knuth's multiplicative hash: one in 128, and
+    after 1,000 steps one in 2,048.
 
     >>> [index for index in range(60) if is_watched(index)][:6]
     [1, 3, 5, 8, 10, 12]
@@ -90,9 +91,10 @@ def is_watched(index: int) -> bool:
 
 
 def is_watched_by_ranks(index: int) -> bool:
-    """The same for a training of several ranks: the same steps on all of them, as they wait for each other.
+    """Whether the step with this index is counted in a training of several ranks.
 
-    They begin when all ranks have the laws of the first one. A rank that gets them late joins later.
+    All ranks count the same steps, because they wait for each other. Counting begins at step 33, and once more at step
+    257 for ranks that receive the FLOP laws late.
 
     >>> [index for index in range(60) if is_watched_by_ranks(index)][:6]
     [33, 35, 37, 40, 42, 44]
@@ -102,7 +104,7 @@ def is_watched_by_ranks(index: int) -> bool:
 
 
 def next_watched(index: int, is_turn: Callable[[int], bool] = is_watched) -> int:
-    """No step from this one up to the result is counted: a look ahead, so that ordinary steps need not ask.
+    """Index of the next counted step, or of an earlier one at which to ask again; saves this check on every step.
 
     >>> next_watched(13)
     15
@@ -111,7 +113,7 @@ def next_watched(index: int, is_turn: Callable[[int], bool] = is_watched) -> int
 
 
 def may_compile() -> bool:
-    """Whether torch has compiled anything in this process, or was asked to: then it does so at the first call."""
+    """Whether torch has compiled a function in this process, or will do so because of `torch.compile`."""
     if not _dynamo:
         tables = compile_tables()
         if tables is None:
@@ -119,7 +121,7 @@ def may_compile() -> bool:
         _dynamo.extend(tables)
     asked_for, counters = _dynamo
     for backend in asked_for.values():
-        if backend is not None:  # `torch.compiler.disable` leaves a None
+        if backend is not None:  # None is an entry of `torch.compiler.disable`
             return True
     return "frames" in counters and counters["frames"].get("ok", 0) > 0
 
@@ -129,16 +131,16 @@ _dynamo: list[Any] = []
 
 
 def obstacle() -> str | None:
-    """Why the current step cannot be counted as it runs; None when it can."""
+    """Why the current step cannot be counted as it runs; None if it can."""
     if may_compile():
-        return "compiled code runs in this process or will, and counting a step as it runs would end its compilation"
+        return "this process uses torch.compile, which would stop compiling if a step were counted as it runs"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured"
+        return "steps cannot be counted as they run while a CUDA graph is captured"
     return None
 
 
 class WatchedStep:
-    """One step under the mode, from the constructor to `end`."""
+    """Counts one step, from the constructor to `end`."""
 
     def __init__(self, attention: AttentionConvention) -> None:
         self._mode = _PassingMode(attention)
@@ -153,19 +155,14 @@ class WatchedStep:
         self._below = _modes_now()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    @property
-    def is_paused(self) -> bool:
-        """True during evaluation and our own counting, which are not part of the step."""
-        return self._mode.is_paused
-
-    @is_paused.setter
-    def is_paused(self, on: bool) -> None:
-        self._mode.is_paused = on
+    def set_paused(self, is_paused: bool) -> None:
+        """Count nothing during evaluation and while flopwatch runs the model, because that is not part of the step."""
+        self._mode.is_paused = is_paused
 
     def end(self) -> StepCount:
-        """Leave the mode, wherever the training's own modes have put it."""
+        """End the count, even if the training has entered or left dispatch modes in the meantime."""
         self._mode.is_over = True
-        if compile_stance() is self._own_stance:  # one that the training has set since stays
+        if compile_stance() is self._own_stance:  # otherwise the training has set another stance, which stays
             self._stance.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
@@ -180,7 +177,10 @@ class WatchedStep:
         )
 
     def _leave(self) -> str | None:
-        """Leaving a mode pops the top one, so a mode of the training that ended in the step has popped ours."""
+        """Leave the mode; return why the count is not complete, or None.
+
+        Leaving a mode pops the top of the stack, so a mode of the training that ended in the step has popped ours.
+        """
         now = _modes_now()
         if now and now[-1] is self._mode:
             self._mode.__exit__(None, None, None)
@@ -188,14 +188,14 @@ class WatchedStep:
             return None
         if self._mode in now:
             _left_behind.append(self._mode)
-            return "another dispatch mode began in the step and has not ended"  # ours does nothing from here on
+            return "another dispatch mode began in the step and has not ended"
         if now and now == self._below[: len(now)]:
-            now[-1].__exit__(None, None, None)  # the one that was to end when ours was taken off
+            now[-1].__exit__(None, None, None)  # the training wanted to leave this mode, but popped ours
         return "another dispatch mode ended in the step"
 
 
 _left_behind: list[Any] = []
-"""Our modes that lie below modes of the training: they do nothing, and are left as soon as they are on top."""
+"""Our inactive modes that lie below modes of the training; they are left as soon as they are on top."""
 
 
 def clear_left_behind() -> None:
@@ -208,7 +208,7 @@ def _modes_now() -> list[Any]:
 
 
 class _PassingMode(CountingMode):
-    """Counts, and never changes what runs: an error of ours ends the count, not the op."""
+    """Counts ops and runs them unchanged; an error in the counting ends the count, not the op."""
 
     def __init__(self, attention: AttentionConvention) -> None:
         super().__init__(ModuleStack(), attention)
@@ -226,14 +226,14 @@ class _PassingMode(CountingMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):  # an operator that takes functions, such as flex_attention
+        if not isinstance(func, OpOverload):  # a higher-order operator, such as flex_attention
             out = func(*args, **kwargs)
-            self._guarded(self._count_higher_order, func, args)
+            self._guarded(lambda: self._add_uncounted(func.name(), args))
             return out
         if short_op_name(func) in METADATA_OPS:
             return NotImplemented
         if torch.is_inference_mode_enabled() and can_decompose(func) and not _has_kernel(func, _device_types(args)):
-            # Composite ops arrive undecomposed. Decomposing them here is harmless, except for those in `_WHOLE`.
+            # In inference mode composite ops arrive undecomposed. Decomposing changes the results of those in `_WHOLE`.
             if short_op_name(func) not in _WHOLE and find_formula(func) is None:
                 with self:
                     return func.decompose(*args, **kwargs)
@@ -262,15 +262,12 @@ class _PassingMode(CountingMode):
         self._runs_again = False
 
     def _meet_whole(self, func: OpOverload) -> None:
-        """Under inference mode composite ops arrive undecomposed, so what they run is unknown."""
+        """Note a composite op that was not decomposed; without a formula its FLOPs are unknown."""
         if find_formula(func) is None and not costs_nothing(func):
-            self.failure = f"{op_name(func)} runs under inference mode, where its parts are not seen"
-
-    def _count_higher_order(self, func: Any, args: tuple[Any, ...]) -> None:
-        self._add_uncounted(func.name(), args)
+            self.failure = f"{op_name(func)} runs in inference mode, where the ops inside it cannot be counted"
 
     def enter_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note an optimizer step. With a closure (L-BFGS, Lightning) the whole training step runs inside it."""
+        """Begin an optimizer step, and note whether it has a closure, which then runs the whole training step."""
         self._closures.append(any(callable(value) for value in (*args[1:], *kwargs.values())))
 
     def leave_optimizer(self, *_: Any) -> None:
@@ -278,7 +275,7 @@ class _PassingMode(CountingMode):
             self._closures.pop()
 
     def add(self, name: str, flops: OpFlops, dtype: str | None) -> None:
-        """What an optimizer computes itself (Muon, Shampoo) is not the model's; a closure that it calls is."""
+        """Add the FLOPs of an op; those of the optimizer itself (Muon, Shampoo) are added to `optimizer_flops`."""
         is_outside_autograd = not torch.is_grad_enabled() and current_graph_task_id() == -1
         if self._closures and not any(self._closures) and is_outside_autograd:
             self.optimizer_flops += flops.needed + flops.extra
@@ -300,12 +297,12 @@ def _device_types(args: tuple[Any, ...]) -> frozenset[str]:
 
 @cache
 def _has_kernel(func: OpOverload, device_types: frozenset[str]) -> bool:
-    """Whether an op has a kernel on these devices: decomposed, `silu_backward` differs in the last bits."""
+    """Whether an op has its own kernel on these devices; decomposing such an op could change the last bits."""
     return has_kernel(func, device_types)
 
 
 def _runs_modules_again() -> bool:
-    """Whether autograd's engine has called Python code that runs a part of the forward pass once more."""
+    """Whether the backward pass is currently recomputing a part of the forward pass (activation checkpointing)."""
     frame = sys._getframe(3)
     while frame is not None:
         code = frame.f_code
@@ -315,9 +312,6 @@ def _runs_modules_again() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-# The matrix products in a loss's autograd graph: what a step has really computed, without running anything.
 
 
 _PRODUCTS = (
@@ -337,7 +331,7 @@ _MOST_OUTSIDE = 256
 
 
 def _last_node(loss: Any) -> Any:
-    """The node that made the loss; None without a graph, and for a tensor class that does not expose it."""
+    """The autograd node that computed the loss; None if there is no graph."""
     try:
         return loss.grad_fn if isinstance(loss, torch.Tensor) else None
     except Exception:
@@ -345,10 +339,10 @@ def _last_node(loss: Any) -> Any:
 
 
 def products_in_graph(loss: Any) -> int | None:
-    """A number that changes with the products of the graph, their shapes and types; None where there is no graph.
+    """A hash of the matrix products in the loss's graph with their shapes and types; None if there is no graph.
 
-    A node outlives the backward pass, and so does the shape of what it has made. Takes about a microsecond per node, so
-    it runs once per logging window.
+    Nodes and shapes remain available after the backward pass. Takes about a microsecond per node, so it runs only once
+    per logging window.
     """
     first = _last_node(loss)
     if first is None:
@@ -371,11 +365,11 @@ def products_in_graph(loss: Any) -> int | None:
 
 
 def products_outside(loss: Any, own: Sequence[tuple[int, int]]) -> int:
-    """A number that changes with the sizes of the products between the model and its loss; 0 where there are none.
+    """A hash of the matrix products between the model and the loss with their shapes; 0 if there are none.
 
     Args:
-        loss: With its graph, or without.
-        own: Autograd's sequence numbers that the model's calls took. The walk ends at their nodes.
+        loss: The loss, with or without its graph.
+        own: Ranges of autograd's sequence numbers that belong to the model; the search ends at these nodes.
     """
     first = _last_node(loss)
     if first is None or not own:

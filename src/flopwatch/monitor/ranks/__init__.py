@@ -1,1 +1,1 @@
-"""Many ranks: their reports, added up along a tree, and the rank that slows a job down."""
+"""Trainings with several ranks: adds up the reports of all ranks, and finds a rank that slows down the others."""

@@ -1,9 +1,9 @@
-"""Where a rank's busy time goes: input, compute, host. The rest of a step is waiting for the other ranks.
+"""Measures how long a rank is busy in each step, to find the rank that slows down the others.
 
-In synchronous training every rank waits for the slowest one in each collective, so all step times are equal and do not
-show which rank is slow. The time a rank is busy does. On a CPU that is the processor time of the training's thread,
-which does not grow while the thread waits. A thread that is blocked elsewhere (a slow disk, a lock, a sleep) uses no
-processor time either, so `StallSampler` samples its stack to find such stalls.
+In synchronous training every rank waits for the slowest one in each collective. So all step times are equal, and only
+the busy time shows which rank is slow. On a CPU it is measured as processor time of the training's thread, which does
+not grow while the thread waits. A thread that is blocked by a slow disk, a lock or a sleep uses no processor time
+either, so `StallSampler` samples the thread's stack to find such stalls.
 """
 
 import sys
@@ -30,7 +30,7 @@ class BusyTime:
         self._busy = 0.0
         self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
         self.is_in_step = False
-        """True while the training works on a batch; the sampling thread reads it."""
+        """True while the training works on a batch; `StallSampler` reads it from another thread."""
 
     def batch_is_here(self) -> None:
         self._last = self._cpu()
@@ -46,7 +46,7 @@ class BusyTime:
         self._busy = 0.0
 
     def leave(self) -> bool:
-        """Pause busy-time accounting; pass the returned flag to `come_back`."""
+        """Pause the measurement; pass the returned flag to `come_back`."""
         was_in_step = self.is_in_step
         if was_in_step:
             self._busy += self._cpu() - self._last
@@ -58,9 +58,9 @@ class BusyTime:
         self.is_in_step = was_in_step
 
     def typical(self, step_seconds: float) -> float | None:
-        """Busy seconds of the typical step of the last minute.
+        """Median busy seconds per step over the last minute; None before the first step.
 
-        The median over more than one window, because other processes on the machine slow some seconds down.
+        A minute, because other processes can slow the machine down for some seconds.
         """
         wanted = _MOST_STEPS if step_seconds <= 0 else int(_SECONDS_REMEMBERED / step_seconds)
         first = max(0, len(self._steps) - min(max(wanted, _FEWEST_STEPS), _MOST_STEPS))
@@ -70,14 +70,14 @@ class BusyTime:
 def profile_of(
     steps: int, seconds: float, input_seconds: float | None, busy_seconds_per_step: float, stalled_share: float | None
 ) -> Profile | None:
-    """Seconds per step by cause; None when nothing was timed.
+    """Compute a rank's busy seconds per step by cause; None if no step was timed.
 
     Args:
-        steps: Steps of the window.
-        seconds: Their time.
-        input_seconds: Part of it before the batch was there.
-        busy_seconds_per_step: Processor time of the training's thread in the rest of a step.
-        stalled_share: Share of the rest in which the thread was blocked outside collectives and backward passes.
+        steps: Number of steps in the window.
+        seconds: Time of these steps.
+        input_seconds: The part of `seconds` spent waiting for batches.
+        busy_seconds_per_step: Processor time of the training's thread per step, without the input wait.
+        stalled_share: Share of the time without input wait in which the thread was blocked, but not by other ranks.
 
     >>> profile_of(10, 2.0, 0.1, 0.12, 0.1)
     Profile(input=0.01, compute=0.12, host=0.019)
@@ -90,21 +90,21 @@ def profile_of(
 
 
 _SAMPLE_SECONDS = 0.001
-"""A thread that uses less than `_BUSY_SHARE` of this as processor time is blocked."""
+"""Duration of a sample. A thread that uses less than `_BUSY_SHARE` of it as processor time is blocked."""
 _BUSY_SHARE = 0.2
 _SHARE_OF_A_CORE = 0.0003
-"""Processor time that sampling may use; it decides the time between two samples."""
+"""Share of a core that sampling may use; the pauses between samples are chosen accordingly."""
 _SHORTEST_PAUSE_SECONDS = 0.02
 _SAMPLES_KEPT = 150
-"""Enough to distinguish a stall of 10 % of the step from none in 98 of 100 cases (binomial distribution); at about two
-samples per second they cover the last minute or so."""
+"""Enough to detect a stall of 10 % of the step in 98 of 100 cases (binomial distribution). At about two samples per
+second they cover the last minute."""
 _FEWEST_SAMPLES = 40
 _WAITS_FOR_RANKS = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/")
-"""Folders whose code waits for other ranks: DDP's all-reduce runs inside the backward pass."""
+"""Folders whose code waits for other ranks; autograd is one of them, because DDP's all-reduce runs inside backward."""
 
 
 class StallSampler:
-    """A thread that samples the thread it was made in: is it blocked, and not because it waits for other ranks?"""
+    """Samples from its own thread whether the creating thread is blocked, and not because it waits for other ranks."""
 
     def __init__(self, busy_time: BusyTime) -> None:
         self._busy_time = busy_time
@@ -117,7 +117,7 @@ class StallSampler:
             threading.Thread(target=self._run, name="flopwatch-stalls", daemon=True).start()
 
     def share(self) -> float | None:
-        """Share of the samples inside steps in which the thread was stalled; None before there are enough."""
+        """Share of the samples inside steps in which the thread was stalled; None while there are too few samples."""
         samples = list(self._samples)
         return sum(samples) / len(samples) if len(samples) >= _FEWEST_SAMPLES else None
 
@@ -125,7 +125,7 @@ class StallSampler:
         self._is_over = True
 
     def _run(self) -> None:
-        # Plain sleeps, because Event.wait with a timeout is Python code that a training step evicts from the caches.
+        # Plain sleeps, because Event.wait with a timeout runs Python code, which is slow after a training step.
         clock, busy_time, sample = self._clock, self._busy_time, self._sample
         began, pause = time.monotonic(), _SHORTEST_PAUSE_SECONDS
         while not self._is_over:
@@ -142,29 +142,29 @@ class StallSampler:
             pause = max(_SHORTEST_PAUSE_SECONDS, self.cpu_seconds / _SHARE_OF_A_CORE - time.monotonic() + began)
 
     def _sample(self, busy_seconds: float) -> None:
-        """A thread that used the processor is not stalled; otherwise its stack decides."""
+        """Add a sample: the thread is stalled if it was idle and its stack shows no wait for other ranks."""
         is_stalled = False
         if busy_seconds < _BUSY_SHARE * _SAMPLE_SECONDS:
-            # The documented way to another thread's stack; its underscore only warns that it is for special purposes.
+            # This is Python's documented way to get another thread's stack, despite the underscore.
             frame = sys._current_frames().get(self._ident)
             is_stalled = frame is not None and not _waits_for_ranks(frame)
         self._samples.append(is_stalled)
 
 
 _file_kinds: dict[str, bool | None] = {}
-"""By file name, because code objects of different files can compare equal. True: waits for ranks; None: other torch
-code, so its caller decides; False: code outside torch."""
+"""Whether the code of a file waits for other ranks. None for other files of torch, where the caller decides. Keys are
+file names, because code objects of different files can compare equal."""
 
 
 def _waits_for_ranks(frame: FrameType | None) -> bool:
-    """Whether torch is running a backward pass or a collective; the first frame outside torch ends the search."""
+    """Whether the stack is in a backward pass or a collective; the search ends at the first frame outside torch."""
     while frame is not None:
         file = frame.f_code.co_filename
         kind = _file_kinds.get(file, ...)
         if kind is ...:
             path = file.replace("\\", "/")
             kind = True if any(part in path for part in _WAITS_FOR_RANKS) else (None if "/torch/" in path else False)
-            if len(_file_kinds) < 10_000:  # code made by exec has ever new names
+            if len(_file_kinds) < 10_000:  # a limit, because code made by exec can have any number of file names
                 _file_kinds[file] = kind
         if kind is not None:
             return kind

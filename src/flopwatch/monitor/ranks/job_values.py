@@ -1,7 +1,7 @@
-"""The numbers of a whole job from its ranks' reports, and the rank that slows the others down. Pure arithmetic.
+"""Computes the metrics of a whole job from the reports of its ranks, and finds a rank that slows down the others.
 
-Model FLOPs and tokens belong to the model and the global batch, not to the sharding: ranks that share a batch
-(tensor, context or pipeline parallel) each report it, and it is counted once.
+Ranks that share a batch (tensor, context or pipeline parallel) all report its tokens and model FLOPs, which are then
+counted once.
 """
 
 from collections import deque
@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
 
-from flopwatch.monitor.measured_step import MeasuredStep
-from flopwatch.monitor.ranks.reports import AMOUNTS, RATED, Amount, Profile, RankReport
+from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, share_values
+from flopwatch.monitor.ranks.reports import RATED, Amount, Profile, RankReport
 from flopwatch.records.run import Number
 
 Cause = Literal["input", "compute", "host"]
 _LEAST_EXCESS = 0.05
-"""As a share of the step time; smaller differences are not reported."""
+"""Smallest excess that is reported, as a share of the step time."""
 _LEAST_SIGMAS = 4.0
 _WINDOWS_KEPT = 5
 _CHRONIC_WINDOWS = 3
-"""So many of the kept windows make a straggler chronic."""
+"""A straggler is chronic if it was the slowest rank in 3 of the last 5 windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Straggler:
     """The rank that the other ranks wait for in a window.
 
     Attributes:
-        rank: Its number.
-        excess_seconds: How much longer it is busy per step than the mean of the other ranks.
-        excess_share: The same as a share of the step time.
+        rank: The rank's number.
+        excess_seconds: How much longer the rank is busy per step than the mean of the other ranks.
+        excess_share: The excess as a share of the step time.
         shares: The excess by cause, as shares of the step time.
-        chronic: True when it was this rank in most of the last windows.
+        chronic: Whether this rank was the straggler in most of the last windows.
     """
 
     rank: int
@@ -43,12 +43,12 @@ class Straggler:
 
     @property
     def cause(self) -> Cause:
-        """The largest part of the excess."""
+        """The cause with the largest part of the excess."""
         return max(self.shares, key=lambda cause: self.shares[cause])
 
 
 def find_straggler(report: RankReport) -> Straggler | None:
-    """The slowest rank, if it exceeds the mean of the others by 5 % of the step time and 4 standard deviations."""
+    """Find a rank whose busy time exceeds the others' mean by 5 % of the step time and by 4 standard deviations."""
     others = report.profiled_ranks - 1
     if report.slowest is None or others < 1 or report.timed_steps == 0:
         return None
@@ -76,14 +76,14 @@ _CAUSE_TEXTS: Mapping[Cause, str] = {
 
 def explain_straggler(straggler: Straggler) -> str:
     return (
-        f"rank {straggler.rank} holds the others back: it needs {1e3 * straggler.excess_seconds:.3g} ms per step "
+        f"rank {straggler.rank} slows down the other ranks: it needs {1e3 * straggler.excess_seconds:.3g} ms per step "
         f"({100 * straggler.excess_share:.1f} % of the step) longer than they do, most of it "
         f"{_CAUSE_TEXTS[straggler.cause]}"
     )
 
 
 class StragglerHistory:
-    """Distinguishes a passing straggler from a chronic one."""
+    """Keeps the stragglers of the last windows, to tell a temporary one from a chronic one."""
 
     def __init__(self) -> None:
         self._ranks: deque[int | None] = deque(maxlen=_WINDOWS_KEPT)
@@ -92,16 +92,16 @@ class StragglerHistory:
         found = find_straggler(report)
         before = self._ranks[-1] if self._ranks else None
         self._ranks.append(None if found is None else found.rank)
-        # Only twice in a row counts, because other processes on a machine slow single windows down.
+        # A rank must be the slowest twice in a row, because other processes can slow it down in a single window.
         if found is None or found.rank != before:
             return None
         return replace(found, chronic=self._ranks.count(found.rank) >= _CHRONIC_WINDOWS)
 
 
 def counted_once(amount: Amount, data_parallel_size: int) -> int | None:
-    """The sum over different batches; None when a rank's part is missing.
+    """Sum an amount over different batches; None if a batch is missing.
 
-    In a group of ranks that share a batch, all of them may report it, or only one (a pipeline's first stage).
+    Of the ranks that share a batch, either all report it or only one, such as the first stage of a pipeline.
 
     >>> counted_once(Amount(4000, 4), 2), counted_once(Amount(2000, 2), 2), counted_once(Amount(3000, 3), 2)
     (2000, 2000, None)
@@ -113,13 +113,13 @@ def counted_once(amount: Amount, data_parallel_size: int) -> int | None:
 
 
 def job_totals(report: RankReport, data_parallel_size: int) -> dict[str, int]:
-    """The job's amounts in the window, by the names of `AMOUNTS`."""
+    """Samples, tokens and FLOPs of the whole job in a window, by the names in `AMOUNTS`; unknown ones are left out."""
     totals = {name: counted_once(report.total(name), data_parallel_size) for name in AMOUNTS}
     return {name: total for name, total in totals.items() if total is not None}
 
 
 def job_values(report: RankReport, data_parallel_size: int) -> dict[str, Number]:
-    """The metrics of a window of all ranks, under the keys of `flopwatch.records.metrics`.
+    """Compute the metrics of a window of all ranks, by their keys in `flopwatch.records.metrics`.
 
     >>> from flopwatch.monitor.measured_step import MeasuredStep
     >>> from flopwatch.monitor.ranks.reports import merge, report_of
@@ -142,13 +142,13 @@ def job_values(report: RankReport, data_parallel_size: int) -> dict[str, Number]
     counted_steps = report.counted_steps if "model_flops" in totals else 0
     if report.counted_steps and counted_steps < report.batch_steps:
         values["perf/counted_steps_percent"] = 100 * counted_steps / report.batch_steps
-    return values | _shares(totals)
+    return values | share_values(totals)
 
 
 def with_job_wait(steps: Sequence[MeasuredStep], report: RankReport) -> list[MeasuredStep]:
-    """One rank's steps with the mean input wait of all ranks, for the run's totals.
+    """Replace the input wait of one rank's steps by the mean of all ranks, for the run's totals.
 
-    Reports cover only the steps that count for rates; other steps keep this rank's own wait.
+    Steps that are in no rate keep this rank's own input wait, because reports do not contain them.
     """
     if report.input_wait.ranks != report.ranks or not report.timed_steps:
         return list(steps)
@@ -172,7 +172,7 @@ def _rates(report: RankReport, data_parallel_size: int) -> dict[str, Number]:
 
 
 def _utilisation(report: RankReport, data_parallel_size: int) -> dict[str, Number]:
-    """MFU and HFU; seconds are summed over all devices."""
+    """Compute MFU and HFU; the report's seconds are summed over all devices."""
     values: dict[str, Number] = {}
     for name, share in (("model_flops", "mfu"), ("hardware_flops", "hfu")):
         flops = counted_once(report.timed_total(name), data_parallel_size)
@@ -187,17 +187,8 @@ def _utilisation(report: RankReport, data_parallel_size: int) -> dict[str, Numbe
     return values
 
 
-def _shares(totals: dict[str, int]) -> dict[str, Number]:
-    values: dict[str, Number] = {}
-    if totals.get("tokens") and "real_tokens" in totals:
-        values["perf/padding_percent"] = 100 * (totals["tokens"] - totals["real_tokens"]) / totals["tokens"]
-    if totals.get("hardware_flops") and "recompute_flops" in totals:
-        values["perf/recompute_percent"] = 100 * totals["recompute_flops"] / totals["hardware_flops"]
-    return values
-
-
 def _spread(report: RankReport) -> dict[str, Number]:
-    """The spread between ranks: which are busy longest and shortest, and how long all wait for each other."""
+    """Compute which ranks are busy longest and shortest, and how long ranks wait for each other."""
     values: dict[str, Number] = {}
     if report.slowest is not None and report.fastest is not None and report.profiled_ranks == report.ranks:
         mean = report.profile.busy / report.ranks

@@ -1,7 +1,8 @@
-"""A rank's link to the other ranks: a thread that sends reports up a tree, where they are added up on the way.
+"""Sends a rank's reports to the logging rank, in a thread of its own.
 
-The training's thread only puts reports into a queue and checks for results. If another rank hangs or dies, only this
-thread is affected: it waits, or it ends and records why.
+The ranks form a tree with the logging rank at its root; each rank merges the reports of its children with its own. The
+training's thread only puts reports into a queue and checks for results. If another rank hangs or dies, only the link's
+thread waits, or ends and keeps the reason.
 """
 
 import atexit
@@ -16,17 +17,16 @@ from weakref import WeakSet
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.monitor.ranks import group as ranks_group
-from flopwatch.monitor.ranks.group import RunKey, park
+from flopwatch.monitor.ranks.group import DeviceCensus, RunKey, park
 from flopwatch.monitor.ranks.reports import REPORT_BYTES, RankReport, aligned, extend
-from flopwatch.monitor.ranks.sharing import DeviceCensus
 from flopwatch.records.reading import first_line
 
 _PLAN_TAG, _REPORT_TAG, _END_TAG = 1, 2, 3
 _LENGTH_BYTES = 8
 _MOST_WAITING = 64
-"""Reports waiting to be sent; further ones are joined with the last."""
+"""Most reports that wait to be sent; further ones are joined with the last."""
 _CHILD_SECONDS = 30.0
-"""How long a rank may take to join once there is a plan; after that it is left out."""
+"""How long the link waits for a child to join once there is a plan; a later child is left out."""
 _END_SECONDS = 1.0
 """How long to wait for the thread to end after `give_up`."""
 _THE_END = RankReport(0, -1, ranks=0, is_last=True)
@@ -35,11 +35,11 @@ _links: "WeakSet[RankLink]" = WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What the logging rank sends to all other ranks, once.
+    """What the logging rank sends once to all other ranks.
 
     Attributes:
-        window_steps: Windows end after every step whose number plus one is a multiple of it.
-        laws: The FLOP laws, by kind of batch.
+        window_steps: Steps per window. A window ends after each step whose number plus one is a multiple of this.
+        laws: The formulas for the FLOPs of the model's calls.
     """
 
     window_steps: int
@@ -47,15 +47,15 @@ class RunPlan:
 
 
 class RankLink:
-    """One per rank and run.
+    """The link of one rank to the other ranks of a run.
 
     Attributes:
-        merged: On the logging rank: windows of all ranks, added up, waiting to be read.
-        plan: From the logging rank; None until it arrives.
-        failure: Why the link has ended; None while it works.
-        cpu_seconds: Processor time of its thread.
-        ranks_on_device: How many ranks compute on this rank's device; None until it is known.
-        absent: Ranks below this one in the tree that have not joined the run although there is a plan.
+        merged: On the logging rank, the merged reports of all ranks that were not taken yet.
+        plan: The plan of the logging rank; None until it arrives.
+        failure: Why the link has failed; None while it works.
+        cpu_seconds: Processor time of the link's thread.
+        ranks_on_device: How many ranks compute on this rank's device; None until that is known.
+        absent: Children of this rank that have not joined the run although there is a plan.
     """
 
     def __init__(self, key: RunKey, rank: int, world_size: int, device: str = "") -> None:
@@ -100,7 +100,7 @@ class RankLink:
             self._changed.notify()
 
     def finish(self, seconds: float) -> bool:
-        """End this rank's reports and wait for those of the other ranks; False if they took longer than `seconds`."""
+        """End this rank's reports and wait for the other ranks; False if they took longer than `seconds`."""
         with self._changed:
             self._is_finished = True
             self._changed.notify()
@@ -110,7 +110,7 @@ class RankLink:
         return is_in_time
 
     def give_up(self) -> None:
-        """Stop waiting for other ranks: the thread ends, wherever it waits."""
+        """Stop waiting for other ranks, and make the link's thread end."""
         self._is_given_up.set()
         with self._changed:
             self._is_finished = True
@@ -124,14 +124,14 @@ class RankLink:
         self._thread.join(_END_SECONDS)
 
     def leave(self) -> None:
-        """Called when the process exits; the thread may still wait for a host that does not answer."""
+        """End the link when the process exits, even if its thread waits for a host that does not answer."""
         if not self._is_given_up.is_set():
             self._end()
         if not self.is_over:
             park(self._thread)
 
     def wait_for(self, last_step: int, seconds: float) -> bool:
-        """On the logging rank: wait until all ranks have sent their windows up to this step."""
+        """On the logging rank, wait until all ranks have sent their windows up to this step; False on timeout."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self.failure is not None or any(report.last_step >= last_step for report in self.merged),
@@ -139,7 +139,7 @@ class RankLink:
             )
 
     def wait_for_plan(self, seconds: float) -> bool:
-        """Wait for the logging rank's plan."""
+        """Wait for the logging rank's plan; False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.plan is not None or self.failure is not None, seconds)
 
@@ -170,10 +170,10 @@ class RankLink:
         self.cpu_seconds = time.thread_time()
 
     def _join_run(self, job_store: Any) -> Any:
-        """Wait until it is known which run this monitor belongs to; returns that run's store."""
+        """Wait until it is known which run this monitor belongs to; return the store of that run."""
         store = ranks_group.run_store(job_store, self._key.run)
-        # Before the run is known, because the logging rank waits for the census before it makes a plan, and some ranks
-        # recognise their run by its plan.
+        # The count of ranks per device begins before the run is certain. Otherwise two ranks could wait for each other:
+        # the logging rank makes its plan after this count, and other ranks may recognise their run by its plan.
         self._census = DeviceCensus(store, self._device, self._world_size)
         if self._parent is None:
             ranks_group.publish_run(job_store, self._key)
@@ -182,7 +182,7 @@ class RankLink:
         has_plan = _has_plan(self._key.logging_rank)
         while (run := ranks_group.find_run(job_store, self._key, self._rank, has_plan)) is None:
             if self._is_given_up.wait(next(pauses)):
-                raise FlopwatchError(f"rank {self._key.logging_rank} has started no run that this monitor belongs to")
+                raise FlopwatchError(f"rank {self._key.logging_rank} has no monitor for the run of this rank's monitor")
             self._look_at_devices()
         store = ranks_group.join_run(job_store, run, self._rank)
         if run != self._key.run:
@@ -229,7 +229,7 @@ class RankLink:
             if ranks_group.is_set(store, _has_plan(sender)):
                 break
             if self._is_given_up.wait(pause):
-                raise FlopwatchError(f"rank {sender} has sent no plan")
+                raise FlopwatchError(f"rank {sender} has not sent the run's plan (window length and FLOP formulas)")
             self._look_at_devices()
         store.set(_listens(self._rank), "")
         size = int.from_bytes(self._receive(group, sender, _LENGTH_BYTES, _PLAN_TAG), "little")
@@ -257,7 +257,7 @@ class RankLink:
         while True:
             try:
                 report = RankReport.unpack(self._receive(group, child, REPORT_BYTES, _REPORT_TAG))
-            except Exception:  # that rank is gone, and the ranks below it: later windows hold fewer ranks
+            except Exception:  # the child has died, so later windows lack it and the ranks below it in the tree
                 return
             if report.is_last:
                 return
@@ -266,29 +266,27 @@ class RankLink:
 
 @atexit.register
 def _leave_all() -> None:
-    """Registered when this module is loaded, before any monitor exists; so it runs after all monitors are closed."""
+    """End all links. Runs after all monitors are closed, because it is registered before any monitor exists."""
     for link in list(_links):
         link.leave()
 
 
 def _listens(rank: int) -> str:
-    """Set when a rank waits for the plan: a rank that sends before that may block inside gloo."""
+    """Store key that a rank sets when it is ready to receive the plan; sending earlier may block inside gloo."""
     return f"listens/{rank}"
 
 
 def _has_plan(rank: int) -> str:
-    """Set when a rank is ready to pass the plan on."""
+    """Store key that a rank sets when it is ready to send the plan to its children."""
     return f"has_plan/{rank}"
 
 
-# Reports travel along a tree over the ranks, with the logging rank at its root.
-
 FAN_OUT = 8
-"""Most children of a rank: with 8, a tree of 16,384 ranks is five levels deep."""
+"""Most children of a rank in the tree; with 8, a tree of 16,384 ranks has five levels below the root."""
 
 
 def parent(rank: int, root: int, world_size: int) -> int | None:
-    """The rank that this one sends its reports to; None for the root.
+    """The rank to which this rank sends its reports; None for the root.
 
     >>> parent(9, 0, 64), parent(0, 0, 64)
     (1, None)
@@ -298,7 +296,7 @@ def parent(rank: int, root: int, world_size: int) -> int | None:
 
 
 def children(rank: int, root: int, world_size: int) -> list[int]:
-    """The ranks that send their reports to this one.
+    """The ranks that send their reports to this rank.
 
     >>> children(0, 0, 4), children(1, 0, 11)
     ([1, 2, 3], [9, 10])

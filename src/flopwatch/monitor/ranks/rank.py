@@ -1,4 +1,4 @@
-"""One rank of a training: what it sends to the other ranks, and when a window is complete on all of them."""
+"""One rank of a training: sends its windows to the logging rank, which merges the windows of all ranks."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -10,25 +10,25 @@ import torch
 
 from flopwatch.monitor import output as notices
 from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
-from flopwatch.monitor.output import Tell
+from flopwatch.monitor.output import Notify
 from flopwatch.monitor.ranks import group
 from flopwatch.monitor.ranks.busy_time import BusyTime, StallSampler, profile_of
+from flopwatch.monitor.ranks.group import device_identity, ranks_by_launcher
 from flopwatch.monitor.ranks.link import RankLink, RunPlan
 from flopwatch.monitor.ranks.reports import Profile, RankReport, report_of
-from flopwatch.monitor.ranks.sharing import device_identity, ranks_by_launcher
 
 _runs_of: Counter[int] = Counter()
-"""Runs that monitors of this process have joined, by their logging rank."""
+"""Number of runs that monitors of this process have joined, by logging rank."""
 _runs_in: Counter[str] = Counter()
-"""The same, by the path of the log."""
+"""Number of runs that monitors of this process have joined, by log path."""
 _known_logs: set[str] = set()
-"""Their log paths, numbered."""
+"""Log paths of these runs, each with a number."""
 _MOST_INCOMPLETE = 200
-"""Windows that the logging rank keeps while it waits for other ranks; with more it continues alone."""
+"""Most windows that the logging rank keeps while it waits for other ranks; after that it continues alone."""
 
 
 class HasMeasured(Protocol):
-    """A step of the monitor: ranks read its measured part and return it unchanged."""
+    """A step with its measurements; ranks return such steps unchanged."""
 
     @property
     def measured(self) -> MeasuredStep: ...
@@ -39,28 +39,28 @@ Step = TypeVar("Step", bound=HasMeasured)
 
 @dataclass(frozen=True, slots=True)
 class CompleteWindow(Generic[Step]):
-    """The logging rank's own steps and the merged report of all ranks; None when that is not known."""
+    """The logging rank's own steps, and the merged report of all ranks, which is None if the link has failed."""
 
     steps: list[Step]
     report: RankReport | None
 
 
 class Rank(Generic[Step]):
-    """One of `world_size` processes; with only one, every window is complete at once.
+    """One of the `world_size` ranks of a training: this process.
 
     Attributes:
         is_logging: Whether this rank writes the log.
-        link: The link to the other ranks; None while there is none.
-        busy_time: Busy time of the training's thread; None with one rank, or where it cannot be measured.
-        window_steps: Steps per window by the logging rank's plan; None until there is one.
+        link: The link to the other ranks; None with one rank, before the run starts, and after the link has failed.
+        busy_time: Busy time of the training's thread; None with one rank, or if it cannot be measured.
+        window_steps: Steps per window by the logging rank's plan; None until the plan arrives.
     """
 
-    def __init__(self, rank: int, world_size: int, logging_rank: int, tell: Tell) -> None:
+    def __init__(self, rank: int, world_size: int, logging_rank: int, notify: Notify) -> None:
         self.rank = rank
         self.world_size = world_size
         self.is_logging = rank == logging_rank
         self._logging_rank = logging_rank
-        self._tell = tell
+        self._notify = notify
         self.link: RankLink | None = None
         self.busy_time = BusyTime() if world_size > 1 else None
         self._stalls: StallSampler | None = None
@@ -68,17 +68,13 @@ class Rank(Generic[Step]):
         self._device_type = "cpu"
         self._incomplete: deque[list[Step]] = deque()
 
-    def stop_busy_time(self) -> None:
-        """Measure no busy time: on an accelerator the processor's clock does not show what the device does."""
-        self.busy_time = None
-
     def start(self, log: str, device: torch.device) -> None:
-        """Look for the other ranks of this run; the training does not wait for them."""
+        """Start the link to the other ranks of this run, without waiting for them."""
         self._device_type = device.type
         if self.world_size == 1:
             return
         if not group.is_possible():
-            self._tell(*notices.ranks_unknown(self.rank, self.world_size))
+            self._notify(*notices.ranks_unknown(self.rank, self.world_size))
             return
         self.link = RankLink(_run_key(self._logging_rank, log), self.rank, self.world_size, device_identity(device))
         if self.busy_time is not None:
@@ -86,7 +82,7 @@ class Rank(Generic[Step]):
 
     @property
     def ranks_on_device(self) -> int:
-        """How many ranks compute on this rank's device: by their census, or by the launcher while there is none."""
+        """How many ranks compute on this rank's device: counted, or before that by the launcher's variables."""
         if self.world_size == 1:
             return 1
         counted = None if self.link is None else self.link.ranks_on_device
@@ -94,7 +90,7 @@ class Rank(Generic[Step]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks have sent all windows that this rank has."""
+        """Whether all ranks have sent all windows that this rank has sent."""
         return not self._incomplete
 
     @property
@@ -103,12 +99,12 @@ class Rank(Generic[Step]):
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time of its threads."""
+        """Processor time of the link's and the stall sampler's threads."""
         threads = (self.link, self._stalls)
         return sum(thread.cpu_seconds for thread in threads if thread is not None)
 
     def plan(self, steps: Sequence[Step], log_every: int, log_seconds: float, laws: Any) -> None:
-        """On the logging rank, once: send the length of windows and the FLOP laws to the other ranks."""
+        """On the logging rank, send the window length and the FLOP laws to the other ranks, once."""
         if self.link is None or not self.is_logging or self.window_steps is not None:
             return
         seconds = [step.measured.seconds for step in steps if step.measured.seconds and not step.measured.is_warm_up]
@@ -116,14 +112,14 @@ class Rank(Generic[Step]):
         self.link.announce(RunPlan(self.window_steps, laws))
 
     def new_plan(self) -> RunPlan | None:
-        """On the other ranks, once: the logging rank's plan, when it has arrived."""
+        """On the other ranks, return the logging rank's plan once when it has arrived; otherwise None."""
         if not self.waits_for_plan or self.link is None or self.link.plan is None:
             return None
         self.window_steps = self.link.plan.window_steps
         return self.link.plan
 
     def profile(self, steps: Sequence[Step], busy_seconds_per_step: float | None) -> Profile | None:
-        """Where this rank's busy time went; None in warm-up, which is no sign of a slow rank."""
+        """Busy time of this rank by cause; None during warm-up, because slow warm-up steps do not show a slow rank."""
         measured = [step.measured for step in steps]
         if busy_seconds_per_step is None or any(step.is_warm_up or step.seconds is None for step in measured):
             return None
@@ -133,8 +129,10 @@ class Rank(Generic[Step]):
         waited = None if waiting is None else waiting * seconds
         return profile_of(len(measured), seconds, waited, busy_seconds_per_step, stalled)
 
-    def tell(self, steps: list[Step], peak_flops_per_s: float | None, busy_seconds_per_step: float | None) -> None:
-        """Send a window of this rank to the others, and keep its steps until all ranks have sent theirs."""
+    def send_window(
+        self, steps: list[Step], peak_flops_per_s: float | None, busy_seconds_per_step: float | None
+    ) -> None:
+        """Send a window of this rank; the logging rank keeps its steps until all ranks have sent theirs."""
         if self.is_logging:
             self._incomplete.append(steps)
         if self.link is not None:
@@ -143,35 +141,35 @@ class Rank(Generic[Step]):
             self.link.send(report_of(self.rank, measured, peak_flops_per_s=peak_flops_per_s, profile=profile))
 
     def complete(self, *, give_up: bool = False) -> Iterator[CompleteWindow[Step]]:
-        """On the logging rank: the windows that all ranks have sent; with `give_up`, the incomplete ones too."""
+        """On the logging rank, yield the windows that all ranks have sent; with `give_up`, all other windows too."""
         link = self.link
         if link is not None:
             while link.merged:
                 report = link.merged.popleft()
                 steps = list(self._steps_up_to(report.last_step))
-                if steps:  # none if this rank's monitor has failed and those of other ranks have not
+                if steps:  # empty if only this rank's monitor has failed
                     yield CompleteWindow(steps, report)
             if link.failure is not None:
-                self._leave(f"this rank's link has ended: {link.failure}")
+                self._leave(f"the connection to the other ranks has failed: {link.failure}")
             elif len(self._incomplete) > _MOST_INCOMPLETE:
                 self._leave(f"the other ranks have sent nothing for {_MOST_INCOMPLETE} windows")
         while self._incomplete and (self.link is None or give_up):
             yield CompleteWindow(self._incomplete.popleft(), None)
 
     def finish(self, seconds: float) -> None:
-        """End this rank's reports and wait for the other ranks, at most so long."""
+        """End this rank's reports and wait at most `seconds` for the other ranks."""
         if self._stalls is not None:
             self._stalls.stop()
         if self.link is None:
             return
         is_in_time = self.link.finish(seconds)
         if self.is_logging and self.link.absent:
-            self._tell(*notices.ranks_absent(self.link.absent))
+            self._notify(*notices.ranks_absent(self.link.absent))
         elif self.is_logging and not is_in_time:
-            self._tell(*notices.ranks_late(seconds))
+            self._notify(*notices.ranks_late(seconds))
 
     def leave(self) -> None:
-        """Stop sending to and waiting for other ranks; returns at once."""
+        """Stop exchanging reports with other ranks, without waiting."""
         if self._stalls is not None:
             self._stalls.stop()
         if self.link is not None:
@@ -179,7 +177,7 @@ class Rank(Generic[Step]):
 
     def _leave(self, why: str) -> None:
         if self.is_logging:
-            self._tell(*notices.ranks_lost(self.rank, why))
+            self._notify(*notices.ranks_lost(self.rank, why))
         self.leave()
         self.link = None
 
@@ -197,7 +195,7 @@ def _run_key(logging_rank: int, log: str) -> group.RunKey:
 
 
 def window_steps(step_seconds: float | None, log_every: int, log_seconds: float) -> int:
-    """The longest window that divides `log_every` and lasts no longer than `log_seconds`, at least one step.
+    """Steps of the longest window that divides `log_every` and takes at most `log_seconds`; at least 1.
 
     >>> window_steps(0.2, 50, 10.0), window_steps(0.9, 50, 10.0), window_steps(60.0, 50, 10.0)
     (50, 10, 1)
@@ -209,7 +207,7 @@ def window_steps(step_seconds: float | None, log_every: int, log_seconds: float)
 
 
 def ends_window(step: int, previous: int | None, window_steps: int) -> bool:
-    """Whether a multiple of `window_steps` lies between the ends of two steps, whose numbers may have gaps.
+    """Whether a window ends with this step. `previous` is the step before, because step numbers may have gaps.
 
     >>> ends_window(49, 48, 50), ends_window(50, 49, 50), ends_window(1024, 512, 50)
     (True, False, True)

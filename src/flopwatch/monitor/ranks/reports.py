@@ -1,6 +1,6 @@
-"""What ranks send each other once per window: sums, extremes and the rank of each extreme, in at most 512 bytes.
+"""The report that a rank sends once per window: sums, extremes and the rank of each extreme, in 512 bytes.
 
-Sums are 128-bit integers, because a window of 16,384 ranks can hold more FLOPs than 64 bits can count.
+Sums are 128-bit integers, because the FLOPs of a window of 16,384 ranks can exceed 64 bits.
 """
 
 import struct
@@ -8,19 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flopwatch.monitor.measured_step import MeasuredStep, input_wait_share
+from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, input_wait_share
 
-AMOUNTS = (
-    "samples",
-    "tokens",
-    "real_tokens",
-    "trainable_tokens",
-    "model_flops",
-    "hardware_flops",
-    "recompute_flops",
-)
 RATED = AMOUNTS[:4]
-"""Amounts that have a rate per second."""
+"""Amounts that are also logged per second."""
 REPORT_BYTES = 512
 _INT_BYTES = 16
 _NO_RANK = -1
@@ -37,7 +28,7 @@ class Amount(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """Where a rank's busy time goes, in seconds per step; the rest of a step is waiting for the other ranks."""
+    """A rank's busy seconds per step by cause; in the rest of a step, the rank waits for the other ranks."""
 
     input: float
     compute: float
@@ -49,7 +40,7 @@ class Profile(NamedTuple):
 
 
 class Extreme(NamedTuple):
-    """The largest (or smallest) value of any rank, and which rank it was."""
+    """The largest or smallest value of all ranks, and the rank that has it."""
 
     rank: int
     value: float
@@ -61,30 +52,30 @@ _NO_TIME = Profile(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One window of one rank, or of many added up.
+    """One window of one rank, or the merged windows of several ranks. Steps and times are summed over ranks.
 
     Attributes:
         first_step: The window's first step.
-        last_step: Its last.
-        ranks: How many ranks are in it.
+        last_step: The window's last step.
+        ranks: Number of ranks in the report.
         is_last: True for the message that ends a rank's reports.
-        totals: Over all steps, in the order of `AMOUNTS`.
-        timed: Over the steps that count for rates.
-        timed_steps: How many those are, summed over ranks.
-        seconds: Their time, summed over ranks.
-        input_wait: Nanoseconds of it spent waiting for batches.
-        known_seconds: Time of the timed steps in which an amount is known, summed over ranks, in the order of `RATED`.
-        batch_steps: Steps whose batch the rank knows, timed or not, summed over ranks.
-        counted_steps: Those of them whose FLOPs are known.
-        counted_seconds: Time of the timed steps whose FLOPs are known, summed over ranks.
-        capacity_flops: What the devices could have done in that time; None when a peak is unknown.
-        profiled_ranks: Ranks that sent a profile.
-        profile: Their profiles added up.
-        busy_squares: Sum of the squares of their busy seconds per step, for the spread between ranks.
-        slowest: The rank that is busy longest, with its profile.
-        fastest: The rank that is busy shortest.
-        longest_wait: The longest share of a rank's step time spent waiting for batches.
-        exact_ranks: Ranks of which every step's FLOPs are exact.
+        totals: Amounts of all steps, in the order of `AMOUNTS`.
+        timed: Amounts of the timed steps: those that have a time and are not warm-up.
+        timed_steps: Number of timed steps.
+        seconds: Time of the timed steps.
+        input_wait: Nanoseconds of `seconds` spent waiting for batches.
+        known_seconds: Time of the timed steps in which an amount is known, in the order of `RATED`.
+        batch_steps: Number of steps, timed or not, whose batch is known.
+        counted_steps: Number of steps, timed or not, whose FLOPs are known.
+        counted_seconds: Time of the timed steps whose FLOPs are known.
+        capacity_flops: FLOPs of the devices at their peak in `counted_seconds`; None if a peak is unknown.
+        profiled_ranks: Number of ranks that have sent a profile.
+        profile: Sum of the profiles.
+        busy_squares: Sum of the squared busy seconds per step, for the standard deviation between ranks.
+        slowest: The rank with the longest busy time, and its profile.
+        fastest: The rank with the shortest busy time.
+        longest_wait: The largest share of step time that a rank has spent waiting for batches.
+        exact_ranks: Number of ranks on which the FLOPs of all steps are exact.
     """
 
     first_step: int
@@ -116,7 +107,7 @@ class RankReport:
         return self.timed[AMOUNTS.index(name)]
 
     def pack(self) -> bytes:
-        """At most `REPORT_BYTES`, always of the same length."""
+        """Convert the report to `REPORT_BYTES` bytes."""
         slowest, profile = self.slowest or (_NO_RANK, _NO_TIME)
         steps = self.timed_steps, self.batch_steps, self.counted_steps, self.exact_ranks
         head = _HEAD.pack(self.first_step, self.last_step, self.ranks, self.is_last, *steps)
@@ -185,7 +176,7 @@ def _unpack_amount(packed: bytes, at: int) -> Amount:
 def report_of(
     rank: int, steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, profile: Profile | None
 ) -> RankReport:
-    """The report of one rank's window.
+    """Make the report of one rank's window.
 
     >>> steps = [MeasuredStep(4, seconds=0.5, tokens=100), MeasuredStep(5, seconds=0.5, tokens=120)]
     >>> report_of(3, steps, peak_flops_per_s=None, profile=None).total("tokens")
@@ -193,8 +184,8 @@ def report_of(
     """
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
     seconds = sum([step.seconds or 0.0 for step in timed])
-    waiting = input_wait_share(timed)  # steps without a known wait are assumed to wait like the others
-    # Steps without known FLOPs add no time either. A rank that gets no batches at all still contributes its device.
+    waiting = input_wait_share(timed)  # steps whose wait is unknown are assumed to wait as long as the others
+    # Only steps with known FLOPs count for MFU. A rank without any, such as a pipeline stage, still adds its capacity.
     counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
     counted_seconds = sum(counted) if counted else seconds
     return RankReport(
@@ -230,7 +221,7 @@ def _amount(steps: Sequence[MeasuredStep], name: str) -> Amount:
 
 
 def merge(reports: Sequence[RankReport]) -> RankReport:
-    """The same window of several ranks."""
+    """Merge the reports of several ranks on the same window."""
     first, *others = reports
     merged = first
     for other in others:
@@ -266,7 +257,7 @@ def _merge_two(a: RankReport, b: RankReport) -> RankReport:
 
 
 def extend(earlier: RankReport, later: RankReport) -> RankReport:
-    """Two consecutive windows of the same ranks as one; profiles and extremes are those of the later window."""
+    """Join two consecutive windows of the same ranks; profiles and extremes are those of the later window."""
     joined = _merge_two(earlier, later)
     return replace(
         joined,
@@ -290,11 +281,11 @@ def _sum_over_time(earlier: Amount, later: Amount) -> Amount:
 
 
 def aligned(streams: Sequence[Iterator[RankReport]]) -> Iterator[RankReport]:
-    """Merge the streams of several ranks into one: a report for every step at which a window ends on all ranks.
+    """Merge the reports of several ranks: yields one report for every step at which a window ends on all ranks.
 
-    Ranks cut their windows by the same rule, but a rank may cut once more (for a checkpoint that only it writes). Its
-    windows are joined until they end at the same step as those of the other ranks. A stream that has ended is left
-    out from there on, and so is a window that begins at another step than the first stream's window.
+    All ranks end windows by the same rule, but a rank may end one earlier, for a checkpoint that only this rank writes.
+    Such windows are joined until they end at the same step as those of the other ranks. A rank whose reports have
+    ended is left out, and so is a window that begins at another step than the first rank's window.
     """
     live = list(streams)
     while live:

@@ -1,6 +1,6 @@
-"""From two captured sweeps to their comparison: pairs of trials, differing environments, ratios. Pure.
+"""Compare two sweeps: pair their trials, compute the ratios of each pair, and list what differs.
 
-Trials are paired by their configuration, never by the machine they ran on.
+Trials are paired by their configuration; the machine on which they ran does not matter.
 """
 
 import json
@@ -13,9 +13,8 @@ from typing import Any
 from flopwatch.number_format import plural
 from flopwatch.records.reading import listed, one_line
 from flopwatch.records.trial import MemoryUse, TrialResult, TrialSpec
-from flopwatch.report.analysis.cells import make_cell, trainer_name
-from flopwatch.report.analysis.problems import denominators, shown_settings
 from flopwatch.report.capture import Capture
+from flopwatch.report.cells import make_cell, trainer_name
 from flopwatch.report.comparison.ratios import (
     Difference,
     Overall,
@@ -27,9 +26,10 @@ from flopwatch.report.comparison.ratios import (
     overall,
     ratios,
 )
+from flopwatch.report.problems import counted_environments, denominators, shown_settings
 
 SIZES = ("model", "batch_size", "seq_len")
-"""Trials that differ in one of these do different work and are never paired."""
+"""Trials that differ in one of these settings are never paired, because they do different work."""
 _NO_SETTINGS = ("label", "trace", "limits", "options")
 
 _LONGEST_VALUE = 300
@@ -37,13 +37,9 @@ _LONGEST_VALUE = 300
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A planned trial of one sweep.
+    """A planned trial of one sweep. `result` is None if the trial has not ended.
 
-    Attributes:
-        name: Its name.
-        spec: Its configuration.
-        result: Its result; None while it has none.
-        settings: Every setting as JSON, options as `options.NAME`.
+    `settings` has each setting of the configuration as JSON text; an option is named `options.NAME`.
     """
 
     name: str
@@ -61,17 +57,16 @@ class Pairing:
 
 
 def entries(capture: Capture) -> list[Entry]:
-    """Every trial of the sweep in the order of the plan, those without a result last."""
+    """Return all trials of a sweep in the order of its plan; trials without a result come last."""
     found = [Entry(name, result.spec, result, _settings(result.spec)) for name, result in capture.results.items()]
     return found + [Entry(name, spec, None, _settings(spec)) for name, spec in capture.missing.items()]
 
 
 def paired(a: Sequence[Entry], b: Sequence[Entry]) -> Pairing:
-    """Pair trials by their settings, and the remaining ones by name and size.
+    """Pair trials with equal settings, and pair the remaining trials if their names and sizes are equal.
 
-    A setting with one value in all of A and another in all of B, such as `dtype` or `steps`, was changed on purpose: it
-    is ignored for pairing and listed in `differences`. Trials of the same name and size whose other settings differ,
-    such as a trainer that was renamed, are taken for the same trial.
+    A setting such as `dtype` may have one value in all trials of A and another value in all trials of B. Such a setting
+    was changed on purpose: pairing ignores it, and `differences` lists it.
     """
     changed = _changed_throughout(a, b)
     names = [name for name in _all_names([*a, *b]) if name not in changed]
@@ -89,7 +84,7 @@ def paired(a: Sequence[Entry], b: Sequence[Entry]) -> Pairing:
 
 
 def setting_differences(one: Entry, other: Entry, listed_already: Iterable[str]) -> tuple[Difference, ...]:
-    """Settings in which a pair differs, other than those in which the whole sweeps differ."""
+    """Return the settings that differ between two paired trials, without those that differ between the sweeps."""
     known = set(listed_already)
     return tuple(
         Difference(name, _shown(one.settings.get(name)), _shown(other.settings.get(name)))
@@ -99,7 +94,7 @@ def setting_differences(one: Entry, other: Entry, listed_already: Iterable[str])
 
 
 def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
-    """Settings of which the sweeps share no value: the reason why nothing pairs."""
+    """Return the settings of which no value occurs in both sweeps. They are the reason if no trials can be paired."""
     return [
         name
         for name in _all_names([*a, *b])
@@ -108,7 +103,7 @@ def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
 
 
 def _settings(spec: TrialSpec) -> dict[str, str]:
-    """The settings that affect a measurement. One that an older sweep did not record has its default."""
+    """Return the settings that affect a measurement as JSON text. Settings that an old sweep lacks have defaults."""
     found = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name not in _NO_SETTINGS}
     found["memory_bytes"] = spec.limits.memory_bytes
     options = spec.options if isinstance(spec.options, Mapping) else {}
@@ -120,7 +115,7 @@ def _is_scalar(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-@lru_cache(maxsize=4096, typed=True)  # typed, because True, 1 and 1.0 are equal but are different settings
+@lru_cache(maxsize=4096, typed=True)  # Without `typed`, True, 1 and 1.0 would share one cache entry.
 def _cached_json(value: str | float | None) -> str:
     return _json(value)
 
@@ -143,7 +138,7 @@ def _changed_throughout(a: Sequence[Entry], b: Sequence[Entry]) -> dict[str, tup
 
 
 def _shown(value: str | None) -> str | None:
-    """A JSON value for people: text without quotes, None for a setting that is not set."""
+    """Convert a JSON value for display: text loses its quotes, and null becomes None."""
     if value is None or value == "null":
         return None
     content = json.loads(value)
@@ -153,7 +148,7 @@ def _shown(value: str | None) -> str | None:
 def _matched(
     a: Sequence[Entry], b: Sequence[Entry], key: Any, *, prefer_names: bool = False
 ) -> list[tuple[Entry, Entry]]:
-    """Pairs of entries with equal keys, each entry once; entries of the same name are preferred."""
+    """Pair trials with equal keys, each trial at most once; with `prefer_names`, first those with equal names."""
     waiting: dict[Any, deque[Entry]] = defaultdict(deque)
     for entry in b:
         waiting[key(entry)].append(entry)
@@ -181,7 +176,10 @@ _MOST_VALUES = 3
 
 
 def environment_differences(a: Sequence[TrialResult], b: Sequence[TrialResult]) -> tuple[Difference, ...]:
-    """Versions, devices, hosts, user code and peaks that differ; several values are listed with their trials."""
+    """Return the versions, devices, hosts, user files and peaks that differ between the sweeps.
+
+    If one sweep has several values, each is followed by its number of trials.
+    """
     in_a, in_b = _facts(a), _facts(b)
     names = dict.fromkeys([*in_a, *in_b])
     return tuple(
@@ -194,7 +192,7 @@ def environment_differences(a: Sequence[TrialResult], b: Sequence[TrialResult]) 
 def _facts(results: Iterable[TrialResult]) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {}
     ran = [result for result in results if result.environment]
-    for environment, count in _distinct(ran):
+    for environment, count in counted_environments(ran):
         facts = shown_settings(environment)
         sources = environment.get("sources")
         if isinstance(sources, Mapping):
@@ -206,17 +204,6 @@ def _facts(results: Iterable[TrialResult]) -> dict[str, Counter[str]]:
     return found
 
 
-def _distinct(results: Iterable[TrialResult]) -> list[tuple[Mapping[str, Any], int]]:
-    """The distinct environments with their number of trials; 10,000 trials usually share one, formatted once."""
-    counts: Counter[str] = Counter()
-    examples: dict[str, Mapping[str, Any]] = {}
-    for result in results:
-        key = repr(result.environment)
-        counts[key] += 1
-        examples[key] = result.environment
-    return [(examples[key], count) for key, count in counts.items()]
-
-
 def _values(counts: Counter[str] | None) -> str | None:
     if not counts:
         return None
@@ -226,7 +213,7 @@ def _values(counts: Counter[str] | None) -> str | None:
 
 
 def compare_sweeps(a: Capture, b: Capture) -> SweepComparison:
-    """Compare B with A: pairs of the same configuration with their ratios, and every difference between the sweeps."""
+    """Compare sweep B with sweep A: the ratios of all paired trials, and the differences between the sweeps."""
     in_a, in_b = entries(a), entries(b)
     pairing = paired(in_a, in_b)
     changed = [difference.what for difference in pairing.differences]
@@ -285,7 +272,9 @@ def _is_memory_alike(one: Entry, other: Entry) -> bool:
 
 
 def memory_kind(memory: MemoryUse) -> str:
-    """What the peak measures: an accelerator's memory, or host memory that counts shared pages once or per process.
+    """Return which kind of memory the peak is, because different kinds cannot be compared.
+
+    `resident` is host memory in which pages shared by several processes are counted for each process.
 
     >>> memory_kind(MemoryUse(reserved_bytes=1)), memory_kind(MemoryUse(rss_bytes=1))
     ('reserved on the accelerator', 'resident')
@@ -330,18 +319,20 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = [f"{side} has no trials" for side, members in (("A", a), ("B", b)) if not members]
     if a and b and not pairs:
-        apart = ", ".join(one_line(name) for name in disjoint_settings(a, b)) or "no single setting"
-        notes.append(f"no configuration is in both sweeps; they share no value of: {apart}")
+        apart = ", ".join(one_line(name) for name in disjoint_settings(a, b)) or "none"
+        notes.append(f"no configuration is in both sweeps; settings without a common value: {apart}")
     elif pairs and not any(pair.ratios for pair in pairs):
         notes.append("no configuration ran to its end in both sweeps, so there are no ratios")
     if unstable := sum(pair.is_unstable and "time" in pair.ratios for pair in pairs):
         notes.append(
-            f"the times of {plural(unstable, 'pair')} are unstable (~): the machine was busy with something else, "
-            "which may also explain measurable differences; measure these again on a quiet machine"
+            f"the times of {plural(unstable, 'pair')} are unstable (~), probably because the machine was busy, "
+            "which may also explain measurable differences: measure these trials again on an idle machine"
         )
     by_name = sum(bool(pair.differences) for pair in pairs)
     if by_name:
-        notes.append(f"{plural(by_name, 'pair')} of the same name and size differ in other settings")
+        notes.append(
+            f"the trials of {plural(by_name, 'pair')} have the same name and size but differ in other settings"
+        )
     if any(difference.what == "peak of MFU" for difference in environment):
-        notes.append("MFU is a share of different peaks in A and B")
+        notes.append("MFU in A and MFU in B are shares of different peaks, so they are not comparable")
     return tuple(notes)

@@ -1,31 +1,32 @@
-"""The records of a comparison, and the ratio B / A of one quantity with its bounds and verdict. Pure."""
+"""The records of a comparison of sweep A with sweep B, and the computation of ratios B / A and their verdicts."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from flopwatch.report.analysis.cells import MOST_FINITE
-from flopwatch.report.analysis.verdicts import MEMORY_RESOLUTION, PROCESS_NOISE, throughput_interval
+from flopwatch.report.cells import MOST_FINITE
 from flopwatch.report.records import Cell
+from flopwatch.report.verdicts import MEMORY_RESOLUTION, ends_before, throughput_interval
 
 Quantity: TypeAlias = Literal["time", "samples_per_s", "memory", "mfu"]
 Verdict: TypeAlias = Literal["better", "worse", "not told apart", "too few steps"]
-"""As in the JSON of format 1; screens and Markdown say "no measurable difference" for `not told apart`."""
+"""These are values of the JSON, so their words must not change. For people, `not told apart` is written as "no
+measurable difference"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One quantity of a pair.
+    """One quantity of a trial that is in both sweeps, and its ratio.
 
     Attributes:
-        a: Seconds of the median step, samples per second, peak bytes, or MFU as a fraction, in A.
-        b: The same in B.
+        a: Value in sweep A: median step time in seconds, samples per second, peak bytes, or MFU as a fraction.
+        b: Value in sweep B.
         ratio: b / a.
-        low: Lower bound of the ratio by the two 95 % intervals; None for memory and below 6 steps.
-        high: Upper bound.
-        verdict: `better` or `worse` only if the intervals, each widened by the 2 % that two processes differ by, do not
-            overlap, or if peaks of memory differ by more than 1 %.
+        low: Lowest ratio within the 95 % intervals of both values; None for memory and with fewer than 6 steps.
+        high: Highest ratio within the 95 % intervals of both values; None in the same cases.
+        verdict: `better` or `worse` only if the two intervals do not overlap after each was widened by 2 %, because
+            two processes that run the same trial differ by that much; for memory, if the peaks differ by more than 1 %.
     """
 
     a: float
@@ -38,12 +39,12 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A setting or a fact of the environment that differs.
+    """A setting, version or device that differs between the sweeps. A value is None if it is unknown.
 
     Attributes:
-        what: Its name.
-        a: Its value in A; None when unknown.
-        b: Its value in B.
+        what: Name of the setting, such as `dtype`.
+        a: Value in sweep A.
+        b: Value in sweep B.
     """
 
     what: str
@@ -53,20 +54,21 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One configuration that is in both sweeps.
+    """A trial of sweep A and the trial of sweep B with the same configuration.
 
     Attributes:
-        trial: Its name in A.
-        trial_b: Its name in B.
-        trainer: Name of its trainer in tables.
-        outcome_a: Its outcome in A, or `missing`.
-        outcome_b: Its outcome in B.
-        reason_a: Why it ended in A, in one line.
-        reason_b: Why it ended in B.
-        ratios: By quantity; empty unless both are `ok`.
-        differences: Settings in which only this pair differs, if it was found by name and not by settings.
-        is_unstable: The interval of one of the times is wider than 5 % of the median: something disturbed the machine,
-            and may have disturbed the other trial differently.
+        trial: Name of the trial in A.
+        trial_b: Name of the trial in B.
+        trainer: Name of the trainer, as in tables.
+        outcome_a: Outcome in A; `missing` if the trial has no result.
+        outcome_b: Outcome in B; `missing` if the trial has no result.
+        reason_a: Why the trial ended in A, in one line.
+        reason_b: Why the trial ended in B, in one line.
+        ratios: The ratio of each quantity; empty unless both trials are `ok`.
+        differences: Settings in which only these two trials differ. There are some only if the trials were paired
+            because they have the same name.
+        is_unstable: True if the 95 % interval of one of the step times is wider than 5 % of the median, because
+            something else used the machine.
     """
 
     trial: str
@@ -83,14 +85,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Overall:
-    """One quantity over many pairs.
+    """One quantity over many pairs of trials.
 
     Attributes:
-        pairs: Pairs in which both values are known.
+        pairs: Number of pairs in which both values are known.
         mean_ratio: Geometric mean of b / a.
-        better: Pairs in which B is measurably better.
-        worse: Pairs in which B is measurably worse.
-        undecided: Pairs without a measurable difference, or with too few steps.
+        better: Number of pairs in which B is measurably better.
+        worse: Number of pairs in which B is measurably worse.
+        undecided: Number of pairs without a measurable difference, or with too few steps for a verdict.
     """
 
     pairs: int
@@ -102,13 +104,7 @@ class Overall:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two sweeps.
-
-    Attributes:
-        folder: Its folder.
-        trials: Planned trials.
-        by_outcome: Trials by outcome.
-    """
+    """One of the two sweeps: its folder, the number of planned trials, and the number of trials by outcome."""
 
     folder: str
     trials: int
@@ -117,19 +113,18 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class SweepComparison:
-    """Two sweeps compared.
+    """The comparison of sweep A (before a change) with sweep B (after it).
 
     Attributes:
-        a: The sweep before.
-        b: The sweep after.
-        settings: Settings that have one value in all of A and another in all of B; pairing ignores them.
-        environment: Differences between the environments.
-        pairs: Configurations in both, in the order of A.
-        overall: By quantity, over all pairs.
-        by_trainer: The same for each trainer.
+        settings: Settings with one value in all trials of A and another value in all trials of B. Trials that differ
+            only in these are still paired.
+        environment: Versions, devices and hosts that differ.
+        pairs: Trials with the same configuration in both sweeps, in the order of A.
+        overall: The mean ratio of each quantity over all pairs.
+        by_trainer: The mean ratio of each quantity for each trainer.
         only_a: Names of trials whose configuration is not in B.
         only_b: Names of trials whose configuration is not in A.
-        notes: What readers must know before the numbers.
+        notes: What readers must know before they use the numbers.
     """
 
     a: Side
@@ -145,7 +140,6 @@ class SweepComparison:
 
     @property
     def changed_outcomes(self) -> tuple[Pair, ...]:
-        """Pairs whose outcome changed."""
         return tuple(pair for pair in self.pairs if pair.outcome_a != pair.outcome_b)
 
 
@@ -160,14 +154,14 @@ class _Figure(NamedTuple):
 
 
 def ratios(a: Cell, b: Cell) -> dict[Quantity, Ratio]:
-    """The ratios of two `ok` trials, for the quantities that both know."""
+    """Return the ratios of two `ok` trials, for each quantity that was measured in both."""
     found: dict[Quantity, Ratio] = {}
     for quantity in QUANTITIES:
         one, other = _figure(a, quantity), _figure(b, quantity)
         if one is None or other is None:
             continue
         if quantity == "mfu" and (a.is_lower_bound or b.is_lower_bound):
-            continue  # the ratio of two lower bounds is no bound
+            continue  # The ratio of two lower bounds says nothing about the ratio of the true values.
         ratio = _ratio(one, other, quantity)
         if ratio is not None:
             found[quantity] = ratio
@@ -199,7 +193,7 @@ def _figure(cell: Cell, quantity: Quantity) -> _Figure | None:
     if quantity == "mfu" and cell.mfu:
         if not (cell.seconds and cell.low_seconds and cell.high_seconds):
             return _Figure(cell.mfu)
-        # FLOPs and peak are constants, so MFU varies as the step time does.
+        # The interval of MFU follows from that of the step time, because FLOPs and peak are constant.
         return _Figure(
             cell.mfu, cell.mfu * cell.seconds / cell.high_seconds, cell.mfu * cell.seconds / cell.low_seconds
         )
@@ -218,14 +212,10 @@ def _ratio(a: _Figure, b: _Figure, quantity: Quantity) -> Ratio | None:
 def _verdict(a: _Figure, b: _Figure, quantity: Quantity) -> Verdict:
     if quantity == "memory":
         is_decided = max(a.value, b.value) > (1 + MEMORY_RESOLUTION) * min(a.value, b.value)
-    elif a.low is None or a.high is None or b.low is None or b.high is None:
+    elif None in (a.low, a.high, b.low, b.high):
         return "too few steps"
     else:
-        is_decided = _ends_before(a.high, b.low) or _ends_before(b.high, a.low)
+        is_decided = ends_before(a.high, b.low) or ends_before(b.high, a.low)
     if not is_decided:
         return "not told apart"
     return "better" if (b.value > a.value) == _MORE_IS_BETTER[quantity] else "worse"
-
-
-def _ends_before(high: float, low: float) -> bool:
-    return high * (1 + PROCESS_NOISE) < low * (1 - PROCESS_NOISE)

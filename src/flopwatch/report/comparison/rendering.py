@@ -1,12 +1,12 @@
-"""A comparison of two sweeps as text for the terminal, as Markdown for an issue or pull request, and as JSON.
+"""Write the comparison of two sweeps as text for the terminal, as Markdown for a pull request, or as JSON.
 
-The terminal's text is not drawn with rich, so that nothing a trial printed is taken for markup.
+The text does not use rich, because rich would interpret square brackets in messages of trials as markup.
 """
 
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import typer
 
@@ -23,7 +23,7 @@ from flopwatch.report.comparison.ratios import (
     SweepComparison,
     Verdict,
 )
-from flopwatch.report.exports import escaped, json_document, record_fields
+from flopwatch.report.exports import escaped, json_document, markdown_table, record_fields
 
 TITLES: dict[Quantity, str] = {"time": "time", "samples_per_s": "samples/s", "memory": "memory", "mfu": "MFU"}
 _WORDS: dict[Quantity, dict[Verdict, str]] = {
@@ -33,23 +33,23 @@ _WORDS: dict[Quantity, dict[Verdict, str]] = {
     "mfu": {"better": "higher", "worse": "lower"},
 }
 HOW_DECIDED = (
-    "Ratios are B / A. B is called faster or slower only if the 95 % intervals of the medians do not overlap after "
-    "each was widened by 2 %, the difference between two processes that run the same trial. It is said to need more "
-    "or less memory from a difference of 1 % on. ≈ means no measurable difference; ? means that fewer than 6 steps "
-    "were measured, too few for an interval. Among many pairs a few differ by chance: repeat the sweep before you "
-    "rely on a single one."
+    "Ratios are B / A. B is called faster or slower only if the 95 % intervals of the median step times do not overlap "
+    "after each was widened by 2 %, because two processes that run the same trial differ by that much. Memory is "
+    "called more or less if it differs by more than 1 %. ≈ means no measurable difference. ? means that fewer than 6 "
+    "steps were measured, which is too few for an interval. Among many pairs, a few differ by chance: repeat the sweep "
+    "before you rely on a single pair."
 )
 
 
 def shown_quantities(comparison: SweepComparison) -> list[Quantity]:
-    """The quantities to show; samples per second only if some pair has no times, which say the same."""
+    """Return the quantities to show. Samples per second are redundant if all pairs have step times."""
     known = [quantity for quantity in QUANTITIES if quantity in comparison.overall]
     has_rate_alone = any("samples_per_s" in pair.ratios and "time" not in pair.ratios for pair in comparison.pairs)
     return [quantity for quantity in known if quantity != "samples_per_s" or has_rate_alone]
 
 
 def ratio_text(value: float | None) -> str:
-    """A ratio with four digits: near 1 the third decimal matters.
+    """Write a ratio with up to four digits, because near 1 the third decimal matters.
 
     >>> ratio_text(0.93456), ratio_text(2.456), ratio_text(None)
     ('0.935×', '2.456×', '–')
@@ -64,7 +64,7 @@ def interval_text(ratio: Ratio) -> str:
 
 
 def verdict_word(quantity: Quantity, verdict: Verdict) -> str:
-    """The verdict in words.
+    """Write a verdict in words that suit the quantity.
 
     >>> verdict_word("memory", "better"), verdict_word("time", "not told apart")
     ('less', 'no measurable difference')
@@ -73,7 +73,7 @@ def verdict_word(quantity: Quantity, verdict: Verdict) -> str:
 
 
 def verdict_mark(quantity: Quantity, verdict: Verdict) -> str:
-    """The verdict for a narrow cell: ≈ is no measurable difference, ? is too few steps.
+    """Write a verdict for a narrow table cell: ≈ means no measurable difference, ? means too few steps.
 
     >>> verdict_mark("mfu", "worse"), verdict_mark("time", "not told apart")
     ('lower', '≈')
@@ -86,7 +86,7 @@ def unstable_mark(quantity: Quantity, pair: Pair) -> str:
 
 
 def side_text(side: Side) -> str:
-    """The number of trials by outcome.
+    """Write the number of trials by outcome.
 
     >>> side_text(Side("x", 3, {"ok": 2, "oom_device": 1}))
     '3 trials: 2 ok, 1 oom_device'
@@ -102,7 +102,7 @@ def overall_text(quantity: Quantity, found: Overall) -> str:
 
 
 def outcome_changes(comparison: SweepComparison) -> list[tuple[str, str, list[Pair]]]:
-    """Each change of outcome with its pairs: trials that no longer run first, then the most frequent."""
+    """Group pairs whose outcomes differ by these outcomes; trials that no longer run come first."""
     found: dict[tuple[str, str], list[Pair]] = {}
     for pair in comparison.changed_outcomes:
         found.setdefault((pair.outcome_a, pair.outcome_b), []).append(pair)
@@ -111,7 +111,7 @@ def outcome_changes(comparison: SweepComparison) -> list[tuple[str, str, list[Pa
 
 
 def most_telling(pairs: Sequence[Pair], at_most: int) -> list[Pair]:
-    """Pairs with ratios, at most so many: measurable differences first, then the largest change of time or memory."""
+    """Select at most `at_most` pairs with ratios: measurable differences first, then the largest changes."""
     known = [pair for pair in pairs if pair.ratios]
     if len(known) <= at_most:
         return known
@@ -129,7 +129,7 @@ MOST_NAMES = 10
 
 
 def comparison_markdown(comparison: SweepComparison) -> str:
-    """Headings and tables. Text from trials is escaped, so that none of it becomes markup."""
+    """Write the comparison as Markdown. Text that comes from trials is escaped, so that it cannot become markup."""
     return "\n".join(_lines(comparison)).rstrip() + "\n"
 
 
@@ -153,7 +153,7 @@ def _differences(differences: Sequence[Difference]) -> Iterator[str]:
         return
     yield "### Differences between the sweeps\n"
     rows = ((one.what, one.a or UNKNOWN, one.b or UNKNOWN) for one in differences)
-    yield from _table(("", "A", "B"), (tuple(map(escaped, row)) for row in rows), 3)
+    yield from markdown_table(("", "A", "B"), (tuple(map(escaped, row)) for row in rows), "lll")
 
 
 def _overall(comparison: SweepComparison) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _overall(comparison: SweepComparison) -> Iterator[str]:
         for quantity in shown
         if quantity in found
     )
-    yield from _table(("trainer", "", "geometric mean", "pairs"), cells, 2)
+    yield from markdown_table(("trainer", "", "geometric mean", "pairs"), cells, "ll")
 
 
 def _pairs(comparison: SweepComparison) -> Iterator[str]:
@@ -184,7 +184,7 @@ def _pairs(comparison: SweepComparison) -> Iterator[str]:
     ran = sum(bool(pair.ratios) for pair in comparison.pairs)
     yield f"### Trials{'' if ran == len(pairs) else f' ({len(pairs)} of {ran:,}, the largest differences)'}\n"
     head = ("trial", *(word for quantity in shown for word in (TITLES[quantity], "")))
-    yield from _table(head, (_pair_cells(pair, shown) for pair in pairs), 1)
+    yield from markdown_table(head, (_pair_cells(pair, shown) for pair in pairs), "l")
     yield f"<sub>{HOW_DECIDED}</sub>\n"
 
 
@@ -215,13 +215,6 @@ def _outcomes(comparison: SweepComparison) -> Iterator[str]:
         yield ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"| {' | '.join(':--' if place < left else '--:' for place in range(len(head)))} |"
-    yield from (f"| {' | '.join(row)} |" for row in rows)
-    yield ""
-
-
 _WIDEST = 110
 _MOST_PAIRS = 30
 _MOST_NAMES = 5
@@ -233,7 +226,7 @@ _WIDTH_FOR_INTERVALS = 96
 
 
 def print_sweep_comparison(comparison: SweepComparison) -> None:
-    """Print what differs, the ratios, changed outcomes, and how the verdicts were reached."""
+    """Print the differences between the sweeps, the ratios, the changed outcomes, and how verdicts are decided."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     typer.echo()
     for name, side in (("A", comparison.a), ("B", comparison.b)):
@@ -257,7 +250,7 @@ def print_sweep_comparison(comparison: SweepComparison) -> None:
 def _print_differences(differences: Sequence[Difference]) -> None:
     typer.echo()
     if not differences:
-        typer.echo("Nothing differs in settings, versions, devices or hosts.")
+        typer.echo("Both sweeps have the same settings, versions, devices and hosts.")
         return
     typer.secho("The sweeps differ in these, so compare with care:", fg="yellow")
     rows = [
@@ -273,7 +266,8 @@ def _print_overall(comparison: SweepComparison, width: int) -> None:
         return
     ran = sum(bool(pair.ratios) for pair in comparison.pairs)
     typer.secho(
-        f"\n{ran:,} of {len(comparison.pairs):,} pairs ran to their end in both. Geometric mean of B / A:", bold=True
+        f"\n{ran:,} of {len(comparison.pairs):,} pairs ran to their end in both sweeps. Geometric mean of B / A:",
+        bold=True,
     )
     shown = shown_quantities(comparison)
     for quantity in shown:
@@ -354,7 +348,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _ends(text: str, width: int) -> str:
-    """Both ends of a trial's name, which hold the trainer and the sizes."""
+    """Shorten a trial's name in the middle, because the trainer is at its start and the sizes are at its end."""
     first = width // 3
     return text if len(text) <= width else text[:first] + "..." + text[len(text) - (width - first - 3) :]
 
@@ -365,5 +359,5 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def comparison_json(comparison: SweepComparison) -> str:
-    """The whole comparison, not rounded, one pair per line."""
+    """Write the whole comparison as JSON without rounding, one pair per line."""
     return json_document(record_fields(comparison))

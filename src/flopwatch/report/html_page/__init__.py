@@ -1,1 +1,1 @@
-"""The report as one HTML page with SVG charts."""
+"""Write the report as one HTML page with SVG charts."""

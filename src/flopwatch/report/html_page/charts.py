@@ -1,34 +1,14 @@
-"""The charts of a group as SVG: bars of utilisation and memory, maps of what fits, curves, Pareto fronts."""
+"""The charts of a group as SVG: bars of MFU and memory, maps of the sizes that fit, curves, and Pareto fronts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import log
+from operator import attrgetter
 from typing import NamedTuple
 
 from flopwatch.number_format import byte_size, number, percent, step_time
 from flopwatch.records.trial import OUT_OF_MEMORY
-from flopwatch.report.contents import (
-    METRICS,
-    Metric,
-    cell_text,
-    configuration,
-    evenly,
-    outcome_class,
-    outcome_word,
-    throughput,
-)
-from flopwatch.report.html_page.svg import (
-    Scale,
-    axes,
-    binary_ticks,
-    decimal_ticks,
-    esc,
-    figure,
-    line,
-    log_scale,
-    marker,
-    text,
-    tipped,
-)
+from flopwatch.report import contents
+from flopwatch.report.html_page import svg
 from flopwatch.report.records import Cell, Group
 
 MOST_PANELS = 8
@@ -40,7 +20,7 @@ _SHADES = 7
 
 
 class Bar(NamedTuple):
-    """One bar; `behind` is the value of a paler bar behind it."""
+    """A bar of a chart. If `behind` is given, a paler bar of that length is drawn behind it."""
 
     label: str
     kind: int
@@ -51,10 +31,10 @@ class Bar(NamedTuple):
 
 
 def utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
-    """MFU and HFU at the largest batch that all trainers ran, one panel per sequence length."""
+    """Draw MFU and HFU at the largest batch that all trainers ran, one panel per sequence length."""
     known = [cell for cell in group.cells if cell.mfu is not None or cell.hfu is not None]
     chosen = _largest_shared(known, group.seq_lens)
-    shown = [(seq, chosen[seq]) for seq in evenly(sorted(chosen), MOST_PANELS)]
+    shown = [(seq, chosen[seq]) for seq in contents.evenly(sorted(chosen), MOST_PANELS)]
     longest = max((max(c.mfu or 0, c.hfu or 0) for _, cells in shown for c in cells), default=0)
     return [
         _bars(f"sequence {seq}, batch {cells[0].batch_size}", [_utilisation(c, colours) for c in cells], longest)
@@ -63,7 +43,7 @@ def utilisation_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
 
 
 def phase_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
-    """Peak memory of each phase at the largest configuration that all trainers ran, one panel per trainer."""
+    """Draw the peak memory of each phase at the largest size that all trainers ran, one panel per trainer."""
     known = [cell for cell in group.cells if cell.bytes_by_phase]
     chosen = _largest_shared(known, group.seq_lens)
     if not chosen:
@@ -75,10 +55,10 @@ def phase_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
 
 
 def frontier_maps(group: Group) -> list[str]:
-    """One map per trainer, sequence length x batch size: peak memory as a shade, or the outcome."""
+    """Draw one map per trainer. Columns are sequence lengths, rows are batch sizes, and shades are peak memory."""
     peaks = [cell.peak_bytes for cell in group.cells if cell.peak_bytes]
     span = (min(peaks), max(peaks)) if peaks else (1, 1)
-    seqs, batches = evenly(group.seq_lens, MOST_CELLS), evenly(group.batch_sizes, MOST_CELLS)
+    seqs, batches = contents.evenly(group.seq_lens, MOST_CELLS), contents.evenly(group.batch_sizes, MOST_CELLS)
     if len(seqs) * len(batches) < 2:
         return []
     places = {(cell.trainer, cell.seq_len, cell.batch_size): cell for cell in group.cells}
@@ -88,7 +68,7 @@ def frontier_maps(group: Group) -> list[str]:
 def _utilisation(cell: Cell, colours: Mapping[str, int]) -> Bar:
     bound = "≥ " if cell.is_lower_bound else ""
     words = f"{bound}{percent(cell.mfu)} | {percent(cell.hfu)}"
-    tip = f"{configuration(cell)}\nMFU {bound}{percent(cell.mfu)}, HFU {bound}{percent(cell.hfu)}"
+    tip = f"{contents.configuration(cell)}\nMFU {bound}{percent(cell.mfu)}, HFU {bound}{percent(cell.hfu)}"
     return Bar(cell.trainer, colours[cell.trainer], cell.mfu or 0, words, tip, cell.hfu)
 
 
@@ -96,27 +76,22 @@ def _phases(cell: Cell, colours: Mapping[str, int]) -> Iterator[Bar]:
     for phase in (*PHASES, *sorted(set(cell.bytes_by_phase) - set(PHASES))):
         if phase in cell.bytes_by_phase:
             held = cell.bytes_by_phase[phase]
-            yield Bar(
-                phase,
-                colours[cell.trainer],
-                held,
-                byte_size(held),
-                f"{configuration(cell)}, {phase}: {byte_size(held)}",
-            )
+            tip = f"{contents.configuration(cell)}, {phase}: {byte_size(held)}"
+            yield Bar(phase, colours[cell.trainer], held, byte_size(held), tip)
 
 
 def _bars(title: str, bars: Sequence[Bar], longest: float, remark: str = "") -> str:
     parts = []
     for place, bar in enumerate(bars):
         top = 6 + 22 * place
-        parts.append(text(_LABEL - 7, top + 11.5, _cut(bar.label, 11), anchor="end"))
+        parts.append(svg.text(_LABEL - 7, top + 11.5, _cut(bar.label, 11), anchor="end"))
         reach = max(bar.value, bar.behind or 0)
         if bar.behind:
             parts.append(_rect(_LABEL, top + 3, _length(bar.behind, longest), 8, f"thin k{bar.kind % 8}", bar.tip))
         parts.append(_rect(_LABEL, top, _length(bar.value, longest), 14, f"fill k{bar.kind % 8}", bar.tip))
         end = _LABEL + _length(reach, longest)
-        parts.append(text(min(end + 5, _END + 2), top + 11.5, bar.words, style="val"))
-    return figure(title, remark, "".join(parts), _WIDTH + 22, 8 + 22 * max(len(bars), 1))
+        parts.append(svg.text(min(end + 5, _END + 2), top + 11.5, bar.words, style="val"))
+    return svg.figure(title, remark, "".join(parts), _WIDTH + 22, 8 + 22 * max(len(bars), 1))
 
 
 def _map(
@@ -132,7 +107,7 @@ def _map(
     parts = []
     for row, batch in enumerate(reversed(batches)):
         if len(batches) <= 14 or row % 2 == 0:
-            parts.append(text(left - 6, row * high + high / 2 + 3.5, str(batch), anchor="end"))
+            parts.append(svg.text(left - 6, row * high + high / 2 + 3.5, str(batch), anchor="end"))
         for column, seq in enumerate(seqs):
             cell = places.get((trainer, seq, batch))
             if cell is not None:
@@ -141,27 +116,27 @@ def _map(
     every = max(1, -(-len(seqs) // 8))
     for column, seq in enumerate(seqs):
         if column % every == 0:
-            parts.append(text(left + (column + 0.5) * across, bottom + 13, str(seq), anchor="middle"))
-    parts.append(text((left + width) / 2, bottom + 28, "sequence", anchor="middle", style="title"))
-    parts.append(text(left - 6, bottom + 13, "batch", anchor="end", style="title"))
-    return figure(trainer, "", "".join(parts), width, bottom + 34)
+            parts.append(svg.text(left + (column + 0.5) * across, bottom + 13, str(seq), anchor="middle"))
+    parts.append(svg.text((left + width) / 2, bottom + 28, "sequence", anchor="middle", style="title"))
+    parts.append(svg.text(left - 6, bottom + 13, "batch", anchor="end", style="title"))
+    return svg.figure(trainer, "", "".join(parts), width, bottom + 34)
 
 
 def _map_cell(cell: Cell, x: float, y: float, across: float, high: float, span: tuple[int, int]) -> str:
-    kind = outcome_class(cell.outcome)
-    tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
+    kind = contents.outcome_class(cell.outcome)
+    tip = f"{contents.configuration(cell)}, sequence {cell.seq_len}\n"
     has_room = across >= 30 and high >= 14
     middle = x + across / 2
     if cell.outcome == "ok":
         shade = _shade(cell.peak_bytes, span)
         words = number((cell.peak_bytes or 0) / 2**30) if cell.peak_bytes else "ok"
         tip += f"peak {byte_size(cell.peak_bytes)}"
-        label = text(middle, y + high / 2 + 3.5, words, anchor="middle", style="td" if shade > 3 else "tl")
+        label = svg.text(middle, y + high / 2 + 3.5, words, anchor="middle", style="td" if shade > 3 else "tl")
         return _rect(x, y, across - 1.5, high - 1.5, f"s{shade}", tip) + (label if has_room else "")
-    word = outcome_word(cell.outcome)
-    label = text(middle, y + high / 2 + 3.5, word if has_room else "×", anchor="middle", style=f"t-{kind}")
+    word = contents.outcome_word(cell.outcome)
+    label = svg.text(middle, y + high / 2 + 3.5, word if has_room else "×", anchor="middle", style=f"t-{kind}")
     size = f'x="{x:.1f}" y="{y:.1f}" width="{across:.1f}" height="{high:.1f}"'
-    area = f'<rect {size} fill="transparent"{tipped(tip + cell.outcome)}/>'
+    area = f'<rect {size} fill="transparent"{svg.tipped(tip + cell.outcome)}/>'
     return _rect(x + 0.6, y + 0.6, across - 2.7, high - 2.7, f"c-{kind}", "") + label + area
 
 
@@ -172,7 +147,7 @@ def _shade(peak_bytes: int | None, span: tuple[int, int]) -> int:
 
 
 def _largest_shared(cells: Iterable[Cell], seq_lens: Sequence[int]) -> dict[int, list[Cell]]:
-    """For each sequence length, the cells of the largest batch that most trainers have."""
+    """Return, for each sequence length, the cells at the largest batch that most trainers ran."""
     by_place: dict[tuple[int, int], list[Cell]] = {}
     for cell in cells:
         by_place.setdefault((cell.seq_len, cell.batch_size), []).append(cell)
@@ -190,7 +165,7 @@ def _length(value: float, longest: float) -> float:
 
 def _rect(x: float, y: float, width: float, height: float, style: str, tip: str) -> str:
     size = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{max(height, 0.5):.1f}"'
-    return f'<rect class="{esc(style)}" {size} rx="2"{tipped(tip)}/>'
+    return f'<rect class="{svg.esc(style)}" {size} rx="2"{svg.tipped(tip)}/>'
 
 
 def _cut(words: str, at_most: int) -> str:
@@ -201,13 +176,13 @@ MOST_LINE_PANELS = 8
 MOST_POINTS = 60
 _LEAST_FACTOR = 4.0
 _DENSE = 12
-"""Curves with at least so many points have small markers."""
+"""Curves with more points than this have small markers."""
 _LINES_WIDTH, _HEIGHT = 300.0, 214.0
 _LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
 
 
 class Layout(NamedTuple):
-    """The axis along x and the one that separates panels: batch size and sequence length, or the reverse."""
+    """What the x axis shows and what distinguishes the panels: batch size and sequence length, or the reverse."""
 
     x_name: str
     x_of: Callable[[Cell], int]
@@ -218,32 +193,33 @@ class Layout(NamedTuple):
 
 
 def layout_of(group: Group) -> Layout:
-    """One panel per sequence length, unless only the sequence length varies."""
+    """Use one panel per sequence length, or a single panel if there is only one batch size."""
     seqs, batches = group.seq_lens, group.batch_sizes
     if len(batches) == 1 and len(seqs) > 1:
-        return Layout("sequence", _seq_len, "batch", _batch_size, list(batches), 1)
-    return Layout("batch", _batch_size, "sequence", _seq_len, evenly(seqs, MOST_LINE_PANELS), len(seqs))
+        return Layout("sequence", attrgetter("seq_len"), "batch", attrgetter("batch_size"), list(batches), 1)
+    panels = contents.evenly(seqs, MOST_LINE_PANELS)
+    return Layout("batch", attrgetter("batch_size"), "sequence", attrgetter("seq_len"), panels, len(seqs))
 
 
-def curve_panels(group: Group, metric: Metric, colours: Mapping[str, int]) -> list[str]:
-    """One figure per panel; all have the same logarithmic axes, so that they can be compared."""
+def curve_panels(group: Group, metric: contents.Metric, colours: Mapping[str, int]) -> list[str]:
+    """Draw the curves of all trainers, one figure per panel. All panels have the same logarithmic axes."""
     layout = layout_of(group)
-    kept = set(evenly(sorted({layout.x_of(cell) for cell in group.cells}), MOST_POINTS))
+    kept = set(contents.evenly(sorted({layout.x_of(cell) for cell in group.cells}), MOST_POINTS))
     cells = [cell for cell in group.cells if layout.panel_of(cell) in layout.panels and layout.x_of(cell) in kept]
     measured = [cell for cell in cells if metric.value(cell) is not None]
-    if not measured or len(kept) < 2:  # one point is no curve; the matrix shows it
+    if not measured or len(kept) < 2:  # A single point needs no curve, because the matrix shows it.
         return []
     in_bytes = metric.key == "memory"
-    capacity = _capacity(cells) if in_bytes else None
+    capacity = contents.device_capacity(cells) if in_bytes else None
     values = [metric.value(cell) or 0 for cell in measured]
-    y = log_scale(
+    y = svg.log_scale(
         [*values, capacity] if capacity and capacity < 8 * max(values) else values, _BOTTOM, _TOP, least=_LEAST_FACTOR
     )
-    x = log_scale([layout.x_of(cell) for cell in cells], _LEFT + 10, _RIGHT - 8, room=1.0)
+    x = svg.log_scale([layout.x_of(cell) for cell in cells], _LEFT + 10, _RIGHT - 8, room=1.0)
     grid = _grid(x, y, layout.x_name, in_bytes=in_bytes, xs=sorted({layout.x_of(cell) for cell in cells}))
     if capacity and y.low <= capacity <= y.high:
-        grid += line(_LEFT, y(capacity), _RIGHT, y(capacity), "cap")
-        grid += text(_LEFT + 2, y(capacity) - 3, f"device {byte_size(capacity)}")
+        grid += svg.line(_LEFT, y(capacity), _RIGHT, y(capacity), "cap")
+        grid += svg.text(_LEFT + 2, y(capacity) - 3, f"device {byte_size(capacity)}")
     return [
         _panel(value, grid, _by_trainer(group, cells, layout, value), metric, colours, x, y, layout)
         for value in layout.panels
@@ -252,16 +228,16 @@ def curve_panels(group: Group, metric: Metric, colours: Mapping[str, int]) -> li
 
 
 def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
-    """Memory against throughput, one panel per sequence length, with the Pareto front of each privacy class."""
-    rate = _rate(group)
+    """Draw throughput over memory with the Pareto front of each privacy class, one panel per sequence length."""
+    rate = contents.throughput_metric(group)
     known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
     panels = []
-    for seq_len in evenly(sorted({cell.seq_len for cell in known}), MOST_LINE_PANELS):
-        cells = evenly([cell for cell in known if cell.seq_len == seq_len], 4 * MOST_POINTS)
-        x = log_scale([cell.peak_bytes or 0 for cell in cells], _LEFT + 8, _RIGHT - 14, least=_LEAST_FACTOR)
-        y = log_scale([rate.value(cell) or 0 for cell in cells], _BOTTOM, _TOP, least=_LEAST_FACTOR)
+    for seq_len in contents.evenly(sorted({cell.seq_len for cell in known}), MOST_LINE_PANELS):
+        cells = contents.evenly([cell for cell in known if cell.seq_len == seq_len], 4 * MOST_POINTS)
+        x = svg.log_scale([cell.peak_bytes or 0 for cell in cells], _LEFT + 8, _RIGHT - 14, least=_LEAST_FACTOR)
+        y = svg.log_scale([rate.value(cell) or 0 for cell in cells], _BOTTOM, _TOP, least=_LEAST_FACTOR)
         drawing = _pareto_grid(x, y) + "".join(_pareto_parts(group, cells, rate, colours, x, y))
-        panels.append(figure(f"sequence {seq_len}", rate.title.lower(), drawing, _LINES_WIDTH, _HEIGHT))
+        panels.append(svg.figure(f"sequence {seq_len}", rate.title.lower(), drawing, _LINES_WIDTH, _HEIGHT))
     return panels
 
 
@@ -269,10 +245,10 @@ def _panel(
     value: int,
     grid: str,
     by_trainer: Mapping[str, Sequence[Cell]],
-    metric: Metric,
+    metric: contents.Metric,
     colours: Mapping[str, int],
-    x: Scale,
-    y: Scale,
+    x: svg.Scale,
+    y: svg.Scale,
     layout: Layout,
 ) -> str:
     parts = [grid]
@@ -282,15 +258,17 @@ def _panel(
         height = 6 + 16 * (place + 0.5) / len(by_trainer)
         for cell in own:
             if cell.outcome in OUT_OF_MEMORY:
-                tip = f"{configuration(cell)}: {outcome_word(cell.outcome)}"
+                tip = f"{contents.configuration(cell)}: {contents.outcome_word(cell.outcome)}"
                 crosses.append(_cross(x(layout.x_of(cell)), height, colours[trainer], tip))
     if crosses:
         parts.append(f'<rect class="band" x="{_LEFT}" y="4" width="{_RIGHT - _LEFT}" height="20" rx="3"/>')
-        parts.append(text(_LEFT - 6, 17, "OOM", anchor="end"))
-    return figure(f"{layout.panel_name} {value}", "", "".join(parts + crosses), _LINES_WIDTH, _HEIGHT)
+        parts.append(svg.text(_LEFT - 6, 17, "OOM", anchor="end"))
+    return svg.figure(f"{layout.panel_name} {value}", "", "".join(parts + crosses), _LINES_WIDTH, _HEIGHT)
 
 
-def _curve(own: Sequence[Cell], metric: Metric, kind: int, x: Scale, y: Scale, layout: Layout) -> Iterator[str]:
+def _curve(
+    own: Sequence[Cell], metric: contents.Metric, kind: int, x: svg.Scale, y: svg.Scale, layout: Layout
+) -> Iterator[str]:
     known = [(x(layout.x_of(cell)), y(value), cell) for cell in own if (value := metric.value(cell)) is not None]
     if len(known) > 1:
         points = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in known)
@@ -298,23 +276,24 @@ def _curve(own: Sequence[Cell], metric: Metric, kind: int, x: Scale, y: Scale, l
     for px, py, cell in known:
         if metric.key in ("tokens", "samples", "time"):
             yield _whisker(cell, metric, px, y, kind)
-        tip = f"{configuration(cell)}, sequence {cell.seq_len}\n{metric.title}: {cell_text(cell, metric)}"
-        tip += f"\nstep {METRICS['time'].text(cell)}" if metric.key != "time" and cell.seconds else ""
+        tip = f"{contents.configuration(cell)}, sequence {cell.seq_len}\n"
+        tip += f"{metric.title}: {contents.cell_text(cell, metric)}"
+        tip += f"\nstep {contents.METRICS['time'].text(cell)}" if metric.key != "time" and cell.seconds else ""
         tip += "\nunstable" if cell.is_unstable else ""
         style = "hollow" if cell.is_unstable and metric.key != "memory" else "m"
-        yield marker(kind, px, py, tip, style, is_small=len(known) > _DENSE)
+        yield svg.marker(kind, px, py, tip, style, is_small=len(known) > _DENSE)
 
 
-def _whisker(cell: Cell, metric: Metric, px: float, y: Scale, kind: int) -> str:
+def _whisker(cell: Cell, metric: contents.Metric, px: float, y: svg.Scale, kind: int) -> str:
     value = metric.value(cell)
     if value is None or not (cell.seconds and cell.low_seconds and cell.high_seconds):
         return ""
     ends = [value * cell.seconds / cell.high_seconds, value * cell.seconds / cell.low_seconds]
-    return line(px, y(ends[0]), px, y(ends[1]), f"w k{kind % 8}")
+    return svg.line(px, y(ends[0]), px, y(ends[1]), f"w k{kind % 8}")
 
 
 def _pareto_parts(
-    group: Group, cells: Sequence[Cell], rate: Metric, colours: Mapping[str, int], x: Scale, y: Scale
+    group: Group, cells: Sequence[Cell], rate: contents.Metric, colours: Mapping[str, int], x: svg.Scale, y: svg.Scale
 ) -> Iterator[str]:
     best = set(group.pareto)
     for privacy, style in (("not private", "front dash"), ("private", "front"), ("unknown", "front dash")):
@@ -322,30 +301,32 @@ def _pareto_parts(
         if len(front) > 1:
             points = " ".join(f"{x(c.peak_bytes or 1):.1f},{y(rate.value(c) or 1):.1f}" for c in front)
             yield f'<polyline class="{style}" points="{points}"/>'
-    for cell in sorted(cells, key=lambda cell: cell.trial in best):  # the front on top
+    for cell in sorted(cells, key=lambda cell: cell.trial in best):  # The Pareto front is drawn last, on top.
         px, py = x(cell.peak_bytes or 1), y(rate.value(cell) or 1)
-        front_word = "\non the front of its class" if cell.trial in best else ""
-        tip = f"{configuration(cell)}, {cell.privacy}\n{throughput(cell)}, {byte_size(cell.peak_bytes)}"
+        front_word = "\non the Pareto front" if cell.trial in best else ""
+        tip = (
+            f"{contents.configuration(cell)}, {cell.privacy}\n{contents.throughput(cell)}, {byte_size(cell.peak_bytes)}"
+        )
         tip += f"\nstep {step_time(cell.seconds)}{front_word}"
         style = "m" if cell.trial in best else "hollow"
-        yield marker(colours[cell.trainer], px, py, tip, style, is_small=len(cells) > 4 * _DENSE)
+        yield svg.marker(colours[cell.trainer], px, py, tip, style, is_small=len(cells) > 4 * _DENSE)
         if cell.trial in best and len(cells) <= 4 * _DENSE:
-            yield text(px - 5, py - 6, str(cell.batch_size), anchor="end")
+            yield svg.text(px - 5, py - 6, str(cell.batch_size), anchor="end")
 
 
-def _grid(x: Scale, y: Scale, x_name: str, *, in_bytes: bool, xs: Sequence[int]) -> str:
-    ticks = (binary_ticks if in_bytes else decimal_ticks)(y.low, y.high)
-    x_ticks: Sequence[float] = xs if len(xs) <= 7 else binary_ticks(max(x.low, 1), x.high)
-    words = axes(Scale(x.low, x.high, _LEFT, _RIGHT), y, [], ticks, _memory_tick if in_bytes else _rate_tick)
-    words += "".join(text(x(tick), _BOTTOM + 15, f"{tick:g}", anchor="middle") for tick in x_ticks)
-    return words + text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, f"{x_name} (log)", anchor="middle", style="title")
+def _grid(x: svg.Scale, y: svg.Scale, x_name: str, *, in_bytes: bool, xs: Sequence[int]) -> str:
+    ticks = (svg.binary_ticks if in_bytes else svg.decimal_ticks)(y.low, y.high)
+    x_ticks: Sequence[float] = xs if len(xs) <= 7 else svg.binary_ticks(max(x.low, 1), x.high)
+    words = svg.axes(_LEFT, _RIGHT, y, ticks, _memory_tick if in_bytes else _rate_tick)
+    words += "".join(svg.text(x(tick), _BOTTOM + 15, f"{tick:g}", anchor="middle") for tick in x_ticks)
+    return words + svg.text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, f"{x_name} (log)", anchor="middle", style="title")
 
 
-def _pareto_grid(x: Scale, y: Scale) -> str:
-    words = axes(Scale(x.low, x.high, _LEFT, _RIGHT), y, [], decimal_ticks(y.low, y.high), _rate_tick)
-    ticks = binary_ticks(x.low, x.high, 4)
-    words += "".join(text(x(tick), _BOTTOM + 15, _memory_tick(tick), anchor="middle") for tick in ticks)
-    return words + text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, "peak memory (log)", anchor="middle", style="title")
+def _pareto_grid(x: svg.Scale, y: svg.Scale) -> str:
+    words = svg.axes(_LEFT, _RIGHT, y, svg.decimal_ticks(y.low, y.high), _rate_tick)
+    ticks = svg.binary_ticks(x.low, x.high, 4)
+    words += "".join(svg.text(x(tick), _BOTTOM + 15, _memory_tick(tick), anchor="middle") for tick in ticks)
+    return words + svg.text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, "peak memory (log)", anchor="middle", style="title")
 
 
 def _memory_tick(value: float) -> str:
@@ -361,18 +342,8 @@ def _rate_tick(value: float) -> str:
 
 
 def _cross(px: float, py: float, kind: int, tip: str) -> str:
-    area = f'<rect x="{px - 5:.1f}" y="{py - 4:.1f}" width="10" height="8" fill="transparent"{tipped(tip)}/>'
+    area = f'<rect x="{px - 5:.1f}" y="{py - 4:.1f}" width="10" height="8" fill="transparent"{svg.tipped(tip)}/>'
     return f'<path class="x k{kind % 8}" d="M{px - 2.6:.1f} {py - 2.6:.1f}l5.2 5.2m0 -5.2l-5.2 5.2"/>' + area
-
-
-def _rate(group: Group) -> Metric:
-    has_tokens = any(cell.tokens_per_s is not None for cell in group.cells)
-    return METRICS["tokens" if has_tokens else "samples"]
-
-
-def _capacity(cells: Sequence[Cell]) -> float | None:
-    sizes = {cell.device_bytes for cell in cells if cell.device_bytes}
-    return float(sizes.pop()) if len(sizes) == 1 else None
 
 
 def _by_trainer(group: Group, cells: Sequence[Cell], layout: Layout, value: int) -> dict[str, list[Cell]]:
@@ -381,11 +352,3 @@ def _by_trainer(group: Group, cells: Sequence[Cell], layout: Layout, value: int)
         if layout.panel_of(cell) == value:
             own[cell.trainer].append(cell)
     return own
-
-
-def _seq_len(cell: Cell) -> int:
-    return cell.seq_len
-
-
-def _batch_size(cell: Cell) -> int:
-    return cell.batch_size

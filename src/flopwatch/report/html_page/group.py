@@ -1,49 +1,26 @@
-"""The page's section on one group: charts, matrices, cost against standard, memory limits, crossovers."""
+"""The section of the HTML page for one group of comparable trials: charts, matrices, costs, limits, crossovers."""
 
 from collections.abc import Iterator, Mapping
 
 from flopwatch.number_format import UNKNOWN, count, factor
-from flopwatch.report.contents import (
-    HEADINGS,
-    MATRIX_NOTES,
-    METRICS,
-    WHOLE_PROCESS,
-    MatrixRow,
-    Metric,
-    best_trials,
-    cell_text,
-    crossover_digest,
-    crossover_sentence,
-    denominator_sentence,
-    evenly,
-    frontier_words,
-    known_metrics,
-    matrix_rows,
-    outcome_class,
-    privacy_cells,
-    privacy_notes,
-)
-from flopwatch.report.html_page.charts import (
-    curve_panels,
-    frontier_maps,
-    layout_of,
-    pareto_panels,
-    phase_panels,
-    utilisation_panels,
-)
+from flopwatch.report import contents
+from flopwatch.report.html_page import charts
 from flopwatch.report.html_page.svg import esc, legend_marker
 from flopwatch.report.records import CostFactor, Group
 
 MOST_ROWS = 60
 MOST_CROSSOVERS = 200
-_CROSSES = "Crosses above a plot ran out of memory."
-_INTERVALS = "Bars are 95 % intervals; hollow markers are unstable."
+_CROSSES = "A cross above a plot is a trial that ran out of memory."
+_INTERVALS = "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable."
 _FRONT = (
-    "Filled markers: no trial of the class is faster with less memory. Numbers are batch sizes. "
-    "Dashed: the front of trainers that are not private."
+    "A filled marker is on the Pareto front: no trial of the same privacy class is faster and needs less memory. "
+    "Numbers are batch sizes. A solid line joins the front of private trainers, a dashed line that of the others."
 )
-_MAP = "Peak memory in GiB, darker is more; a trial that did not run shows its outcome."
-_UTILISATION = "Solid: MFU, useful FLOPs. Pale: HFU, all executed FLOPs. At the largest batch that all trainers ran."
+_MAP = "Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead."
+_UTILISATION = (
+    "The solid bar is MFU (useful FLOPs), the pale bar is HFU (all executed FLOPs), at the largest batch that all "
+    "trainers ran."
+)
 
 
 def group_section(group: Group, colours: Mapping[str, int], *, is_open: bool, is_only: bool) -> Iterator[str]:
@@ -64,21 +41,25 @@ def group_section(group: Group, colours: Mapping[str, int], *, is_open: bool, is
 
 def _charts(group: Group, colours: Mapping[str, int]) -> Iterator[str]:
     legend = "".join(f"<span>{legend_marker(colours[name])}{esc(name)}</span>" for name in group.trainers)
-    layout = layout_of(group)
+    layout = charts.layout_of(group)
     shown, in_all = len(layout.panels), layout.panels_in_all
-    some = f" {shown} of {in_all} panels, evenly spaced." if in_all > shown else ""
-    rate = METRICS["tokens" if any(cell.tokens_per_s for cell in group.cells) else "samples"]
-    charts = (
-        (f"Peak memory by {layout.x_name}", _CROSSES + some, curve_panels(group, METRICS["memory"], colours)),
-        (f"{rate.title} by {layout.x_name}", _INTERVALS + some, curve_panels(group, rate, colours)),
-        ("Memory against throughput", _FRONT, pareto_panels(group, colours)),
+    some = f" {shown} of {in_all} panels are shown, evenly spaced." if in_all > shown else ""
+    memory, rate = contents.METRICS["memory"], contents.throughput_metric(group)
+    narrow = (
+        (f"Peak memory by {layout.x_name}", _CROSSES + some, charts.curve_panels(group, memory, colours)),
+        (f"{rate.title} by {layout.x_name}", _INTERVALS + some, charts.curve_panels(group, rate, colours)),
+        ("Throughput over memory", _FRONT, charts.pareto_panels(group, colours)),
     )
     yield f'<div class="legend">{legend}</div>'
-    yield from (_block(*chart, "panels") for chart in charts if chart[2])
+    yield from (_block(*chart, "panels") for chart in narrow if chart[2])
     wide = (
-        ("How far each trainer gets", _MAP, frontier_maps(group)),
-        ("MFU and HFU", _UTILISATION, utilisation_panels(group, colours)),
-        ("Memory by phase", "The peak in each phase; peaks do not add up.", phase_panels(group, colours)),
+        ("Which sizes fit", _MAP, charts.frontier_maps(group)),
+        ("MFU and HFU", _UTILISATION, charts.utilisation_panels(group, colours)),
+        (
+            "Memory by phase",
+            "The peak in each phase of a step. Peaks of different phases do not add up.",
+            charts.phase_panels(group, colours),
+        ),
     )
     yield from (_block(*chart, "panels wide") for chart in wide if chart[2])
 
@@ -88,32 +69,32 @@ def _block(title: str, remark: str, figures: list[str], style: str) -> str:
 
 
 def _matrices(group: Group) -> Iterator[str]:
-    metrics = known_metrics(group)
+    metrics = contents.known_metrics(group)
     if not metrics:
         return
-    rows = matrix_rows(group)
-    shown = evenly(rows, MOST_ROWS)
+    rows = contents.matrix_rows(group)
+    shown = contents.evenly(rows, MOST_ROWS)
     buttons = "".join(f'<button data-metric="{m.key}" aria-pressed="false">{esc(m.title)}</button>' for m in metrics)
     yield f'<div><div class="tabs" hidden>{buttons}</div>'
     for metric in metrics:
         yield f'<div class="matrix" data-metric="{metric.key}"><h3>{esc(metric.title)}</h3>'
         yield _matrix(group, metric, shown) + "</div>"
-    some = f"{len(shown)} of {len(rows):,} rows, evenly spaced. " if len(shown) < len(rows) else ""
-    notes = " ".join([*MATRIX_NOTES, denominator_sentence(group)])
+    some = f"{len(shown)} of {len(rows):,} rows are shown, evenly spaced. " if len(shown) < len(rows) else ""
+    notes = " ".join([*contents.MATRIX_NOTES, contents.denominator_sentence(group)])
     yield f'<p class="soft small">{some}{esc(notes)}</p></div>'
 
 
-def _matrix(group: Group, metric: Metric, rows: list[MatrixRow]) -> str:
+def _matrix(group: Group, metric: contents.Metric, rows: list[contents.MatrixRow]) -> str:
     heads = "".join(f'<th class="n">{esc(name)}</th>' for name in group.trainers)
     body = []
     before = None
     for row in rows:
-        best = best_trials(row.cells, metric)
+        best = contents.best_trials(row.cells, metric)
         cells = []
         for cell in row.cells:
-            kind = "" if cell is None or cell.outcome == "ok" else f" f-{outcome_class(cell.outcome)}"
+            kind = "" if cell is None or cell.outcome == "ok" else f" f-{contents.outcome_class(cell.outcome)}"
             kind = " best" if cell is not None and cell.trial in best else kind
-            cells.append(f'<td class="n{kind}">{esc(cell_text(cell, metric))}</td>')
+            cells.append(f'<td class="n{kind}">{esc(contents.cell_text(cell, metric))}</td>')
         new = ' class="new"' if row.seq_len != before else ""
         seq = row.seq_len if row.seq_len != before else ""
         body.append(f'<tr{new}><td class="n">{seq}</td><td class="n">{row.batch_size}</td>{"".join(cells)}</tr>')
@@ -125,20 +106,17 @@ def _matrix(group: Group, metric: Metric, rows: list[MatrixRow]) -> str:
 def _factors(group: Group) -> Iterator[str]:
     if not group.cost_factors:
         return
-    by_place: dict[tuple[int, int], dict[str, CostFactor]] = {}
-    for one in group.cost_factors:
-        by_place.setdefault((one.seq_len, one.batch_size), {})[one.trainer] = one
-    trainers = [name for name in group.trainers if any(name in found for found in by_place.values())]
+    by_place, trainers = contents.factors_by_place(group)
     first = "".join(f'<th class="g" colspan="3">{esc(name)}</th>' for name in trainers)
     second = '<th class="n g">time</th><th class="n">memory</th><th class="n">FLOPs</th>' * len(trainers)
     head = f'<tr><th></th><th></th>{first}</tr><tr><th class="n">sequence</th><th class="n">batch</th>{second}</tr>'
-    shown = evenly(list(by_place), MOST_ROWS)
+    shown = contents.evenly(list(by_place), MOST_ROWS)
     starts = {place for before, place in zip([(0, 0), *shown], shown, strict=False) if place[0] != before[0]}
     body = "".join(_factor_row(place, by_place[place], trainers, is_new=place in starts) for place in shown)
-    yield "<h3>Cost against standard</h3>"
+    yield "<h3>Cost relative to standard</h3>"
     has_start = any(one.memory_above_start is not None for one in group.cost_factors)
-    start = f" {WHOLE_PROCESS}" if has_start else ""
-    words = f"2× is twice as much as the standard trainer at the same batch size and sequence length.{start}"
+    start = f" {contents.WHOLE_PROCESS}" if has_start else ""
+    words = f"2× means twice as much as the standard trainer at the same batch size and sequence length.{start}"
     yield f'<p class="soft small">{words}</p>'
     yield _table(head, body)
 
@@ -150,7 +128,7 @@ def _factor_row(place: tuple[int, int], found: Mapping[str, CostFactor], trainer
         if one is None:
             cells.append(f'<td class="n soft g">{UNKNOWN}</td>' + f'<td class="n soft">{UNKNOWN}</td>' * 2)
             continue
-        between = f"{factor(one.low_time)} to {factor(one.high_time)} by the intervals"
+        between = f"95 % intervals: {factor(one.low_time)} to {factor(one.high_time)}"
         cells.append(f'<td class="n g" data-t="{esc(between)}">{factor(one.time)}</td>')
         cells.append(f'<td class="n">{factor(one.memory)}</td><td class="n">{factor(one.flops)}</td>')
     start = f'<tr class="new"><td class="n">{place[0]}</td>' if is_new else '<tr><td class="n"></td>'
@@ -161,43 +139,46 @@ def _frontier(group: Group) -> Iterator[str]:
     points = {(point.trainer, point.seq_len): point for point in group.frontier}
     heads = "".join(f'<th class="n">{esc(name)}</th>' for name in group.trainers)
     body = []
-    for seq_len in evenly(group.seq_lens, MOST_ROWS):
+    for seq_len in contents.evenly(group.seq_lens, MOST_ROWS):
         found = [points.get((name, seq_len)) for name in group.trainers]
-        cells = "".join(f'<td class="n">{esc(frontier_words(point)) if point else ""}</td>' for point in found)
+        cells = "".join(f'<td class="n">{esc(contents.frontier_words(point)) if point else ""}</td>' for point in found)
         body.append(f'<tr><td class="n">{seq_len}</td>{cells}</tr>')
     yield "<h3>Largest batch that ran <small>(smallest out of memory)</small></h3>"
     yield _table(f'<tr><th class="n">sequence</th>{heads}</tr>', "".join(body))
     if not all(point.is_monotone for point in group.frontier):
-        yield '<p class="soft small">! A larger batch ran than one that ran out of memory: the limit is not sharp.</p>'
+        yield '<p class="soft small">! A batch ran although a smaller one ran out of memory: the limit is unclear.</p>'
 
 
 def _privacy(group: Group) -> Iterator[str]:
     if group.privacy_spent:
-        heads = "".join(f'<th class="n">{esc(name)}</th>' for name in HEADINGS[:-1]) + f"<th>{HEADINGS[-1]}</th>"
+        heads = (
+            "".join(f'<th class="n">{esc(name)}</th>' for name in contents.HEADINGS[:-1])
+            + f"<th>{contents.HEADINGS[-1]}</th>"
+        )
         body = []
-        for row in evenly(group.privacy_spent, MOST_ROWS):
-            *numbers, trainers = privacy_cells(row)
+        for row in contents.evenly(group.privacy_spent, MOST_ROWS):
+            *numbers, trainers = contents.privacy_cells(row)
             cells = "".join(f'<td class="n">{esc(text)}</td>' for text in numbers)
             body.append(f"<tr>{cells}<td>{esc(trainers)}</td></tr>")
         yield "<h3>Privacy</h3>"
         yield _table(f"<tr>{heads}</tr>", "".join(body))
-    yield from (f'<p class="soft small">{esc(note)}</p>' for note in privacy_notes(group))
+    yield from (f'<p class="soft small">{esc(note)}</p>' for note in contents.privacy_notes(group))
 
 
 def _crossovers(group: Group) -> Iterator[str]:
     if not group.crossovers:
         return
     claimed = [crossover for crossover in group.crossovers if crossover.is_claimed]
-    undecided = [crossover_sentence(c) for c in group.crossovers if not c.is_claimed]
+    undecided = [contents.crossover_sentence(c) for c in group.crossovers if not c.is_claimed]
     yield "<h3>Crossovers</h3>"
-    yield '<p class="soft small">Interpolated between measured neighbours, linear in logarithms.</p>'
-    digest = crossover_digest(claimed)
+    yield '<p class="soft small">Values are interpolated between two measured ones, in logarithms.</p>'
+    digest = contents.crossover_digest(claimed)
     yield _list(digest)
     if len(digest) < len(claimed):
-        every = _list([crossover_sentence(crossover) for crossover in claimed])
-        yield f"<details><summary>All {len(claimed):,}, one by one</summary>{every}</details>"
+        every = _list([contents.crossover_sentence(crossover) for crossover in claimed])
+        yield f"<details><summary>All {len(claimed):,} crossovers, one by one</summary>{every}</details>"
     if undecided:
-        words = f"{len(undecided):,} not decided: medians cross, but intervals overlap"
+        words = f"{len(undecided):,} more are uncertain: medians cross, but their intervals overlap"
         yield f"<details><summary>{words}</summary>{_list(undecided)}</details>"
 
 

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page. It loads nothing, and all text in it is escaped."""
+"""Write the report as one HTML page, which loads no other files. All text from trials is escaped."""
 
 import hashlib
 import json
@@ -8,22 +8,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flopwatch.number_format import UNKNOWN, byte_size, count, duration, percent
+from flopwatch.number_format import UNKNOWN, byte_size, duration, percent
 from flopwatch.records.reading import plain
-from flopwatch.records.trainer_names import LABELS
-from flopwatch.report.contents import (
-    CLASSES_APART,
-    NOTHING_TO_CHOOSE,
-    choice_notes,
-    choice_sentence,
-    layer_words,
-    narrowed,
-    outcome_class,
-    some_choices,
-    tally,
-    throughput,
-    totals_sentence,
-)
+from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
+from flopwatch.report import contents
 from flopwatch.report.html_page.group import group_section
 from flopwatch.report.html_page.svg import COLOURS, esc
 from flopwatch.report.records import Cell, Choice, Failure, Group, SweepSummary, TrialRow
@@ -34,7 +22,6 @@ MOST_WARNINGS = 20
 
 
 def report_page(summary: SweepSummary) -> str:
-    """The whole page."""
     folder = Path(__file__).parent
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = (folder / "page.js").read_text(encoding="utf-8")
@@ -51,14 +38,14 @@ def report_page(summary: SweepSummary) -> str:
             "<main>",
             *_sections(summary, colours),
             "</main>",
-            f"<footer>flopwatch {esc(__version__)}, from {esc(summary.folder)}. This page loads nothing.</footer>",
+            f"<footer>flopwatch {esc(__version__)}, from {esc(summary.folder)}. The page loads no files.</footer>",
             f"<script>{script}</script></body></html>\n",
         ]
     )
 
 
 def trainer_colours(summary: SweepSummary) -> dict[str, int]:
-    """The colour and marker of each trainer on the whole page; built-in trainers have the same in every report."""
+    """Assign a colour and marker to each trainer. Built-in trainers have the same ones in every report."""
     fixed = {trainer: place for place, trainer in enumerate(LABELS)}
     names = dict.fromkeys(name for group in summary.groups for name in group.trainers)
     others = [name for name in names if name not in fixed]
@@ -67,7 +54,7 @@ def trainer_colours(summary: SweepSummary) -> dict[str, int]:
 
 
 def _policy(script: str) -> str:
-    """A Content-Security-Policy under which nothing is loaded and only our own script runs."""
+    """Return a Content-Security-Policy that forbids loading other files and running any script but this one."""
     own = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'; base-uri 'none'; form-action 'none'"
@@ -78,7 +65,7 @@ def _header(summary: SweepSummary) -> Iterator[str]:
     made = f", {datetime.fromtimestamp(summary.created, timezone.utc):%Y-%m-%d %H:%M} UTC" if summary.created else ""
     engine = f", engine {summary.engine}" if summary.engine else ""
     yield f"<header><h1><small>flopwatch sweep{esc(engine)}{made}</small>{esc(summary.name)}</h1>"
-    yield f'<p class="soft">{esc(totals_sentence(summary))}.</p></header>'
+    yield f'<p class="soft">{esc(contents.totals_sentence(summary))}.</p></header>'
     links = ["run:What to run", "trainers:Trainers", "groups:Measurements"]
     links += ["failures:What did not run"] if summary.failures else []
     links += ["environment:Environment", "all-trials:All trials"]
@@ -93,7 +80,9 @@ def _sections(summary: SweepSummary, colours: dict[str, int]) -> Iterator[str]:
     yield from trainer_section(summary, colours)
     yield '<h2 id="groups">Measurements</h2>' if len(summary.groups) > 1 else '<div id="groups"></div>'
     for place, group in enumerate(summary.groups[:DETAILED_GROUPS]):
-        yield from group_section(narrowed(group), colours, is_open=place == 0, is_only=len(summary.groups) == 1)
+        yield from group_section(
+            contents.narrowed(group), colours, is_open=place == 0, is_only=len(summary.groups) == 1
+        )
     if len(summary.groups) > DETAILED_GROUPS:
         more = len(summary.groups) - DETAILED_GROUPS
         yield f'<p class="soft">{more} more groups are in the table of all trials and in the JSON report.</p>'
@@ -104,16 +93,21 @@ def _sections(summary: SweepSummary, colours: dict[str, int]) -> Iterator[str]:
 
 
 def _tiles(summary: SweepSummary) -> str:
-    counted = tally(summary)
-    not_run = counted.unsupported + counted.skipped + counted.cancelled + counted.missing
+    ok, missing = contents.trials_with(summary, "ok"), contents.trials_with(summary, "missing")
     tried = sum(one.tried for one in summary.trainers)
     tiles = [
         (f"{summary.totals.trials:,}", "planned trials"),
-        (percent(counted.ok / tried) if tried else UNKNOWN, f"success: {counted.ok:,} of {tried:,} run"),
-        (f"{counted.out_of_memory:,}", f"out of memory, {counted.inferred:,} inferred"),
-        (f"{counted.failed:,}", "failed"),
-        (f"{not_run:,}", f"not run, {counted.missing:,} missing"),
-        (duration(summary.totals.trial_seconds), f"of trials, {duration(summary.totals.wall_seconds)} wall time"),
+        (percent(ok / tried) if tried else UNKNOWN, f"success: {ok:,} of {tried:,} trials that ran"),
+        (
+            f"{contents.trials_with(summary, *OUT_OF_MEMORY):,}",
+            f"out of memory, {contents.trials_with(summary, 'oom_inferred'):,} of them inferred",
+        ),
+        (f"{contents.trials_with(summary, *FAILED):,}", "failed"),
+        (
+            f"{contents.trials_with(summary, 'unsupported', 'skipped', 'cancelled') + missing:,}",
+            f"not run, {missing:,} of them without a result yet",
+        ),
+        (duration(summary.totals.trial_seconds), f"of trials in {duration(summary.totals.wall_seconds)} wall time"),
     ]
     return '<div class="tiles">' + "".join(_tile(*tile) for tile in tiles) + "</div>"
 
@@ -130,29 +124,30 @@ _ORDER = {"ok": 0, "oom": 1, "failed": 2, "not-run": 3}
 
 
 def outcome_strip(by_outcome: Mapping[str, int], *, with_legend: bool = False) -> str:
-    """The shares of outcomes as one bar."""
+    """Draw the shares of the outcomes as one horizontal bar."""
     total = sum(by_outcome.values())
     if not total:
         return ""
-    counts = sorted(by_outcome.items(), key=lambda item: (_ORDER[outcome_class(item[0])], -item[1]))
+    counts = sorted(by_outcome.items(), key=lambda item: (_ORDER[contents.outcome_class(item[0])], -item[1]))
     bars = "".join(
-        f'<i class="{outcome_class(name)}" style="width:{100 * n / total:.3f}%" data-t="{esc(name)}: {n:,}"></i>'
+        f'<i class="{contents.outcome_class(name)}" style="width:{n / total:.3%}" data-t="{esc(name)}: {n:,}"></i>'
         for name, n in counts
     )
-    legend = "".join(f'<span><i class="{outcome_class(name)}"></i>{esc(name)} {n:,}</span>' for name, n in counts)
+    legend = "".join(
+        f'<span><i class="{contents.outcome_class(name)}"></i>{esc(name)} {n:,}</span>' for name, n in counts
+    )
     return f'<div class="strip">{bars}</div>' + (f'<div class="legend">{legend}</div>' if with_legend else "")
 
 
 def run_section(summary: SweepSummary, colours: Mapping[str, int]) -> Iterator[str]:
-    """What to run, which is the answer most readers look for."""
     yield '<section id="run"><h2>What to run</h2>'
     groups = [group for group in summary.groups if group.choices]
     if not groups:
-        yield f"<p>{NOTHING_TO_CHOOSE}</p></section>"
+        yield f"<p>{contents.NOTHING_TO_CHOOSE}</p></section>"
         return
     yield (
-        '<p class="soft">The fastest trial at each sequence length, and the trial with the least memory within 10 % of '
-        f"its throughput. {CLASSES_APART}</p>"
+        '<p class="soft">For each sequence length: the fastest trial, and the trial with the least memory among those '
+        f"with at least 90 % of its throughput. {contents.CLASSES_APART}</p>"
     )
     for place, group in enumerate(groups[:MOST_GROUPS]):
         table = _choices(group, colours)
@@ -168,28 +163,18 @@ def run_section(summary: SweepSummary, colours: Mapping[str, int]) -> Iterator[s
 
 def trainer_section(summary: SweepSummary, colours: Mapping[str, int]) -> Iterator[str]:
     yield '<section id="trainers"><h2>Trainers</h2><div class="scroll"><table><thead><tr><th>trainer</th><th>class</th>'
-    heads = ("ok / run", "success", "out of memory", "failed", "not run", "mean peak", "on shared ones")
+    heads = (*contents.TRAINER_HEADINGS, "mean peak, shared")
     yield "<th>outcomes</th>" + "".join(f'<th class="n">{head}</th>' for head in heads) + "</tr></thead><tbody>"
     for one in summary.trainers[:MOST_ROWS]:
-        numbers = (
-            f"{one.ok:,} / {one.tried:,}",
-            percent(one.success_rate),
-            f"{one.out_of_memory:,}",
-            f"{one.failed:,}",
-            f"{one.not_run:,}",
-            byte_size(one.mean_peak_bytes),
-            byte_size(one.shared_mean_peak_bytes),
-        )
         yield f'<tr><td class="name">{_dot(one.trainer, colours)}{esc(one.trainer)}</td><td>{_chip(one.privacy)}</td>'
-        yield (
-            f"<td>{outcome_strip(one.by_outcome)}</td>" + "".join(f'<td class="n">{n}</td>' for n in numbers) + "</tr>"
-        )
+        cells = "".join(f'<td class="n">{text}</td>' for text in contents.trainer_cells(one))
+        yield f"<td>{outcome_strip(one.by_outcome)}</td>{cells}</tr>"
     shared = max((one.shared_peaks for one in summary.trainers), default=0)
     yield "</tbody></table></div>"
     yield (
-        '<p class="soft small">Success is the share of trials that ran which are ok. A trainer that ran only small '
-        "configurations has a small mean peak, so the last column is the mean over the configurations that every "
-        f"trainer ran ({shared:,}).</p></section>"
+        '<p class="soft small">Success is the share of ok trials among those that ran. A trainer that ran only small '
+        "configurations has a small mean peak. To compare trainers, use the last column: it is the mean over the "
+        f"{shared:,} configurations that every trainer ran.</p></section>"
     )
 
 
@@ -197,7 +182,7 @@ def failure_section(summary: SweepSummary) -> Iterator[str]:
     if not summary.failures:
         return
     yield '<section id="failures"><h2>What did not run, and why</h2>'
-    yield '<p class="soft">Grouped by cause; numbers and paths in messages are replaced so that causes match.</p>'
+    yield '<p class="soft">Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH.</p>'
     for place, failure in enumerate(summary.failures[:MOST_FAILURES]):
         yield _failure(failure, is_open=place < 2)
     if len(summary.failures) > MOST_FAILURES:
@@ -223,24 +208,19 @@ def environment_section(summary: SweepSummary) -> Iterator[str]:
 def preflight_section(summary: SweepSummary) -> Iterator[str]:
     if not summary.preflight:
         return
-    yield '<section id="preflight"><h2>Preflight</h2><div class="scroll"><table><thead><tr>'
-    yield '<th>trainer</th><th>model</th><th>can</th><th class="n">parameters</th>'
-    yield "<th>layers</th><th>why not</th></tr></thead><tbody>"
+    heads = "".join(f"<th>{heading}</th>" for heading in contents.PREFLIGHT_HEADINGS)
+    yield '<section id="preflight"><h2>Preflight: which trainer supports which model</h2>'
+    yield f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>'
     for row in summary.preflight[:MOST_ROWS]:
-        size = row.get("parameters")
-        words = count(size) if isinstance(size, int | float) else UNKNOWN
-        can = ("yes" if row.get("tried", True) else "not known") if row["supported"] else "no"
-        yield f"<tr><td>{esc(row['trainer'])}</td><td>{esc(row['model'])}</td><td>{can}</td>"
-        yield f'<td class="n">{words}</td><td>{esc(layer_words(row))}</td>'
-        yield f"<td>{esc(row.get('reason') or '')}</td></tr>"
+        yield "<tr>" + "".join(f"<td>{esc(cell)}</td>" for cell in contents.preflight_cells(row)) + "</tr>"
     yield "</tbody></table></div></section>"
 
 
 def _choices(group: Group, colours: Mapping[str, int]) -> str:
-    shown = some_choices(group.choices, MOST_CHOICES)
+    shown = contents.some_choices(group.choices, MOST_CHOICES)
     most = max((choice.fastest.samples_per_s or 0) * choice.seq_len for choice in shown)
     head = '<th class="n">sequence</th><th>class</th><th>fastest that ran</th><th class="n">throughput</th><th></th>'
-    head += '<th class="n">peak</th><th>least memory within 10 %</th><th class="n">peak</th><th>measured verdict</th>'
+    head += '<th class="n">peak</th><th>least memory within 10 %</th><th class="n">peak</th><th>verdict</th>'
     rows = "".join(_choice_row(choice, most, colours) for choice in shown)
     left_out = len(group.choices) - len(shown)
     note = f'<p class="soft small">{left_out:,} more rows are in the JSON report.</p>' if left_out else ""
@@ -253,12 +233,13 @@ def _choice_row(choice: Choice, most: float, colours: Mapping[str, int]) -> str:
     kind = colours[fastest.trainer] % COLOURS
     is_same = lightest is not None and lightest.trial == fastest.trial
     lighter = '<span class="soft">the same</span>' if is_same else _named(lightest, colours) if lightest else UNKNOWN
-    notes = choice_notes(choice)
-    verdict = esc(choice_sentence(choice)) + (f'; <span class="soft">{esc(notes)}</span>' if notes else "")
+    notes = contents.choice_notes(choice)
+    verdict = esc(contents.choice_sentence(choice)) + (f'; <span class="soft">{esc(notes)}</span>' if notes else "")
     return (
         f'<tr class="{"tied" if choice.tied else ""}"><td class="n">{choice.seq_len}</td>'
         f"<td>{_chip(choice.privacy)}</td>"
-        f'<td>{_named(fastest, colours, "≈ " if choice.tied else "")}</td><td class="n">{throughput(fastest)}</td>'
+        f"<td>{_named(fastest, colours, '≈ ' if choice.tied else '')}</td>"
+        f'<td class="n">{contents.throughput(fastest)}</td>'
         f'<td><span class="bar k{kind}" style="width:{round(70 * rate / most) if most else 0}px"></span></td>'
         f'<td class="n">{byte_size(fastest.peak_bytes)}</td><td>{lighter}</td>'
         f'<td class="n">{"" if is_same or lightest is None else byte_size(lightest.peak_bytes)}</td>'
@@ -267,15 +248,15 @@ def _choice_row(choice: Choice, most: float, colours: Mapping[str, int]) -> str:
 
 
 def _failure(failure: Failure, *, is_open: bool) -> str:
-    kind = outcome_class(failure.outcome)
-    trainers = ", ".join(f"{name} {number:,}" for name, number in failure.by_trainer.items())
-    place = f"phase {failure.phase}" + (f", step {failure.step}" if failure.step is not None else "")
-    evidence = ", ".join(f"{name} {value}" for name, value in failure.evidence.items() if name != "exception")
-    facts = {"trainers": trainers, "example": failure.example, "it says": failure.reason, "where": place}
-    facts["evidence"] = evidence
-    listed = "".join(f"<dt>{name}</dt><dd>{esc(fact)}</dd>" for name, fact in facts.items() if fact)
+    kind = contents.outcome_class(failure.outcome)
+    facts = contents.failure_facts(failure).items()
+    listed = "".join(f"<dt>{name}</dt><dd>{esc(fact)}</dd>" for name, fact in facts if fact)
     advice = "".join(f"<dt>advice</dt><dd><b>{esc(line)}</b></dd>" for line in failure.advice)
-    blocks = {"runs it again": failure.command, "last lines of its log": failure.log_tail, "stacks": failure.stacks}
+    blocks = {
+        "command to run the example again": failure.command,
+        "last lines of its log": failure.log_tail,
+        "stack traces": failure.stacks,
+    }
     shown = "".join(f'<span class="soft small">{name}</span><pre>{esc(b)}</pre>' for name, b in blocks.items() if b)
     return (
         f'<details class="failure o-{kind}"{" open" if is_open else ""}><summary><b>{esc(failure.outcome)}</b> '
@@ -297,8 +278,9 @@ def _chip(words: str) -> str:
     return f'<span class="chip">{esc(words)}</span>'
 
 
-# The table of all trials is JSON that the page's script draws, 200 rows at a time: field, heading, kind (which decides
-# the script's format), and whether it is a column; the other fields are shown when a row is clicked.
+# The script of the page draws the table of all trials from JSON, 200 rows at a time. For each field of `TrialRow`: its
+# name, its heading, its kind (which decides how the script formats it), and whether it is a column of the table. The
+# script shows the other fields when the user clicks a row.
 _COLUMNS = (
     ("name", "trial", "text", True),
     ("trainer", "trainer", "words", True),
@@ -339,13 +321,13 @@ def trial_section(summary: SweepSummary) -> Iterator[str]:
 
 
 def embedded(content: Any) -> str:
-    """JSON for a script element: without characters that could end the element or begin a comment."""
+    """Write JSON for a script element, escaping the characters that could end the element or begin a comment."""
     written = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _data(rows: tuple[TrialRow, ...]) -> dict[str, Any]:
-    """The rows, with texts that many rows share stored once."""
+    """Return the content of the table for the script. Texts that many rows share are stored only once."""
     words: list[dict[str, int]] = [{} for _ in _COLUMNS]
     with_commands = len(rows) <= MOST_WITH_COMMANDS
     table = [[_value(row, place, words, with_commands) for place in range(len(_COLUMNS))] for row in rows]
@@ -358,7 +340,7 @@ def _data(rows: tuple[TrialRow, ...]) -> dict[str, Any]:
         ],
         "rows": table,
         "outcomeColumn": outcome,
-        "outcomeClasses": [outcome_class(word) for word in words[outcome]],
+        "outcomeClasses": [contents.outcome_class(word) for word in words[outcome]],
         "timeColumn": _NAMES.index("step_seconds"),
         "unstableColumn": _NAMES.index("is_unstable"),
     }

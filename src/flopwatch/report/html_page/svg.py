@@ -1,4 +1,4 @@
-"""Small pieces of SVG and HTML: escaping, scales, ticks, markers."""
+"""Helpers for SVG and HTML: escaping, scales, ticks and markers."""
 
 import html
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ COLOURS = 8
 
 
 def esc(text: object) -> str:
-    """Escaped text; all text that is not our own enters the page through this function.
+    """Escape text for HTML. All text that comes from trials enters the page through this function.
 
     >>> esc("<script>'")
     '&lt;script&gt;&#x27;'
@@ -53,7 +53,10 @@ def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
 
 
 class Scale(NamedTuple):
-    """A logarithmic axis: costs grow as powers of batch size and length, so factors are what one compares."""
+    """A logarithmic axis that maps values from `low` to `high` to pixels from `start` to `end`.
+
+    It is logarithmic because costs grow with powers of the batch size and the sequence length.
+    """
 
     low: float
     high: float
@@ -68,14 +71,14 @@ class Scale(NamedTuple):
 
 
 def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12, least: float = 1.0) -> Scale:
-    """A scale for these values with some room; its ends differ at least by the factor `least`, so that ticks fit."""
+    """Make a scale with a margin of factor `room`. The ratio of its ends is at least `least`, so that it has ticks."""
     low, high = min(values) / room, max(values) * room
     more = max((least * low / high) ** 0.5, 1.0)
     return Scale(low / more, high * more, start, end)
 
 
 def binary_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
-    """The powers of two between two values.
+    """Return the powers of two between two values, or evenly spaced ones if there are more than `at_most`.
 
     >>> binary_ticks(3, 70)
     [4.0, 8.0, 16.0, 32.0, 64.0]
@@ -86,7 +89,7 @@ def binary_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
 
 
 def decimal_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
-    """1, 2 and 5 times the powers of ten between two values, or only the powers if those are too many.
+    """Return 1, 2 and 5 times the powers of ten between two values, or fewer if these are more than `at_most`.
 
     >>> decimal_ticks(90, 1200)
     [100.0, 200.0, 500.0, 1000.0]
@@ -100,11 +103,10 @@ def decimal_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
     return within[:: max(1, ceil(len(within) / at_most))]
 
 
-def axes(x: Scale, y: Scale, x_ticks: Sequence[float], y_ticks: Sequence[float], y_text: Callable[[float], str]) -> str:
-    """Grid lines with their labels."""
-    parts = [line(x.start, y(tick), x.end, y(tick), "axis") for tick in y_ticks]
-    parts += [text(x.start - 6, y(tick) + 3.5, y_text(tick), anchor="end") for tick in y_ticks]
-    parts += [text(x(tick), y.start + 15, f"{tick:g}", anchor="middle") for tick in x_ticks]
+def axes(left: float, right: float, y: Scale, ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
+    """Draw a horizontal grid line with its label for each tick of the y axis."""
+    parts = [line(left, y(tick), right, y(tick), "axis") for tick in ticks]
+    parts += [text(left - 6, y(tick) + 3.5, tick_text(tick), anchor="end") for tick in ticks]
     return "".join(parts)
 
 

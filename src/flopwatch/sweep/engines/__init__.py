@@ -1,1 +1,1 @@
-"""Where trials run: on this machine, in a Ray cluster, under Slurm."""
+"""The engines, which run trials on this machine, in a Ray cluster or under Slurm."""

@@ -1,6 +1,10 @@
-"""The default engine: supervisors are processes on this machine, one per GPU or set of cores."""
+"""The default engine runs trials on this machine: one per GPU, or one per set of CPU cores.
+
+A slot is a GPU, or a set of cores, for one trial. A lock file per GPU and core keeps two sweeps from using it.
+"""
 
 import contextlib
+import fcntl
 import math
 import os
 import select
@@ -11,19 +15,260 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from flopwatch.errors import InputError
-from flopwatch.records.reading import read_json
+from flopwatch.records.reading import one_line, read_json
 from flopwatch.records.trial import TrialSpec
 from flopwatch.records.trial_files import STARTED, log_file, trial_folder
 from flopwatch.sweep.claims import is_alive_here, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended
-from flopwatch.sweep.engines.slots import Slot, SlotPool, core_sets, visible_gpus
 from flopwatch.sweep.folder import Trial, attempt_of, is_supervised
 from flopwatch.sweep.host import processes as process_tree
-from flopwatch.sweep.host.processes import PARENT
+from flopwatch.sweep.host.processes import CORES, GPUS, PARENT
 
-_CANCEL_PATIENCE_SECONDS = 20.0  # for a supervisor to kill its trial and write the result
+_EPSILON = 1e-9  # absorbs rounding errors of GPU shares
+
+
+def lock_folder() -> Path:
+    """Return the folder of the lock files, which all users of this machine share."""
+    return Path(os.environ.get("FLOPWATCH_SLOT_DIR", "/tmp/flopwatch-slots"))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The devices of one trial.
+
+    Attributes:
+        gpus: Device numbers of its GPUs.
+        share: The trial's share of its GPU, below 1.0 if several trials share the GPU.
+        cores: The cores that the trial is pinned to; empty does not pin it.
+    """
+
+    gpus: tuple[str, ...] = ()
+    share: float = 1.0
+    cores: tuple[int, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        found = {}
+        if self.gpus:
+            found[_variable()] = found[GPUS] = ",".join(self.gpus)
+        if self.cores:
+            found[CORES] = ",".join(map(str, self.cores))
+        return found
+
+
+class SlotPool:
+    """Reserves and releases slots.
+
+    Args:
+        gpus: Device numbers of the GPUs to use; empty uses the cores instead.
+        jobs: Number of trials that may run at once on the cores; ignored with GPUs.
+        sweep: The sweep's folder. It is written to the lock files, so that a waiting sweep can show who holds them.
+    """
+
+    def __init__(self, gpus: tuple[str, ...], jobs: int, sweep: Path) -> None:
+        self._sweep = sweep
+        self._free_share = dict.fromkeys(gpus, 1.0)
+        self._lock_names = {gpu: f"gpu-{uuid}" for gpu, uuid in gpu_uuids(gpus).items()}
+        self._core_sets = [] if gpus else core_sets(jobs)
+        self._locks: dict[str, IO[str]] = {}
+        self.waits_for = ""
+        _need_folder()
+
+    def take(self, gpus: float) -> Slot | None:
+        """Reserve a slot; None if none is free. Then `waits_for` names a device and the sweep that uses it."""
+        self.waits_for = ""
+        if not self._free_share:
+            return self._take_cores(gpus)
+        wanted = gpus or 1.0
+        if wanted > len(self._free_share):
+            raise InputError(
+                f"a trial needs {wanted:g} GPUs, but this machine has {len(self._free_share)}; "
+                "use fewer GPUs per trial, or --engine ray or slurm"
+            )
+        if wanted < 1.0:
+            return self._take_share(wanted)
+        free = [gpu for gpu, share in self._free_share.items() if share > 1.0 - _EPSILON and self._lock_gpu(gpu)]
+        chosen = tuple(free[: round(wanted)]) if len(free) >= round(wanted) else ()
+        self._free_share.update(dict.fromkeys(chosen, 0.0))
+        self._unlock_unused()
+        return Slot(gpus=chosen) if chosen else None
+
+    def give_back(self, slot: Slot) -> None:
+        for gpu in slot.gpus:
+            self._free_share[gpu] = min(1.0, self._free_share[gpu] + slot.share)
+        if slot.cores:
+            self._core_sets.append(slot.cores)
+            for core in slot.cores:
+                self._unlock(f"core-{core}")
+        self._unlock_unused()
+
+    def close(self) -> None:
+        for name in list(self._locks):
+            self._unlock(name)
+
+    def _take_share(self, wanted: float) -> Slot | None:
+        for gpu, share in self._free_share.items():
+            if share + _EPSILON >= wanted and self._lock_gpu(gpu):
+                self._free_share[gpu] = share - wanted
+                return Slot(gpus=(gpu,), share=wanted)
+        return None
+
+    def _take_cores(self, gpus: float) -> Slot | None:
+        if gpus:
+            raise InputError(
+                f"a trial needs {gpus:g} GPUs, but no GPU was found on this machine; remove `gpus` from the "
+                "configuration, or set the GPUs to use with --gpu-ids"
+            )
+        for cores in self._core_sets:
+            locked = [core for core in cores if self._lock(f"core-{core}")]
+            if len(locked) == len(cores):
+                self._core_sets.remove(cores)
+                return Slot(cores=cores)
+            for core in locked:
+                self._unlock(f"core-{core}")
+        return None
+
+    def _lock_gpu(self, gpu: str) -> bool:
+        return self._lock(self._lock_names[gpu])
+
+    def _lock(self, name: str) -> bool:
+        if name in self._locks:
+            return True
+        try:
+            file = _open_lock(name)
+        except OSError as error:  # the folder could be used when the sweep began, so this error may be temporary
+            self.waits_for = f"{name.replace('-', ' ')} (its lock file cannot be opened: {error.strerror})"
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):  # a file system without locks (ENOLCK, EOPNOTSUPP)
+                file.close()
+                raise InputError(
+                    f"files in {lock_folder()} cannot be locked ({error.strerror}); "
+                    "set FLOPWATCH_SLOT_DIR to a folder on a local disk of this machine"
+                ) from None
+            self.waits_for = f"{name.replace('-', ' ')} ({file.read().strip() or 'another sweep'})"
+            file.close()
+            return False
+        file.truncate(0)
+        file.write(f"pid {os.getpid()}, sweep in {one_line(str(self._sweep))}")
+        file.flush()
+        self._locks[name] = file
+        return True
+
+    def _unlock(self, name: str) -> None:
+        self._locks.pop(name).close()
+
+    def _unlock_unused(self) -> None:
+        for gpu, share in self._free_share.items():
+            if share > 1.0 - _EPSILON and self._lock_names[gpu] in self._locks:
+                self._unlock(self._lock_names[gpu])
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the GPUs that this process may use, from the environment or else from the NVIDIA driver, without torch."""
+    visible = os.environ.get(_variable())
+    if visible is not None:
+        return tuple(part.strip() for part in visible.split(",") if part.strip() and part.strip() != "-1")
+    with contextlib.suppress(OSError):
+        return tuple(str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir()))
+    return ()
+
+
+def _variable() -> str:
+    """Return the environment variable that limits the visible GPUs: HIP's if only that one is set, else CUDA's."""
+    is_hip = "HIP_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" not in os.environ
+    return "HIP_VISIBLE_DEVICES" if is_hip else "CUDA_VISIBLE_DEVICES"
+
+
+def gpu_uuids(gpus: Sequence[str]) -> dict[str, str]:
+    """Return the UUID of each GPU, for its lock file, because containers may number the same GPUs differently.
+
+    If nvidia-smi fails, the UUID of a GPU is its given name.
+    """
+    if not gpus:
+        return {}
+    ask = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    listed: dict[str, str] = {}
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        output = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
+        listed = dict(line.split(", ", 1) for line in output.splitlines())
+    # CUDA_VISIBLE_DEVICES may also contain the first characters of a UUID.
+    whole = {gpu: next((uuid for uuid in listed.values() if uuid.startswith(gpu)), gpu) for gpu in gpus}
+    return {gpu: listed.get(gpu, whole[gpu]) for gpu in gpus}
+
+
+def check_gpus(gpus: Sequence[str]) -> None:
+    """Raise InputError if this machine does not have one of these GPUs, because torch would silently use the CPU."""
+    known = visible_gpus()
+    if not known and any(Path(place).exists() for place in _UNCOUNTED):
+        return
+    has = f"the GPUs {', '.join(known)}" if known else "no GPU"
+    for gpu in gpus:
+        if gpu.isdecimal() and gpu not in known:
+            raise InputError(
+                f"there is no GPU number {gpu} (--gpu-ids): this machine has {has}; remove --gpu-ids or use other "
+                "numbers. To set the number of GPUs per trial, use --gpus-per-trial"
+            )
+
+
+_UNCOUNTED = ("/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/nvidiactl")
+"""If one of these exists, there is an accelerator that /proc/driver/nvidia does not list, such as an AMD GPU or one in
+WSL."""
+
+
+def core_sets(jobs: int) -> list[tuple[int, ...]]:
+    """Divide the cores that this process may use into `jobs` sets of equal size."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not 1 <= jobs <= len(cores):
+        raise InputError(
+            f"--jobs {jobs} is not possible, because each trial needs a core and there are {len(cores)} cores; "
+            f"use a number from 1 to {len(cores)}"
+        )
+    size = len(cores) // jobs
+    return [tuple(cores[index * size : (index + 1) * size]) for index in range(jobs)]
+
+
+def _need_folder() -> None:
+    folder = lock_folder()
+    try:
+        _make_folder(folder)
+        is_usable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+        reason = "" if is_usable else "not a folder that can be written to"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise InputError(
+            f"cannot write the lock files of this machine's GPUs and cores to {folder}: {reason}; "
+            "set FLOPWATCH_SLOT_DIR to another folder"
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(parents=True)
+        folder.chmod(0o1777)  # all users of the machine create lock files in it
+
+
+def _open_lock(name: str) -> IO[str]:
+    folder = lock_folder()
+    _make_folder(folder)
+    file = folder / f"{name}.lock"
+    try:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        os.fchmod(handle, 0o666)  # the umask may have removed permissions
+    except FileExistsError:
+        # Without O_CREAT, because the kernel rejects O_CREAT for another user's file in a sticky folder
+        # (fs.protected_regular).
+        handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
+    return os.fdopen(handle, "r+", encoding="utf-8", errors="replace")
+
+
+_CANCEL_PATIENCE_SECONDS = 20.0  # a supervisor may need this long to kill its trial and write the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +282,8 @@ class LocalEngine:
     """Runs trials on this machine.
 
     Args:
-        gpus: Device numbers to use; None finds them, () uses the cores.
-        jobs: Trials at once on a machine without GPUs. The default is one, because parallel trials disturb each other's
-            times.
+        gpus: Device numbers of the GPUs to use; None finds them, and () uses the CPU cores.
+        jobs: Number of trials that run at once on the CPU cores. More than one disturb each other's step times.
     """
 
     name = "local"
@@ -48,17 +292,17 @@ class LocalEngine:
         self._gpus = visible_gpus() if gpus is None else tuple(gpus)
         self._jobs = jobs
         if not self._gpus:
-            core_sets(jobs)  # raises early if there are not enough cores
+            core_sets(jobs)  # raises InputError if there are not enough cores
         self._running: dict[str, _Running] = {}
         self._next_slot: Slot | None = None
         self._give_up: dict[str, float] = {}
         self._pool: SlotPool
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Wait for the supervisors of a killed runner: they end with it, but may still be cleaning up."""
+        """Wait until the supervisors of an earlier runner, which end together with that runner, have ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
         for trial in unfinished:
-            is_supervised(sweep, trial.name)  # for all first, so that those of other hosts are watched at the same time
+            is_supervised(sweep, trial.name)  # starts to observe the heartbeats of all supervisors at the same time
         deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
         for trial in unfinished:
             while is_supervised(sweep, trial.name) and time.monotonic() < deadline:
@@ -68,8 +312,8 @@ class LocalEngine:
     def room(self, next_up: TrialSpec) -> int:
         if next_up.nodes > 1:
             raise InputError(
-                f"a trial needs {next_up.nodes} nodes and this is one machine; use --engine slurm or ray, or "
-                "leave `nodes` out"
+                f"a trial needs {next_up.nodes} nodes, but --engine local runs on one machine; use --engine slurm "
+                "or ray, or remove `nodes` from the configuration"
             )
         if self._next_slot is None:
             a_gpu_each = next_up.processes if self._gpus and next_up.processes > 1 else 0.0
@@ -80,7 +324,7 @@ class LocalEngine:
         for trial in trials:
             slot, self._next_slot = self._next_slot, None
             if slot is None:
-                raise RuntimeError("submit() without room()")
+                raise RuntimeError("submit() was called before room() returned a number above 0")
             self._running[trial.name] = _Running(trial, _start(trial, slot), slot)
 
     def wait(self, seconds: float) -> Sequence[Ended]:
@@ -100,7 +344,7 @@ class LocalEngine:
                 handles.append(os.pidfd_open(running.process.pid))
                 poll.register(handles[-1], select.POLLIN)
             poll.poll(seconds * 1000)
-        except (AttributeError, OSError):  # this system has no pidfds, or a process ended meanwhile
+        except (AttributeError, OSError):  # a process has just ended, or the kernel has no pidfd_open
             time.sleep(0.01)
         finally:
             for handle in handles:
@@ -111,19 +355,19 @@ class LocalEngine:
             running = self._running[name]
             running.process.kill()
             claimed = read_json(trial_folder(running.trial.sweep, name) / STARTED)
-            if isinstance(claimed, dict) and is_alive_here(claimed):  # killing the guard does not kill the supervisor
+            # The SIGKILL above ended the guard, but not the supervisor.
+            if isinstance(claimed, dict) and is_alive_here(claimed):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(claimed["pid"], signal.SIGKILL)
             process_tree.kill_marked(trial_folder(running.trial.sweep.resolve(), name))
             self._give_up[name] = time.monotonic() + _CANCEL_PATIENCE_SECONDS
 
     def _is_given_up(self, running: _Running) -> bool:
-        """Whether it survived SIGKILL for too long: it is stuck in the kernel and ends when that returns."""
+        """Whether the supervisor has survived SIGKILL for too long, because it is blocked in the kernel."""
         return time.monotonic() > self._give_up.get(running.trial.name, math.inf)
 
     def withdraw(self) -> Sequence[str]:
-        """Nothing is queued: every submitted trial runs."""
-        return ()
+        return ()  # all submitted trials have begun
 
     def cancel(self) -> None:
         for running in self._running.values():
@@ -156,12 +400,11 @@ def _start(trial: Trial, slot: Slot) -> "subprocess.Popen[bytes]":
             stdout=log,
             stderr=log,
             env={**os.environ, PARENT: str(os.getpid()), **slot.environment},
-            start_new_session=True,  # so that Ctrl-C in the terminal reaches only the runner
+            start_new_session=True,  # otherwise Ctrl-C in the terminal would reach the supervisor too
         )
 
 
 def _is_gone(running: _Running) -> bool:
-    """Whether guard and supervisor have ended; a supervisor whose guard was killed may still be cleaning up."""
     return running.process.poll() is not None and not is_supervised(running.trial.sweep, running.trial.name)
 
 

@@ -1,7 +1,7 @@
-"""The protocol of engines: they start supervisors and report when these have ended.
+"""The interface of engines. An engine starts the supervisor process of each trial and reports when it has ended.
 
-A trial's own files say how it ended. If they do not, the outcome is read from the evidence that the engine saw. This
-module also finds an engine by its name.
+The supervisor writes the trial's result to a file. If it ended without writing one, this module determines the outcome
+from the evidence that the engine returns, such as the exit code. It also loads an engine by its name.
 """
 
 import importlib
@@ -19,20 +19,19 @@ from flopwatch.sweep.folder import Trial as Trial
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The supervisor of a trial has ended.
+    """An engine's report that the supervisor of a trial has ended.
 
     Attributes:
         name: The name of the trial.
-        evidence: What the engine saw, for a trial without `result.json`. Keys in use: `exit_code` and `signal` of the
-            supervisor, `state` (Slurm's), `error` (the class of Ray's exception), `host`. Values that JSON cannot
-            hold are replaced by their text.
+        evidence: What the engine knows about the end. It is used if the trial has no `result.json`. The keys are those
+            of `ending_from_evidence`. Values that JSON cannot represent are replaced by their text.
     """
 
     name: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # The runner writes the evidence to results.jsonl, and a user's own engine may put any object into it.
+        # The runner writes the evidence to results.jsonl, but a user's own engine may put any object into it.
         object.__setattr__(self, "evidence", _as_json(self.evidence))
 
 
@@ -58,47 +57,44 @@ def _text(value: Any) -> str:
 
 
 class Engine(Protocol):
-    """Starts supervisors. All calls come from one thread."""
+    """The methods of an engine. The runner calls all of them in the same thread."""
 
     name: str
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Prepare. Return the names of an earlier runner's unfinished trials that still run, to be waited for."""
+        """Prepare the engine. Return the names of those unfinished trials of an earlier runner that still run."""
 
     def room(self, next_up: TrialSpec) -> int:
-        """How many trials like this one the engine would accept now; 0 if it is full."""
+        """Return how many trials like this one the engine accepts now; 0 if it is full."""
 
     def submit(self, trials: Sequence[Trial]) -> None:
         """Start these trials, at most as many as `room` returned."""
 
     def wait(self, seconds: float) -> Sequence[Ended]:
-        """The trials that ended since the last call. Returns at the first end, or with none after so many seconds."""
+        """Wait until a trial ends, but at most `seconds`. Return the trials that ended since the last call."""
 
     def end(self, names: Sequence[str]) -> None:
-        """Kill these trials with SIGKILL, because their supervisors do not respond. `wait` must return their ends
-        within a minute, even if they cannot be killed. For an engine without this method, the runner waits for them.
+        """Kill these trials with SIGKILL, because their supervisors do not respond. `wait` must report their ends
+        within a minute, even if they survive SIGKILL. This method is optional.
         """
 
     def withdraw(self) -> Sequence[str]:
         """Withdraw submitted trials that have not begun; return the names of those withdrawn since the last call.
 
-        Called repeatedly while the sweep is stopping. An engine without this method has no queue.
+        The runner calls this repeatedly while the sweep is stopping. This method is optional.
         """
 
     def cancel(self) -> None:
-        """Kill all running trials with their process trees. `wait` still returns their ends."""
+        """Kill all running trials with all their processes. `wait` must still report their ends."""
 
     def close(self) -> None:
-        """Release slots and connections. No trial is running any more."""
+        """Release slots and connections. The runner calls this after the last trial has ended."""
 
     def state(self) -> str:
-        """A short text for the live table: `2 slots`, `waiting for GPU 0 (sweep in /data/a)`, `3 queued`."""
+        """Return a short text for the live table: `2 slots`, `waiting for GPU 0 (sweep in /data/a)`, `3 queued`."""
 
 
-# Finding an engine
-
-
-_HOMES = {
+_ENGINES = {
     "local": "flopwatch.sweep.engines.local:LocalEngine",
     "ray": "flopwatch.sweep.engines.ray:RayEngine",
     "slurm": "flopwatch.sweep.engines.slurm:SlurmEngine",
@@ -106,15 +102,14 @@ _HOMES = {
 
 
 def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
-    """An engine by its name or as `package.module:Class`, with these settings as its arguments.
+    """Create an engine with these settings as arguments. The name is a known one or `package.module:Class`.
 
     >>> load_engine("local", {"jobs": 1}).name
     'local'
     """
-    home = _HOMES.get(name, name)
-    module, colon, attribute = home.partition(":")
+    module, colon, attribute = _ENGINES.get(name, name).partition(":")
     if not colon:
-        raise InputError(f"there is no engine {name!r}; use {', '.join(_HOMES)} or your own as package.module:Class")
+        raise InputError(f"there is no engine {name!r}; use {', '.join(_ENGINES)} or your own as package.module:Class")
     try:
         make = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -122,16 +117,13 @@ def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
     try:
         return cast("Engine", make(**settings))
     except TypeError as error:
-        raise InputError(f"the engine {name!r} does not take {dict(settings)}: {error}") from None
-
-
-# The outcome of a trial without a result, from the evidence of its engine. Pure.
+        raise InputError(f"the engine {name!r} does not take the settings {dict(settings)}: {error}") from None
 
 
 _SLURM: dict[str, tuple[Outcome, str]] = {
-    "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; give the engine more time_minutes"),
+    "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; use a larger time_minutes"),
     "DEADLINE": ("timeout", "Slurm ended the job at its deadline"),
-    "OUT_OF_MEMORY": ("oom_host", "Slurm ended the job for want of host memory; ask for more memory"),
+    "OUT_OF_MEMORY": ("oom_host", "Slurm ended the job because it ran out of host memory; request more memory"),
     "CANCELLED": ("cancelled", "the job was cancelled"),
     "PREEMPTED": ("lost", "Slurm preempted the job"),
     "NODE_FAIL": ("lost", "its node failed"),
@@ -143,7 +135,7 @@ _SLURM: dict[str, tuple[Outcome, str]] = {
 _RAY: dict[str, tuple[Outcome, str]] = {
     "OutOfMemoryError": (
         "oom_host",
-        "Ray's memory monitor ended it as its node ran out of memory; the victim may be innocent: "
+        "Ray's memory monitor killed the trial because its node ran out of memory, perhaps because of another trial; "
         "run fewer trials per node",
     ),
     "TaskCancelledError": ("cancelled", "the task was cancelled"),
@@ -152,22 +144,22 @@ _RAY: dict[str, tuple[Outcome, str]] = {
     "RaySystemError": ("lost", "Ray itself failed"),
 }
 
-# Slurm without cgroups kills with SIGKILL, reports FAILED, and gives the reason only in the job's output, in lines that
-# begin with slurmstepd. The trial's own output is in another file, so it cannot be mistaken for that.
+# If Slurm runs without cgroups and a job uses too much memory, Slurm reports only FAILED and SIGKILL. It writes the
+# reason to the job's output in lines that begin with slurmstepd. The trial's own output is in another file.
 _SLURM_SAYS = "slurmstepd"
 _OVER_MEMORY = ("exceeded memory limit", "exceeded job memory limit", "oom-kill", "oom_kill")
 
 _NO_OUTPUT_FILE = 53
-"""The signal in Slurm's exit code 0:53, which means that it could not open the file for the job's output."""
+"""Slurm reports the exit code 0:53 if it could not open the file for the job's output. 53 is in the signal's place."""
 
 
 def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
-    """The outcome, and its reason in one line, of a trial whose supervisor ended without a `result.json`.
+    """Return the outcome and the reason in one line of a trial whose supervisor ended without a `result.json`.
 
     Args:
-        evidence: `Ended.evidence`: `state` (Slurm's), `error` (the class of Ray's exception), `detail`, `exit_code` and
-            `signal` of the supervisor, `log` (the end of the output of the supervisor or Slurm), `host`, `stuck` (why
-            we killed a supervisor that did not respond).
+        evidence: What is known about the end. Keys: `state` (of the Slurm job), `error` (class of Ray's exception),
+            `detail` (message of either), `exit_code` and `signal` of the supervisor, `log` (the end of its output),
+            `host`, `stuck` (why a supervisor that did not respond was killed).
 
     >>> ending_from_evidence({"state": "NODE_FAIL", "host": "n1"})
     ('lost', 'its node failed (n1)')
@@ -178,9 +170,9 @@ def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
 
 
 def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
-    """The outcome of a trial that was cancelled, but not by this runner; None if the engine does not know the reason.
+    """Return the outcome of a trial that was cancelled, but not by this runner; None if the reason is unknown.
 
-    Slurm's time limit and Ray's memory monitor end a supervisor with SIGTERM, so that it records `cancelled`.
+    Slurm (at its time limit) and Ray's memory monitor send SIGTERM, after which the supervisor writes `cancelled`.
 
     >>> outcome_known_to_engine({"state": "TIMEOUT"})[0], outcome_known_to_engine({"exit_code": 0})
     ('timeout', None)
@@ -196,18 +188,18 @@ def _ending(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     if stuck := evidence.get("stuck"):
         return "lost", str(stuck)
     log = str(evidence.get("log") or "")
-    if _state(evidence) and _is_over_memory(log):
-        return "oom_host", "the job used more host memory than it had requested; request more memory"
     state = _state(evidence)
+    if state and _is_over_memory(log):
+        return "oom_host", "the job used more host memory than it had requested; request more memory"
     if state in _SLURM:
         return _SLURM[state]
     if state == "REFUSED":
         message = evidence.get("detail")
-        return "invalid", f"Slurm refuses the job: {message}; correct the engine's settings and run with --only failed"
+        return "invalid", f"Slurm rejected the job: {message}; correct the engine's settings and run with --only failed"
     if state == "NOT_TAKEN":
         return "lost", str(evidence.get("detail"))
     if state == "FAILED" and evidence.get("signal") == _NO_OUTPUT_FILE:
-        return "lost", "its node cannot write to the sweep's folder; put it on a file system the nodes share"
+        return "lost", "the node cannot write to the sweep's folder; use a folder that all nodes share"
     error = str(evidence.get("error") or "")
     if error in _RAY:
         return _RAY[error]
@@ -230,10 +222,10 @@ def _how_it_left(evidence: Mapping[str, Any], state: str, error: str) -> str:
     if signal:
         return f"its supervisor was killed by {signal_text(signal)}"
     if exit_code:
-        return f"its supervisor left with exit code {exit_code} and no result"
+        return f"its supervisor left with exit code {exit_code} and wrote no result"
     if state:
-        return f"its supervisor left no result; Slurm says {state}"
-    return "its supervisor vanished without a trace"
+        return f"its supervisor wrote no result; Slurm reports the state {state}"
+    return "its supervisor ended without a result, for an unknown reason"
 
 
 def signal_text(signal: Any) -> str:
@@ -242,4 +234,4 @@ def signal_text(signal: Any) -> str:
 
 def _last_line(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return f"; it last printed: {lines[-1][:200]}" if lines else ""
+    return f"; its last output line: {lines[-1][:200]}" if lines else ""

@@ -1,6 +1,6 @@
-"""Trials as Ray tasks, on this machine or on an existing cluster. Needs `flopwatch[ray]`.
+"""Runs trials as Ray tasks, on this machine or on an existing cluster. Needs `flopwatch[ray]`.
 
-Each task (`ray_task.py`) runs the supervisor of one trial; the trial's files say how it ended, as with every engine.
+Each task (`ray_task.py`) runs the supervisor of one trial.
 """
 
 import math
@@ -25,41 +25,40 @@ from flopwatch.sweep.engines.ray_internals import (
     has_node_records,
     import_ray,
     in_environment,
-    join,
     local_environment,
     node_of,
     start_local,
 )
 from flopwatch.sweep.folder import Trial, has_begun, is_supervised
 
-_NODES_EVERY_SECONDS = 5.0  # how often the list of nodes is read again
-_GET_SECONDS = 60.0  # for the value of a finished task, which may be on another node
-_LEAVE_SECONDS = 30.0  # for the supervisor of a finished task to kill the trial's processes
+_NODES_EVERY_SECONDS = 5.0  # This is the time between two reads of the list of nodes.
+_GET_SECONDS = 60.0  # Reading the value of a finished task may take long, because it may be on another node.
+_LEAVE_SECONDS = 30.0  # After the end of a task, its supervisor may need this long to kill the trial's processes.
 _TICK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """A task that is over while its supervisor may still be killing the trial's processes."""
+    """A task that has ended, but whose supervisor may still be killing the trial's processes."""
 
     evidence: Mapping[str, Any]
     deadline: float
 
 
 class RayEngine:
-    """Places trials as Ray tasks.
+    """Runs trials as Ray tasks.
 
     Args:
-        address: Address of a cluster, as for `ray.init` (`auto`, `10.0.0.1:6379`); None starts a Ray on this machine,
-            on loopback and without dashboard.
-        cpus_per_trial: Cores of a trial whose configuration does not set them.
-        gpus_per_trial: GPUs of a trial whose configuration does not set them; a fraction shares one. None is 1 if the
-            cluster has GPUs and the trial is not for the CPU.
-        cpus: Cores that a Ray started here may use; None is all.
-        gpus: GPUs that a Ray started here may use; None is all.
+        address: Address of a cluster, as for `ray.init` (`auto`, `10.0.0.1:6379`). None starts a local Ray, which
+            listens on loopback only and has no dashboard.
+        cpus_per_trial: Number of cores of a trial whose configuration does not set it.
+        gpus_per_trial: Number of GPUs of a trial whose configuration does not set it. Trials with a fraction share a
+            GPU. None means one per process if the cluster has GPUs and the trial's device is not the CPU.
+        cpus: Number of cores that a local Ray may use; None means all.
+        gpus: Number of GPUs that a local Ray may use; None means all.
 
-    Nodes need no shared file system: a node that cannot read the sweep's folder sends the trial's files back at its
-    end, so its progress is not visible before that. flopwatch must be installed on each node.
+    The nodes need no shared file system: a node that cannot read the sweep's folder returns the trial's files when the
+    trial has ended. Until then the trial's progress is not visible. flopwatch must be installed on each node.
     """
 
     name = "ray"
@@ -75,14 +74,14 @@ class RayEngine:
         self._address, self._local = address, (cpus, gpus)
         self._cpus_per_trial, self._gpus_per_trial = cpus_per_trial, gpus_per_trial
         self._token = uuid.uuid4().hex
-        self._unsent: list[Trial] = []  # submitted during an outage
-        self._references: dict[Any, str] = {}  # the trials of Ray's tasks
+        self._unsent: list[Trial] = []  # Trials that were submitted during an outage.
+        self._references: dict[Any, str] = {}  # The name of the trial of each Ray task that has not ended.
         self._leaving: dict[str, _Leaving] = {}
-        self._trials: dict[str, Trial] = {}  # with a task, or leaving
+        self._trials: dict[str, Trial] = {}  # All trials in `_references` and `_leaving`, by name.
         self._needs: dict[str, dict[str, float]] = {}
-        self._groups: dict[str, Any] = {}  # placement groups of trials over several nodes
-        self._recalled: set[str] = set()  # cancelled by `withdraw`
-        self._unrun: list[str] = []  # withdrawn, to be returned by the next `withdraw`
+        self._groups: dict[str, Any] = {}  # The placement groups of trials with several nodes.
+        self._recalled: set[str] = set()  # The trials whose tasks `withdraw` has cancelled.
+        self._unrun: list[str] = []  # The cancelled trials that the next `withdraw` will return.
         self._nodes: list[dict[str, Any]] = []
         self._nodes_read = -math.inf
         self._is_cancelled = False
@@ -90,9 +89,7 @@ class RayEngine:
         self._opened = ExitStack()
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Connect to Ray. The tasks of a killed runner have ended, but supervisors that are still cleaning up are
-        waited for.
-        """
+        """Connect to Ray. Return the unfinished trials of an earlier runner whose supervisors have not ended yet."""
         self._sweep = sweep
         if self._address is None:
             self._opened.enter_context(in_environment(local_environment()))
@@ -108,20 +105,20 @@ class RayEngine:
         return [trial.name for trial in still_there]
 
     def _connect(self) -> None:
-        if self._ray.is_initialized():  # by the calling program, so it must stay open when the sweep ends
+        if self._ray.is_initialized():  # the calling program has connected to Ray and will disconnect itself
             return
         if self._address is None:
             start_local(self._ray, *self._local)
         else:
             try:
-                join(self._ray, self._address)
+                self._ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise InputError(f"no Ray cluster answers at {self._address!r}: {error}") from error
+                raise InputError(f"cannot connect to a Ray cluster at {self._address!r}: {error}") from error
         self._opened.callback(self._ray.shutdown)
 
     def room(self, next_up: TrialSpec) -> int:
-        """A few more than can run at once, so that no slot is idle between two trials; not more, because the runner may
-        still infer that a waiting trial is out of memory.
+        """Return how many more trials Ray may be given: a few more than can run at once, so that no GPU is idle between
+        two trials. Not all, because the runner skips waiting trials if a smaller one runs out of memory.
         """
         with self._outage.tolerated():
             self._refresh_nodes_if_old()
@@ -131,10 +128,10 @@ class RayEngine:
         if next_up.nodes > 1:
             return self._room_for_group(next_up.nodes, need)
         capacity = fits(need, self._resources())
-        if capacity == 0 and self._address is None:  # no other node can join
+        if capacity == 0 and self._address is None:  # in a cluster, a larger node may join later
             raise InputError(
-                f"a trial needs {_text(need)}, and this machine has {_text(self._resources()[0])}; "
-                "request less, or join a cluster with an address"
+                f"a trial needs {_text(need)}, but this machine has {_text(self._resources()[0])}; "
+                "request less, or set the address of a cluster"
             )
         if capacity == 0:
             return 0
@@ -143,17 +140,20 @@ class RayEngine:
         return max(0, min(capacity - alike, unused) + max(2, capacity // 10))
 
     def _room_for_group(self, nodes: int, need: Mapping[str, float]) -> int:
-        """No more than can run at once: a placement group that waits holds the nodes it already has."""
+        """Return how many more trials with several nodes can run now.
+
+        None are queued, because a placement group that waits for nodes already blocks those that it has.
+        """
         capacity = fits_spread(nodes, [fits(need, [node]) for node in self._resources()])
         if capacity == 0 and self._address is None:
             raise InputError(
-                f"a trial needs {nodes} nodes with {_text(need)} each, and this Ray has one node; "
-                "join a cluster with an address, or leave `nodes` out"
+                f"a trial needs {nodes} nodes with {_text(need)} each, but a local Ray has one node; "
+                "set the address of a cluster, or remove `nodes` from the configuration"
             )
         return max(0, capacity - len(self._groups))
 
     def submit(self, trials: Sequence[Trial]) -> None:
-        """Trials that Ray cannot take during an outage are sent when it answers again."""
+        """Create the tasks of these trials. During an outage they are kept until Ray answers again."""
         self._unsent += trials
         while self._unsent and self._outage.since is None:
             with self._outage.tolerated():
@@ -162,7 +162,7 @@ class RayEngine:
 
     def _place(self, trial: Trial) -> None:
         need = self._need(trial.spec)
-        # Ray places all GPUs of a task on one node, so a trial on one node needs no placement group.
+        # A trial with one node needs no placement group, because Ray places all GPUs of a task on one node.
         options: dict[str, Any] = {
             "num_cpus": need["CPU"],
             "num_gpus": need["GPU"],
@@ -179,7 +179,7 @@ class RayEngine:
     def _order(self, trial: Trial, need: Mapping[str, float]) -> ray_task.Order:
         handed_on = [name for name in os.environ if name == "PYTHONPATH" or name.startswith(("NCCL_", "GLOO_"))]
         environment = {name: os.environ[name] for name in handed_on}
-        if not need["GPU"]:  # Ray would leave the variable unset, and the trial would use GPU 0 of another trial
+        if not need["GPU"]:  # Ray would not set the variable, so the trial would see the GPUs of other trials
             environment["CUDA_VISIBLE_DEVICES"] = ""
         spec = (trial_folder(trial.sweep, trial.name) / SPEC).read_bytes()
         where = (str(trial.sweep.resolve()), trial.name, self._token, spec, os.getcwd())
@@ -200,7 +200,7 @@ class RayEngine:
                 time.sleep(min(1.0, left))
 
     def _collect(self, seconds: float) -> None:
-        """Move finished tasks to `_leaving`."""
+        """Wait for finished tasks and move their trials to `_leaving`."""
         if not self._references:
             time.sleep(seconds)
             return
@@ -211,10 +211,10 @@ class RayEngine:
                 self._end_task(self._references.pop(reference), self._outcome(reference))
 
     def _outcome(self, reference: Any) -> dict[str, Any]:
-        """The evidence of a finished task; also writes the files it returned."""
+        """Write the files that a finished task returned, and return its evidence."""
         try:
             returned: ray_task.Returned = self._ray.get(reference, timeout=_GET_SECONDS)
-        except Exception as error:  # Ray has a dozen classes for the death of a task; Python on the node may fail too
+        except Exception as error:  # Ray raises many classes if a task died, and passes on exceptions of the task
             cause = _cause(error)
             return {"error": type(cause).__name__, "detail": first_line(cause, 300)}
         ray_task.put_in_place(self._sweep, returned.files)
@@ -246,7 +246,7 @@ class RayEngine:
         return [Ended(name, self._leaving.pop(name).evidence) for name in names]
 
     def _give_up_dead_nodes(self) -> None:
-        """End the tasks of dead nodes: Ray 2.60 did not do so within 90 s for a node that was cut off."""
+        """End the tasks of dead nodes, because Ray 2.60 did not end those of a disconnected node within 90 s."""
         if not self._refresh_nodes_if_old():
             return
         dead = {node["NodeID"]: node["NodeManagerAddress"] for node in self._nodes if not node["Alive"]}
@@ -259,7 +259,7 @@ class RayEngine:
                 self._end_task(name, {"error": "NodeDiedError", "host": dead[node]})
 
     def withdraw(self) -> Sequence[str]:
-        """Cancel tasks that no node has begun; they are returned once Ray has ended them."""
+        """Cancel the tasks that have not begun. A later call returns their names, when Ray has ended them."""
         self._unrun += [trial.name for trial in self._unsent]
         self._unsent = []
         with self._outage.tolerated():
@@ -271,7 +271,7 @@ class RayEngine:
         return back
 
     def end(self, names: Sequence[str]) -> None:
-        """Cancel the tasks. The guard on the trial's node kills the remaining processes there."""
+        """Cancel the tasks of these trials. The guard on each node kills the remaining processes (`trial_guard.py`)."""
         for reference, name in list(self._references.items()):
             if name in names:
                 del self._references[reference]
@@ -284,7 +284,7 @@ class RayEngine:
             self._ray.cancel(reference, force=True)
 
     def close(self) -> None:
-        """Leave the cluster; a Ray started by this engine ends."""
+        """Disconnect from the cluster, or end the local Ray."""
         if hasattr(self, "_sweep"):
             (self._sweep / ray_task.FOLDER_TOKEN).unlink(missing_ok=True)
         self._opened.close()
@@ -300,7 +300,7 @@ class RayEngine:
         if gpus is None:
             has_gpus = spec.device != "cpu" and any(node.get("GPU") for node in self._resources())
             gpus = float(spec.processes if has_gpus else 0)
-        # Ray accepts fractions of one GPU, but only whole numbers above one.
+        # Ray accepts a fraction of one GPU, but above one GPU only whole numbers.
         cpus = spec.cpus or max(self._cpus_per_trial, spec.processes)
         return {"CPU": cpus, "GPU": gpus if gpus <= 1 else math.ceil(gpus)}
 
@@ -314,26 +314,26 @@ class RayEngine:
         return is_old
 
     def _refresh_nodes(self) -> None:
-        """Read the nodes again: they join and leave during a sweep."""
+        """Read the list of nodes, which may change during a sweep."""
         self._nodes, self._nodes_read = self._ray.nodes(), time.monotonic()
         self._outage.end()
 
 
 def fits(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
-    """How many such trials run at once if they have all nodes to themselves.
+    """Return how many trials with this need can run at once if all nodes are idle.
 
     >>> fits({"CPU": 1, "GPU": 2}, [{"CPU": 8, "GPU": 3}, {"CPU": 8}])
     1
     """
     needed = {resource: amount for resource, amount in need.items() if amount > 0}
-    # The millionth absorbs rounding errors such as that of 0.1 + 0.2.
+    # The added 1e-6 absorbs rounding errors such as that of 0.1 + 0.2.
     return sum(
         math.floor(min(node.get(resource, 0) / amount for resource, amount in needed.items()) + 1e-6) for node in nodes
     )
 
 
 def fits_spread(nodes: int, per_node: Sequence[int]) -> int:
-    """How many trials on so many different nodes each run at once, if each node has room for `per_node` of their parts.
+    """Return how many trials with `nodes` nodes each can run at once, if node i has room for `per_node[i]` trials.
 
     >>> fits_spread(2, [1, 1, 1]), fits_spread(2, [4, 1]), fits_spread(2, [3, 3])
     (1, 1, 3)
@@ -345,7 +345,7 @@ def fits_spread(nodes: int, per_node: Sequence[int]) -> int:
 
 
 def spare(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]], taken: Iterable[Mapping[str, float]]) -> int:
-    """For how many more such trials the nodes have resources left; negative if some are waiting already.
+    """Return for how many more trials with this need the nodes have resources; negative if trials are waiting.
 
     >>> spare({"CPU": 1, "GPU": 1}, [{"CPU": 8, "GPU": 4}], [{"CPU": 1, "GPU": 2}, {"CPU": 1, "GPU": 0.5}])
     1
@@ -363,6 +363,6 @@ def _text(resources: Mapping[str, float]) -> str:
 
 
 def _cause(error: Exception) -> Exception:
-    """The user's exception: Ray wraps it in a class made at run time, such as `RayTaskError(ValueError)`."""
+    """Return the original exception, which Ray wraps in a generated class such as `RayTaskError(ValueError)`."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, Exception) else error

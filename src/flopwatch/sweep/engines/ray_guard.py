@@ -1,8 +1,10 @@
-"""Runs between a Ray worker and a supervisor's guard, or a node's agent: `ray_guard.py PARENT_PID COMMAND...`.
+"""Protects a command from the SIGKILL of Ray: `python -I -S ray_guard.py PARENT_PID COMMAND...`.
 
-When Ray ends a worker, it sends SIGKILL to the worker's children (measured with Ray 2.60). If the guard or the agent
-were such a child, the processes they started would stay behind. This process takes the SIGKILL instead, and its child,
-which watches its parent, gets SIGTERM. Started with `python -I -S`: standard library only, without flopwatch, in 20 ms.
+When Ray ends a worker, it sends SIGKILL to the worker's child processes (seen with Ray 2.60). If a supervisor were such
+a child, the processes of its trial would stay behind. Therefore this process is the Ray worker's child, and the command
+is a child of this process. When this process is killed, the command receives SIGTERM and can end its trial.
+
+Standard library only, without flopwatch, so that it starts in 20 ms.
 """
 
 import ctypes
@@ -26,7 +28,7 @@ def main(parent: int, command: list[str]) -> int:
     signal.signal(signal.SIGINT, terminate_child)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # the parent died before prctl
+    if os.getppid() != parent:  # the parent ended before prctl was called
         child.terminate()
     status = child.wait()
     return status if status >= 0 else 128 - status

@@ -1,12 +1,12 @@
-"""Every name and setting of Ray that flopwatch uses outside its documented API, and the behaviour it works around.
+"""All names and settings of Ray that flopwatch uses although Ray does not document them. Checked with Ray 2.60.0.
 
-Checked with Ray 2.60.0. Each name, its reason, and what happens if a version of Ray does not have it:
+Each name, its purpose, and what happens with a version of Ray that does not have it:
 
-- `_node_ip_address` of `ray.init` binds a Ray of our own to loopback. Without it, Ray listens on the network.
+- `_node_ip_address` of `ray.init` makes a local Ray listen on loopback only. Without it, Ray listens on the network.
 - `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER` and `RAY_worker_niceness`: see `local_environment`. Ray ignores unknown variables.
-- `ray.experimental.internal_kv` holds the node that each trial runs on. Without it, a trial whose node is cut off is
-  waited for as long as Ray waits, and queued tasks are not withdrawn.
-- The names of exception classes that can mean an unreachable head node. An unknown one ends the sweep as an error.
+- `ray.experimental.internal_kv` stores on which node each trial runs. Without it, the end of a trial on a disconnected
+  node is noticed only when Ray notices it, and queued tasks are not withdrawn.
+- The names of exception classes in `_OUTAGE_ERRORS`. With other names, an unreachable head node ends the sweep.
 """
 
 import atexit
@@ -29,20 +29,17 @@ from typing import Any
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.optional import require
 
-_PATIENCE_SECONDS = 24 * 3600.0
+_PATIENCE_SECONDS = 24 * 3600.0  # an unreachable cluster is waited for at most one day
 
 _OUTAGE_ERRORS = ("RpcError", "RaySystemError", "GetTimeoutError")
-"""Ray's exceptions that can mean that the head node does not answer; by name, to avoid importing Ray here."""
-
-
-# Importing and starting Ray
+"""Ray's exceptions that can mean that the head node does not answer. They are names, to avoid importing Ray here."""
 
 
 def import_ray() -> Any:
-    """Ray, even if `amdsmi` is installed without ROCm (the package zeus installs it).
+    """Import Ray, even if the package `amdsmi` is installed without ROCm (the package zeus installs it).
 
-    `import amdsmi` then raises KeyError, and `import ray` catches only ImportError, so it would fail. Still so in Ray
-    2.60 with amdsmi 7.0.2; remove this, `is_amdsmi_broken` and `_stand_in_folder` when Ray catches every exception.
+    In that case `import amdsmi` raises KeyError, and `import ray` fails because it handles only ImportError (Ray 2.60
+    with amdsmi 7.0.2). Remove this workaround, `is_amdsmi_broken` and `_stand_in_folder` when Ray handles all errors.
     """
     if "ray" not in sys.modules and is_amdsmi_broken():
         sys.modules["amdsmi"] = None  # type: ignore[assignment]
@@ -50,22 +47,22 @@ def import_ray() -> Any:
 
 
 def is_amdsmi_broken() -> bool:
-    """Whether it is installed and cannot be imported."""
+    """Whether the package `amdsmi` is installed but cannot be imported."""
     if "amdsmi" in sys.modules:
         return sys.modules["amdsmi"] is None
     if find_spec("amdsmi") is None:
         return False
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints an error message
+        with contextlib.redirect_stdout(io.StringIO()):  # amdsmi prints an error message
             import_module("amdsmi")
-    except Exception:  # KeyError, OSError, AttributeError, depending on what is missing
+    except Exception:  # KeyError, OSError or AttributeError, depending on what is missing
         return True
     return False
 
 
 @functools.cache
 def _stand_in_folder() -> str:
-    """A folder with an `amdsmi` that raises ImportError, for PYTHONPATH: Ray's own processes import Ray too."""
+    """Create a folder with an `amdsmi` module that raises ImportError. It is for PYTHONPATH of Ray's own processes."""
     folder = tempfile.mkdtemp(prefix="flopwatch-amdsmi-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     Path(folder, "amdsmi.py").write_text('raise ImportError("amdsmi is installed without ROCm")\n')
@@ -73,14 +70,14 @@ def _stand_in_folder() -> str:
 
 
 def local_environment() -> dict[str, str]:
-    """The environment variables for a Ray of our own and its processes."""
+    """Return the environment variables for a local Ray and its processes."""
     needed = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Otherwise Ray takes the address of the network card and listens on every interface.
+        # Otherwise Ray uses the address of the network card and listens on all interfaces.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # Ray runs its workers at nice 15. Trials would inherit that, and any other load would distort their times.
+        # Ray runs its workers at nice 15. Trials would inherit this, and other load would make their steps slower.
         "RAY_worker_niceness": "0",
-        # If Ray finds a token in the home folder it turns authentication on, so give it a token for this run only.
+        # Ray enables authentication if it finds a token in the home folder, so set a token for this run explicitly.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": _own_token(),
     }
@@ -91,7 +88,7 @@ def local_environment() -> dict[str, str]:
 
 @functools.cache
 def _own_token() -> str:
-    """One token for the life of this process, because Ray's core reads it only once."""
+    """Return the same token during the whole process, because Ray's core reads it only once."""
     return secrets.token_hex(32)
 
 
@@ -111,16 +108,16 @@ def in_environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def start_local(ray: Any, cpus: int | None, gpus: int | None) -> None:
-    """Start one node on loopback without dashboard; it ends with this process, even if that is killed."""
+    """Start a local Ray with one node, without dashboard. It ends together with this process."""
     loopback = {"_node_ip_address": "127.0.0.1"} if _has_parameter(ray.init, "_node_ip_address") else {}
     ray.init(
-        address="local",  # without it Ray joins whatever address an earlier Ray left in its files
+        address="local",  # otherwise Ray connects to the cluster of an earlier Ray, if its files exist
         num_cpus=cpus,
         num_gpus=gpus,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        object_store_memory=80 << 20,  # the minimum; results travel as files
+        object_store_memory=80 << 20,  # the minimum, because tasks return little data
         **loopback,
     )
 
@@ -130,15 +127,11 @@ def _has_parameter(function: Any, name: str) -> bool:
     return any(one.name == name or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
 
-def join(ray: Any, address: str) -> None:
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-
-
-# On which node a trial runs, in Ray's key-value store. Ray never ends a task whose node is cut off, so the runner must.
-
-
 def publish_node(token: str, name: str) -> None:
-    """In a task: record the node that this trial runs on."""
+    """Store in Ray's key-value store on which node this task runs.
+
+    The runner needs the node, because Ray does not end a task whose node has lost its connection.
+    """
     if (store := _key_value_store()) is None:
         return
     node = import_module("ray").get_runtime_context().get_node_id()
@@ -146,7 +139,7 @@ def publish_node(token: str, name: str) -> None:
 
 
 def node_of(token: str, name: str) -> str | None:
-    """The node that a trial runs on; None if it has not begun."""
+    """Return the id of the node that a trial runs on; None if the trial has not begun."""
     if (store := _key_value_store()) is None:
         return None
     node = store._internal_kv_get(_key(token, name))
@@ -159,7 +152,7 @@ def forget_node(token: str, name: str) -> None:
 
 
 def has_node_records() -> bool:
-    """Whether `node_of` is reliable: without the store it returns None for every trial."""
+    """Whether this version of Ray has the key-value store, without which `node_of` always returns None."""
     return _key_value_store() is not None
 
 
@@ -177,14 +170,10 @@ def _key(token: str, name: str) -> bytes:
 
 
 class RayOutage:
-    """Tolerates a cluster that does not answer for a while, because its head restarts or the network is cut.
+    """Suppresses errors while a cluster does not answer, for example because its head node restarts.
 
-    Args:
-        can_come_back: False for a Ray of our own, which does not restart.
-        clock: Measures the outage.
-
-    Attributes:
-        since: When the outage began; None while Ray answers.
+    `can_come_back` is False for a local Ray, which does not restart after a failure. `since` is the time at which the
+    outage began; None while Ray answers.
     """
 
     def __init__(self, *, can_come_back: bool, clock: Clock = monotonic_seconds) -> None:
@@ -194,7 +183,7 @@ class RayOutage:
 
     @contextlib.contextmanager
     def tolerated(self) -> Iterator[None]:
-        """Suppress errors that mean an unreachable cluster, for up to a day; raise all others."""
+        """Suppress errors that mean an unreachable cluster, for at most a day. Raise all other errors."""
         try:
             yield
         except Exception as error:
@@ -207,7 +196,7 @@ class RayOutage:
             self._message = " ".join(str(error).split())[:200]
 
     def end(self) -> None:
-        """Ray has answered."""
+        """Note that Ray has answered, so that the outage is over."""
         self.since = None
 
     def state(self) -> str:

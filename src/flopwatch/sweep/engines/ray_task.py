@@ -1,10 +1,10 @@
-"""The Ray task of a trial: it runs the trial's supervisor on the node that Ray chose.
+"""The Ray task of a trial, which runs the trial's supervisor on the node that Ray chose.
 
-A node that can read the sweep's folder writes to it. On other nodes the trial runs in a temporary folder and its files
-are sent back as the task's value; its heartbeat is not visible before that.
+If the node can read the sweep's folder, the trial writes its files there. Otherwise the trial runs in a temporary
+folder, and the task returns its files as a value.
 
-A trial over several nodes has a placement group with one bundle per node. The task of the first node runs the
-supervisor and starts the agents of the other nodes as its own child tasks, so that Ray ends them together.
+A trial with several nodes has a placement group with one bundle per node. The task of the first node runs the
+supervisor. It starts the agents of the other nodes as child tasks, so that Ray ends them together with it.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from flopwatch.sweep.engines.ray_internals import publish_node
 from flopwatch.sweep.supervisor.job_nodes import LISTENER, TOKEN, encoded, listener
 
 FOLDER_TOKEN = ".ray-token"
-"""A file in the sweep's folder; a node that reads the expected token there can see that folder."""
+"""A file in the sweep's folder. A node that reads the expected token in it has access to the same folder."""
 
 GUARD = Path(__file__).with_name("ray_guard.py")
 SUPERVISOR = ("-m", "flopwatch.sweep.supervisor")
 
-# Limits of what a task sends back through Ray's object store, which is small (see `start_local`).
+# Limits of what a task returns through Ray's object store, which is small (see `start_local`).
 _FILE_BYTES = 4 << 20
 _ALL_BYTES = 64 << 20
 _TAIL_BYTES = 4000
@@ -44,14 +44,12 @@ class Order:
     """The argument of a trial's task.
 
     Attributes:
-        sweep: The path of the sweep's folder on the runner's host.
-        name: The name of the trial.
-        token: The content of the file FOLDER_TOKEN in that folder.
-        spec: The content of `trials/NAME/spec.json`.
-        cwd: The working directory of the runner, from which trainers are imported.
+        sweep: Path of the sweep's folder on the runner's host.
+        token: Content of the file FOLDER_TOKEN in that folder.
+        spec: Content of `trials/NAME/spec.json`.
+        cwd: Working directory of the runner, from which trainers are imported.
         environment: Environment variables for the trial.
-        nodes: The number of nodes of the trial.
-        need: The Ray resources on each node, if there are several.
+        need: The Ray resources that the trial needs on each node.
     """
 
     sweep: str
@@ -66,11 +64,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The value of a trial's task.
+    """The return value of a trial's task.
 
     Attributes:
         evidence: The evidence for `Ended`.
-        files: Contents by their path in the sweep's folder; empty if the node wrote to that folder itself.
+        files: Content of each file, by its path in the sweep's folder. Empty if the node has access to that folder.
     """
 
     evidence: Mapping[str, Any]
@@ -78,7 +76,7 @@ class Returned:
 
 
 def run_trial(order: Order) -> Returned:
-    """Run the supervisor to its end. Raises only on a node without flopwatch, whatever happens to the trial."""
+    """Run the supervisor until it ends. A failure of the trial raises no exception."""
     publish_node(order.token, order.name)
     if sees_the_sweep(order):
         return Returned(_supervise_all(Path(order.sweep), order))
@@ -110,7 +108,7 @@ def _result(name: str) -> Path:
 
 
 def _with_evidence(files: dict[str, bytes], path: str, missing: Mapping[str, Any]) -> dict[str, bytes]:
-    """Add the list of files that stayed on the node to the evidence in the result file."""
+    """Add the list of files that were not returned to the evidence in the result file."""
     try:
         content = json.loads(files[path])
         content["evidence"] = {**content.get("evidence", {}), **missing}
@@ -140,7 +138,7 @@ def _supervise(sweep: Path, order: Order, sockets: Sequence[int] = ()) -> dict[s
 def _call_guarded(
     command: Sequence[str], order: Order, output: Any, environment: Mapping[str, str], sockets: Sequence[int] = ()
 ) -> int:
-    """Run a command below `ray_guard.py`, which survives what Ray does to the children of its workers."""
+    """Run a command as a child of `ray_guard.py`, because Ray sends SIGKILL to the children of its workers."""
     return subprocess.call(
         [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,
@@ -149,12 +147,12 @@ def _call_guarded(
         cwd=order.cwd if os.path.isdir(order.cwd) else None,
         env={**os.environ, **environment},
         pass_fds=sockets,
-        start_new_session=True,  # Ray sends SIGKILL to the worker's whole process group
+        start_new_session=True,  # Ray also sends SIGKILL to the process group of the worker
     )
 
 
 def status_evidence(status: int) -> dict[str, int]:
-    """Evidence from the exit status of `ray_guard.py`, which reports its child's signal as a shell does.
+    """Return the evidence for an exit status of `ray_guard.py`; above 128 it is 128 plus a signal number.
 
     >>> status_evidence(139)
     {'signal': 11}
@@ -165,7 +163,7 @@ def status_evidence(status: int) -> dict[str, int]:
 
 
 def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:
-    """The trial's files, and the names of those too large to send; a long log is cut to its end."""
+    """Return the content of the trial's files (only the end of a long log), and the paths of files that are too large."""
     folders = (trial_folder(sweep, name), run_folder(sweep, name))
     found = [log_file(sweep, name), *(file for folder in folders for file in sorted(folder.rglob("*")))]
     files: dict[str, bytes] = {}
@@ -174,7 +172,7 @@ def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:
         path, size = str(file.relative_to(sweep)), file.stat().st_size
         if file == log_file(sweep, name):
             files[path] = _tail(file)
-        elif file == sweep / _result(name):  # always sent: without it the trial would be lost
+        elif file == sweep / _result(name):  # always returned, because without it the trial would count as lost
             files[path] = file.read_bytes()
         elif size > _FILE_BYTES or total + size > _ALL_BYTES:
             left_out.append(path)
@@ -191,7 +189,7 @@ def _tail(file: Path) -> bytes:
 
 
 def put_in_place(sweep: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files that a node returned, `result.json` last: once it exists, the trial's files are complete."""
+    """Write the files that a node returned, `result.json` last, because it marks the trial's files as complete."""
     for path in sorted(files, key=lambda path: path.endswith("/result.json")):
         file = sweep / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -200,11 +198,8 @@ def put_in_place(sweep: Path, files: Mapping[str, bytes]) -> None:
         os.replace(beside, file)
 
 
-# Trials over several nodes
-
-
 def place_group(nodes: int, need: Mapping[str, float]) -> Any:
-    """Request these resources on each of so many different nodes; Ray grants them when there is room."""
+    """Request a placement group with these resources on each of `nodes` different nodes."""
     from ray.util import placement_group
 
     bundle = {resource: amount for resource, amount in need.items() if amount > 0}
@@ -214,7 +209,7 @@ def place_group(nodes: int, need: Mapping[str, float]) -> Any:
 def remove_group(group: Any) -> None:
     from ray.util import remove_placement_group
 
-    with contextlib.suppress(Exception):  # if Ray does not answer, the group ends with this process
+    with contextlib.suppress(Exception):  # if Ray does not answer, it removes the group when this process ends
         remove_placement_group(group)
 
 
@@ -226,14 +221,7 @@ def on_bundle(group: Any, index: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AgentOrder:
-    """The argument of the task of each further node.
-
-    Attributes:
-        order: The argument of the first node's task.
-        node: The number of the node among those of the trial.
-        address: Host and port of the supervisor.
-        token: The secret that the supervisor expects.
-    """
+    """The argument of the tasks of all nodes but the first. `address` and `token` are those of the supervisor."""
 
     order: Order
     node: int
@@ -243,7 +231,7 @@ class AgentOrder:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The socket on which the supervisor awaits the agents; open before either of them starts."""
+    """The listening socket to which the agents connect. It is opened before the supervisor starts."""
 
     socket: socket.socket
     token: str
@@ -256,7 +244,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def placed_agents(order: Order) -> Iterator[Meeting]:
-    """In the task of the first node: start the tasks of the other nodes, which connect to the socket."""
+    """Start the tasks of the other nodes, which connect to the yielded socket. Runs in the first node's task."""
     import ray
 
     own, token = listener(""), secrets.token_hex(16)
@@ -280,7 +268,7 @@ def placed_agents(order: Order) -> Iterator[Meeting]:
 
 
 def _watch(references: Mapping[Any, int], meeting: Meeting) -> None:
-    """Report to the supervisor a node that died or could not run its agent, because nothing else would."""
+    """Report to the supervisor if a node died or could not run its agent."""
     import ray
 
     left = list(references)
@@ -298,7 +286,7 @@ def _watch(references: Mapping[Any, int], meeting: Meeting) -> None:
 
 
 def run_agent(agent: AgentOrder) -> None:
-    """In the task of a further node: run its agent, in the sweep's folder or in a temporary one."""
+    """Run the agent of a node in the sweep's folder, or in a temporary one if the node has no access to that folder."""
     order = agent.order
     if sees_the_sweep(order):
         with log_file(Path(order.sweep), order.name).open("ab") as log:

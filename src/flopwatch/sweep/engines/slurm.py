@@ -1,16 +1,17 @@
-"""Trials as array jobs of Slurm. Needs its commands (sbatch, squeue, sacct, scancel) and a shared file system.
+"""Runs trials as Slurm array jobs. Needs Slurm's commands (sbatch, squeue, sacct, scancel) and a shared file system.
 
-Jobs are submitted with our own script, not with submitit. submitit took 0.8 s more per trial for its second Python and
-srun (11.3 s instead of 7.4 s for 20 tasks of 1 s on four cores). It also writes its pickles after submitting, so that
-an array could not run if the runner was killed in between.
+The files of an array job, where DIR is the sweep's folder and ARRAY a random name:
 
 DIR/slurm/
-  BATCH.names         one trial and its attempt per line, written before the array is submitted
-  BATCH.sh            the script of the array; a new runner recognises the array's tasks by its path
-  BATCH-INDEX.log     the output of Slurm and the supervisor
+  ARRAY.names         one line per task: the name of its trial and the attempt
+  ARRAY.sh            the batch script
+  ARRAY-INDEX.log     the output of Slurm and of the supervisor of task INDEX
 
-Job numbers are not stored: a new runner reads from Slurm's queue which tasks of which script exist. So there is no
-moment between submitting and storing in which the runner could die.
+The files are written before the job is submitted, and job numbers are not stored. A new runner finds the jobs of an
+earlier one in Slurm's queue by the path of their script, so the earlier runner may be killed at any time.
+
+submitit is not used: it took 0.8 s more per trial, because it starts a second Python and srun (11.3 s instead of 7.4 s
+for 20 tasks of 1 s on four cores). It also writes files after submitting, which a killed runner would not do.
 """
 
 import hashlib
@@ -35,11 +36,11 @@ from flopwatch.sweep.folder import Trial, attempt_of, has_begun, is_supervised, 
 
 _TICK_SECONDS = 0.05
 _SQUEUE_EVERY_SECONDS = 1.0
-_FILES_PER_TICK = 256  # result files checked at once, which keeps the load on a shared file system small
-_GIVE_UP_SECONDS = 30.0  # for accounting to catch up with a task that left the queue
+_FILES_PER_TICK = 256  # Checking more result files at once would load a shared file system.
+_GIVE_UP_SECONDS = 30.0  # Slurm's accounting may need this long to report a task that left the queue.
 _WITHDRAW_EVERY_SECONDS = 5.0
-_AVOID_SECONDS = 600.0  # a retried trial avoids the node that lost it for so long, because no other may ever be free
-_LARGEST_ARRAY = 1000  # Slurm's default MaxArraySize is 1001, which allows indices up to 1000
+_AVOID_SECONDS = 600.0  # After this time a retried trial may use its failed node again, if no other became free.
+_LARGEST_ARRAY = 1000  # Slurm's default MaxArraySize is 1001, which allows indices up to 1000.
 _TAIL_BYTES = 4000
 
 
@@ -47,9 +48,8 @@ _TAIL_BYTES = 4000
 class _Task:
     """A submitted trial.
 
-    Attributes:
-        gone_since: When Slurm's queue was first seen without it.
-        avoids_until: From then on it may also run on the node that lost it.
+    `gone_since` is the time at which the task was first missing in Slurm's queue; None if it is in the queue. From
+    `avoids_until` on, the task may run on the node of its failed attempt; None means at any time.
     """
 
     trial: Trial
@@ -61,20 +61,18 @@ class _Task:
 
 
 class SlurmEngine:
-    """Places trials as tasks of Slurm array jobs.
+    """Runs trials as tasks of Slurm array jobs. The sweep's folder must be on a file system that all nodes share.
 
     Args:
-        partition: The partition; None is the site's default.
-        time_minutes: Slurm's time limit of a trial; None is the trial's wall limit plus two minutes.
-        gpus_per_trial: GPUs of a trial whose configuration does not set them.
-        cpus_per_trial: Cores of a trial whose configuration does not set them.
-        memory_megabytes: Host memory; None is the trial's own limit plus 256 MB, or the site's default without a limit.
-        array_parallelism: Largest number of tasks of one array at once.
-        queue_ahead: Least number of trials to keep waiting in Slurm's queue; as many as are running, if that is more.
+        partition: The partition; None means the site's default.
+        time_minutes: Slurm's time limit of a trial; None means the trial's own limit plus two minutes.
+        gpus_per_trial: Number of GPUs of a trial whose configuration does not set it.
+        cpus_per_trial: Number of cores of a trial whose configuration does not set it.
+        memory_megabytes: Host memory; None means the trial's own limit plus 256 MB, or the site's default without one.
+        array_parallelism: Largest number of tasks of one array that run at once.
+        queue_ahead: Number of trials to keep waiting in Slurm's queue. If more trials are running, as many as those.
         extra: Further options of sbatch: `{"account": "lab", "qos": "long", "exclusive": True}`.
-        patience_hours: How long a failing submission is retried before its trials are lost.
-
-    The sweep's folder must be on a file system the nodes share.
+        patience_hours: How long a failing submission is retried. After that its trials are recorded as lost.
     """
 
     name = "slurm"
@@ -92,8 +90,8 @@ class SlurmEngine:
         patience_hours: float = 24.0,
     ) -> None:
         self._partition, self._parallelism, self._extra = partition, array_parallelism, dict(extra or {})
-        self._minutes, self._memory_megabytes = time_minutes, memory_megabytes
-        self._gpus, self._cpus = gpus_per_trial, cpus_per_trial
+        self._defaults: dict[str, Any] = {"cpus": cpus_per_trial, "gpus": gpus_per_trial, "minutes": time_minutes}
+        self._defaults["memory_megabytes"] = memory_megabytes
         self._queue_ahead = queue_ahead
         self._tasks: dict[str, _Task] = {}
         self._turn: deque[str] = deque()
@@ -105,7 +103,7 @@ class SlurmEngine:
         self._is_cancelled = False
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Adopt the tasks of an earlier runner that are still in Slurm's queue, pending or running."""
+        """Find the tasks of an earlier runner that are still in Slurm's queue, and return the names of their trials."""
         slurm_commands.need_commands()
         self._sweep = sweep.resolve()
         self._folder = self._sweep / "slurm"
@@ -120,13 +118,16 @@ class SlurmEngine:
             index = int(entry.task.rpartition("_")[2])
             names = Path(entry.script).with_suffix(".names")
             name, attempt = _line(names, index)
-            # A job of an earlier attempt finds a different token in the trial's folder and exits.
+            # Ignore a job of an earlier attempt: its supervisor will see the new attempt and exit.
             if name in trials and name not in self._tasks and attempt == attempt_of(sweep, name):
                 self._add(_Task(trials[name], entry.task, _log(names, index), entry.is_pending))
         return list(self._tasks)
 
     def room(self, next_up: TrialSpec) -> int:
-        """Room for enough waiting trials to keep all nodes busy. Refilled only at half, so that arrays stay large."""
+        """Return how many trials to submit, so that enough of them wait in Slurm's queue to keep all nodes busy.
+
+        Return 0 until half of the waiting trials have started, so that arrays stay large.
+        """
         if len(self._outbox):
             return 0
         pending = sum(task.is_pending for task in self._tasks.values())
@@ -134,25 +135,21 @@ class SlurmEngine:
         return min(wanted - pending, _LARGEST_ARRAY) if pending <= wanted // 2 else 0
 
     def submit(self, trials: Sequence[Trial]) -> None:
-        """Submit one array for all trials with the same request. The outbox retries what Slurm does not accept now."""
+        """Submit one array for all trials that request the same resources. The outbox retries failed submissions."""
         by_request: dict[tuple[Request, tuple[str, ...]], list[Trial]] = {}
         for trial in trials:
-            by_request.setdefault((self._request(trial.spec), trial.avoid), []).append(trial)
+            by_request.setdefault((request_for(trial.spec, **self._defaults), trial.avoid), []).append(trial)
         for (request, avoid), alike in by_request.items():
             self._outbox.add(self._array(request, avoid, alike))
         self._send()
 
     def _send(self) -> None:
-        sent = self._outbox.send()
-        self._refused += sent.ended
-        for array, job in sent.placed:
+        placed, ended = self._outbox.send()
+        self._refused += ended
+        for array, job in placed:
             for index, trial in enumerate(array.trials):
                 until = time.monotonic() + _AVOID_SECONDS if trial.avoid else None
                 self._add(_Task(trial, f"{job}_{index}", _log(array.names, index), avoids_until=until))
-
-    def _request(self, spec: TrialSpec) -> Request:
-        memory, minutes = self._memory_megabytes, self._minutes
-        return request_for(spec, cpus=self._cpus, gpus=self._gpus, memory_megabytes=memory, minutes=minutes)
 
     def _array(self, request: Request, avoid: Sequence[str], trials: Sequence[Trial]) -> Array:
         names = self._folder / f"{uuid.uuid4().hex[:12]}.names"
@@ -171,7 +168,7 @@ class SlurmEngine:
                 extra=self._extra,
                 avoid=avoid if is_avoiding else (),
             )
-            # The name of a folder may be any bytes; surrogateescape writes them unchanged.
+            # A folder's name may contain any bytes. surrogateescape writes them unchanged.
             names.with_suffix(".sh").write_text(text, encoding="utf-8", errors="surrogateescape")
 
         return Array(trials, names, write_script)
@@ -192,7 +189,7 @@ class SlurmEngine:
             time.sleep(min(left, _TICK_SECONDS))
 
     def _finished(self) -> list[Ended]:
-        """Trials with a result. Only some files are checked each time: thousands would load the file system."""
+        """Return trials that have a result. Each call checks only some files, to limit the load of the file system."""
         ended = []
         for _ in range(min(len(self._turn), _FILES_PER_TICK)):
             name = self._turn.popleft()
@@ -205,8 +202,9 @@ class SlurmEngine:
         return ended
 
     def _has_final_result(self, name: str) -> bool:
-        """Whether there is a result that needs no explanation by Slurm. A supervisor that Slurm stops records only
-        `cancelled`; the reason, such as a time limit, is known to Slurm.
+        """Whether the trial has a result other than `cancelled`.
+
+        A supervisor that Slurm ends writes `cancelled`. The reason, such as a time limit, must be read from Slurm.
         """
         file = result_file(self._sweep, name)
         if not file.exists():
@@ -214,13 +212,13 @@ class SlurmEngine:
         return self._is_cancelled or read_object(file).get("outcome") != "cancelled"
 
     def _vanished(self) -> list[Ended]:
-        """Trials without a result that are no longer in Slurm's queue."""
+        """Return trials that have no result and are no longer in Slurm's queue."""
         now = time.monotonic()
         if now < self._next_squeue or not self._tasks:
             return []
         queue = slurm_commands.queue(self._job_name)
         took = time.monotonic() - now
-        # Query a slow controller less often: at most a twentieth of the time.
+        # A slow controller is queried less often, so that squeue runs at most a twentieth of the time.
         self._next_squeue = now + max(_SQUEUE_EVERY_SECONDS, 20 * took)
         if queue is None:
             self._silent_since = self._silent_since or now
@@ -233,7 +231,7 @@ class SlurmEngine:
         return [self._end(task.trial.name, evidence) for task in gone if (evidence := self._ending(task, known, now))]
 
     def _update_tasks(self, queue: Sequence[Queued], now: float) -> list[_Task]:
-        """Compare our tasks with the queue; return those that are not in it."""
+        """Update the state of all tasks from Slurm's queue; return the tasks that are not in it."""
         there = {entry.task: entry for entry in queue}
         gone = []
         for task in self._tasks.values():
@@ -243,18 +241,18 @@ class SlurmEngine:
                 task.gone_since = task.gone_since or now
                 gone.append(task)
                 continue
-            task.gone_since = None  # it was requeued
+            task.gone_since = None  # Slurm has requeued the task
             if task.is_pending and task.avoids_until is not None and now > task.avoids_until:
                 task.avoids_until = None
                 slurm_commands.allow_all_nodes(task.task)
         return gone
 
     def _ending(self, task: _Task, known: Mapping[str, Accounted], now: float) -> dict[str, Any] | None:
-        """The evidence of the end; None while a result may still become visible or accounting may still lag."""
+        """Return the evidence of a task's end; None while a result or Slurm's accounting may still appear."""
         found = known.get(task.task)
         is_patient = now - (task.gone_since or now) < _GIVE_UP_SECONDS
         name = task.trial.name
-        # Our job found the trial claimed and exited; a job of an earlier runner has it and may still be running.
+        # COMPLETED without a result: another job, of an earlier runner, has claimed this trial and may still run it.
         is_elsewhere = found is not None and found.state == "COMPLETED"
         if (is_patient or is_elsewhere) and is_supervised(self._sweep, name):
             return None
@@ -268,11 +266,11 @@ class SlurmEngine:
         return Ended(name, {"job": task.task, **evidence})
 
     def end(self, names: Sequence[str]) -> None:
-        """Cancel the jobs: Slurm sends SIGTERM, and SIGKILL to all their processes after its KillWait."""
+        """Cancel the jobs of these trials. Slurm sends SIGTERM, and SIGKILL after its KillWait."""
         slurm_commands.cancel(self._tasks[name].task for name in names if name in self._tasks)
 
     def withdraw(self) -> Sequence[str]:
-        """Remove pending tasks from Slurm's queue. A task that begins at this moment runs on or ends as cancelled."""
+        """Remove pending tasks from Slurm's queue. A task that starts at this moment runs, or ends as `cancelled`."""
         back = [trial.name for trial in self._take_back()]
         pending = [task for task in self._tasks.values() if task.is_pending]
         if not pending or time.monotonic() < self._next_withdrawal:
@@ -295,7 +293,7 @@ class SlurmEngine:
         slurm_commands.cancel(task.task for task in self._tasks.values())
 
     def _take_back(self) -> list[Trial]:
-        """Empty the outbox; cancel arrays that Slurm accepted without an answer."""
+        """Empty the outbox, and cancel those of its arrays that Slurm has accepted although sbatch failed."""
         arrays = self._outbox.take_back()
         unheard = {str(array.script) for array in arrays if array.tries}
         arrived = (slurm_commands.queue(self._job_name) or ()) if unheard else ()
@@ -303,7 +301,7 @@ class SlurmEngine:
         return [trial for array in arrays for trial in array.trials]
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing, because this engine holds no resources."""
 
     def state(self) -> str:
         if self._silent_since is not None:
@@ -325,7 +323,7 @@ def _evidence(task: _Task, found: Accounted | None) -> dict[str, Any]:
 
 
 def _line(file: Path, index: int) -> tuple[str, str]:
-    """The trial and the attempt in this line of a names file; empty if there is no such line."""
+    """Return the trial and the attempt in this line of a names file; two empty texts if there is no such line."""
     try:
         with opened_regular(file) as names:
             line = names.read().decode(errors="replace").splitlines()[index]

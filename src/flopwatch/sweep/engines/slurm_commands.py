@@ -1,15 +1,16 @@
-"""Slurm's commands and their output. None means that Slurm did not answer, which says nothing about the jobs."""
+"""Calls Slurm's commands and parses their output. A function returns None if Slurm did not answer."""
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flopwatch.errors import InputError
 
 SQUEUE_FORMAT = "%F_%K|%T|%o"
-"""Array job, task, state and script; the script is last, because a path may contain the separator."""
+"""Array job, task, state and script. The script is last, because its path may contain the separator."""
 
 SACCT_FORMAT = "JobID,State,ExitCode,MaxRSS,Elapsed,NodeList"
 
@@ -20,13 +21,7 @@ _NOT_OVER = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "RE
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A task in Slurm's queue.
-
-    Attributes:
-        task: `ARRAYJOB_INDEX`.
-        is_pending: It has not begun.
-        script: The batch script it was submitted with.
-    """
+    """A task in Slurm's queue. `task` is the number of the array job and the index of the task, such as `12_0`."""
 
     task: str
     is_pending: bool
@@ -35,15 +30,10 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Accounted:
-    """How a task ended according to Slurm; None is unknown.
+    """How the batch script of a task ended according to Slurm. None means unknown.
 
-    Attributes:
-        state: `COMPLETED`, `FAILED`, `TIMEOUT`, `CANCELLED`, `NODE_FAIL`, `OUT_OF_MEMORY`, ...
-        exit_code: Exit code of the batch script.
-        signal: Signal that ended the batch script.
-        max_rss_bytes: Memory of its largest step.
-        elapsed_seconds: From start to end.
-        node: The node or nodes it ran on.
+    `state` is for example `COMPLETED`, `FAILED`, `TIMEOUT` or `NODE_FAIL`. `max_rss_bytes` is the largest memory of one
+    of the task's steps.
     """
 
     state: str
@@ -69,9 +59,9 @@ def read_squeue(text: str) -> list[Queued]:
 
 
 def read_sacct(text: str) -> dict[str, Accounted]:
-    """Parse the output of `sacct -P -n -o SACCT_FORMAT`, by task; the steps of a task are merged into it.
+    """Parse the output of `sacct -P -n -o SACCT_FORMAT`; the keys are tasks. The memory of a task is that of its steps.
 
-    Tasks that have not begun are printed together as `12_[3-5]` and are left out.
+    Tasks that have not started are ignored. Slurm prints several of them as `12_[3-5]`.
 
     >>> read_sacct("12_0|CANCELLED by 0|0:15||00:01:02|n1")["12_0"].elapsed_seconds
     62
@@ -91,11 +81,13 @@ def read_sacct(text: str) -> dict[str, Accounted]:
             word = state.partition(" ")[0]
             where = None if node in ("", "None assigned") else node
             tasks[task] = Accounted(word, code, signal, None, read_seconds(elapsed), where)
-    return {task: _with_rss(found, step_rss.get(task)) for task, found in tasks.items()}
+    return {task: replace(found, max_rss_bytes=step_rss.get(task)) for task, found in tasks.items()}
 
 
 def read_scontrol(text: str) -> dict[str, Accounted]:
-    """Parse the output of `scontrol -o show job`, by task. Sites without accounting have only this, for some minutes.
+    """Parse the output of `scontrol -o show job`; the keys are tasks.
+
+    It is used at sites without accounting. Slurm shows ended jobs there for some minutes only.
 
     >>> read_scontrol("JobId=14 ArrayJobId=12 ArrayTaskId=1 JobState=NODE_FAIL ExitCode=1:0 NodeList=n2")["12_1"].node
     'n2'
@@ -113,12 +105,8 @@ def read_scontrol(text: str) -> dict[str, Accounted]:
     return tasks
 
 
-def _with_rss(found: Accounted, rss: int | None) -> Accounted:
-    return Accounted(found.state, found.exit_code, found.signal, rss, found.elapsed_seconds, found.node)
-
-
 def _read_exit(text: str) -> tuple[int | None, int | None]:
-    """`7:0` is exit code 7, `0:9` is signal 9."""
+    """Return exit code and signal: `7:0` is exit code 7, and `0:9` is signal 9."""
     code, colon, signal = text.partition(":")
     if not colon or not code.isdigit() or not signal.isdigit():
         return None, None
@@ -126,7 +114,7 @@ def _read_exit(text: str) -> tuple[int | None, int | None]:
 
 
 def read_bytes(text: str) -> int | None:
-    """Parse `1234K` or `1.5G`; Slurm prints nothing if it took no sample.
+    """Parse a size such as `1234K` or `1.5G`; None for an empty text, which Slurm prints if it took no sample.
 
     >>> read_bytes("1.5G")
     1610612736
@@ -155,76 +143,55 @@ def read_seconds(text: str) -> int | None:
 
 
 def job_list(tasks: Iterable[str]) -> Sequence[str]:
-    """The array jobs of these tasks, for `-j`: thousands of single tasks would make the command line too long."""
+    """Return the array jobs of these tasks, because thousands of single tasks would make a command line too long."""
     return sorted({task.partition("_")[0] for task in tasks}, key=int)
 
 
-_COMMAND_SECONDS = 60.0  # a controller under load may answer after tens of seconds
-_JOBS_PER_CALL = 500  # keeps the command line short
+_COMMAND_SECONDS = 60.0  # A busy controller may need tens of seconds to answer.
+_JOBS_PER_CALL = 500  # More jobs could make the command line too long.
 
-# Messages of slurm_strerror and of sbatch that name a fault of the request. All other errors may be temporary.
-_BAD_REQUEST = (
-    "invalid partition",
-    "invalid account",
-    "invalid qos",
-    "invalid generic resource",
-    "invalid feature",
-    "invalid node name",
-    "invalid job array",
-    "invalid license",
-    "invalid wckey",
-    "invalid reservation",
-    "requested reservation is invalid",
-    "time limit is invalid",
-    "invalid --",
-    "invalid directive",
-    "invalid numeric value",
-    "invalid time limit",
-    "invalid trackable resource",
-    "unrecognized option",
-    "unknown option",
-    "node configuration is not available",
-    "node count specification invalid",
-    "more processors requested than permitted",
-    "memory specification can not be satisfied",
-    "memory required by task is not available",
-    "not permitted to use this partition",
-    "permission denied",
+# Messages of slurm_strerror and of sbatch about a wrong request. All other errors may be temporary.
+_BAD_REQUEST = re.compile(
+    r"invalid (partition|account|qos|generic resource|feature|node name|job array|license|wckey|reservation|--"
+    r"|directive|numeric value|time limit|trackable resource)|requested reservation is invalid|time limit is invalid"
+    r"|(unrecognized|unknown) option|node configuration is not available|node count specification invalid"
+    r"|more processors requested than permitted|memory specification can not be satisfied"
+    r"|memory required by task is not available|not permitted to use this partition|permission denied"
 )
 
-# The user has reached a limit of jobs: AssocMaxSubmitJobLimit, QOSMaxSubmitJobPerUserLimit, "job submit limit".
-_FULL = ("maxsubmitjob", "job submit limit")
+# The messages contain AssocMaxSubmitJobLimit, QOSMaxSubmitJobPerUserLimit or "job submit limit".
+_QUEUE_FULL = re.compile("maxsubmitjob|job submit limit")
 
 
 class QueueFullError(Exception):
-    """Slurm accepts no more jobs of this user for now."""
+    """Slurm accepts no more jobs of this user, because the user has reached a limit of jobs."""
 
 
 class RefusedError(Exception):
-    """Slurm names a fault of the request; the message is Slurm's."""
+    """Slurm rejects the request as wrong. The text is Slurm's message."""
 
 
 class NotNowError(Exception):
-    """Slurm does not answer, or reports an error that may be temporary; the message is Slurm's."""
+    """Slurm does not answer, or reports an error that may be temporary. The text is Slurm's message."""
 
 
 def need_commands() -> None:
     missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
     if missing:
         raise InputError(
-            f"this machine has no Slurm: {', '.join(missing)} not found; run the sweep on a login node, "
-            "or choose another engine with --engine"
+            f"Slurm's commands {', '.join(missing)} were not found on this machine; run the sweep on a login node "
+            "of the cluster, or choose another engine with --engine"
         )
 
 
 def queue(job_name: str) -> list[Queued] | None:
-    """The tasks of this job name in Slurm's queue."""
+    """Return the tasks in Slurm's queue that have this job name; None if Slurm does not answer."""
     answer = _ask("squeue", "-h", "-r", "--me", f"--name={job_name}", "-o", SQUEUE_FORMAT)
     return None if answer is None or answer.returncode else read_squeue(answer.stdout)
 
 
 def accounted(tasks: Iterable[str]) -> dict[str, Accounted]:
-    """How these tasks ended, as far as Slurm's accounting knows."""
+    """Return how these tasks ended, by task. Tasks that Slurm does not know are left out."""
     found: dict[str, Accounted] = {}
     wanted = set(tasks)
     jobs = job_list(wanted)
@@ -240,16 +207,17 @@ def accounted(tasks: Iterable[str]) -> dict[str, Accounted]:
 
 
 def submit(script: Path, job_name: str, *, may_have_arrived: bool) -> str:
-    """Submit and return the array's job number.
+    """Submit a batch script and return the job number of its array.
 
     Args:
-        script: The script to submit; the job is recognised by its path.
-        job_name: The job name of this sweep's arrays.
-        may_have_arrived: An earlier submission got no answer: look for it first, so that it does not run twice.
+        script: Path of the script.
+        job_name: The job name of all arrays of this sweep.
+        may_have_arrived: An earlier submission of this script failed. Then look for its job in Slurm's queue first, so
+            that it does not run twice.
 
     Raises:
-        QueueFullError: The user has reached the site's limit of jobs.
-        RefusedError: The request has a fault.
+        QueueFullError: The user has reached a limit of jobs.
+        RefusedError: The request is wrong.
         NotNowError: Any other error.
     """
     if may_have_arrived:
@@ -268,21 +236,21 @@ def submit(script: Path, job_name: str, *, may_have_arrived: bool) -> str:
 
 
 def submission_error(message: str) -> Exception:
-    """The exception for a message of sbatch.
+    """Return the exception that belongs to an error message of sbatch.
 
     >>> type(submission_error("sbatch: error: Slurm controller in standby mode")).__name__
     'NotNowError'
     """
     text, line = message.lower(), " ".join(message.split())
-    # Limits first, because their message also names faults: "job violates accounting/QOS policy (job submit limit,
-    # user's size and/or time limits)".
-    if any(part in text for part in _FULL):
+    # Check for a full queue first, because its message may also match _BAD_REQUEST: "job violates accounting/QOS policy
+    # (job submit limit, user's size and/or time limits)".
+    if _QUEUE_FULL.search(text):
         return QueueFullError(line)
-    return RefusedError(line) if any(part in text for part in _BAD_REQUEST) else NotNowError(line)
+    return RefusedError(line) if _BAD_REQUEST.search(text) else NotNowError(line)
 
 
 def cancel(tasks: Iterable[str], *, only_pending: bool = False) -> None:
-    """Cancel the whole arrays of these tasks, or only those of their tasks that have not begun."""
+    """Cancel all tasks of the arrays that these tasks belong to; with `only_pending`, those that have not started."""
     jobs = job_list(tasks)
     which = ("--state=PENDING",) if only_pending else ()
     for start in range(0, len(jobs), _JOBS_PER_CALL):
@@ -290,7 +258,7 @@ def cancel(tasks: Iterable[str], *, only_pending: bool = False) -> None:
 
 
 def allow_all_nodes(task: str) -> None:
-    """Let a waiting task run on the nodes it was to avoid."""
+    """Remove the list of excluded nodes from a pending task."""
     _ask("scontrol", "update", f"jobid={task}", "excnodelist=")
 
 

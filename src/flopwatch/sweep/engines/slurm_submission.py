@@ -1,14 +1,14 @@
-"""Array jobs on their way to Slurm: their batch scripts, and the outbox that submits them until Slurm accepts them.
+"""Writes the batch scripts of Slurm array jobs, and submits them until Slurm accepts them.
 
-A controller that fails over, restarts or is overloaded refuses jobs with dozens of different messages, and a long sweep
-meets them. So only a message that names a fault of the request itself ends a submission; all others are retried.
+A controller that restarts or is overloaded rejects jobs with dozens of different messages. Therefore a submission is
+given up only if the message says that the request is wrong. After all other messages it is retried.
 """
 
 import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,21 @@ from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial
 
 _TIME_MARGIN_SECONDS = 120.0
-"""Added to the trial's own time limit, so that the supervisor ends it first and records why."""
+"""Slurm's time limit is this much larger than the trial's own, so that the supervisor ends the trial first."""
 
 _MEMORY_MARGIN_BYTES = 256 << 20
-"""Added to the trial's own memory limit: for the supervisor itself, and so that its limit is reached before Slurm's."""
+"""Slurm's memory limit is this much larger than the trial's own, because the supervisor needs memory too."""
 
-_FULL_PAUSE_SECONDS = 20.0  # until the next submission if the user has too many jobs
-_FIRST_PAUSE_SECONDS = 2.0  # after other errors; it doubles with each failure
+_FULL_PAUSE_SECONDS = 20.0  # Time until the next submission if the user has reached a limit of jobs.
+_FIRST_PAUSE_SECONDS = 2.0  # Time after the first other error. It doubles with each further error.
 _LONGEST_PAUSE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The resources that a task requests from Slurm; None leaves the choice to the site.
+    """The resources that a task requests from Slurm: cores, GPUs and host memory on each node, and the time limit.
 
-    Attributes:
-        cpus: Cores on each node.
-        gpus: Whole GPUs on each node.
-        memory_megabytes: Host memory on each node.
-        minutes: Time limit.
-        nodes: Number of nodes; the supervisor runs on the first.
+    None means the site's default.
     """
 
     cpus: int | None
@@ -48,7 +43,7 @@ class Request:
 
     @property
     def options(self) -> dict[str, object]:
-        """The options of sbatch; None leaves one out."""
+        """Return the options for sbatch. Those with the value None are not written to the script."""
         return {
             "nodes": self.nodes,
             "ntasks": self.nodes,
@@ -63,7 +58,9 @@ class Request:
 def request_for(
     spec: TrialSpec, *, cpus: int | None, gpus: float, memory_megabytes: int | None, minutes: int | None
 ) -> Request:
-    """The request of a trial: its own settings, or these arguments where it has none. Slurm gets whole GPUs only.
+    """Return the request of a trial. The arguments apply where the trial's configuration sets nothing.
+
+    GPU fractions are rounded up, because Slurm allocates whole GPUs only.
 
     >>> request_for(TrialSpec("standard", "tiny", 1, 1), cpus=2, gpus=0.5, memory_megabytes=None, minutes=None)
     Request(cpus=2, gpus=1, memory_megabytes=None, minutes=62, nodes=1)
@@ -91,9 +88,10 @@ def script(
     extra: Mapping[str, object],
     avoid: Sequence[str] = (),
 ) -> str:
-    """The batch script. Task i runs the command for line i + 1 of the names file.
+    """Return the text of the batch script. Task i runs the command for line i + 1 of the names file.
 
-    A line holds a trial's name, a blank and its attempt. The command replaces the shell, so it gets Slurm's signals.
+    Each line contains a trial's name, a blank and its attempt. The script calls the command with exec, so that the
+    command receives Slurm's signals.
     """
     wanted = {key.replace("_", "-"): value for key, value in extra.items()}
     options: dict[str, object] = {
@@ -103,7 +101,7 @@ def script(
         "partition": partition,
         **request.options,
         "exclude": ",".join(avoid) or None,
-        # Slurm runs the job again after preemption or a node failure; see flopwatch.sweep.attempts.
+        # Let Slurm run the job again after preemption or a node failure (see flopwatch.sweep.attempts).
         "requeue": True,
         "open-mode": "append",
         **wanted,
@@ -128,17 +126,14 @@ def _option(key: str, value: object) -> str:
 
 @dataclass(slots=True)
 class Array:
-    """Trials with the same request.
+    """An array job that Slurm has not accepted yet.
 
     Attributes:
-        trials: In the order of the tasks.
-        names: The file with their names; the script is in the same folder.
-        write_script: Writes the script, with or without the list of nodes to avoid.
-        tries: Number of failed submissions.
-        since: Time of the first failed submission.
-        next_try: Time of the next submission.
-        message: Slurm's last message.
-        is_full: Slurm refuses only because this user has too many jobs, which is retried without end.
+        trials: The trials in the order of the tasks. All request the same resources.
+        names: Path of the file with their names. The script is in the same folder.
+        write_script: Writes the script. The argument says whether to exclude the nodes of failed attempts.
+        tries: Number of failed submissions, of which the first was at the time `since`.
+        is_full: Whether the last error was a limit of the user's jobs. Then the submission is retried without end.
     """
 
     trials: Sequence[Trial]
@@ -155,25 +150,12 @@ class Array:
         return self.names.with_suffix(".sh")
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """The result of a round of submissions.
-
-    Attributes:
-        placed: Arrays that Slurm accepted, with their job numbers.
-        ended: Trials that will not be submitted again.
-    """
-
-    placed: list[tuple[Array, str]] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
-
-
 class Outbox:
-    """The arrays that Slurm has not accepted yet.
+    """Submits arrays until Slurm has accepted them.
 
     Args:
         job_name: The job name of all arrays of this sweep.
-        patience_seconds: How long a submission is retried before its trials are lost.
+        patience_seconds: How long a submission is retried. After that its trials are recorded as lost.
     """
 
     def __init__(self, job_name: str, patience_seconds: float) -> None:
@@ -187,22 +169,26 @@ class Outbox:
         array.write_script(True)
         self._arrays.append(array)
 
-    def send(self) -> Sent:
-        """Submit the arrays whose time has come."""
-        sent = Sent()
+    def send(self) -> tuple[list[tuple[Array, str]], list[Ended]]:
+        """Submit the arrays whose `next_try` has passed.
+
+        Returns:
+            The arrays that Slurm accepted with their job numbers, and the trials that will not be submitted again.
+        """
+        placed, ended = [], []
         for array in [array for array in self._arrays if time.monotonic() >= array.next_try]:
             outcome = self._try_to_submit(array)
             if outcome is None:
                 continue
             self._arrays.remove(array)
             if isinstance(outcome, str):
-                sent.placed.append((array, outcome))
+                placed.append((array, outcome))
             else:
-                sent.ended.extend(Ended(trial.name, outcome) for trial in array.trials)
-        return sent
+                ended += [Ended(trial.name, outcome) for trial in array.trials]
+        return placed, ended
 
     def _try_to_submit(self, array: Array) -> str | Mapping[str, Any] | None:
-        """The job number; or the evidence of a final refusal; or None to submit it again later."""
+        """Return the job number, or the evidence if the submission is given up, or None if it must be retried."""
         try:
             return self._submit(array)
         except slurm_commands.QueueFullError as error:
@@ -215,13 +201,13 @@ class Outbox:
             return self._postponed(array, str(error))
 
     def _submit(self, array: Array) -> str:
-        # An earlier submission without an answer may have succeeded, so look for it before submitting again.
+        # Slurm may have accepted an earlier submission although sbatch reported an error.
         try:
             return slurm_commands.submit(array.script, self._job_name, may_have_arrived=array.tries > 0)
         except slurm_commands.RefusedError:
             if not array.trials[0].avoid:
                 raise
-            array.write_script(False)  # no other node fits, so allow all
+            array.write_script(False)  # perhaps no other node has the resources, so exclude none
             return slurm_commands.submit(array.script, self._job_name, may_have_arrived=False)
 
     def _postponed(self, array: Array, message: str) -> Mapping[str, Any] | None:
@@ -236,12 +222,12 @@ class Outbox:
         return None
 
     def take_back(self) -> list[Array]:
-        """Remove and return all arrays, including those that Slurm may have accepted without an answer."""
+        """Remove and return all arrays. Slurm may have accepted some of them although sbatch reported an error."""
         arrays, self._arrays = self._arrays, []
         return arrays
 
     def state(self) -> str:
-        """Why arrays wait; empty if none does."""
+        """Return why arrays are waiting; "" if none is."""
         if not self._arrays:
             return ""
         last = max(self._arrays, key=lambda array: array.tries)

@@ -1,1 +1,1 @@
-"""Runs all trials of a plan on an engine, and records their results."""
+"""Runs the trials of a sweep on an engine and records their results."""

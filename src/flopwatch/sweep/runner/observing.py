@@ -1,7 +1,7 @@
-"""Watching a sweep: observers in the runner's process, and `runner.json` for other processes.
+"""Reports the progress of a sweep: to observers in the runner's process, and in `runner.json` for other processes.
 
-Neither can end a sweep: an observer that raises is reported once and not called again, and nothing depends on
-`runner.json`.
+The runner is the process of `flopwatch sweep`. An observer that raises an exception does not end the sweep: the
+exception is printed once and the observer is not called again.
 """
 
 import contextlib
@@ -30,9 +30,10 @@ from flopwatch.sweep.runner.plan import Plan
 
 
 class Observer(Protocol):
-    """Called by the runner for what happens; the command line draws its table from it.
+    """The methods that the runner calls when a trial starts or ends, and several times a second (`ticked`).
 
-    It may also have a method `tries_again(lost: TrialResult, retry: int, most: int)`, called for each lost attempt.
+    The command line draws its live table in them. An observer may also have a method
+    `tries_again(lost: TrialResult, retry: int, most: int)`; the runner calls it before it retries a trial.
     """
 
     def started(self, trial: Trial) -> None: ...
@@ -44,12 +45,12 @@ class Observer(Protocol):
 
 @dataclass
 class Stop:
-    """Tells a runner to stop.
+    """Flags that make a runner stop.
 
     Attributes:
-        finish: Start nothing new and withdraw what is queued; set by the user's first Ctrl-C.
-        kill: Also end what runs; set by the second one.
-        is_over_budget: Set by the runner once the sweep's time is used up; has the effect of `finish`.
+        finish: Start no more trials and withdraw queued ones. The user's first Ctrl-C sets it.
+        kill: Kill the running trials too. The second Ctrl-C sets it.
+        is_over_budget: The runner sets it when the sweep's time budget is used up. It has the effect of `finish`.
     """
 
     finish: bool = False
@@ -62,14 +63,10 @@ class Stop:
 
 
 class SafeObserver:
-    """Calls an observer until it raises for the first time.
+    """Passes calls on to an observer until that observer raises an exception. Without an observer it does nothing."""
 
-    Args:
-        observer: Has the methods of `Observer`.
-    """
-
-    def __init__(self, observer: object) -> None:
-        self._observer: object | None = observer
+    def __init__(self, observer: object | None = None) -> None:
+        self._observer = observer
 
     def started(self, trial: Trial) -> None:
         self._call("started", trial)
@@ -90,30 +87,28 @@ class SafeObserver:
         try:
             call: Callable[..., None] = getattr(self._observer, method)
             call(*facts)
-        except (Exception, SystemExit) as error:  # rich raises SystemExit when a pipe is closed
+        except (Exception, SystemExit) as error:  # rich raises SystemExit if its output pipe is closed
             self._observer = None
             with contextlib.suppress(Exception):
                 text = one_line(f"{type(error).__name__}: {error}", 300)
-                sys.stderr.write(f"flopwatch: the display failed ({text}); the sweep goes on without it\n")
+                sys.stderr.write(f"flopwatch: the display failed ({text}); the sweep continues without a display\n")
 
 
-_EVERY_SECONDS = 1.0  # between two writes of `runner.json`
-_MOST_NAMES = 100  # running trials named in `runner.json`
+_WRITE_SECONDS = 1.0  # This is the time between two writes of `runner.json`.
+_MOST_NAMES = 100  # The file names at most this many running trials.
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerState:
-    """What `runner.json` holds.
+    """The content of `runner.json`.
 
     Attributes:
-        pid: The runner's.
-        host: Where it runs.
-        process_start: When that process started, by its host's kernel: a pid may be reused.
-        engine_state: The engine's own text, such as `3 queued`.
-        running: Seconds since the start of each running trial, by name; the first hundred.
-        running_count: How many run.
-        waiting: How many are not placed yet.
-        stopping: Empty while it starts trials; `finish`, `kill`, `budget`; `over` when the runner has exited.
+        process_start: Start time of the runner (see `process_start`), because the kernel may reuse its pid.
+        engine_state: What `Engine.state` returned, such as `3 queued`.
+        running: For at most 100 running trials, by name: seconds since the trial started.
+        waiting: Number of trials that the engine has not been given yet.
+        stopping: Why the runner starts no more trials: `finish`, `kill`, `budget`, or `over` if it has exited. Empty
+            while it starts trials.
     """
 
     pid: int = 0
@@ -127,12 +122,12 @@ class RunnerState:
 
 
 def read_runner(sweep: Path) -> RunnerState | None:
-    """What the last runner wrote; None when there is nothing readable."""
+    """Read `runner.json`; None if the file is missing or damaged."""
     try:
         state = read_record(RunnerState, read_json(sweep / RUNNER))
     except BrokenRecordError:
         return None
-    # Without its start time, the pid may belong to another process by now, and a signal would hit that one.
+    # Without the start time we could not tell whether the pid belongs to another process by now.
     is_marked = bool(state.process_start) or not process_start(os.getpid())
     return state if state.pid > 0 and is_marked else None
 
@@ -142,14 +137,14 @@ def is_here(state: RunnerState) -> bool:
 
 
 def is_alive(state: RunnerState) -> bool | None:
-    """Whether that process still runs; None when it belongs to another host."""
+    """Whether the runner that wrote this state still runs; None if it runs on another host."""
     if state.stopping == "over":
         return False
     return process_start(state.pid) == state.process_start if is_here(state) else None
 
 
 def process_start(pid: int) -> str:
-    """When the kernel started a process, in ticks since boot; empty when it is gone, or without /proc."""
+    """Return the start time of a process in clock ticks since boot; "" if the process has ended or /proc is missing."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -158,16 +153,11 @@ def process_start(pid: int) -> str:
 
 
 class RunnerFile:
-    """An observer that writes `runner.json` about once a second, and passes every call on to another observer.
-
-    Args:
-        sweep: The sweep's folder.
-        clock: Monotonic seconds.
-    """
+    """An observer that writes `runner.json` about once a second and passes every call on to another observer."""
 
     def __init__(self, sweep: Path, clock: Clock = monotonic_seconds) -> None:
         self._file, self._clock = sweep / RUNNER, clock
-        self._next: Observer | None = None
+        self._next = SafeObserver()
         self._stop = Stop()
         self._since: dict[str, float] = {}
         self._next_write = 0.0
@@ -183,27 +173,23 @@ class RunnerFile:
 
     def started(self, trial: Trial) -> None:
         self._since[trial.name] = self._clock()
-        if self._next is not None:
-            self._next.started(trial)
+        self._next.started(trial)
 
     def ended(self, result: TrialResult) -> None:
         self._since.pop(result.name, None)
-        if self._next is not None:
-            self._next.ended(result)
+        self._next.ended(result)
 
     def tries_again(self, lost: TrialResult, retry: int, most: int) -> None:
         self._since.pop(lost.name, None)
-        if self._next is not None and hasattr(self._next, "tries_again"):
-            self._next.tries_again(lost, retry, most)
+        self._next.tries_again(lost, retry, most)
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        if self._clock() >= self._next_write:
-            now = self._clock()
+        now = self._clock()
+        if now >= self._next_write:
             names = [name for name, _ in zip(running, range(_MOST_NAMES), strict=False)]
             since = {name: round(now - self._since.setdefault(name, now), 1) for name in names}
             self.write(engine_state, since, len(running), waiting)
-        if self._next is not None:
-            self._next.ticked(running, waiting, engine_state)
+        self._next.ticked(running, waiting, engine_state)
 
     def write(
         self,
@@ -213,27 +199,25 @@ class RunnerFile:
         waiting: int = 0,
         stopping: str | None = None,
     ) -> None:
-        """Write the file; a full disk or a deleted folder is ignored."""
-        self._next_write = self._clock() + _EVERY_SECONDS
+        """Write `runner.json`. If the disk is full or the folder was deleted, write nothing and raise nothing."""
+        self._next_write = self._clock() + _WRITE_SECONDS
+        stop = self._stop
+        reason = "kill" if stop.kill else "finish" if stop.finish else "budget" if stop.is_over_budget else ""
         state = RunnerState(
             **self._about,
             engine_state=engine_state,
             running=dict(running or {}),
             running_count=running_count,
             waiting=waiting,
-            stopping=_stopping(self._stop) if stopping is None else stopping,
+            stopping=reason if stopping is None else stopping,
         )
         with contextlib.suppress(OSError):
             write_json(self._file, asdict(state))
 
 
-def _stopping(stop: Stop) -> str:
-    return "kill" if stop.kill else "finish" if stop.finish else "budget" if stop.is_over_budget else ""
-
-
 @contextlib.contextmanager
 def runner_file(sweep: Path) -> Iterator[RunnerFile]:
-    """Keep `runner.json` up to date; at the end it says that the runner has exited."""
+    """Write `runner.json` at the start, and at the end with `stopping` set to `over`."""
     file = RunnerFile(sweep)
     file.write("getting ready")
     try:
@@ -243,32 +227,27 @@ def runner_file(sweep: Path) -> Iterator[RunnerFile]:
 
 
 _SILENCE_SECONDS = 90.0
-"""A runner on another host writes every second; a file system may show that a minute late."""
+"""A runner on another host counts as dead if its `runner.json` did not change for this time. The runner writes the file
+every second, but a network file system may show the change up to a minute late."""
 
 
 class Follower:
-    """Follows a sweep that another process runs, by its folder alone.
-
-    Args:
-        sweep: The folder.
-        clock: Measures for how long the runner has not written.
-    """
+    """Follows a sweep that another process runs, by reading the sweep's folder."""
 
     def __init__(self, sweep: Path, clock: Clock = monotonic_seconds) -> None:
         self._sweep, self._clock = sweep, clock
         self._file = sweep / RESULTS
         self._offset = self._file.stat().st_size if self._file.is_file() else 0
         self._trials = _listed_trials(sweep)
-        results = read_results(sweep)
-        settled = {name: result for name, result in results.items() if result.outcome not in UNSETTLED}
-        kept = {name: result for name, result in settled.items() if name in self._trials}
+        results = {name: result for name, result in read_results(sweep).items() if name in self._trials}
+        kept = {name: result for name, result in results.items() if result.outcome not in UNSETTLED}
         todo = tuple(trial for name, trial in self._trials.items() if name not in kept)
         self.plan = Plan(tuple(self._trials.values()), todo, kept)
         self._last: RunnerState | None = None
         self._heard = clock()
 
     def new_results(self) -> Iterator[TrialResult]:
-        """Results since the last call; an incomplete last line is left for the next call."""
+        """Yield the results appended since the last call. The next call reads an incomplete last line again."""
         try:
             with opened_regular(self._file) as stream:
                 stream.seek(self._offset)
@@ -281,14 +260,14 @@ class Follower:
             try:
                 yield result_from(json.loads(line))
             except (ValueError, RecursionError, BrokenRecordError, NewerFormatError):
-                continue  # the next run of the sweep reports damaged lines
+                continue  # the next `flopwatch sweep` in this folder reports damaged lines
 
     def running(self, state: RunnerState | None) -> dict[str, Trial]:
         names = (state.running or {}) if state is not None else {}
         return {name: self._trials[name] for name in names if name in self._trials}
 
     def runner(self) -> RunnerState | None:
-        """The last state the runner wrote; None when there is no runner, or none any more."""
+        """Return the last state that the runner wrote; None if no runner runs."""
         state = read_runner(self._sweep)
         if state != self._last:
             self._last, self._heard = state, self._clock()

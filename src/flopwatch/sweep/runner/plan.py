@@ -1,4 +1,4 @@
-"""Decides which trials of a sweep run: at first, again after a failure, or not at all; and the exit status."""
+"""Decides which trials of a sweep are run, retried or skipped, and the exit status of the sweep. Writes no files."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -31,17 +31,17 @@ ONLY = ("failed", "oom", "missing")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The trials of a sweep, and which of them will run.
+    """The trials of a sweep and which of them will run.
 
     Attributes:
-        trials: The whole matrix, in its order.
-        todo: Trials that will run, in the order of running.
-        kept: Earlier results that stay, by name.
-        again: Names of trials in `todo` that have a result already.
-        unlisted: Results of trials that ended after their runner was gone; `record_unlisted` lists them.
-        newer: Names of trials that a newer flopwatch wrote: they are neither run nor counted.
-        troubles: Sentences about damaged files and files of a newer format.
-        asked: Names of the matrix, or of the slice of it that `--limit` chose.
+        trials: All trials of the sweep, in the order of the specification.
+        todo: The trials that will run, in the order in which they start.
+        kept: Results of earlier runs that stay valid, by trial name.
+        again: Names of trials in `todo` that run although they have a result.
+        unlisted: Results that are in a trial's folder but not in `results.jsonl`, because the runner was killed.
+        newer: Names of trials whose files a newer flopwatch wrote. They are neither run nor counted.
+        troubles: Messages about damaged files and files of a newer format.
+        asked: Names of all trials, or of those that `--limit` selects.
     """
 
     trials: tuple[Trial, ...]
@@ -67,19 +67,19 @@ def make_plan(
     shuffle_seed: int | None = 0,
     engine: str = "local",
 ) -> Plan:
-    """Compare the matrix with the results in the folder. Writes nothing.
+    """Compare the trials of a sweep with the results in its folder, and choose the trials to run.
 
     Args:
-        sweep: The folder; it need not exist.
-        specs: The matrix.
-        only: `failed`, `oom` or `missing`: run just those.
-        limit: `100:200` runs that slice of the matrix, `20` its first twenty.
-        shuffle_seed: Shuffles the order of running, so that drift of clocks and temperature does not look like an
-            effect of a setting; None keeps the order of the matrix.
-        engine: `local` means that trials run on this host, whose devices then are part of their identity.
+        sweep: The sweep's folder. It need not exist yet.
+        specs: The configurations of all trials.
+        only: `failed`, `oom` or `missing` runs only those trials. None runs all trials without a final result.
+        limit: `100:200` selects this slice of the trials, and `20` the first twenty.
+        shuffle_seed: Seed of the random order in which trials start. In a fixed order, a device that gets warmer and
+            slower would look like an effect of a setting. None keeps the order of `specs`.
+        engine: Name of the engine. With `local`, a result is valid only on the same devices as this host has.
     """
     if only is not None and only not in ONLY:
-        raise InputError(f"--only takes {', '.join(ONLY)}; got {only!r}")
+        raise InputError(f"--only must be one of {', '.join(ONLY)}, not {only!r}")
     for model in dict.fromkeys(spec.model for spec in specs if spec.trainer != "command"):
         check_model_name(model)
 
@@ -88,10 +88,10 @@ def make_plan(
 
     trials = tuple(Trial(sweep, name, key_of(spec), spec) for name, spec in zip(trial_names(specs), specs, strict=True))
     earlier = gather_results(sweep) if is_sweep_folder(sweep) else SweepResults(TrialList())
-    match = match_memory_limits(trials, earlier.results, UNSETTLED, key_of)
-    raised = match.raised if only == "oom" else frozenset()
-    _refuse_changes(sweep, match.trials, earlier.trial_list, may_change=raised)
-    return _choose(match.trials, earlier, match.trials[_slice(limit)], only, raised, shuffle_seed)
+    trials, raised = match_memory_limits(trials, earlier.results, key_of)
+    raised = raised if only == "oom" else frozenset()
+    _check_unchanged(sweep, trials, earlier.trial_list, may_change=raised)
+    return _choose(trials, earlier, trials[_slice(limit)], only, raised, shuffle_seed)
 
 
 def _choose(
@@ -126,29 +126,27 @@ def _choose(
 
 
 def record_unlisted(sweep: Path, plan: Plan) -> None:
-    """Append results of trials that ended after their runner was gone. Call it while holding the folder."""
+    """Append the results `plan.unlisted` to `results.jsonl`. The caller must hold the lock of the sweep's folder."""
     for result in plan.unlisted:
         record(sweep, result)
 
 
 def _is_wanted(result: TrialResult | None, only: str | None) -> bool:
-    if only == "failed":
-        return result is not None and result.outcome in FAILED
-    if only == "oom":
-        return result is not None and result.outcome in OUT_OF_MEMORY
-    if only == "missing":
-        return result is None
-    return result is None or result.outcome in UNSETTLED
+    if result is None:
+        return only in (None, "missing")
+    wanted = {None: UNSETTLED, "failed": FAILED, "oom": OUT_OF_MEMORY, "missing": ()}[only]
+    return result.outcome in wanted
 
 
-def _refuse_changes(
-    sweep: Path, trials: Sequence[Trial], listed: TrialList, *, may_change: frozenset[str] = frozenset()
-) -> None:
-    """Raise InputError when a name stands for another configuration now: a table would mix two experiments."""
+def _check_unchanged(sweep: Path, trials: Sequence[Trial], listed: TrialList, *, may_change: frozenset[str]) -> None:
+    """Raise InputError if a trial in the folder has the same name but another configuration than now.
+
+    Otherwise the sweep's table would mix two experiments.
+    """
     if listed.newer_format is not None:
         raise InputError(
             f"{sweep / SWEEP} was written by a newer flopwatch (format {listed.newer_format}) and is not overwritten; "
-            "update flopwatch, or give the new sweep its own folder with --output"
+            "update flopwatch, or choose another folder for the new sweep with --output"
         )
     for trial in trials:
         before = _listed_settings(listed, trial.name)
@@ -158,19 +156,16 @@ def _refuse_changes(
         changed = [key for key in now if _plain(now[key]) != _plain(before.get(key))]
         if changed:
             what = ", ".join(f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in changed)
+            is_memory = changed == ["memory_bytes"]
+            advice = "; or use --only oom to run only the trials that ran out of memory again" if is_memory else ""
             raise InputError(
-                f"{trial.name} is already in {sweep} with another configuration ({what}); "
-                f"give the new sweep its own folder with --output, or use the earlier settings{_more_memory(changed)}"
+                f"the trial {trial.name} is already in {sweep} with another configuration ({what}); choose another "
+                f"folder for the new sweep with --output, or use the earlier settings{advice}"
             )
 
 
-def _more_memory(changed: Sequence[str]) -> str:
-    is_memory = list(changed) == ["memory_bytes"]
-    return "; --only oom gives more memory to the trials that ran out of it" if is_memory else ""
-
-
 def _listed_settings(listed: TrialList, name: str) -> dict[str, Any] | None:
-    """None when the trial is not listed, or its entry is damaged."""
+    """Return the settings of a trial in the sweep's list; None if the trial is not listed or its entry is damaged."""
     try:
         return TrialSpec.from_json(listed.trials[name]["spec"]).measured_settings()
     except (KeyError, BrokenRecordError):
@@ -190,42 +185,23 @@ def _slice(text: str | None) -> slice:
     except ValueError:
         start, stop = -1, None
     if start < 0 or (stop is not None and stop <= start):
-        raise InputError(f"--limit {text!r} is no slice of the matrix; write 20, 100:200 or 100:")
+        raise InputError(f"--limit {text!r} is not a slice of the trials; write for example 20, 100:200 or 100:")
     return slice(start, stop)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLimitMatch:
-    """A matrix compared with the memory limits of earlier results.
-
-    Attributes:
-        trials: The matrix; trials that fitted into a smaller limit keep that limit, and so their results.
-        raised: Names of trials that ran out of memory under a smaller limit.
-    """
-
-    trials: tuple[Trial, ...]
-    raised: frozenset[str] = frozenset()
-
-
 def match_memory_limits(
-    trials: Sequence[Trial],
-    earlier: Mapping[str, TrialResult],
-    unsettled: Sequence[str],
-    key_of: Callable[[TrialSpec], str],
-) -> MemoryLimitMatch:
-    """Keep the results of a sweep that is run again with more memory, where memory was not the problem.
+    trials: Sequence[Trial], earlier: Mapping[str, TrialResult], key_of: Callable[[TrialSpec], str]
+) -> tuple[tuple[Trial, ...], frozenset[str]]:
+    """Compare the memory limit of each trial with that of its earlier result, and find those with a larger limit now.
 
-    Args:
-        trials: The matrix.
-        earlier: The latest result of each trial.
-        unsettled: Outcomes after which a trial runs again in any case.
-        key_of: Returns the content key of a configuration.
+    Returns:
+        All trials, and the names of those that ran out of memory under a smaller limit. Other trials with a smaller
+        earlier limit get it back, and so keep their results, because more memory would not change these.
     """
-    raised = []
-    found = []
+    raised, found = [], []
     for trial in trials:
         result = earlier.get(trial.name)
-        if result is not None and result.outcome not in unsettled and _differs_by_more_memory(trial.spec, result.spec):
+        if result is not None and result.outcome not in UNSETTLED and _differs_by_more_memory(trial.spec, result.spec):
             if result.outcome in OUT_OF_MEMORY:
                 raised.append(trial.name)
             else:
@@ -233,44 +209,35 @@ def match_memory_limits(
                 spec = replace(trial.spec, limits=limits)
                 trial = replace(trial, spec=spec, key=key_of(spec))
         found.append(trial)
-    return MemoryLimitMatch(tuple(found), frozenset(raised))
+    return tuple(found), frozenset(raised)
 
 
 def _differs_by_more_memory(now: TrialSpec, before: TrialSpec) -> bool:
-    """Whether only the memory limit differs, and is larger now. Under a smaller one a trial may no longer fit."""
+    """Whether the configurations differ only in the memory limit, and the limit is larger now than before."""
     new, old = now.limits.memory_bytes, before.limits.memory_bytes
     if old is None or (new is not None and new <= old):
         return False
     return now.measured_settings() == {**before.measured_settings(), "memory_bytes": new}
 
 
-LOST: tuple[Outcome, ...] = ("lost",)
-"""Outcomes that say nothing about the configuration: a node failed, a job was preempted, a supervisor vanished."""
-
 _NOT_THE_NODE = ("PREEMPTED", "REVOKED")
-"""States of jobs that Slurm itself ended; their node is not at fault."""
+"""States of Slurm jobs that did not end because of their node, so that a retry may use the same node."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Which trials are tried again.
+    """Which trials are retried.
 
     Attributes:
-        most: Retries of one trial.
-        outcomes: Outcomes that are tried again; failures of the trainer itself only if the user names them.
+        most: Largest number of retries of one trial.
+        outcomes: Outcomes that are retried. `lost` says nothing about the configuration: a node failed, for example.
     """
 
     most: int = 2
-    outcomes: tuple[Outcome, ...] = LOST
+    outcomes: tuple[Outcome, ...] = ("lost",)
 
     def tries_again(self, result: TrialResult, earlier: int, *, is_stopping: bool = False) -> bool:
-        """Whether another attempt follows this result.
-
-        >>> from flopwatch.records.trial import TrialSpec
-        >>> lost = TrialResult("t", "key", TrialSpec("standard", "tiny", 1, 1), "lost")
-        >>> RetryPolicy(most=2).tries_again(lost, earlier=1), RetryPolicy(most=2).tries_again(lost, earlier=2)
-        (True, False)
-        """
+        """Whether a trial with this result and this number of earlier attempts is retried."""
         return not is_stopping and result.outcome in self.outcomes and earlier < self.most
 
 
@@ -278,22 +245,17 @@ DEFAULT_POLICY = RetryPolicy()
 
 
 def retry_policy(most: int, also: Sequence[str] = ()) -> RetryPolicy:
-    """A policy for lost trials, and for the outcomes a user names.
-
-    >>> retry_policy(3, ["error", "crash"]).outcomes
-    ('lost', 'crash', 'error')
-    """
+    """Make a policy that retries lost trials, and trials with one of the outcomes `also`."""
     allowed = [outcome for outcome in FAILED if outcome != "invalid"]
     if unknown := [word for word in also if word not in allowed]:
-        raise InputError(f"--retry-on takes {', '.join(allowed)}; got {', '.join(unknown)}")
-    return RetryPolicy(most, tuple(dict.fromkeys((*LOST, *(outcome for outcome in allowed if outcome in also)))))
+        raise InputError(f"--retry-on must be one of {', '.join(allowed)}, not {', '.join(unknown)}")
+    return RetryPolicy(most, tuple(dict.fromkeys(("lost", *(outcome for outcome in allowed if outcome in also)))))
 
 
 def hosts_to_avoid(attempts: Sequence[Attempt]) -> tuple[str, ...]:
-    """The node of the last attempt, unless it is not at fault. Only one: with all nodes excluded nothing could run.
+    """Return the node that the next attempt must not use: that of the last attempt, if the node may have failed.
 
-    >>> hosts_to_avoid([{"host": "n1"}, {"host": "n2", "state": "NODE_FAIL"}]), hosts_to_avoid([])
-    (('n2',), ())
+    Earlier nodes are allowed again, because a trial that excludes all nodes could never run.
     """
     if not attempts or attempts[-1].get("state") in _NOT_THE_NODE:
         return ()
@@ -302,11 +264,7 @@ def hosts_to_avoid(attempts: Sequence[Attempt]) -> tuple[str, ...]:
 
 
 def is_larger(spec: TrialSpec, failed: TrialSpec) -> bool:
-    """Whether it needs at least as much memory as the failed one: equal but for a larger batch or sequence length.
-
-    >>> is_larger(TrialSpec("ghost", "1b", 8, 512), TrialSpec("ghost", "1b", 4, 512))
-    True
-    """
+    """Whether a trial is the failed trial with a larger batch size or sequence length, so that it needs more memory."""
     if spec.batch_size < failed.batch_size or spec.seq_len < failed.seq_len:
         return False
     same = replace(spec, batch_size=failed.batch_size, seq_len=failed.seq_len)
@@ -314,17 +272,18 @@ def is_larger(spec: TrialSpec, failed: TrialSpec) -> bool:
 
 
 def proves_too_large(result: TrialResult) -> bool:
-    """Whether larger trials would run out of memory too.
+    """Whether this result proves that larger trials would run out of memory too.
 
-    Not when Ray's memory monitor killed it (`error` in the evidence): that may hit a small trial beside a large one.
-    Not after its steps either: there flopwatch's own work needs the memory.
+    It does not if Ray's memory monitor killed the trial (`error` in the evidence), because the monitor may kill a small
+    trial when another one is too large. It does not if the trial ran out of memory after its steps either, because then
+    flopwatch's own measurements used the memory.
     """
     is_its_own = result.outcome in ("oom_device", "oom_host") and "error" not in result.evidence
     return is_its_own and result.phase not in AFTER_THE_STEPS
 
 
 def inferred_result(trial: Trial, failures: Sequence[TrialResult]) -> TrialResult | None:
-    """The result of a trial that need not run, because a smaller one ran out of memory; None when it must run."""
+    """Return the result of a trial that is skipped because a smaller one ran out of memory; None if it must run."""
     for failure in failures:
         if is_larger(trial.spec, failure.spec):
             return TrialResult(
@@ -332,47 +291,38 @@ def inferred_result(trial: Trial, failures: Sequence[TrialResult]) -> TrialResul
                 key=trial.key,
                 spec=trial.spec,
                 outcome="oom_inferred",
-                reason=f"not run: {failure.name} ran out of memory already",
+                reason=f"not run, because the smaller trial {failure.name} ran out of memory",
                 evidence={"from": failure.name, "outcome": failure.outcome},
             )
     return None
 
 
 GREEN = ("ok", "oom_device", "oom_host", "oom_inferred", "unsupported", "skipped")
-"""Outcomes that are no failure: measured, out of memory (a limit that was found), or not run by a rule."""
+"""Outcomes that do not make a sweep fail. Out of memory is one of them, because sweeps search for the memory limit."""
 
 DONE, SOME_FAILED, STOPPED = 0, 1, 130
 OVER_BUDGET = 75
-"""EX_TEMPFAIL of sysexits.h: the same command continues the sweep."""
+"""Exit status EX_TEMPFAIL of sysexits.h: the user can run the same command again to continue the sweep."""
 
 
 def exit_status(plan: Plan, counts: Mapping[str, int], *, was_stopped: bool, is_over_budget: bool = False) -> int:
-    """0; 1 when a trial failed now or in an earlier run; 130 when stopped, 75 when over budget, with trials left.
-
-    Args:
-        plan: The plan.
-        counts: Number of trials per outcome, of this run.
-        was_stopped: By Ctrl-C.
-        is_over_budget: The budget ended before all trials were started.
+    """Return 130 or 75 if trials are left because of Ctrl-C or the time budget. Otherwise return 1 if a trial failed in
+    this run or an earlier one, and 0 if none failed. `counts` is the number of ended trials by outcome.
     """
     if was_stopped and trials_left(plan, counts):
-        return STOPPED  # as shells report Ctrl-C, so that `sweep && report` stops here
+        return STOPPED  # the status that shells give a command ended by Ctrl-C, so `sweep && report` stops here
     if is_over_budget and trials_left(plan, counts):
         return OVER_BUDGET
     is_red = trials_left(plan, counts) or any(outcome not in GREEN for outcome, count in counts.items() if count)
-    return SOME_FAILED if is_red or failed_before(plan) or _has_newer_results(plan) else DONE
+    has_unreadable_results = any(name in plan.newer for name in plan.asked)  # a newer flopwatch wrote them
+    return SOME_FAILED if is_red or failed_before(plan) or has_unreadable_results else DONE
 
 
 def trials_left(plan: Plan, counts: Mapping[str, int]) -> int:
-    """Trials of the plan that were to run and have no final result."""
+    """Return the number of planned trials that have no final result."""
     return len(plan.todo) - sum(count for outcome, count in counts.items() if outcome not in UNSETTLED)
 
 
 def failed_before(plan: Plan) -> int:
-    """Trials of the matrix that failed in an earlier run and were not run again."""
+    """Return the number of trials that failed in an earlier run and were not run again."""
     return sum(plan.kept[name].outcome not in GREEN for name in plan.asked if name in plan.kept)
-
-
-def _has_newer_results(plan: Plan) -> bool:
-    """Their results cannot be read, so they may be failures."""
-    return any(name in plan.newer for name in plan.asked)

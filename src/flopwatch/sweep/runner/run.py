@@ -1,20 +1,40 @@
-"""Runs the trials of a plan on an engine. Results are written at once and not kept: 10,000 trials need no memory."""
+"""Runs the trials of a plan on an engine and writes each result to `results.jsonl` when its trial has ended.
+
+A supervisor is the process that runs one trial and writes the trial's result. After the engine has reported the end of
+a supervisor, its result may still be invisible, because a network file system may show the files of another host up to
+a minute late. Therefore the runner records a trial as lost only after that time, and only if the supervisor's heartbeat
+has stopped.
+"""
 
 import contextlib
+import errno
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import Clock, monotonic_seconds
-from flopwatch.records.reading import read_object, tail
+from flopwatch.records.reading import read_json, read_object, tail
 from flopwatch.records.trial import UNSETTLED, TrialResult
-from flopwatch.records.trial_files import STARTED, SWEEP, log_file
+from flopwatch.records.trial_files import GUARD, RESULTS, STARTED, SWEEP, log_file, trial_folder
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
+from flopwatch.sweep.claims import BEAT_SECONDS, is_alive_here, is_withdrawn, visible_seconds, withdraw
 from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
-from flopwatch.sweep.folder import Trial, folder_of, has_begun, own_result, prepare, record, restore_lists
+from flopwatch.sweep.folder import (
+    Trial,
+    attempt_of,
+    folder_of,
+    has_begun,
+    is_supervised,
+    own_result,
+    prepare,
+    record,
+    restore_lists,
+    silent_seconds,
+)
 from flopwatch.sweep.host.processes import kill_marked
 from flopwatch.sweep.runner.observing import Observer, SafeObserver, Stop
 from flopwatch.sweep.runner.plan import (
@@ -25,15 +45,170 @@ from flopwatch.sweep.runner.plan import (
     inferred_result,
     proves_too_large,
 )
-from flopwatch.sweep.runner.waiting import LateResults, Pause, ResultWriter, SilentSupervisors, is_transient
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
+from flopwatch.sweep.supervisor.supervise import allowed_silence
 
-_TICK_SECONDS = 0.25  # how long an engine may wait for an end; also how soon Ctrl-C has an effect
-_IDLE_TICK_SECONDS = 0.05  # when nothing runs, only trials of other runners are waited for
+
+class LateResults:
+    """Keeps ended trials until their results are visible, or until it is certain that there will be no result."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ended: dict[str, Ended] = {}
+        self._deadlines: dict[str, float] = {}
+
+    def ready(self, ended: Iterable[Ended], running: Mapping[str, Trial], *, is_patient: bool = True) -> list[Ended]:
+        """Add the trials whose end the engine has just reported. Return those kept so far whose outcome is certain.
+
+        With `is_patient` False, because the sweep is being cancelled, return all of them.
+        """
+        for end in ended:
+            if end.name in running:
+                self._ended.setdefault(end.name, end)
+        ready = [name for name in self._ended if not is_patient or self.is_over(running[name])]
+        return [_with_guards_reason(self._ended.pop(name), running[name]) for name in ready]
+
+    def is_over(self, trial: Trial) -> bool:
+        """Whether the trial's result is visible, or no supervisor runs the trial and no result can appear later."""
+        deadline = self._deadlines.setdefault(trial.name, self._clock() + visible_seconds())
+        if own_result(trial.sweep, trial.name) is None:
+            if is_supervised(trial.sweep, trial.name):
+                return False
+            if self._clock() <= deadline and _may_have_begun_elsewhere(trial_folder(trial.sweep, trial.name)):
+                return False
+        del self._deadlines[trial.name]
+        return True
+
+
+def _may_have_begun_elsewhere(folder: Path) -> bool:
+    """Whether a supervisor on another host may have started this trial."""
+    claimed = read_json(folder / STARTED)
+    if not isinstance(claimed, dict):
+        # `withdraw` prevents any supervisor from starting the trial. It returns False if one has started it.
+        return not withdraw(folder)
+    return not is_withdrawn(claimed) and is_alive_here(claimed) is None
+
+
+def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
+    """Add the reason that the guard process wrote if it killed a supervisor that did not respond."""
+    note = read_json(trial_folder(trial.sweep, trial.name) / GUARD)
+    if isinstance(note, dict) and note.get("attempt") == attempt_of(trial.sweep, trial.name):
+        return replace(ended, evidence={"stuck": note.get("reason"), **ended.evidence})
+    return ended
+
+
+class SilentSupervisors:
+    """Kills supervisors whose heartbeat has stopped although their process exists, such as on a hanging file system.
+
+    Normally the guard process on the supervisor's host (`trial_guard.py`) kills such a supervisor earlier. This class
+    is needed if the guard is gone or the host does not respond.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next_check = 0.0
+        self._reasons: dict[str, str] = {}
+
+    def end_silent(self, engine: Engine, running: Mapping[str, Trial]) -> None:
+        """Make the engine kill each supervisor whose heartbeat has been missing for too long."""
+        end = getattr(engine, "end", None)
+        if end is None or self._clock() < self._next_check:
+            return
+        self._next_check = self._clock() + BEAT_SECONDS
+        found = {name: reason for name, trial in running.items() if (reason := self._reason(trial))}
+        if found:
+            self._reasons |= found
+            end(list(found))
+
+    def _reason(self, trial: Trial) -> str | None:
+        if trial.name in self._reasons:
+            return None
+        claimed = read_json(trial_folder(trial.sweep, trial.name) / STARTED)
+        if not isinstance(claimed, dict) or is_withdrawn(claimed):
+            return None
+        silent = silent_seconds(trial.sweep, trial.name)
+        if silent <= allowed_silence(trial.spec.limits) + visible_seconds():
+            return None
+        process = f"pid {claimed.get('pid')} on {claimed.get('host')}"
+        return f"the trial's supervisor ({process}) wrote no heartbeat for {silent:.0f} s and was killed"
+
+    def explain(self, ended: Ended) -> Ended:
+        """Add the reason to the evidence if `end_silent` killed this trial's supervisor."""
+        reason = self._reasons.pop(ended.name, None)
+        return ended if reason is None else replace(ended, evidence={"stuck": reason, **ended.evidence})
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+_NETWORK = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO)
+_PAUSE_SECONDS = 5.0  # time between two tries to write to a full disk
+
+
+def is_transient(error: OSError) -> bool:
+    """Whether the error may disappear without a change to the sweep, such as the error of a full disk."""
+    return error.errno in _FULL + _NETWORK
+
+
+class Pause:
+    """The time between two tries of a write that failed.
+
+    Attributes:
+        why: The reason for the pause, as the user sees it. Empty if there is no pause.
+    """
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self.why = ""
+
+    def begin(self, error: OSError) -> None:
+        self.why = f"waiting: {error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        self._until = time.monotonic() + _PAUSE_SECONDS
+
+    def is_over(self) -> bool:
+        return not self.why or time.monotonic() >= self._until
+
+    def end(self) -> None:
+        self.why = ""
+
+
+class ResultWriter:
+    """Appends results to `results.jsonl`, and tries again if the disk is full or the file system does not respond."""
+
+    def __init__(self, write: Callable[[TrialResult], None]) -> None:
+        self._write = write
+        self._waiting: deque[TrialResult] = deque()
+        self.pause = Pause()
+
+    def add(self, result: TrialResult) -> None:
+        self._waiting.append(result)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        while self._waiting and self.pause.is_over():
+            try:
+                self._write(self._waiting[0])
+            except OSError as error:
+                if not is_transient(error):
+                    raise
+                self.pause.begin(error)
+                return
+            self._waiting.popleft()
+            self.pause.end()
+
+    def close(self, patience_seconds: float = 60.0) -> int:
+        """Write the queued results; return the number of those that could not be written."""
+        deadline = time.monotonic() + patience_seconds
+        while self._waiting and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self.catch_up()
+        return len(self._waiting)
+
+
+_TICK_SECONDS = 0.25  # A call of `Engine.wait` takes at most this long, and so does the reaction to Ctrl-C.
+_IDLE_TICK_SECONDS = 0.05  # This is the limit of `Engine.wait` while the engine runs no trial.
 _ONE_FOLDERS_ERRORS = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 """Errors that concern the folder of one trial, so that the other trials can still run."""
 
-_LATEST_UNIX_TIME = 1e11  # some thousand years ahead; anything beyond is a damaged file
+_LATEST_UNIX_TIME = 1e11  # more than 3,000 years from now: a later time means that the file is damaged
 
 Refusal = Callable[[Trial], str | None]
 
@@ -49,17 +224,20 @@ def run_plan(
     budget_seconds: float | None = None,
     clock: Clock = monotonic_seconds,
 ) -> dict[str, int]:
-    """Run the plan's trials; every result is appended to `results.jsonl` at once. Returns the number of each outcome.
+    """Run the trials `plan.todo` and append each result to `results.jsonl`.
 
     Args:
-        plan: From `make_plan`.
-        engine: Where trials are placed.
-        observer: Called for what happens; an exception it raises does not end the sweep.
-        stop: Read several times a second.
-        refuse: Returns why a trial cannot run at all (its preflight failed), before it takes a slot.
-        retries: Which outcomes are followed by another attempt, and how often.
-        budget_seconds: After this time no trial is started; None is no limit.
+        plan: The result of `make_plan`.
+        engine: Runs the trials.
+        observer: Is called when trials start and end. An exception that it raises does not end the sweep.
+        stop: Flags that another thread or a signal handler may set to stop the sweep.
+        refuse: Returns the reason why a trial cannot run (its preflight failed), or None if it can run.
+        retries: Which outcomes are retried, and how often.
+        budget_seconds: No trial starts after this time. None means no limit.
         clock: Measures the budget.
+
+    Returns:
+        The number of trials that ended, by outcome.
     """
     run = _Run(plan, engine, SafeObserver(observer), stop, refuse, retries)
     began = clock()
@@ -78,11 +256,9 @@ class _Run:
     """The state of one run of a plan.
 
     Attributes:
-        waiting: Trials that are not placed yet, in order.
-        running: Trials that the engine runs, by name.
-        elsewhere: Trials that an earlier runner started, unknown to the engine, whose supervisors may be alive.
-        out_of_memory: Results that prove larger trials too large.
-        counts: Results so far, by outcome.
+        waiting: Trials that the engine has not been given yet, in the order in which they start.
+        elsewhere: Trials of an earlier runner that the engine does not know and whose supervisors may still run.
+        out_of_memory: Results which prove that larger trials would run out of memory too.
     """
 
     plan: Plan
@@ -124,8 +300,8 @@ class _Run:
         self._reclaim_ended()
 
     def _with_attempts(self, trial: Trial) -> Trial:
-        """With the attempts of a killed runner, unless the user asked for a finished trial again: that starts anew."""
-        if trial.name in self.plan.again:
+        """Add the attempts of an earlier runner that was killed to the trial, so that they count as retries."""
+        if trial.name in self.plan.again:  # the user runs a finished trial again, so the count starts at 0
             return trial
         attempts = listed_attempts(trial.sweep, trial.name, trial.key)
         return replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts)) if attempts else trial
@@ -149,7 +325,10 @@ class _Run:
             self.engine.cancel()
         self.engine.close()
         if unwritten := self.writer.close():
-            sys.stderr.write(f"flopwatch: {unwritten} results could not be listed; {self.writer.pause.why}\n")
+            sys.stderr.write(
+                f"flopwatch: {unwritten} results are not in {self.sweep / RESULTS} yet ({self.writer.pause.why}); "
+                "run the same command again to add them\n"
+            )
 
     def _write(self, result: TrialResult) -> None:
         if not (self.sweep / SWEEP).exists():  # a trial may delete the sweep's folder
@@ -162,7 +341,7 @@ class _Run:
         self.observer.ended(result)
 
     def _reclaim_ended(self) -> None:
-        """Settle or queue the trials of an earlier runner whose supervisors are gone."""
+        """Record the results of trials in `elsewhere` whose supervisors have ended. Queue those without a result."""
         ended = [trial for trial in self.elsewhere.values() if self.late.is_over(trial)]
         for trial in ended:
             del self.elsewhere[trial.name]
@@ -176,8 +355,8 @@ class _Run:
             self.waiting = deque(sorted(self.waiting, key=lambda trial: order[trial.name]))
 
     def _wind_down(self) -> None:
-        """Start nothing: take back what the engine has queued and, on `stop.kill`, end what runs."""
-        withdraw = getattr(self.engine, "withdraw", None)  # optional in the engine protocol
+        """Withdraw the trials that are queued in the engine; with `stop.kill` also kill the running ones."""
+        withdraw = getattr(self.engine, "withdraw", None)  # a user's own engine need not have this method
         for name in withdraw() if withdraw is not None else ():
             if (trial := self.running.pop(name, None)) is not None:
                 self.waiting.append(trial)
@@ -186,7 +365,7 @@ class _Run:
             self.engine.cancel()
 
     def _submit_waiting(self) -> None:
-        """Give the engine as many trials as it has room for; trials that need not run are settled on the way."""
+        """Give the engine as many trials as it has room for."""
         while self.waiting and self.pause.is_over() and (room := self.engine.room(self.waiting[0].spec)) > 0:
             batch = self._next_batch(room)
             if not batch:
@@ -208,7 +387,7 @@ class _Run:
             try:
                 prepare(trial)
             except OSError as error:
-                if is_transient(error):  # such as a full disk: this trial is the first to be tried again
+                if is_transient(error):  # such as a full disk; the trial stays the first of the queue
                     self.waiting.appendleft(trial)
                     self.pause.begin(error)
                     break
@@ -221,7 +400,7 @@ class _Run:
         return batch
 
     def _finish(self, ended: Ended) -> None:
-        """Settle a trial whose supervisor is gone, or queue its next attempt."""
+        """Record the result of a trial whose supervisor has ended, or queue the trial's next attempt."""
         trial = self.running.pop(ended.name, None)
         if trial is None:
             return
@@ -237,7 +416,7 @@ class _Run:
 
 
 def _result_without_folder(trial: Trial, error: OSError) -> TrialResult:
-    reason = f"could not be started: {error.strerror}: {error.filename}; make it readable and writable, or remove it"
+    reason = f"not started ({error.strerror}: {error.filename}); make this path readable and writable, or remove it"
     return TrialResult(trial.name, trial.key, trial.spec, "lost", reason, {"from": "the sweep's folder"})
 
 
@@ -249,7 +428,7 @@ def _refused(trial: Trial, refuse: Refusal) -> TrialResult | None:
 
 
 def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult:
-    """The supervisor's result, with what only the engine knows, such as that Slurm preempted the job."""
+    """Return the supervisor's result, corrected by what the engine knows, such as that Slurm preempted the job."""
     result = own_result(trial.sweep, trial.name) or _result_without_supervisor(trial, ended.evidence)
     if result.outcome == "cancelled" and not is_cancelled and (better := outcome_known_to_engine(ended.evidence)):
         evidence = {**result.evidence, **ended.evidence}
@@ -259,17 +438,18 @@ def _result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult
 
 
 def _next_attempt(trial: Trial, result: TrialResult) -> Trial:
-    """The trial again. It is queued last: by the time it runs, the engine may know that a node has failed."""
+    """Put the files of the last attempt aside and return the trial for its next attempt."""
     folder = put_aside(trial.sweep, trial.name) if has_begun(trial.sweep, trial.name) else None
     attempts = (*result.earlier_attempts, attempt_from(result, folder))
     trial = replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts))
-    with contextlib.suppress(OSError):  # `_next_batch` prepares it again
-        prepare(trial)  # at once, so that the attempt is on disk if this runner is killed now
+    # Write the attempts to disk now, in case this runner is killed. If that fails, `_next_batch` does it later.
+    with contextlib.suppress(OSError):
+        prepare(trial)
     return trial
 
 
 def _result_without_supervisor(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
-    """The supervisor is gone and wrote no result. Kills processes of the trial that may have outlived it."""
+    """Kill remaining processes of a trial whose supervisor wrote no result, and make a result from the evidence."""
     kill_marked(folder_of(trial).resolve())
     outcome, reason = ending_from_evidence(evidence)
     began = read_object(folder_of(trial) / STARTED).get("unix_time")

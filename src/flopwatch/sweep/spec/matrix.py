@@ -13,8 +13,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from flopwatch.errors import InputError
 from flopwatch.models.presets import image_preset
 from flopwatch.records.reading import cut
-from flopwatch.records.trainer_names import canonical_trainer
-from flopwatch.records.trial import Limits, TrialSpec
+from flopwatch.records.trial import Limits, TrialSpec, canonical_trainer
 from flopwatch.sweep.spec.names import check_label
 from flopwatch.sweep.spec.parsing import (
     Condition,

@@ -19,8 +19,7 @@ from typing import Any
 from flopwatch.errors import InputError
 from flopwatch.models.presets import PRESETS, check_model_name, image_preset, is_config
 from flopwatch.records.reading import one_line
-from flopwatch.records.trainer_names import COMMAND, LABELS
-from flopwatch.records.trial import TrialSpec, content_key
+from flopwatch.records.trial import COMMAND, LABELS, TrialSpec, content_key
 from flopwatch.sweep.spec.parsing import did_you_mean
 from flopwatch.sweep.trainers.options import read_options
 

@@ -18,8 +18,7 @@ import yaml
 from flopwatch.errors import InputError
 from flopwatch.models.presets import IMAGE_PRESETS, PRESETS
 from flopwatch.records.reading import one_line
-from flopwatch.records.trainer_names import LABELS, PRIVATE, canonical_trainer
-from flopwatch.records.trial import TrialSpec
+from flopwatch.records.trial import LABELS, PRIVATE, TrialSpec, canonical_trainer
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME [ATTEMPT]` runs one trial of a sweep."""
+"""Runs one trial of a sweep: `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME [ATTEMPT]`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Builds a trial's result: collects what it measured from the files its worker left, and says how it ended.
+"""Builds the result of a trial from its worker's exit status and from the files that the worker wrote.
 
-Standard library only: supervisors use it.
+Standard library only, because every supervisor imports this module and must start quickly.
 """
 
 import contextlib
@@ -51,24 +51,24 @@ from flopwatch.sweep.supervisor.classify import (
     signal_name,
 )
 
-_LONGEST_TEXT = 20_000  # characters of a traceback; longer ones are cut
+_LONGEST_TEXT = 20_000  # longer tracebacks are cut to this number of characters
 _PHASES = ("forward", "backward", "optimizer")
-_LARGEST_NUMBER = 1e300  # larger numbers overflow in sums and products
+_LARGEST_NUMBER = 1e300  # sums and products of larger numbers would overflow
 _MOST_OF_PEAK = 1.05
-"""A reported MFU may exceed 1 by this much, because datasheet peaks are not exact."""
+"""The largest MFU or HFU that is accepted from a command. It is above 1 because datasheet peaks are not exact."""
 
 _MOST_NUMBERS = 500
-"""Numbers kept from a command's `metrics.json`: each one is repeated in every list of results."""
+"""Only so many numbers of a command's `metrics.json` are kept, because all lists of results repeat them."""
 
 REPORTED = "reported by the command"
 
-_RESAMPLES = 500  # enough for two digits of a 95 % interval, in 10 ms for 100 steps
-_UNSTABLE_WIDTH = 0.05  # of the median; see `StepTimes.unstable`
+_RESAMPLES = 500  # This gives two correct digits of a 95 % bootstrap interval and takes 10 ms for 100 steps.
+_UNSTABLE_WIDTH = 0.05  # Step times are unstable if the interval is wider than this share of the median.
 
 
 @dataclass(frozen=True, slots=True)
 class _ExceptionFile:
-    """The fields `exception.json` must have to be used."""
+    """The required fields of `exception.json`."""
 
     type: str
     message: str
@@ -77,7 +77,7 @@ class _ExceptionFile:
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredFile:
-    """What `measured.json` holds."""
+    """The content of `measured.json`."""
 
     measured: Measured = field(default_factory=Measured)
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -101,14 +101,12 @@ class _StepLine:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a worker or a command left in its files.
+    """The content of the files that a worker or a user's command wrote.
 
     Attributes:
-        measured: The measurements.
-        environment: What it ran on.
-        is_done: Whether the worker wrote that it is done.
-        has_all_steps: Whether all steps of the spec are measured; False for a command, whose steps we do not see.
-        reported_outcome: The outcome a command reported for itself.
+        is_done: Whether the worker wrote that it has finished.
+        has_all_steps: Whether the worker measured all steps. Always False for a command.
+        reported_outcome: The outcome that a command wrote to `metrics.json`; None if it wrote none.
     """
 
     measured: Measured
@@ -149,10 +147,10 @@ def build_result(sweep: Path, name: str, job: TrialJob, worker_exit: WorkerExit)
 
 
 def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
-    """Turn a failure into `ok` when the trial's steps were measured before its supervisor was killed with it.
+    """Change the outcome to `ok` if Slurm killed the trial for memory or time after all its steps were measured.
 
-    Slurm kills supervisor and worker together for memory or time, so the supervisor could not write this itself. A
-    trial that was lost or cancelled stays so: it runs again.
+    Slurm kills the supervisor together with its worker, so the supervisor could not write this outcome itself. The
+    outcomes `lost` and `cancelled` do not change, because such a trial runs again.
     """
     if result.outcome not in (*OUT_OF_MEMORY, "timeout") or result.measured.not_measured:
         return result
@@ -173,44 +171,33 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
 
 
 def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit, collected: Collected) -> ExitFacts:
-    status = worker_exit.status
-    facts = ExitFacts(
+    """Collect the facts about the end of a trial.
+
+    For several processes, use the exit status of the rank that failed first, because torchrun's hides the cause.
+    """
+    job = worker_exit.job_end
+    status = worker_exit.status if job.first is None else job.first.status
+    has_exception = job.first is None or job.first.exception is not None
+    return ExitFacts(
         own_kill=worker_exit.own_kill,
         own_kill_detail=worker_exit.own_kill_detail,
         exit_code=status if status is not None and status >= 0 else None,
         signal_number=-status if status is not None and status < 0 else None,
-        has_finished=collected.is_done,
+        has_finished=collected.is_done and job.first is None,
         has_finished_steps=collected.has_all_steps,
         is_command=spec.trainer == "command",
-        exception=_read_exception(trial_folder(sweep, name)),
+        exception=_read_exception(trial_folder(sweep, name)) if has_exception else None,
         reported=collected.reported_outcome,
-        oom_kills=worker_exit.oom_kills,
+        oom_kills=worker_exit.oom_kills + job.oom_kills,
         has_own_group=worker_exit.memory_limit.get("by") == "cgroup",
         held_bytes=worker_exit.lower_bound_bytes or None,
         limit_bytes=spec.limits.memory_bytes,
         log_tail=tail(log_file(sweep, name)),
     )
-    return _of_first_failure(facts, worker_exit.job_end)
-
-
-def _of_first_failure(facts: ExitFacts, job: JobEnd) -> ExitFacts:
-    """The facts of the rank that failed first, in place of those of torchrun, which only reports its failure."""
-    oom_kills = facts.oom_kills + job.oom_kills
-    if job.first is None:
-        return replace(facts, oom_kills=oom_kills)
-    status = job.first.status
-    return replace(
-        facts,
-        exit_code=status if status is not None and status >= 0 else None,
-        signal_number=-status if status is not None and status < 0 else None,
-        exception=facts.exception if job.first.exception is not None else None,
-        oom_kills=oom_kills,
-        has_finished=False,
-    )
 
 
 def _with_node_failure(ended: tuple[Outcome, str], job: JobEnd, facts: ExitFacts) -> tuple[Outcome, str]:
-    """The outcome with what only the nodes know: which rank failed, or that a node was lost."""
+    """Add to the outcome which rank failed, or change it to `lost` if a node was lost."""
     outcome, reason = ended
     if facts.own_kill is not None:
         return ended
@@ -223,7 +210,7 @@ def _with_node_failure(ended: tuple[Outcome, str], job: JobEnd, facts: ExitFacts
     if job.lost:
         return "lost", job.lost
     if job.error:
-        return "error", f"its processes could not be connected: {first_line(job.error, 300)}"
+        return "error", f"the trial's ranks could not connect to each other: {first_line(job.error, 300)}"
     return ended
 
 
@@ -238,7 +225,7 @@ def _read_exception(folder: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = clean_value(content)
     except BrokenRecordError:
         return None
-    # Our worker cuts its texts, but any other process of the trial may have written this file.
+    # The worker writes only short texts, but the user's code may have written this file too.
     return {name: cut(value, _LONGEST_TEXT) if isinstance(value, str) else value for name, value in found.items()}
 
 
@@ -263,13 +250,7 @@ def _evidence(facts: ExitFacts, worker_exit: WorkerExit, outcome: Outcome) -> di
 
 
 def collect_measurements(trial_dir: Path, spec: TrialSpec, host_peak: HostPeak) -> Collected:
-    """Read a trial's files.
-
-    Args:
-        trial_dir: The trial's folder.
-        spec: Its configuration.
-        host_peak: Peak host memory of the process tree, as the supervisor sampled it.
-    """
+    """Read the measurements in a trial's folder; `host_peak` is the peak host memory that the supervisor sampled."""
     left = _read_measured(trial_dir)
     measured = replace(left.measured, memory=_with_host_peak(left.measured.memory, host_peak))
     environment = dict(left.environment)
@@ -289,7 +270,7 @@ def _read_measured(trial_dir: Path) -> _MeasuredFile:
 
 
 def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
-    """Note in `not_measured`, for a trial that ended after its steps, which phases are missing and why."""
+    """Fill `not_measured` of a trial that ended after its steps: the reason for each phase that was not measured."""
     is_wanted = {"trace": spec.trace, "privacy": bool(spec.privacy)}
     is_measured = {
         "memory": "optimizer" in measured.memory.by_phase,
@@ -303,7 +284,7 @@ def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress,
 
 
 def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
-    """Combine two peaks: the worker's is exact for its own process, the supervisor's samples the whole tree."""
+    """Take the larger of two peaks: the worker's own exact one, and the supervisor's sampled one of all processes."""
     if sampled.bytes is None:
         return memory
     is_more = memory.host_bytes is None or sampled.bytes > memory.host_bytes
@@ -312,13 +293,13 @@ def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
 
 
 def _reported_outcome(reported: Mapping[str, Any]) -> Outcome | None:
-    """A command may report that it ran out of memory, which its exit code cannot say."""
+    """Return the out-of-memory outcome that a command reported, because its exit code cannot express it; or None."""
     outcome = reported.get("outcome")
     return outcome if outcome in ("oom_device", "oom_host") else None
 
 
 def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec) -> Measured:
-    whole = _whole_steps(rows)
+    whole = _readable_steps(rows)
     timed = [row for row in whole if row.phase == "measure"]
     times = step_times([row.seconds for row in timed], first=whole[0].seconds if whole else None)
     if times is None:
@@ -334,8 +315,8 @@ def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec)
     )
 
 
-def _whole_steps(rows: list[dict[str, Any]]) -> list[_StepLine]:
-    """The readable lines: a worker may be killed in the middle of one, and a trainer may write its own."""
+def _readable_steps(rows: list[dict[str, Any]]) -> list[_StepLine]:
+    """Return the valid lines of `steps.jsonl`. A worker may have been killed while it wrote the last one."""
     found = []
     for row in rows:
         with contextlib.suppress(BrokenRecordError):
@@ -355,7 +336,7 @@ def _with_rates(cost: StepCost, seconds: float) -> StepCost:
 
 
 def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, Any], batch_size: int) -> Measured:
-    """Add what a command reported: numbers in `metrics.json`, and a `TrainingMonitor` log in the trial's folder."""
+    """Add the numbers that a command wrote to `metrics.json` or to a `TrainingMonitor` log in the trial's folder."""
     numbers = {
         name: float(value) for name, value in {**_monitor_values(trial_dir), **reported}.items() if _is_number(value)
     }
@@ -375,11 +356,11 @@ def _with_reported(measured: Measured, trial_dir: Path, reported: Mapping[str, A
 
 
 def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """MFU and HFU as a command reported them. Impossible values are left out, and a note says so."""
+    """Return the MFU and HFU that a command reported, and a note for each value that is impossible and left out."""
     reported = {name: numbers[name] for name in ("mfu", "hfu") if name in numbers}
     shares = {name: value for name, value in reported.items() if 0 <= value <= _MOST_OF_PEAK}
     notes = tuple(
-        f"the command reported {name} = {value:g}, which is left out: it is a share of the peak, 0.45 for 45 %"
+        f"the command reported {name} = {value:g}, which is ignored: write it as a share of the peak, 0.45 for 45 %"
         for name, value in reported.items()
         if name not in shares
     )
@@ -387,11 +368,11 @@ def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tupl
 
 
 def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
-    from flopwatch.runs import find_log, read_log  # few trials have such a log, so supervisors start without it
+    from flopwatch.runs import find_log, read_log  # imported here because few trials have such a log
 
     try:
         summary = read_log(find_log(trial_dir)).summary
-    except Exception:  # a broken log of the user's program must not cost the trial its result
+    except Exception:  # an unreadable log must not prevent the trial's result
         return {}
     if summary is None:
         return {}
@@ -407,11 +388,11 @@ def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= _LARGEST_NUMBER  # False for NaN as well
+    return is_number and abs(value) <= _LARGEST_NUMBER  # this comparison is False for NaN
 
 
 def step_times(seconds: Sequence[float], first: float | None = None) -> StepTimes | None:
-    """Median, percentiles and the median's 95 % bootstrap interval.
+    """Compute the median, percentiles and the 95 % bootstrap interval of the median; None without steps.
 
     >>> step_times([2.0, 1.0, 3.0]).median
     2.0

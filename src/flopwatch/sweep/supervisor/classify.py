@@ -1,9 +1,9 @@
-"""Decides how a trial ended. Pure: facts in; outcome and reason out. Standard library only: supervisors use it.
+"""Determines the outcome of a trial from the known facts about its end. Standard library only. Does no I/O.
 
-Order of evidence, strongest first: a kill by the supervisor, what the trial itself reported (the worker's exception,
-the outcome in a command's `metrics.json`), the kernel's count of out-of-memory kills, the memory sampled, the wait
-status. An exit code alone proves little: a SIGKILL may come from us, the kernel or another user. Words in a log prove
-nothing; they are shown as a hint.
+The evidence in order, strongest first: the supervisor killed the worker; the trial reported an outcome (the worker's
+exception, or the outcome in a command's `metrics.json`); the kernel counted out-of-memory kills; the sampled memory was
+near its limit; the exit status. The exit status comes last because SIGKILL may come from the supervisor, the kernel or
+another user. The text of the log does not change the outcome; a line about memory is only shown as a hint.
 """
 
 import re
@@ -18,37 +18,36 @@ from flopwatch.sweep.host.memory import HostPeak
 
 OwnKill = Literal["timeout", "hang", "cancelled", "oom_host"]
 
-# What allocators print when an allocation fails. "error" or "memory" alone would match too much.
+# Texts that allocators print when an allocation fails. "error" or "memory" alone would match too many lines.
 _MEMORY_WORDS = re.compile(
     r"OutOfMemoryError|out of memory|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|Cannot allocate memory|"
     r"DefaultCPUAllocator: (?:can't|not enough) .*memory|\bMemoryError\b|exceeded memory limit",
     re.IGNORECASE,
 )
-_HINT_CHARACTERS = 200  # one line of a terminal or two
+_HINT_CHARACTERS = 200  # longer log lines are cut to this length
 
 NEAR_LIMIT = 0.95
-"""A process killed by SIGKILL or SIGABRT with this share of its limit in use is taken for out of memory."""
+"""If SIGKILL or SIGABRT ended a trial that used more than this share of its memory limit, the outcome is `oom_host`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExitFacts:
-    """What is known about the end of a trial's worker.
+    """The known facts about the end of a trial's worker process.
 
     Attributes:
-        own_kill: Why the supervisor killed it; None when it did not.
-        own_kill_detail: The same in words.
-        exit_code: The worker's; None when a signal ended it.
-        signal_number: The signal; None when it exited by itself.
-        has_finished: True when the worker wrote that it is done.
-        has_finished_steps: True when all its steps were measured, whatever happened after them.
-        is_command: True for a command, which writes no such note: exit code 0 is success.
-        exception: `type`, `message`, `outcome` as the worker wrote them.
-        reported: The outcome a command wrote to `metrics.json`.
-        oom_kills: Processes the kernel killed for memory while it ran, in the trial's own cgroup or in a shared one.
-        has_own_group: False when a kill may have hit another trial.
-        held_bytes: Lower bound of its peak host memory; None when unknown.
-        limit_bytes: Its limit of host memory; None without one.
-        log_tail: The end of its log.
+        own_kill: The outcome for which the supervisor killed the worker; None if it did not kill it.
+        own_kill_detail: The reason for this kill as a text.
+        exit_code: The worker's exit code; None if a signal ended the worker.
+        signal_number: The signal that ended the worker; None if it exited by itself.
+        has_finished: Whether the worker wrote that it has finished.
+        has_finished_steps: Whether the worker measured all its steps.
+        is_command: Whether the worker is a user's command. A command with exit code 0 has succeeded.
+        exception: `type`, `message` and `outcome` of the exception that the worker wrote to `exception.json`.
+        reported: The outcome that a command wrote to `metrics.json`.
+        oom_kills: Number of processes that the kernel killed for memory in the trial's cgroup.
+        has_own_group: Whether no other trial shares this cgroup.
+        held_bytes: Lower bound of the peak host memory; None if unknown.
+        limit_bytes: Limit of host memory; None without a limit.
     """
 
     own_kill: OwnKill | None = None
@@ -68,10 +67,10 @@ class ExitFacts:
 
 
 def classify(facts: ExitFacts) -> tuple[Outcome, str]:
-    """The outcome, and the reason in one line.
+    """Return the outcome of a trial and the reason in one line.
 
-    A trial whose steps are measured is `ok` even if it failed afterwards: the phases after the steps are flopwatch's
-    own work. Only `cancelled` stays, because the trial will run again.
+    A trial whose steps are all measured is `ok` even if it failed later, because the later phases are measurements by
+    flopwatch and not part of the training. A cancelled trial stays `cancelled`, because it runs again.
     """
     outcome, reason = _ignoring_steps(facts)
     if outcome not in ("ok", "cancelled") and facts.has_finished_steps:
@@ -80,12 +79,12 @@ def classify(facts: ExitFacts) -> tuple[Outcome, str]:
 
 
 def ok_after_steps(reason: str) -> tuple[Outcome, str]:
-    """The outcome of a trial that failed for this reason after its steps were measured."""
-    return "ok", f"its steps are measured; it ended after them: {reason}"
+    """Return the outcome of a trial that failed for this reason after all its steps were measured."""
+    return "ok", f"all steps were measured; the trial failed after them: {reason}"
 
 
 def _ignoring_steps(facts: ExitFacts) -> tuple[Outcome, str]:
-    # A worker may have finished just before our kill and noted it. A command leaves no note, so the kill counts.
+    # The worker may have finished just before the supervisor killed it. Then its result is complete.
     if facts.exit_code == 0 and facts.has_finished:
         killed = f"; {facts.oom_kills} of its processes were killed for memory" if facts.oom_kills else ""
         return "ok", f"ran to its end{killed}"
@@ -105,12 +104,12 @@ def _by_memory(facts: ExitFacts) -> tuple[Outcome, str] | None:
         return "oom_host", f"the kernel killed {whom}: its memory limit was reached"
     if facts.limit_bytes is None or facts.held_bytes is None or facts.exception is not None:
         return None
-    held = f"it held {_mebibytes(facts.held_bytes)} MiB, its limit is {_mebibytes(facts.limit_bytes)} MiB"
-    is_aborted = facts.signal_number == signal.SIGABRT  # as C++ does after an uncaught bad_alloc
+    held = f"it used {facts.held_bytes / 2**20:,.0f} MiB of its limit of {facts.limit_bytes / 2**20:,.0f} MiB"
+    is_aborted = facts.signal_number == signal.SIGABRT  # C++ sends it after an uncaught std::bad_alloc
     if (is_killed or is_aborted) and facts.held_bytes > NEAR_LIMIT * facts.limit_bytes:
         return "oom_host", f"ended by {'SIGKILL' if is_killed else 'SIGABRT'} while {held}"
     if facts.signal_number is None and facts.held_bytes > facts.limit_bytes:
-        return "oom_host", f"{held}; it ended before it could be stopped"
+        return "oom_host", f"{held}, and exited before flopwatch killed it"
     return None
 
 
@@ -118,18 +117,18 @@ def _by_status(facts: ExitFacts) -> tuple[Outcome, str]:
     if facts.exception is not None:
         return "error", _exception_text(facts.exception)
     if facts.signal_number == signal.SIGKILL:
-        return "crash", "killed by SIGKILL from outside; the kernel counted no kill for memory in this group"
+        return "crash", "killed by SIGKILL from outside; the kernel counted no out-of-memory kill in the trial's cgroup"
     if facts.signal_number is not None:
         return "crash", f"ended by {signal_name(facts.signal_number)}"
     if facts.exit_code == 0 and facts.is_command:
         return "ok", "ran to its end"
     if facts.exit_code == 0:
-        return "error", "left with exit code 0 before its end; does the trainer call sys.exit()?"
+        return "error", "left with exit code 0 before its last step; does the trainer call sys.exit()?"
     return "error", f"left with exit code {facts.exit_code}"
 
 
 def memory_hint(facts: ExitFacts, outcome: Outcome) -> str | None:
-    """The last log line about memory, for an outcome that memory does not explain yet; None when there is none."""
+    """Return the last line of the log about memory, for a trial that failed for another reason; None without one."""
     if outcome in ("ok", "cancelled", *OUT_OF_MEMORY):
         return None
     lines = [line for line in facts.log_tail.splitlines() if _MEMORY_WORDS.search(line)]
@@ -138,11 +137,6 @@ def memory_hint(facts: ExitFacts, outcome: Outcome) -> str | None:
 
 
 def signal_name(number: int) -> str:
-    """The signal's usual name.
-
-    >>> signal_name(11)
-    'SIGSEGV'
-    """
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -153,19 +147,12 @@ def _exception_text(exception: Mapping[str, Any]) -> str:
     return f"{exception['type']}: {first_line(exception['message'], 300)}"
 
 
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:,.0f}"
-
-
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank ended.
+    """The end of one rank.
 
-    Attributes:
-        rank: Its number in the trial.
-        host: Where it ran.
-        status: Its exit code, or the negative of the signal that ended it; None when torchrun could not start it.
-        exception: What it wrote: `type`, `message`, `outcome`, `unix_time`, `lost_peer`.
+    `status` is its exit code, or the negative number of the signal that ended it; None if the rank did not start.
+    `exception` is the content of its exception file; None without one.
     """
 
     rank: int
@@ -176,15 +163,15 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """How a trial of several processes ended.
+    """The end of a trial of several processes.
 
     Attributes:
-        first: The rank that failed first; None when none failed, or when only torchrun itself reported an error.
-        lost: Why a node is gone; empty otherwise.
-        lost_host: That node.
-        error: Torchrun's error when the ranks could not connect; empty otherwise.
-        oom_kills: Processes killed for memory on nodes other than the first.
-        is_mute: Torchrun on the first node ended without a report; the supervisor sees its exit status.
+        first: The rank that failed first; None if no rank reported a failure.
+        lost: The reason if a node was lost; empty otherwise.
+        lost_host: Name of the lost node.
+        error: Torchrun's error if the ranks could not connect to each other; empty otherwise.
+        oom_kills: Number of processes that the kernel killed for memory on nodes other than the first.
+        is_mute: Whether torchrun on the first node ended without a report, so that only its exit status is known.
         host_peak: Largest peak of host memory on nodes other than the first.
     """
 
@@ -198,7 +185,9 @@ class JobEnd:
 
 
 def first_cause(ends: Iterable[RankEnd]) -> RankEnd | None:
-    """The rank that failed first; the others only lost their peer or were ended by torchrun. None if none failed.
+    """Return the rank that failed first; None if none failed.
+
+    Ranks that only lost the connection to another rank, or that torchrun terminated, come last.
 
     >>> follows = {"type": "RuntimeError", "lost_peer": True, "unix_time": 1.0}
     >>> first_cause([RankEnd(0, "a", 1, follows), RankEnd(1, "a", -9), RankEnd(2, "a", -15)]).rank
@@ -209,7 +198,7 @@ def first_cause(ends: Iterable[RankEnd]) -> RankEnd | None:
 
 
 def is_certain(end: RankEnd) -> bool:
-    """Whether no report of another rank could still turn out to be the first failure."""
+    """Whether this rank failed by itself, so that reports of other ranks need not be waited for."""
     return _order(end)[0] < _LOST_PEER
 
 
@@ -222,29 +211,25 @@ def _order(end: RankEnd) -> tuple[int, float, int]:
         return kind, float(end.exception.get("unix_time") or 0.0), end.rank
     if end.status == -signal.SIGTERM:
         return _TERMINATED, 0.0, end.rank
-    if end.status == -signal.SIGABRT:  # NCCL's watchdog aborts a process whose peer is gone
+    if end.status == -signal.SIGABRT:  # NCCL's watchdog aborts a process that lost another rank
         return _ABORT, 0.0, end.rank
     return (_SIGNAL if end.status is not None and end.status < 0 else _EXIT_CODE), 0.0, end.rank
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """How a worker's process ended, as its supervisor saw it.
+    """What the supervisor knows about the end of its worker process.
 
     Attributes:
-        pid: The worker's.
-        status: Its exit code, or the negative of the signal that ended it; None if it could not be killed.
-        own_kill: Why the supervisor killed it; None when it did not.
-        own_kill_detail: The same in words.
-        stacks: The stacks of its threads before the kill.
-        host_peak: Peak host memory of the process tree: of a command over its life, of a worker until its last step.
-        lower_bound_bytes: What a single process of it held at least at its peak, without pages of files.
-        oom_kills: Processes killed by the kernel for memory.
-        memory_limit: How host memory was limited, with the peaks sampled by us and charged by the kernel.
-        unkillable_pids: Processes that survived SIGKILL, stuck in the kernel.
-        unix_time: When it began.
-        seconds: How long it ran.
-        job_end: How its processes ended, where it has several.
+        status: Exit code, or the negative number of the signal that ended the worker; None if it survived SIGKILL.
+        own_kill: The outcome for which the supervisor killed the worker; None if it did not kill it.
+        own_kill_detail: The reason for this kill as a text.
+        stacks: The Python stacks of the worker's threads before the kill.
+        host_peak: Peak host memory of all its processes: until the last step, or until the end for a command.
+        lower_bound_bytes: Lower bound of the peak host memory, without file pages.
+        memory_limit: The kind of memory limit, and the peaks that the supervisor sampled and the kernel counted.
+        unkillable_pids: Processes that survived SIGKILL because they are blocked in the kernel.
+        job_end: The end of the ranks, for a trial of several processes.
     """
 
     pid: int

@@ -1,8 +1,9 @@
-"""A trial with several processes, as its supervisor sees it: an agent on each node runs torchrun and reports to us.
+"""Controls the nodes of a trial with several processes. This is the supervisor's side.
 
-The agent of the first node (`node_agent.py`) is our child; the engine places those of the other nodes. Each keeps a
-TCP connection to us, over which both sides send one JSON object per line. Standard library only. Imported only for
-trials with several processes, because importing sockets costs a supervisor 10 ms.
+On each node an agent (`node_agent.py`) runs torchrun. The supervisor starts the agent of the first node. Slurm's srun
+or Ray tasks start those of the other nodes. Each agent keeps a TCP connection to the supervisor, over which both sides
+send one JSON object per line. Standard library only. Only trials with several processes import this module, because
+importing sockets takes 10 ms.
 """
 
 import contextlib
@@ -27,14 +28,14 @@ from flopwatch.sweep.host.processes import start_worker
 from flopwatch.sweep.supervisor.classify import JobEnd, RankEnd, first_cause, is_certain
 
 TOKEN = "FLOPWATCH_NODE_TOKEN"
-"""Environment variable with the trial's secret; connections that do not send it are closed."""
+"""Environment variable with a secret of the trial. The supervisor closes connections that do not send this secret."""
 
 LISTENER = "FLOPWATCH_NODE_LISTENER"
-"""Environment variable: file descriptor of an open socket, to which agents that the engine placed connect."""
+"""Environment variable with the file descriptor of the listening socket, if the engine has opened it already."""
 
 Message: TypeAlias = dict[str, Any]
 
-_LONGEST_LINE = 4 << 20  # bytes; the stacks of all ranks of a node are the longest message
+_LONGEST_LINE = 4 << 20  # bytes, which is enough for the longest message: the stacks of all ranks of a node
 
 
 def encoded(message: Message) -> bytes:
@@ -42,25 +43,25 @@ def encoded(message: Message) -> bytes:
 
 
 def split_messages(buffer: bytes) -> tuple[list[Message], bytes]:
-    r"""The complete messages, and the beginning of the next one.
+    r"""Return the complete messages in the buffer, and the rest of the buffer.
 
     >>> split_messages(b'{"end": true}\n{"be')
     ([{'end': True}], b'{"be')
 
     Raises:
-        ValueError: Neither an agent nor a supervisor sent this.
+        ValueError: A line is too long or not a JSON object.
     """
     *lines, rest = buffer.split(b"\n")
     if len(rest) > _LONGEST_LINE:
         raise ValueError(f"the peer sent a line longer than {_LONGEST_LINE} bytes")
     messages = [json.loads(line) for line in lines]
     if not all(isinstance(message, dict) for message in messages):
-        raise ValueError("not an object")
+        raise ValueError("the peer sent a line that is not a JSON object")
     return messages, rest
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Notice a host that fails without closing its connections within two minutes."""
+    """Make the kernel close the connection within two minutes if the peer's host fails."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items():
         if hasattr(socket, name):
@@ -68,7 +69,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def read_lines_of(connection: socket.socket) -> Iterator[Message]:
-    """Messages as they arrive, until the connection closes."""
+    """Yield messages as they arrive, until the connection is closed."""
     buffer = b""
     while True:
         try:
@@ -81,17 +82,17 @@ def read_lines_of(connection: socket.socket) -> Iterator[Message]:
         yield from messages
 
 
-_LONGEST_GREETING = 4096  # bytes a connection may send before its secret
-_MOST_STRANGERS = 256  # connections without the secret at once
-_CONNECT_SECONDS = 600.0  # srun and Ray may take minutes to start processes on all nodes
-_REPORTS_SECONDS = 5.0  # for the reports of other nodes, which may name an earlier failure
-_EXIT_SECONDS = 12.0  # an agent kills its processes for at most 10 s
-_STACKS_SECONDS = 5.0  # an agent waits 2 s for its ranks
+_LONGEST_GREETING = 4096  # A connection that sends more bytes than this without the secret is closed.
+_MOST_STRANGERS = 256  # At most this many connections that have not sent the secret are open at once.
+_CONNECT_SECONDS = 600.0  # Slurm and Ray may take minutes to start the agents on all nodes.
+_REPORTS_SECONDS = 5.0  # The supervisor waits this long for reports of other nodes, which may show an earlier failure.
+_EXIT_SECONDS = 12.0  # An agent needs up to 10 s to kill its processes.
+_STACKS_SECONDS = 5.0  # An agent waits 2 s for the stacks of its ranks.
 
 
 @dataclass
 class _Peer:
-    """A connection; `node` is None until it has sent the secret."""
+    """A connection to an agent. `node` is None until the agent has sent the secret."""
 
     connection: socket.socket
     buffer: bytes = b""
@@ -105,12 +106,7 @@ class _Peer:
 
 
 class JobNodes:
-    """Waits for the agents of all nodes, starts their ranks together, and ends them.
-
-    Args:
-        nodes: How many there are.
-        environment: The supervisor's; an engine that places agents itself passes a socket and a secret in it.
-    """
+    """Waits until the agents of all nodes have connected, then starts their ranks and collects their reports."""
 
     def __init__(self, nodes: int, environment: Mapping[str, str] = os.environ) -> None:
         self.nodes = nodes
@@ -134,7 +130,7 @@ class JobNodes:
         ]
 
     def poll(self, seconds: float = 0.0) -> None:
-        """Read the agents' messages; once all agents are connected, send them the rendezvous port."""
+        """Read the agents' messages. When all agents are ready, send them the port at which their ranks connect."""
         waiting = [self._listener, *(peer.connection for peer in self._peers if not peer.is_gone)]
         ready = select.select(waiting, [], [], seconds)[0]
         if self._listener in ready:
@@ -192,13 +188,13 @@ class JobNodes:
 
     @property
     def is_over(self) -> bool:
-        """True when there is nothing more to wait for: a node failed, disconnected, or never connected."""
+        """Whether a node has failed, disconnected, or not connected in time, so that the trial must end."""
         agents = self._agents().values()
         failed = any(peer.is_gone if peer.ended is None else peer.ended["code"] != 0 for peer in agents)
         return failed or bool(self._gone or self._missing())
 
     def give_up(self, why: str) -> None:
-        """Note that the other nodes will not connect."""
+        """Make `is_over` true, because the other nodes will not connect."""
         self._gone = self._gone or {"gone": 1, "why": why, "is_lost": False}
 
     def _missing(self) -> list[int]:
@@ -206,7 +202,7 @@ class JobNodes:
         return [node for node in range(self.nodes) if node not in self._agents()] if is_late else []
 
     def stacks(self) -> str:
-        """The stacks of every thread of every rank."""
+        """Return the Python stacks of all threads of all ranks as one text."""
         agents = self._agents()
         for peer in agents.values():
             _send(peer, {"stacks": True})
@@ -215,11 +211,11 @@ class JobNodes:
         )
         stacks = {int(rank): text for peer in agents.values() for rank, text in (peer.stacks or {}).items()}
         parts = [f"rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)]
-        return "\n".join(parts) or "none: no process had started its signal handler yet"
+        return "\n".join(parts) or "no stacks: no rank had installed its signal handler yet"
 
     def finish(self, *, at_once: bool = False) -> JobEnd:
-        """Collect the nodes' reports, unless `at_once`; then end all agents and wait until they have exited."""
-        for _ in range(3):  # an agent may have connected, reported and exited since the last poll
+        """End all agents and return how the ranks ended. With `at_once`, do not wait for reports of the nodes."""
+        for _ in range(3):  # an agent may have connected, sent its report and exited since the last poll
             self.poll()
         if not at_once:
             self._poll_until(self._is_decided, _REPORTS_SECONDS)
@@ -281,7 +277,7 @@ class JobNodes:
             names = ", ".join(f"{node} ({host})" for node, host in gone.items())
             hosts = [agents[node].host for node in gone if node in agents]
             return JobEnd(
-                lost=f"node {names} of {self.nodes} is gone", lost_host=hosts[0] if hosts else "", oom_kills=oom_kills
+                lost=f"node {names} of {self.nodes} was lost", lost_host=hosts[0] if hosts else "", oom_kills=oom_kills
             )
         if missing := self._missing():
             names = ", ".join(map(str, missing))
@@ -291,7 +287,7 @@ class JobNodes:
 
 
 def listener(host: str) -> socket.socket:
-    """A listening socket at a port the kernel chooses."""
+    """Open a listening socket at a free port."""
     return socket.create_server((host, 0), backlog=128)
 
 
@@ -314,19 +310,12 @@ def _close(peer: _Peer) -> None:
     peer.connection.close()
 
 
-_SRUN_SECONDS = 5.0  # for srun to notice that its tasks have ended
+_SRUN_SECONDS = 5.0  # srun may need this long to notice that its tasks have ended
 
 
 @dataclass
 class RunningNodes:
-    """The nodes of a running trial.
-
-    Attributes:
-        trial_dir: Its folder.
-        nodes: The connections to its agents.
-        agent: The first node's agent.
-        srun: The process that runs the other nodes' agents under Slurm.
-    """
+    """A running trial: the agent of its first node, and under Slurm the srun that runs the agents of the others."""
 
     trial_dir: Path
     nodes: JobNodes
@@ -334,17 +323,16 @@ class RunningNodes:
     srun: "subprocess.Popen[bytes] | None" = None
 
     def is_over(self) -> bool:
-        """Polls the agents too: called several times a second."""
+        """Read the agents' messages; return whether the trial must end."""
         self.nodes.poll()
         if self.srun is not None and self.srun.poll() and not self.nodes.has_begun:
-            self.nodes.give_up(f"srun exited with code {self.srun.returncode}; see the end of the log")
+            self.nodes.give_up(
+                f"srun exited with code {self.srun.returncode}; its error message is at the end of the log"
+            )
         return self.nodes.is_over
 
-    def stacks(self) -> str:
-        return self.nodes.stacks()
-
     def finish(self, *, at_once: bool) -> JobEnd:
-        """End all nodes. The exception of the rank that failed first becomes the trial's `exception.json`."""
+        """End all nodes, and write the exception of the rank that failed first to `exception.json`."""
         end = self.nodes.finish(at_once=at_once)
         if end.first is not None and end.first.exception is not None:
             write_json(self.trial_dir / EXCEPTION, end.first.exception)
@@ -357,25 +345,26 @@ class RunningNodes:
 
 
 def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd: str | None) -> RunningNodes:
-    """Start the first node's agent here, and under Slurm the others with srun; other engines start those themselves."""
+    """Start the agent of the first node on this host, and under Slurm the agents of the other nodes with srun."""
     nodes, folder = JobNodes(spec.nodes), trial_folder(sweep, name)
     secret = {TOKEN: nodes.token}
     agent = start_worker(sweep, name, spec, limit, cwd, nodes.agent_command(folder, 0), secret)
-    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):
-        return RunningNodes(folder, nodes, agent)
+    running = RunningNodes(folder, nodes, agent)
+    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):  # a Ray task has started the other agents
+        return running
     if "SLURM_JOB_ID" not in os.environ:
-        nodes.give_up(f"a trial over {spec.nodes} nodes runs under --engine slurm or ray only")
-        return RunningNodes(folder, nodes, agent)
+        nodes.give_up(f"a trial with {spec.nodes} nodes needs --engine slurm or --engine ray")
+        return running
     command = [*srun_command(spec), *nodes.agent_command(folder, "slurm", os.uname().nodename)]
     try:
-        return RunningNodes(folder, nodes, agent, start_worker(sweep, name, spec, limit, cwd, command, secret))
+        running.srun = start_worker(sweep, name, spec, limit, cwd, command, secret)
     except OSError as error:
-        nodes.give_up(f"srun cannot be started on the job's first node: {error}")
-        return RunningNodes(folder, nodes, agent)
+        nodes.give_up(f"cannot start srun on the first node of the Slurm job: {error}")
+    return running
 
 
 def srun_command(spec: TrialSpec) -> list[str]:
-    """Runs one agent on each node of the job but the first, which is ours."""
+    """Return the command that runs one agent on each node of the Slurm job except the first."""
     others = spec.nodes - 1
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
     return [

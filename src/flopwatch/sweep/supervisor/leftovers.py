@@ -1,7 +1,7 @@
-"""Kills and removes what earlier attempts of a trial left on this host: processes with its mark, and cgroups.
+"""Kills the processes and removes the cgroups that an attempt of a trial left on this host.
 
-A supervisor calls it before it starts its worker, under every engine. The guard of a killed supervisor (see
-`become_guarded`) runs it as `python -m flopwatch.sweep.supervisor.leftovers SWEEP NAME SUPERVISOR_PID STATUS REASON`.
+A supervisor does this for earlier attempts before it starts its worker. The guard (see `trial_guard.py`) does it for
+a supervisor that was killed: `python -m flopwatch.sweep.supervisor.leftovers SWEEP NAME SUPERVISOR_PID STATUS REASON`.
 """
 
 import contextlib
@@ -19,28 +19,31 @@ from flopwatch.sweep.claims import this_boot
 from flopwatch.sweep.host.memory import group_places
 from flopwatch.sweep.host.processes import adopt_orphans, die_with_parent, kill_descendants, kill_marked
 
-_GROUP_PATIENCE_SECONDS = 5.0  # a killed process leaves its cgroup only when the kernel has freed its memory
-_MOST_FILES = 4096  # descriptors closed in the guard; a supervisor has a few dozen
+_GROUP_PATIENCE_SECONDS = 5.0  # A killed process stays in its cgroup until the kernel has freed its memory.
+_MOST_FILES = 4096  # The guard closes all file descriptors below this number. A supervisor has a few dozen.
 _GUARD = Path(__file__).with_name("trial_guard.py")
 
 
 def become_guarded(sweep: Path, name: str) -> int | None:
-    """Fork: this process becomes the guard (`trial_guard.py`), the child returns and continues as the supervisor.
+    """Fork: this process becomes the guard (`trial_guard.py`) and its child continues as the supervisor.
 
-    Returns the pipe on which the guard listens; None on systems without subreapers. The child gets a session of its
-    own, so that killing the guard's process group leaves the supervisor alive to clean up.
+    The child starts a new session, so that a signal to the guard's process group does not kill the supervisor, which
+    must end its trial first.
+
+    Returns:
+        The file descriptor of the pipe to the guard; None if this is not Linux, where there is no guard.
     """
     if sys.platform != "linux":
         return None
-    adopt_orphans()  # survives exec, is not inherited by children
+    adopt_orphans()  # stays in effect after exec, but not in children
     reads, writes = os.pipe()
     parent = os.getpid()
-    # Blocked signals stay pending until the guard's interpreter has started and handles them.
+    # Block signals until the guard has installed its handlers.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     child = os.fork()
     if child:
         os.set_inheritable(reads, True)
-        os.closerange(3, reads)  # the supervisor's sockets must close when the supervisor exits
+        os.closerange(3, reads)  # otherwise the supervisor's sockets would stay open after its end
         os.closerange(reads + 1, _MOST_FILES)
         command = [sys.executable, "-I", "-S", str(_GUARD), str(child), str(reads), str(sweep), name]
         os.execv(sys.executable, command)
@@ -48,14 +51,14 @@ def become_guarded(sweep: Path, name: str) -> int | None:
     os.close(reads)
     os.setsid()
     die_with_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # the guard died before the line above
+    if os.getppid() != parent:  # the guard ended before `die_with_parent` was called
         os.kill(os.getpid(), signal.SIGTERM)
     os.set_blocking(writes, False)
     return writes
 
 
 def group_tag(trial_dir: Path) -> str:
-    """Identifies a trial among all trials of this host, in the names of its cgroups."""
+    """Return the part of a cgroup's name that identifies the trial on this host."""
     return f"{zlib.crc32(os.fsencode(trial_dir)):08x}-{trial_dir.name[-40:]}"
 
 
@@ -64,7 +67,7 @@ def group_name(trial_dir: Path, attempt: str) -> str:
 
 
 def clear_earlier_attempts(trial_dir: Path) -> list[int]:
-    """Kill and remove what is left of this trial on this host; returns processes that survived SIGKILL."""
+    """Kill all processes of this trial on this host and remove its cgroups; return the pids that survived SIGKILL."""
     unkillable = kill_marked(trial_dir)
     for folder in _groups(group_tag(trial_dir)):
         _remove_group(folder)
@@ -87,16 +90,18 @@ def _remove_group(folder: Path) -> None:
                 os.kill(int(pid), signal.SIGKILL)
         try:
             folder.rmdir()
+            return
         except FileNotFoundError:
             return
         except OSError:
             time.sleep(0.01)
-        else:
-            return
 
 
 def main(sweep: Path, name: str, supervisor: int, status: int, reason: str) -> None:
-    """Runs in place of a guard, so every process of the trial that lost its parent is a child of this one."""
+    """Kill what is left of an attempt, then exit like its supervisor.
+
+    The guard calls this with exec, so this process is the parent of all processes of the trial that lost their own.
+    """
     kill_descendants(os.getpid())
     folder = trial_folder(sweep.resolve(), name)
     claimed = read_json(folder / STARTED)
@@ -106,7 +111,7 @@ def main(sweep: Path, name: str, supervisor: int, status: int, reason: str) -> N
 
 
 def _clear_attempt(folder: Path, attempt: str, reason: str) -> None:
-    """Clear this attempt only: the next one may be running already."""
+    """Kill what is left of this attempt, but not of the next one, which may already run."""
     kill_marked(folder, attempt=attempt)
     for group in _groups(group_name(folder, attempt)):
         _remove_group(group)
@@ -116,7 +121,7 @@ def _clear_attempt(folder: Path, attempt: str, reason: str) -> None:
 
 
 def _exit_like(status: int) -> None:
-    """Exit as the supervisor did, so that an engine that waits for us sees its status."""
+    """Exit with the supervisor's status, because the engine waits for this process."""
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status not in (signal.SIGKILL, signal.SIGSTOP):

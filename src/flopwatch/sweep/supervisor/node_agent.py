@@ -1,10 +1,10 @@
-"""Runs torchrun on one node of a trial.
+"""Runs torchrun on one node of a trial with several processes.
 
 `python -m flopwatch.sweep.supervisor.node_agent TRIAL_DIR NODE HOST[,HOST]:PORT`
 
-It keeps a connection to the trial's supervisor: the nodes find each other over it, and this node reports over it how
-its ranks ended. When the connection closes, because the supervisor closed it or its host failed, the agent kills every
-process here. So no process of a trial outlives its supervisor, whichever engine placed the nodes.
+The agent keeps a connection to the trial's supervisor. Over it, the agent receives the port at which the ranks connect
+to each other, and reports how the ranks of its node ended. If the connection is closed, the agent kills all processes
+of the trial on this node. So no process of a trial runs longer than the supervisor, with every engine.
 """
 
 import contextlib
@@ -28,21 +28,14 @@ from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory
 from flopwatch.sweep.host.processes import PARENT
 from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive, read_lines_of
 
-# Host memory of the processes on a further node of a trial, followed as the supervisor follows those on its own.
-
-
-_TICK_SECONDS = 0.2  # as in `supervise.py`
+_TICK_SECONDS = 0.2  # time between two samples, the same as in `supervise.py`
 
 
 class NodeMemory:
-    """Samples the host memory of this node's ranks in a thread beside torchrun, and kills them above their limit.
+    """Samples the host memory of this node's ranks in a thread, and kills the ranks if they exceed their limit.
 
-    The supervisor does the same on the first node.
-
-    Args:
-        trial_dir: The trial's folder.
-        rank: The first rank of this node, whose heartbeat says which phase the trial is in.
-        limit_bytes: Limit of all processes of the node together; None is no limit.
+    On the first node the supervisor does this. `rank` is the first rank of the node, whose heartbeat file contains the
+    phase of the trial. The limit is for all processes of the node together; None means no limit.
     """
 
     def __init__(self, trial_dir: Path, rank: int, limit_bytes: int | None) -> None:
@@ -66,16 +59,16 @@ class NodeMemory:
 
     def _exception(self, held: int) -> dict[str, Any]:
         most = (self._limit_bytes or 0) / 2**20
-        message = f"its processes held {held / 2**20:,.0f} MiB together, its limit is {most:,.0f} MiB"
+        message = f"the processes on this node used {held / 2**20:,.0f} MiB together; the limit is {most:,.0f} MiB"
         return {"type": "HostLimitError", "message": message, "outcome": "oom_host", "unix_time": time.time()}
 
     def report(self) -> dict[str, Any]:
         return {"host_bytes": self._steps_peak.bytes, "host_method": self._steps_peak.method}
 
 
-_CONNECT_SECONDS = 120.0  # a shared file system or name server may be slow right after a node starts
-_STACKS_SECONDS = 2.0  # as in `host/processes.py`
-_STACKS_LENGTH = 20_000  # characters of one rank
+_CONNECT_SECONDS = 120.0  # A shared file system or name server may be slow right after a node starts.
+_STACKS_SECONDS = 2.0  # The agent waits this long for the stacks, the same time as in `host/processes.py`.
+_STACKS_LENGTH = 20_000  # The stacks of one rank are cut to this number of characters.
 
 
 class _Supervisor:
@@ -86,11 +79,14 @@ class _Supervisor:
         self.begins: queue.Queue[int] = queue.Queue()
 
     def send(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # the supervisor is gone, and the thread of `obey` ends this process
+        with contextlib.suppress(OSError):  # the supervisor has ended, so the thread of `obey` ends this process
             self._socket.sendall(encoded(message))
 
     def obey(self, agent: "_Agent") -> None:
-        """Runs in a thread, because torchrun needs the main thread for its signal handlers."""
+        """Execute the supervisor's messages until the connection is closed, then end this process.
+
+        Call it in a thread, because torchrun needs the main thread for its signal handlers.
+        """
         for message in read_lines_of(self._socket):
             if "begin" in message:
                 self.begins.put(message["begin"])
@@ -111,7 +107,7 @@ class _Agent:
         self.memory = NodeMemory(trial_dir, self._ranks[0], self.spec.limits.memory_bytes)
 
     def torchrun(self, master: str, port: int) -> Message:
-        """Run all ranks of this node to their end; returns how they ended."""
+        """Run all ranks of this node and return the report about their end."""
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -146,7 +142,7 @@ class _Agent:
         return {"code": 1, "ranks": ranks}
 
     def stacks(self) -> dict[int, str]:
-        """The stacks of every thread of every rank here, by faulthandler."""
+        """Return the Python stacks of all threads of each rank on this node, which faulthandler writes on SIGUSR1."""
         for pid in process_tree.descendants(os.getpid()):
             if _handles(pid, signal.SIGUSR1):
                 with contextlib.suppress(ProcessLookupError):
@@ -165,13 +161,13 @@ class _Agent:
 
 def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
     process_tree.adopt_orphans()
-    if PARENT in os.environ:  # an engine placed us here, under a guard
+    if PARENT in os.environ:  # a Ray task started this agent
         process_tree.die_with_parent(signal.SIGTERM)
     agent, supervisor = _Agent(trial_dir, node), _Supervisor(hosts, port)
     supervisor.send({"token": os.environ.pop(TOKEN), "node": node, "host": _host()})
     threading.Thread(target=supervisor.obey, args=[agent], daemon=True).start()
     limit = limit_memory(agent.spec.limits.memory_bytes if node else None, trial_dir.name[-40:])
-    if node:  # on the first node the supervisor limits and samples memory
+    if node:  # on the first node (0) the supervisor limits and samples memory
         limit.join()
         agent.memory.start()
     os.environ |= {process_tree.TRIAL_MARK: str(trial_dir), process_tree.ATTEMPT_MARK: agent.attempt}
@@ -179,7 +175,7 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # The ranks meet at a port the kernel chooses. Torchrun, in this process, shares the store (multi_tenant).
+    # This store listens at a free port. torchrun runs in this process too and uses the same store (multi_tenant).
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True) if node == 0 else None
     supervisor.send({"port": store.port if store else None})
     ended = agent.torchrun("127.0.0.1" if node == 0 else supervisor.host, supervisor.begins.get())
@@ -190,17 +186,19 @@ def main(trial_dir: Path, node: int, hosts: list[str], port: int) -> int:
 
 
 def _job(trial_dir: Path) -> dict[str, Any]:
-    """Read `spec.json`, waiting for it: a shared file system may show the folder late on this host."""
+    """Read `spec.json`. Wait for the file first, because a shared file system may show it late on this host."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while not isinstance(job := read_json(trial_dir / SPEC), dict):
         if time.monotonic() > deadline:
-            raise FileNotFoundError(f"{trial_dir / SPEC} is not visible on {_host()}; do the nodes share the folder?")
+            raise FileNotFoundError(
+                f"{trial_dir / SPEC} is not visible on {_host()}; use a folder that all nodes share"
+            )
         time.sleep(0.2)
     return job
 
 
 def _connected(hosts: list[str], port: int) -> tuple[str, socket.socket]:
-    """Connect by the first name that works: on some clusters not every name resolves on every node."""
+    """Connect by the first name that works, because on some clusters not every name resolves on every node."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         for host in hosts:
@@ -215,7 +213,7 @@ def _connected(hosts: list[str], port: int) -> tuple[str, socket.socket]:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal, which would end it otherwise."""
+    """Whether the process has a handler for the signal. Without one, the signal would end the process."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path(f"/proc/{pid}/status").read_text()
         return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
@@ -223,23 +221,16 @@ def _handles(pid: int, number: int) -> bool:
 
 
 def _host() -> str:
-    """Slurm's name of this node where there is one, so that a later attempt can exclude it."""
+    """Return Slurm's name of this node, so that a later attempt can exclude the node; otherwise the host's name."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def _node(text: str, environment: Any = os.environ) -> int:
-    """Number of this node. srun starts the agents after the first node's, and numbers them from 0."""
-    return 1 + int(environment["SLURM_PROCID"]) if text == "slurm" else int(text)
-
-
-def _hosts(text: str, environment: Any = os.environ) -> list[str]:
-    address = environment.get("SLURM_LAUNCH_NODE_IPADDR")
-    return [*text.split(","), *([address] if address else [])]
-
-
 if __name__ == "__main__":
-    _address, _, _port = sys.argv[3].rpartition(":")
-    _status = main(Path(sys.argv[1]), _node(sys.argv[2]), _hosts(_address), int(_port))
+    # srun starts the agents of all nodes but the first, so its process 0 is node 1.
+    _node = 1 + int(os.environ["SLURM_PROCID"]) if sys.argv[2] == "slurm" else int(sys.argv[2])
+    _names, _, _port = sys.argv[3].rpartition(":")
+    _hosts = [*_names.split(","), *filter(None, [os.environ.get("SLURM_LAUNCH_NODE_IPADDR")])]
+    _status = main(Path(sys.argv[1]), _node, _hosts, int(_port))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_status)

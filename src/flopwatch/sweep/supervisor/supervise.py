@@ -1,10 +1,11 @@
-"""Runs one trial, from its claim to its result: `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME [ATTEMPT]`.
+"""Runs one trial and writes its result: `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME [ATTEMPT]`.
 
-Starts the worker in a session of its own, watches its heartbeat and memory, kills it at its limits after asking for its
-stacks, kills every process it left behind, classifies how it ended and writes the result. Standard library only: it
-starts quickly and takes little of the memory that the trial needs.
+The supervisor first claims the trial with an exclusive file, so that no other supervisor runs it too. It starts the
+worker process, checks the worker's heartbeat and memory, and kills the worker if it exceeds a limit. At the end it
+kills all remaining processes of the trial, determines the outcome and writes the result. Standard library only, so that
+the supervisor starts quickly and leaves the memory to the trial.
 
-With ATTEMPT it runs that attempt or nothing: a supervisor that starts after the trial was placed again exits.
+With ATTEMPT, the supervisor exits if the trial's files belong to another attempt.
 """
 
 import contextlib
@@ -52,23 +53,23 @@ from flopwatch.sweep.supervisor.leftovers import become_guarded, clear_earlier_a
 if TYPE_CHECKING:
     from flopwatch.sweep.supervisor.job_nodes import RunningNodes
 
-_TICK_SECONDS = 0.2  # memory must be sampled several times a second to enforce a limit
-_SPEC_TICK_SECONDS = 0.25  # between two looks for a `spec.json` that is not visible yet
-_SILENCE_SECONDS = 600.0  # for a trial without limits
+_TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enforce a limit.
+_SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
+_SILENCE_SECONDS = 600.0  # This is the longest allowed time between two heartbeats of a supervisor.
 _GUARD_PATIENCE_SECONDS = 30.0
-"""Beyond the trial's limits, for a supervisor that is busy killing or reading; less than a runner's patience."""
+"""The guard kills a supervisor this much later than `allowed_silence`. The runner waits even longer."""
 
 _SLURM_SIGNAL_SECONDS = 0.5
 _SLURM_SUCCESS_SECONDS = 0.05
-"""How long a cancellation may reach the supervisor after the worker; shorter after exit code 0, once per trial."""
+"""How long after the worker's end Slurm's SIGTERM may reach the supervisor: after a failure, and after exit code 0."""
 
 
 class AlreadyStartedError(Exception):
-    """The trial was started before: nothing is run twice."""
+    """The trial was started before, and must not run twice."""
 
 
 class UnusableSpecError(Exception):
-    """The trial has no readable `spec.json`, so there is nothing to run."""
+    """The trial's `spec.json` is missing or cannot be read."""
 
 
 def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
@@ -77,12 +78,12 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
     die_with_parent(signal.SIGTERM)
     expected = os.environ.get(PARENT)
     if expected is not None and os.getppid() != int(expected):
-        return 1  # the engine that started us died before the line above
+        return 1  # the process that started this one ended before `die_with_parent` was called
     guard = become_guarded(sweep, name)
     stop: list[str] = []
 
     def note(number: int, frame: object) -> None:
-        stop.append(f"the supervisor was told to stop ({signal_name(number)}): its runner or its job ended")
+        stop.append(f"the supervisor received {signal_name(number)}, because its runner or its job ended")
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
@@ -92,25 +93,15 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
         return 0
     try:
         supervise(sweep, name, cancel=lambda: stop[0] if stop else None, attempt=attempt, guard=guard)
-    except AlreadyStartedError as error:
+    except (AlreadyStartedError, UnusableSpecError) as error:
         errors.write(f"flopwatch: {error}; nothing was run\n")
-    except UnusableSpecError as error:
-        errors.write(f"flopwatch: {error}; nothing was run\n")
-        return 1
+        return int(isinstance(error, UnusableSpecError))
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Supervised:
-    """The trial a supervisor runs.
-
-    Attributes:
-        sweep: The sweep's folder.
-        name: The trial.
-        job: Its `spec.json`.
-        cancel: Returns why to stop; None to go on.
-        heartbeat: The supervisor's own.
-    """
+    """The trial that a supervisor runs. `cancel` returns the reason to stop the trial, or None to continue."""
 
     sweep: Path
     name: str
@@ -134,20 +125,20 @@ def supervise(
     attempt: str | None = None,
     guard: int | None = None,
 ) -> TrialResult:
-    """Run one trial to its end; the result is also written to `trials/NAME/result.json`.
+    """Run one trial, write its result to `trials/NAME/result.json` and return it.
 
-    Call it in a process without other children: every process below it at the end is killed.
+    Call it in a process without other children, because it kills all child processes at the end.
 
     Args:
         sweep: The sweep's folder.
-        name: The trial, whose `spec.json` is there.
-        cancel: Called several times a second; a text means stop, and says why.
-        attempt: The token in `spec.json`; None takes whichever is there.
-        guard: A pipe to the guard, which kills a supervisor that stops writing to it.
+        name: Name of the trial, whose `spec.json` must be in the folder.
+        cancel: Returns the reason to stop the trial, or None to continue. It is called several times a second.
+        attempt: The attempt that `spec.json` must belong to; None accepts any.
+        guard: File descriptor of the pipe to the guard, which kills a supervisor that stops writing to it.
 
     Raises:
-        AlreadyStartedError: It was started before, or given to another supervisor.
-        UnusableSpecError: Its `spec.json` cannot be read.
+        AlreadyStartedError: The trial was started before, or another supervisor runs it.
+        UnusableSpecError: The trial's `spec.json` is missing or cannot be read.
     """
     sweep = sweep.resolve()
     folder = trial_folder(sweep, name)
@@ -159,29 +150,29 @@ def supervise(
         trial = _Supervised(sweep, name, job, cancel, SupervisorHeartbeat(folder, job.attempt, guard))
         trial.heartbeat.beat()
         clear_earlier_attempts(folder)
-        os.environ[ATTEMPT_MARK] = job.attempt  # every process of the trial inherits it
+        os.environ[ATTEMPT_MARK] = job.attempt  # all processes of the trial inherit this variable
         worker_exit = _run_worker(trial)
         deleted = _deleted_places(sweep, name, claim_handle)
         result = build_result(sweep, name, job, worker_exit)
         result = replace(with_deletions(result, deleted), attempt=job.attempt)
         if trial.heartbeat.is_superseded():
-            raise AlreadyStartedError(f"{folder / STARTED} names another supervisor: this attempt was given up")
+            raise AlreadyStartedError(f"another supervisor runs this trial now, according to {folder / STARTED}")
         if deleted:
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / SPEC, job.to_json())  # the result's command names it
+            write_json(folder / SPEC, job.to_json())  # `result.command` contains the path of this file
         write_json(folder / RESULT, result.to_json())
         trial.heartbeat.end()
     return result
 
 
 def allowed_silence(limits: Limits) -> float:
-    """Seconds a supervisor may give no sign of life: as long as its trial may, ten minutes without a limit."""
+    """Return the longest time in seconds between two heartbeats of a supervisor, from its trial's time limits."""
     known = [seconds for seconds in (limits.wall_seconds, limits.no_progress_seconds) if seconds is not None]
     return min([*known, _SILENCE_SECONDS])
 
 
 def _wait_for_job(folder: Path, attempt: str | None) -> TrialJob:
-    """Read `spec.json`, waiting for it to become visible: the runner's host may have written it just now."""
+    """Read `spec.json`. Wait for the file first, because it may become visible on this host with a delay."""
     deadline = time.monotonic() + visible_seconds()
     while True:
         with contextlib.suppress(FileNotFoundError):
@@ -194,7 +185,9 @@ def _wait_for_job(folder: Path, attempt: str | None) -> TrialJob:
             break
         time.sleep(_SPEC_TICK_SECONDS)
     if (folder / SPEC).exists():
-        raise AlreadyStartedError(f"{folder / SPEC} is not of attempt {attempt}: the trial was placed again since")
+        raise AlreadyStartedError(
+            f"{folder / SPEC} does not belong to attempt {attempt}, because the trial was queued again"
+        )
     raise UnusableSpecError(f"{folder / SPEC} does not exist")
 
 
@@ -204,14 +197,14 @@ def _read_job(folder: Path) -> TrialJob:
     except (UnreadableError, BrokenRecordError) as error:
         raise UnusableSpecError(f"{folder / SPEC} is damaged: {error}") from None
     except NewerFormatError as error:
-        raise UnusableSpecError(f"{folder / SPEC} is of {error}: update flopwatch on this node") from None
+        raise UnusableSpecError(f"{folder / SPEC} has {error}; update flopwatch on this node") from None
 
 
 @contextlib.contextmanager
 def _claimed(folder: Path, attempt: str) -> Iterator[int]:
-    """Claim the trial. The claim stays open, so that we can see whether the trial deletes it."""
+    """Claim the trial. Keep the claim's file open to find out later whether the trial deleted it."""
     if not claim(folder, attempt, slurm_job()):
-        raise AlreadyStartedError(f"{folder / STARTED} exists: this trial was started before")
+        raise AlreadyStartedError(f"this trial was started before, because {folder / STARTED} exists")
     handle = os.open(folder / STARTED, os.O_RDONLY)
     try:
         yield handle
@@ -220,7 +213,7 @@ def _claimed(folder: Path, attempt: str) -> Iterator[int]:
 
 
 def _run_worker(trial: _Supervised) -> WorkerExit:
-    # Duration by the monotonic clock: the system's clock may jump by an hour, or by years after a flat battery.
+    # The duration is measured with the monotonic clock, because the system clock may jump.
     unix_time, began, kills_before = time.time(), time.monotonic(), own_oom_kills()
     sweep, name, spec, cwd = trial.sweep, trial.name, trial.spec, trial.job.cwd
     limit = limit_memory(spec.limits.memory_bytes, group_name(trial.folder, trial.job.attempt))
@@ -238,7 +231,7 @@ def _run_worker(trial: _Supervised) -> WorkerExit:
             own_kill=watch.own_kill,
             own_kill_detail=watch.detail,
             stacks=watch.stacks,
-            # We do not see a command's steps, so its whole life counts.
+            # A command does not report its steps, so its peak is that of its whole run.
             host_peak=life_peak if spec.trainer == "command" else largest_peak(watch.steps_peak, job_end.host_peak),
             lower_bound_bytes=watch.memory.lower_bound_bytes,
             oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
@@ -253,7 +246,7 @@ def _run_worker(trial: _Supervised) -> WorkerExit:
 
 
 def _start_nodes(trial: _Supervised, limit: MemoryLimit) -> "RunningNodes | None":
-    """None for a single process, and for a command, which starts its processes itself."""
+    """Start a trial with several processes; None for one process and for a command, which starts its own processes."""
     if trial.spec.world_size == 1 or trial.spec.trainer == "command":
         return None
     from flopwatch.sweep.supervisor.job_nodes import start_nodes
@@ -262,9 +255,10 @@ def _start_nodes(trial: _Supervised, limit: MemoryLimit) -> "RunningNodes | None
 
 
 def _life_peak(memory: TreeMemory) -> HostPeak:
-    """Peak host memory over the whole trial, also of processes that lived between two samples.
+    """Return the peak host memory of the whole trial, including processes that ended between two samples.
 
-    A child starts as a copy of this process, so a maximum no larger than our own peak says nothing about it.
+    The kernel reports the largest peak of all ended children. A child starts with the memory of this process, so that
+    value is used only if it exceeds the peak of this process.
     """
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     own = resident("self")
@@ -274,7 +268,7 @@ def _life_peak(memory: TreeMemory) -> HostPeak:
 
 
 def _limit_facts(limit: MemoryLimit, spec: TrialSpec, life_peak: HostPeak) -> dict[str, Any]:
-    """How memory was limited, and its peaks: as sampled by us, and as charged by the kernel in a cgroup."""
+    """Return the memory limit and the peaks of the trial: as sampled, and as counted by the kernel in a cgroup."""
     if limit.kind == "none":
         return {}
     facts = {"by": limit.kind, "limit_bytes": spec.limits.memory_bytes, "life_bytes": life_peak.bytes}
@@ -283,7 +277,7 @@ def _limit_facts(limit: MemoryLimit, spec: TrialSpec, life_peak: HostPeak) -> di
 
 @dataclass
 class _Watch:
-    """What the watch loop has found out so far."""
+    """The measurements of the loop that checks the worker, and the reason if the worker must be killed."""
 
     memory: TreeMemory
     own_kill: OwnKill | None = None
@@ -297,17 +291,18 @@ class _Watch:
     def sample(self, folder: Path, spec: TrialSpec) -> None:
         self.memory.sample()
         latest = _latest_progress(folder, spec)
-        if latest.phase not in AFTER_THE_STEPS:  # read after the sample, so the sample was before or in the steps too
+        # The phase was read after the sample, so the sample belongs to this phase or an earlier one.
+        if latest.phase not in AFTER_THE_STEPS:
             self.steps_peak = self.memory.peak
         if latest != self.progress:
             self.progress, self.progressed = latest, time.monotonic()
 
     def check_limits(self, limits: Limits) -> None:
-        """Set `own_kill` when the trial must be killed."""
+        """Set `own_kill` if the trial exceeds a limit and must be killed."""
         now = time.monotonic()
         if held := self.memory.over_limit_bytes():
             most = (limits.memory_bytes or 0) / 2**20
-            held_text = f"its processes held {held / 2**20:,.0f} MiB together, its limit is {most:,.0f} MiB"
+            held_text = f"its processes used {held / 2**20:,.0f} MiB together; the limit is {most:,.0f} MiB"
             self.own_kill, self.detail = "oom_host", f"{held_text}; in {self.progress.text}"
         elif limits.wall_seconds is not None and now - self.began > limits.wall_seconds:
             self.own_kill = "timeout"
@@ -339,20 +334,20 @@ def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "Runnin
 def _kill_worker(
     trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "RunningNodes | None", watch: _Watch
 ) -> None:
-    # A trial over its memory limit gets no time for SIGTERM or stacks: it would go on allocating.
+    # A trial over its memory limit is killed without SIGTERM or stacks, because it would allocate even more meanwhile.
     sigterm_first = trial.spec.trainer == "command" and watch.own_kill != "oom_host"
     wants_stacks = watch.own_kill not in ("cancelled", "oom_host")
     if nodes and wants_stacks:
-        watch.stacks, wants_stacks = nodes.stacks(), False
+        watch.stacks, wants_stacks = nodes.nodes.stacks(), False
     stacks = end_worker(worker, trial.folder, sigterm_first=sigterm_first, wants_stacks=wants_stacks)
     watch.stacks = watch.stacks or stacks
 
 
 def _wait_for_cancellation(worker: "subprocess.Popen[bytes]", watch: _Watch, cancel: Callable[[], str | None]) -> None:
-    """Wait briefly for a cancellation that explains the worker's end.
+    """Wait briefly for a signal to the supervisor that explains why the worker ended.
 
-    Slurm sends SIGTERM to every process of a job at once, and the worker may exit before our handler has run. It may
-    exit with any code, such as a shell whose child was killed, or a trainer that saves a checkpoint and exits.
+    Slurm sends SIGTERM to all processes of a job at once, and the worker may end before the supervisor's handler has
+    run. The worker may end with any exit code: a trainer may save a checkpoint and exit with 0, for example.
     """
     is_terminated = worker.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
     if slurm_job():
@@ -368,7 +363,7 @@ def _wait_for_cancellation(worker: "subprocess.Popen[bytes]", watch: _Watch, can
 
 
 def _latest_progress(folder: Path, spec: TrialSpec) -> Progress:
-    """A command writes no heartbeat, so whatever it prints counts as progress."""
+    """Read the worker's progress. For a command, which writes no heartbeat, it is the number of bytes in its log."""
     if spec.trainer != "command":
         return read_progress(folder)
     try:
@@ -379,19 +374,19 @@ def _latest_progress(folder: Path, spec: TrialSpec) -> Progress:
 
 
 def _deleted_places(sweep: Path, name: str, claim_handle: int) -> tuple[str, ...]:
-    """What the trial deleted while it ran, in words. The open claim has no link left when its folder was deleted."""
+    """Return names of the folders and files that the trial deleted while it ran, for the result's reason."""
     if not sweep.is_dir():
         return ("the sweep's folder",)
     try:
-        is_folder_gone = os.fstat(claim_handle).st_nlink == 0
-    except OSError:  # ESTALE, on a network file system
+        is_folder_gone = os.fstat(claim_handle).st_nlink == 0  # A deleted file has no links.
+    except OSError:  # A network file system raises ESTALE for a deleted file.
         is_folder_gone = True
     is_log_gone = not os.path.lexists(log_file(sweep, name))
     return (*(("its folder",) if is_folder_gone else ()), *(("its log",) if is_log_gone else ()))
 
 
 def with_deletions(result: TrialResult, places: tuple[str, ...]) -> TrialResult:
-    """The result with what was deleted. Without its folder, a trial that ran to its end has no measurement left."""
+    """Add the deleted places to the result's reason. Without its folder, even a successful trial becomes an error."""
     if not places:
         return result
     what = " and ".join(places) + (" were" if len(places) > 1 else " was")

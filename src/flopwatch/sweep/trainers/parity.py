@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from flopwatch.records.trainer_names import PRIVATE
+from flopwatch.records.trial import PRIVATE
 from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.builtin import find_per_sample_losses, model_inputs
 from flopwatch.sweep.trainers.opacus_internals import finish_gradients

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from flopwatch.errors import InputError, MissingDependencyError
 from flopwatch.optional import require
 from flopwatch.records.reading import first_line
-from flopwatch.records.trainer_names import PRIVATE
-from flopwatch.records.trial import PrivacySpent
+from flopwatch.records.trial import PRIVATE, PrivacySpent
 from flopwatch.sweep.trainers.opacus_internals import epsilon_spent, load_opacus, prv_half_width
 
 _USUAL_DELTA = 1e-5

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.records.trainer_names import COMMAND, LABELS, canonical_trainer
+from flopwatch.records.trial import COMMAND, LABELS, canonical_trainer
 
 _BUILT_IN = "flopwatch.sweep.trainers.builtin"
 _METHODS = ("forward", "backward", "update")

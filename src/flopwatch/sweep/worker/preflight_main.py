@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from flopwatch.errors import FlopwatchError, InputError, MissingDependencyError, UnsupportedError
-from flopwatch.models.load import load_model
-from flopwatch.models.networks import Decoder, ResNet
+from flopwatch.models.load import Decoder, ResNet, load_model
 from flopwatch.models.presets import PRESETS, ImagePreset, Preset, image_preset
 from flopwatch.records.reading import cut, first_line, read_json
-from flopwatch.records.trainer_names import LABELS, PRIVATE
+from flopwatch.records.trial import LABELS, PRIVATE
 from flopwatch.records.trial_files import append_line
 from flopwatch.sweep.preflight import PROGRESS, REQUEST, PreflightResult
 from flopwatch.sweep.trainers.batch import trial_batch

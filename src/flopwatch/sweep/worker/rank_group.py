@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.errors import InputError, UnsupportedError
-from flopwatch.monitor.ranks.sharing import device_identity
+from flopwatch.monitor.ranks.group import device_identity
 from flopwatch.records.flops import Peak
 from flopwatch.records.trial import MemoryUse, StepCost, TrialSpec
 from flopwatch.spread import median

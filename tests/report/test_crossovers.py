@@ -40,7 +40,7 @@ def test_nothing_is_claimed_where_intervals_overlap_at_a_neighbour():
     )
     assert not found.is_claimed
     assert found.at is None
-    assert "Not measurable: intervals overlap" in crossover_sentence(found)
+    assert "but the intervals overlap" in crossover_sentence(found)
 
 
 def test_a_measured_value_between_that_decides_nothing_widens_the_bracket():

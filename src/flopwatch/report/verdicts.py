@@ -1,11 +1,11 @@
-"""What the measurements of one group decide: crossovers, what to run, costs against `standard`, memory limits. Pure.
+"""Conclusions from the measurements of comparable trials: crossovers, what to run, cost factors and memory limits.
 
-A crossover is where one trainer overtakes another along sequence length or batch size. Between two measured
-neighbours the logarithm of their ratio is taken as linear in the logarithm of the axis: costs are sums of powers of
-both, so this is a straight line where one power dominates.
+A crossover is the batch size or sequence length from which on another trainer is faster or needs less memory. It lies
+between two measured values, and is interpolated there: the logarithm of the ratio of both costs is assumed to be linear
+in the logarithm of the batch size or sequence length. That is exact for costs that grow with a power of them.
 
-What to run is decided per sequence length and privacy class. A private trainer is never compared with one that is
-not: the faster one would not give the same privacy.
+What to run is decided for each sequence length, separately for private and not private trainers, because a faster
+trainer that is not private does not replace a private one.
 """
 
 from collections import defaultdict
@@ -18,19 +18,19 @@ from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report.records import Axis, Cell, Choice, CostFactor, Crossover, FrontierPoint, Privacy, Quantity
 
 PROCESS_NOISE = 0.02
-"""Two processes that run the same trial differ by up to this share, even if the steps within each agree."""
+"""The step times of two processes that run the same trial differ by up to this share."""
 MEMORY_RESOLUTION = 0.01
-"""Peaks of memory have no interval; those closer than this count as equal."""
+"""Two memory peaks whose relative difference is smaller than this are treated as equal."""
 
 
 class _Point(NamedTuple):
     value: int
-    log_ratio: float  # of the first trainer over the second: below 0 the first is better
+    log_ratio: float  # log(cost of the first trainer / cost of the second); below 0 the first is better.
     is_decided: bool
 
 
 def find_crossovers(cells: Iterable[Cell], trainers: Sequence[str]) -> tuple[Crossover, ...]:
-    """Every crossover of a group, the decided ones first."""
+    """Find all crossovers between pairs of trainers, the clearly measured ones first."""
     ran = [cell for cell in cells if cell.outcome == "ok"]
     found: list[Crossover] = []
     for axis in ("sequence", "batch"):
@@ -44,27 +44,26 @@ def find_crossovers(cells: Iterable[Cell], trainers: Sequence[str]) -> tuple[Cro
 
 
 def differ_measurably(first: Cell, second: Cell, quantity: Quantity) -> bool:
-    """Whether the intervals, widened by 2 % on each side, do not overlap; for memory, whether peaks differ by 1 %."""
+    """Whether the 95 % intervals do not overlap after widening by 2 %; for memory, whether peaks differ by over 1 %."""
     if quantity == "memory":
         peaks = first.peak_bytes or 0, second.peak_bytes or 0
         return max(peaks) > (1 + MEMORY_RESOLUTION) * min(peaks)
-    return _ends_before(first, second) or _ends_before(second, first)
+    return ends_before(first.high_seconds, second.low_seconds) or ends_before(second.high_seconds, first.low_seconds)
 
 
-def _ends_before(first: Cell, second: Cell) -> bool:
-    if first.high_seconds is None or second.low_seconds is None:
-        return False
-    return first.high_seconds * (1 + PROCESS_NOISE) < second.low_seconds * (1 - PROCESS_NOISE)
+def ends_before(high: float | None, low: float | None) -> bool:
+    """Whether an interval that ends at `high` is below one that begins at `low`, after widening both by 2 %."""
+    return high is not None and low is not None and high * (1 + PROCESS_NOISE) < low * (1 - PROCESS_NOISE)
 
 
 def interpolated(low: _Point, high: _Point) -> float:
-    """The axis value at which the straight line through both points has the log ratio 0."""
+    """Return the batch size or sequence length at which the line through both points reaches equal costs."""
     share = low.log_ratio / (low.log_ratio - high.log_ratio)
     return exp(log(low.value) + share * (log(high.value) - log(low.value)))
 
 
 def _lines(cells: Sequence[Cell], axis: Axis) -> dict[int, dict[str, dict[int, Cell]]]:
-    """Cells by the value of the other axis, by trainer, and by their value along this axis."""
+    """Index cells by their value on the other axis, then by trainer, then by their value on this axis."""
     lines: dict[int, dict[str, dict[int, Cell]]] = defaultdict(lambda: defaultdict(dict))
     for cell in cells:
         along, fixed = (cell.seq_len, cell.batch_size) if axis == "sequence" else (cell.batch_size, cell.seq_len)
@@ -85,6 +84,10 @@ def _points(first: dict[int, Cell], second: dict[int, Cell], quantity: Quantity)
 def _along(
     points: Sequence[_Point], first: str, second: str, quantity: Quantity, axis: Axis, fixed: int
 ) -> Iterator[Crossover]:
+    def crossover(low: _Point, high: _Point, at: float | None, equal_at: tuple[int, ...], claimed: bool) -> Crossover:
+        below, above = (first, second) if low.log_ratio < 0 else (second, first)
+        return Crossover(quantity, axis, fixed, below, above, low.value, high.value, at, equal_at, claimed)
+
     decided = [place for place, point in enumerate(points) if point.is_decided]
     covered: set[int] = set()
     for low, high in pairwise(decided):
@@ -92,44 +95,29 @@ def _along(
             between = tuple(point.value for point in points[low + 1 : high])
             covered.update(range(low, high))
             at = None if between else interpolated(points[low], points[high])
-            yield _crossover(points[low], points[high], (first, second), (quantity, axis, fixed), at, between)
+            yield crossover(points[low], points[high], at, between, True)
     for place, (below, above) in enumerate(pairwise(points)):
         if place not in covered and _crosses(below, above):
-            names = (first, second), (quantity, axis, fixed)
-            yield _crossover(below, above, *names, None, (), is_claimed=False)
+            yield crossover(below, above, None, (), False)
 
 
 def _crosses(low: _Point, high: _Point) -> bool:
     return (low.log_ratio < 0 < high.log_ratio) or (high.log_ratio < 0 < low.log_ratio)
 
 
-def _crossover(
-    low: _Point,
-    high: _Point,
-    names: tuple[str, str],
-    where: tuple[Quantity, Axis, int],
-    at: float | None,
-    equal_at: tuple[int, ...],
-    *,
-    is_claimed: bool = True,
-) -> Crossover:
-    below, above = names if low.log_ratio < 0 else names[::-1]
-    return Crossover(*where, below, above, low.value, high.value, at, equal_at, is_claimed)
-
-
 NEAR = 0.9
-"""A configuration with this share of the best throughput is a candidate for the least memory."""
+"""The trial with the least memory is chosen among those with at least this share of the highest throughput."""
 _CLASSES: tuple[Privacy, ...] = ("not private", "private", "unknown")
 
 
 def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
-    """One choice for each sequence length and privacy class in which a trial has a throughput."""
+    """Choose the best configurations for each sequence length and privacy class with a measured throughput."""
     places = _by_place(cell for cell in cells if cell.samples_per_s is not None)
     return tuple(_choice(*place, members) for place, members in sorted(places.items(), key=_in_order))
 
 
 def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """Trials that no other of the same class and sequence length beats in both memory and throughput."""
+    """Return the trials on the Pareto front of throughput and memory, per privacy class and sequence length."""
     places = _by_place(cell for cell in cells if cell.samples_per_s is not None and cell.peak_bytes is not None)
     best: list[str] = []
     for members in places.values():
@@ -142,10 +130,10 @@ def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
 
 
 def throughput_interval(cell: Cell) -> tuple[float, float] | None:
-    """Samples per second at the ends of the median's interval; None without an interval."""
+    """Return the 95 % interval of the samples per second; None if the step time has no interval."""
     if not (cell.samples_per_s and cell.seconds and cell.low_seconds and cell.high_seconds):
         return None
-    # Not the batch size: a command may report a rate of its own, such as that of four devices.
+    # Do not use the batch size here, because a command may report a rate over several devices.
     samples = cell.samples_per_s * cell.seconds
     return samples / cell.high_seconds, samples / cell.low_seconds
 
@@ -170,7 +158,7 @@ def _choice(seq_len: int, privacy: Privacy, members: Sequence[Cell]) -> Choice:
 
 def _overlap(fastest: Cell, other: Cell) -> bool:
     best, interval = throughput_interval(fastest), throughput_interval(other)
-    if best is None or interval is None:  # nothing is decided: call it a tie within 10 %
+    if best is None or interval is None:  # Without intervals, trials within 10 % are treated as equally fast.
         return (other.samples_per_s or 0) >= NEAR * (fastest.samples_per_s or 0)
     return interval[1] * (1 + PROCESS_NOISE) >= best[0] * (1 - PROCESS_NOISE)
 
@@ -191,9 +179,9 @@ BASELINE = "standard"
 
 
 def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
-    """Each trainer against `standard` at the same batch size and sequence length, where both ran."""
+    """Divide the costs of each trainer by those of `standard` at the same batch size and sequence length."""
     ran = [cell for cell in cells if cell.outcome == "ok"]
-    # Several columns of `standard` (seeds, options): only one with the plain name can be the baseline.
+    # If `standard` has several columns because seeds or options vary, only the column `standard` is the baseline.
     columns = {cell.trainer for cell in ran if cell.privacy == "not private"}
     baseline = next(iter(columns)) if len(columns) == 1 else BASELINE
     standard = {(cell.seq_len, cell.batch_size): cell for cell in ran if cell.trainer == baseline}
@@ -205,7 +193,7 @@ def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
 
 
 def frontier(cells: Iterable[Cell]) -> tuple[FrontierPoint, ...]:
-    """For each trainer and sequence length, the largest batch that ran and the smallest that ran out of memory."""
+    """Find the largest batch that ran and the smallest that ran out of memory, per trainer and sequence length."""
     places: dict[tuple[str, int], list[Cell]] = defaultdict(list)
     for cell in cells:
         places[cell.trainer, cell.seq_len].append(cell)
@@ -213,7 +201,7 @@ def frontier(cells: Iterable[Cell]) -> tuple[FrontierPoint, ...]:
 
 
 def _factor(cell: Cell, standard: Cell) -> CostFactor:
-    is_bound = cell.is_lower_bound or standard.is_lower_bound  # the ratio of two lower bounds is no bound
+    is_bound = cell.is_lower_bound or standard.is_lower_bound  # The ratio of two lower bounds is not a bound.
     return CostFactor(
         cell.trainer,
         cell.batch_size,

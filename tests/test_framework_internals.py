@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from flopwatch.integrations.framework_internals import (
+from flopwatch.library_internals import (
     find_trainer,
     guarded_part,
     lightning_logs_this_step,

@@ -1,4 +1,4 @@
-"""From a captured sweep to its summary: groups of comparable trials, and totals. Pure."""
+"""Summarise a sweep: groups of comparable trials, totals, failures and warnings."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, PrivacySpent, TrialResult, TrialSpec
-from flopwatch.report.analysis.cells import (
+from flopwatch.report import problems, verdicts
+from flopwatch.report.capture import Capture
+from flopwatch.report.cells import (
     column_names,
     group_key,
     group_settings,
@@ -21,22 +23,11 @@ from flopwatch.report.analysis.cells import (
     trainer_name,
     trainer_order,
 )
-from flopwatch.report.analysis.problems import (
-    denominators,
-    distinct_environments,
-    group_failures,
-    host_memory_warnings,
-    incomplete_warnings,
-    mixed_warnings,
-    peak_warnings,
-    retried_warnings,
-)
-from flopwatch.report.analysis.verdicts import choose, cost_factors, find_crossovers, frontier, pareto_trials
-from flopwatch.report.capture import Capture
-from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals, TrialRow
+from flopwatch.report.records import Cell, Group, PrivacyRow, SweepSummary, Totals, TrainerTotals
 
 MOST_COLUMNS = 16
-"""Of a group; more columns side by side cannot be read, and the pairs to search for crossovers grow with the square."""
+"""A table shows at most this many trainers. With more, crossovers are not searched, because the number of pairs of
+trainers grows quadratically."""
 
 
 class _Member(NamedTuple):
@@ -46,7 +37,7 @@ class _Member(NamedTuple):
 
 
 def summarise(capture: Capture) -> SweepSummary:
-    """Everything that the report shows."""
+    """Compute everything that the report shows."""
     results = list(capture.results.values())
     members = _grouped(capture)
     varying = _varying([group_settings(group[0].spec) for group in members])
@@ -60,21 +51,21 @@ def summarise(capture: Capture) -> SweepSummary:
         totals=totals,
         trainers=trainer_totals(results, capture.missing.values()),
         groups=groups,
-        failures=group_failures(results, _largest_ok(results)),
-        environments=distinct_environments(results),
+        failures=problems.group_failures(results, _largest_ok(results)),
+        environments=problems.distinct_environments(results),
         preflight=capture.preflight,
         warnings=(
             *capture.troubles,
             *_warnings(groups, totals.by_outcome),
-            *incomplete_warnings(results),
-            *retried_warnings(results),
+            *problems.incomplete_warnings(results),
+            *problems.retried_warnings(results),
         ),
-        rows=_rows(members),
+        rows=tuple(make_row(m.cell, m.spec, place, m.result) for place, group in enumerate(members) for m in group),
     )
 
 
 def _grouped(capture: Capture) -> list[list[_Member]]:
-    """Groups of comparable trials, those with the most `ok` trials first."""
+    """Divide the trials into groups of comparable trials, the group with the most `ok` trials first."""
     specs = {name: result.spec for name, result in capture.results.items()} | dict(capture.missing)
     columns = column_names(specs)
     groups: dict[tuple[Any, ...], list[_Member]] = defaultdict(list)
@@ -99,16 +90,16 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
         batch_sizes=tuple(sorted({cell.batch_size for cell in cells})),
         seq_lens=tuple(sorted({cell.seq_len for cell in cells})),
         cells=cells,
-        choices=choose(cells),
-        cost_factors=cost_factors(cells),
-        frontier=frontier(cells),
-        crossovers=find_crossovers(cells, trainers) if len(trainers) <= MOST_COLUMNS else (),
-        pareto=pareto_trials(cells),
-        denominators=denominators(results),
+        choices=verdicts.choose(cells),
+        cost_factors=verdicts.cost_factors(cells),
+        frontier=verdicts.frontier(cells),
+        crossovers=verdicts.find_crossovers(cells, trainers) if len(trainers) <= MOST_COLUMNS else (),
+        pareto=verdicts.pareto_trials(cells),
+        denominators=problems.denominators(results),
         warnings=(
-            *mixed_warnings(results),
-            *peak_warnings(results),
-            *host_memory_warnings(results),
+            *problems.mixed_warnings(results),
+            *problems.peak_warnings(results),
+            *problems.host_memory_warnings(results),
             *_too_many(len(trainers)),
         ),
         privacy_spent=privacy_rows((m.cell.trainer, m.result) for m in members if m.result is not None),
@@ -116,26 +107,17 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
 
 
 def _with_like_peaks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """Without the peaks of trials that report host memory, where others of the group report an accelerator's."""
+    """Remove peaks of host memory if other trials report accelerator memory, because the two are not comparable."""
     if not any(cell.device_bytes for cell in cells):
         return tuple(cells)
     return tuple(cell if cell.device_bytes else replace(cell, peak_bytes=None) for cell in cells)
 
 
 def _too_many(columns: int) -> tuple[str, ...]:
-    if columns <= MOST_COLUMNS:
-        return ()
-    return (
-        f"{columns:,} columns of trainers, options or seeds: the first {MOST_COLUMNS} are shown, without crossovers",
+    words = (
+        f"there are {columns:,} combinations of trainers, options and seeds: only the first {MOST_COLUMNS} are shown"
     )
-
-
-def _rows(groups: Sequence[Sequence[_Member]]) -> tuple[TrialRow, ...]:
-    return tuple(
-        make_row(member.cell, member.spec, place, member.result)
-        for place, group in enumerate(groups)
-        for member in group
-    )
+    return (f"{words}, and crossovers are not computed",) if columns > MOST_COLUMNS else ()
 
 
 def _varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -160,7 +142,7 @@ def _warnings(groups: Sequence[Group], by_outcome: Mapping[str, int]) -> tuple[s
 
 
 def privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow, ...]:
-    """One row for each batch size and privacy spent, with all trainers that spend it; from (column, result) pairs."""
+    """Group (column, result) pairs by batch size and privacy spent; each row names the trainers that spend it."""
     found: dict[tuple[int, PrivacySpent], list[str]] = {}
     for column, result in trials:
         if result.outcome == "ok" and result.measured.privacy is not None:
@@ -170,7 +152,7 @@ def privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow,
 
 
 _LONGEST_SWEEP_SECONDS = 5 * 365 * 86400.0
-"""Longer spans come from a wrong clock, such as that of a machine without a battery, which starts in 1970."""
+"""A longer duration means that a clock is wrong, for example that it was reset to 1970."""
 
 
 def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
@@ -188,7 +170,7 @@ def sweep_totals(results: Iterable[TrialResult], missing: int) -> Totals:
 
 
 def _wall_seconds(lives: Sequence[tuple[float | None, float]]) -> float | None:
-    """From the first start to the last end, by the clocks of all hosts; None if one of them is clearly wrong."""
+    """Return the time from the first start to the last end; None if the clock of a host is clearly wrong."""
     ran = [(start, start + seconds) for start, seconds in lives if start is not None]
     if not ran:
         return None
@@ -197,7 +179,7 @@ def _wall_seconds(lives: Sequence[tuple[float | None, float]]) -> float | None:
 
 
 def was_tried(result: TrialResult) -> bool:
-    """Whether the outcome says something about the trainer, unlike one of a refused or cancelled trial."""
+    """Whether the trial ran, so that it counts for the success rate of its trainer. Cancelled trials do not count."""
     if result.outcome == "invalid":
         return result.unix_time is not None
     return result.outcome not in (*NOT_RUN, "cancelled")
@@ -247,7 +229,7 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
 
 
 def _shared_configurations(by_trainer: Sequence[Sequence[TrialResult]]) -> set[str]:
-    """Configurations that every trainer ran: a trainer that ran only small ones would otherwise seem to need little."""
+    """Return the configurations that every trainer ran. Mean peaks of trainers are comparable only over these."""
     if len(by_trainer) < 2:
         return set()
     ran = [

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from flopwatch.errors import FlopwatchError
+from flopwatch.library_internals import latest_mlflow_run, mlflow_request_sender, wandb_run_hider
 from flopwatch.sinks import mlflow as mlflow_sink
-from flopwatch.sinks.tracker_internals import latest_mlflow_run, mlflow_request_sender, wandb_run_hider
 
 
 def test_a_wandb_that_cannot_hide_a_run_is_refused_before_a_run_is_started():
     old = SimpleNamespace(setup=lambda: SimpleNamespace(), __version__="0.99")
-    with pytest.raises(FlopwatchError, match=r"wandb 0\.99 cannot keep our run apart"):
+    with pytest.raises(FlopwatchError, match=r"wandb 0\.99 cannot keep the run of flopwatch apart"):
         wandb_run_hider(old)
 
 

@@ -1,5 +1,5 @@
 from flopwatch.records.trial import TrialResult, TrialSpec
-from flopwatch.report.analysis.problems import retried_warnings
+from flopwatch.report.problems import retried_warnings
 
 
 def result(name, **facts):
@@ -12,13 +12,13 @@ def test_a_sweep_without_losses_says_nothing():
 
 def test_attempts_that_were_lost_are_told():
     (told,) = retried_warnings([result("a"), result("b", earlier_attempts=({"outcome": "lost"},) * 2)])
-    assert "(1, 2 lost; their files are in earlier/): b" in told
+    assert told == "1 trial needed more than one attempt: b; files of the lost attempts (2) are in earlier/"
 
 
 def test_files_that_stayed_on_a_node_are_named():
     files = [f"trials/a/file{number}" for number in range(7)]
     (told,) = retried_warnings([result("a", evidence={"left_on_the_node": files})])
-    assert told.startswith("files of a stayed on their node, too large to be copied: trials/a/file0, ")
+    assert told.startswith("files of a are still on their node, because they were too large to copy: trials/a/file0, ")
     assert told.endswith("and 2 more")
 
 

@@ -126,7 +126,7 @@ def test_the_long_names_of_the_documents_are_shown_short_and_own_labels_as_they_
 def test_results_of_different_environments_are_compared_with_a_warning():
     a, b = {"torch": "2.13", "device": "L4", "host": "x"}, {"torch": "2.14", "device": "L4", "host": "y"}
     summary = summary_of(ran("standard", 4, 64, environment=a), ran("ghost", 4, 64, environment=b))
-    assert summary.warnings == ("tiny, fp32: compares results of different torch: 2.13 (1), 2.14 (1)",)
+    assert summary.warnings == ("tiny, fp32: the compared trials ran with different torch: 2.13 (1), 2.14 (1)",)
     assert [one.trials for one in summary.environments] == [1, 1]
     hosts = summary_of(ran("standard", 4, 64, environment=a), ran("ghost", 4, 64, environment={**a, "host": "z"}))
     assert "2 hosts" in hosts.warnings[0]
@@ -139,6 +139,8 @@ def test_hundreds_of_seeds_are_not_laid_side_by_side():
     (group,) = summary.groups
     assert len(group.trainers) == 300
     assert group.crossovers == ()
-    assert "300 columns of trainers, options or seeds: the first 16 are shown" in summary.warnings[0]
+    assert (
+        "there are 300 combinations of trainers, options and seeds: only the first 16 are shown" in summary.warnings[0]
+    )
     assert len(narrowed(group).trainers) == 16
     assert len(narrowed(group).cells) == 32

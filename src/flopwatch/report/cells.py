@@ -1,12 +1,11 @@
-"""Trials as cells: which trials may be compared, the column each belongs to, and the numbers it contributes. Pure."""
+"""Decide which trials of a sweep can be compared, name their columns in tables, and collect their measurements."""
 
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flopwatch.records.trainer_names import LABELS, is_private
-from flopwatch.records.trial import MemoryUse, StepCost, TrialResult, TrialSpec
+from flopwatch.records.trial import LABELS, MemoryUse, StepCost, TrialResult, TrialSpec, is_private
 from flopwatch.report.records import Cell, Privacy, TrialRow
 
 _MICRO_BATCH = "micro-batch"
@@ -16,12 +15,12 @@ _PRIVACY_CLASSES: Mapping[bool | None, Privacy] = {True: "private", False: "not 
 
 
 def privacy_of(spec: TrialSpec) -> Privacy:
-    """The class within which the trainer is compared; unknown for a user's own."""
+    """Return whether the trainer is differentially private; `unknown` for a trainer written by the user."""
     return _PRIVACY_CLASSES[is_private(spec.trainer)]
 
 
 def trainer_name(spec: TrialSpec) -> str:
-    """The trainer's name in tables: the short one for built-in trainers, because columns are narrow.
+    """Return the trainer's name for tables. Built-in trainers have a short name there, because columns are narrow.
 
     >>> trainer_name(TrialSpec("ghost", "tiny", 4, 512, label="DPGhostClippingTrainer"))
     'ghost'
@@ -33,7 +32,7 @@ def trainer_name(spec: TrialSpec) -> str:
 
 
 def group_settings(spec: TrialSpec) -> dict[str, Any]:
-    """The settings that trials must share to be compared."""
+    """Return the settings that must be equal in two trials for a comparison to make sense."""
     return {
         "model": spec.model,
         "dtype": spec.dtype,
@@ -53,12 +52,12 @@ def group_key(spec: TrialSpec) -> tuple[Any, ...]:
 
 
 def place_key(spec: TrialSpec) -> tuple[Any, ...]:
-    """The same for trials that differ only in their batch size."""
+    """Return a key that is equal for two trials if they differ only in their batch size."""
     return (*group_key(spec), trainer_name(spec), spec.seq_len, *sorted(_variant_settings(spec).items()))
 
 
 def column_names(specs: Mapping[str, TrialSpec]) -> dict[str, str]:
-    """The column of each trial: its trainer, and the options or seeds in which trials of this trainer differ."""
+    """Return the column name of each trial: its trainer, and the options or seeds that vary for this trainer."""
     variants: dict[tuple[Any, ...], dict[str, dict[str, str]]] = defaultdict(dict)
     for name, spec in specs.items():
         variants[(*group_key(spec), trainer_name(spec))][name] = _variant_settings(spec)
@@ -72,14 +71,14 @@ def column_names(specs: Mapping[str, TrialSpec]) -> dict[str, str]:
 
 
 def trainer_order(names: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Columns in order, given (column, trainer) pairs: built-in trainers first, users' own last."""
+    """Sort column names, given (column, trainer) pairs: built-in trainers first, trainers of the user last."""
     rank = {trainer: place for place, trainer in enumerate(LABELS)}
     found = {column: (rank.get(trainer, len(rank)), column) for column, trainer in names}
     return tuple(sorted(found, key=lambda column: found[column]))
 
 
 def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
-    """The heading of a group. Resources are named only if they differ between groups.
+    """Return the heading of a group. Resources such as `gpus` are named only if they vary between groups.
 
     >>> group_title({"model": "small", "dtype": "bf16", "checkpointing": True, "device": "cuda"}, ["dtype"])
     'small, bf16, cuda, checkpointing'
@@ -110,19 +109,19 @@ def _variant_settings(spec: TrialSpec) -> dict[str, str]:
 def _varying(members: Iterable[Mapping[str, str]]) -> list[str]:
     members = list(members)
     names = dict.fromkeys(name for settings in members for name in settings)
-    # Micro-batches are always named: memory and time are not those of a whole batch at once.
+    # Always name the micro-batch size, because it changes memory and time even if it is the same in all trials.
     return [name for name in names if name == _MICRO_BATCH or len({settings.get(name) for settings in members}) > 1]
 
 
 FEWEST_STEPS = 6
-"""With fewer measured steps a 95 % interval does not exist: even from the least to the most of 5 steps it is 94 %."""
+"""Fewer steps have no 95 % interval: the range of 5 measured steps contains the median with only 94 %."""
 
 MOST_FINITE = sys.float_info.max
-"""JSON may hold larger integers, which Python cannot divide into a float."""
+"""JSON may contain larger integers, but Python cannot convert them to float."""
 
 
 def make_cell(result: TrialResult, column: str) -> Cell:
-    """The cell of a trial that has ended. Only `ok` trials have numbers: one cut short may not have met its peak."""
+    """Collect the measurements of a trial; only of an `ok` trial, because others may not have reached their peak."""
     spec, measured = result.spec, result.measured
     place = (result.name, column, privacy_of(spec), spec.batch_size, spec.seq_len, str(result.outcome))
     if result.outcome != "ok":
@@ -154,25 +153,16 @@ def missing_cell(name: str, spec: TrialSpec, column: str) -> Cell:
 
 
 def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None) -> TrialRow:
+    of_cell = ("trainer", "outcome", "is_unstable", "tokens_per_s", "samples_per_s", "peak_bytes", "mfu", "hfu")
+    of_spec = ("model", "dtype", "checkpointing", "batch_size", "seq_len")
     return TrialRow(
+        **{name: getattr(cell, name) for name in of_cell},
+        **{name: getattr(spec, name) for name in of_spec},
         name=cell.trial,
         group=group,
-        trainer=cell.trainer,
-        model=spec.model,
-        dtype=spec.dtype,
-        checkpointing=spec.checkpointing,
-        batch_size=spec.batch_size,
-        seq_len=spec.seq_len,
-        outcome=cell.outcome,
         reason=result.reason if result else "planned, but has no result yet",
         total_seconds=positive(result.seconds) if result else None,
         step_seconds=cell.seconds,
-        is_unstable=cell.is_unstable,
-        tokens_per_s=cell.tokens_per_s,
-        samples_per_s=cell.samples_per_s,
-        peak_bytes=cell.peak_bytes,
-        mfu=cell.mfu,
-        hfu=cell.hfu,
         command=result.command if result else "",
         trace=result.measured.trace if result else None,
         epsilon=positive(result.measured.privacy.epsilon) if result and result.measured.privacy else None,
@@ -180,13 +170,13 @@ def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None
 
 
 def positive(value: Any) -> Any:
-    """The value if it is a finite number above 0, as every measurement is, else None."""
+    """Return the value if it is a finite number above 0, or else None, because it cannot be a valid measurement."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 < value <= MOST_FINITE else None
 
 
 def _knows_peak(result: TrialResult) -> bool:
-    """Whether the peak is that of the device the trial ran on: host memory does not limit a trial on an accelerator."""
+    """Whether the peak was measured on the device of the trial. A peak of host memory says nothing about a GPU."""
     on_cpu = str(result.environment.get("device", "cpu")).startswith("cpu")
     return on_cpu or result.measured.memory.reserved_bytes is not None
 

@@ -1,7 +1,7 @@
-"""What went wrong in a sweep: failures by cause with advice, and why comparisons may mislead. Pure.
+"""Problems of a sweep: failures grouped by cause, with advice, and reasons why comparisons may mislead.
 
-Sources of the advice: man 7 signal for signals; the message of torch's DataLoader ("insufficient shared memory") for
-SIGBUS; the table of trainers in docs/sweep.md for what the clipping trainers hold in memory.
+Sources of the advice: `man 7 signal` for signals; the message of torch's DataLoader ("insufficient shared memory") for
+SIGBUS; the table of trainers in docs/sweep.md for the memory of the clipping trainers.
 """
 
 import re
@@ -14,11 +14,11 @@ from typing import Any
 from flopwatch.number_format import byte_size, percent, plural
 from flopwatch.records.reading import first_line, listed
 from flopwatch.records.trial import StepCost, TrialResult, TrialSpec
-from flopwatch.report.analysis.cells import place_key, privacy_of, trainer_name
+from flopwatch.report.cells import place_key, privacy_of, trainer_name
 from flopwatch.report.records import Environment, Failure
 
 LOG_LINES = 15
-# What needs a person comes first. Running out of memory is a result, and what was not tried comes last.
+# Failures that a person must look into come first. Running out of memory is an expected result of a sweep.
 _URGENCY = (
     "crash",
     "hang",
@@ -35,11 +35,11 @@ _NOT_A_FAILURE = ("ok", "oom_inferred", "skipped")
 
 
 def group_failures(results: Iterable[TrialResult], largest_ok: Mapping[tuple[Any, ...], int]) -> tuple[Failure, ...]:
-    """One failure per cause, the most urgent first, then the most frequent.
+    """Group failed trials by outcome and cause, the most urgent outcome first, then the most frequent cause.
 
     Args:
         results: All results of the sweep.
-        largest_ok: The largest batch that ran by `place_key`, for the advice.
+        largest_ok: For each `place_key`, the largest batch that ran, which the advice names.
     """
     alike: dict[tuple[str, str], list[TrialResult]] = defaultdict(list)
     for result in results:
@@ -50,22 +50,21 @@ def group_failures(results: Iterable[TrialResult], largest_ok: Mapping[tuple[Any
 
 
 def cause_of(result: TrialResult) -> str:
-    """The cause by the strongest evidence. A hint in the log makes a group of its own, because its advice differs."""
+    """Return the cause of a failure. Trials whose log mentions memory are a separate cause with separate advice."""
     hint = "; its log mentions memory" if result.evidence.get("hint") else ""
     return _cause(result) + hint
 
 
 def _cause(result: TrialResult) -> str:
-    """The exception, else the signal, the exit code, the scheduler's state, or the reason in words."""
     evidence = result.evidence
     exception = evidence.get("exception")
-    if result.outcome in ("timeout", "hang", "cancelled"):  # flopwatch ended it, so its signal says nothing
+    if result.outcome in ("timeout", "hang", "cancelled"):  # flopwatch killed the trial, so the signal is not a cause.
         return f"in phase {result.phase}"
     if isinstance(exception, Mapping) and exception.get("type"):
         return normalised(f"{exception['type']}: {exception.get('message') or ''}").rstrip(": ")
     if isinstance(exception, str) and exception:
         return normalised(exception)
-    if result.outcome == "oom_host" and result.reason:  # the SIGKILL is the kernel's, and the reason says so
+    if result.outcome == "oom_host" and result.reason:  # The signal is always SIGKILL; the reason says more.
         return normalised(result.reason)
     if evidence.get("signal"):
         return signal_name(evidence["signal"])
@@ -77,7 +76,7 @@ def _cause(result: TrialResult) -> str:
 
 
 def normalised(message: str) -> str:
-    """The first line of a message without the numbers, addresses and paths that differ from trial to trial.
+    """Return the first line of a message, with numbers, addresses and paths replaced, because they vary by trial.
 
     >>> normalised("tried to allocate 2.50 GiB at 0x7f3a in /home/me/a.py, line 3")
     'tried to allocate N GiB at ADDRESS in PATH, line N'
@@ -89,7 +88,7 @@ def normalised(message: str) -> str:
 
 
 def signal_name(value: Any) -> str:
-    """The name of a signal that is given by number or by name.
+    """Return the name of a signal that is given by number or by name.
 
     >>> signal_name(9), signal_name("SIGSEGV")
     ('SIGKILL', 'SIGSEGV')
@@ -104,7 +103,7 @@ def last_lines(text: str, count: int = LOG_LINES) -> str:
 
 
 def _failure(cause: str, members: Sequence[TrialResult], largest_ok: Mapping[tuple[Any, ...], int]) -> Failure:
-    # A member with a log is the more useful example.
+    # A trial with a log or stack traces is the most useful example.
     example = next((member for member in members if member.log_tail or member.stacks), members[0])
     return Failure(
         outcome=str(example.outcome),
@@ -129,48 +128,47 @@ def _urgency(outcome: str) -> int:
 
 
 _BY_SIGNAL = {
-    "SIGKILL": "Not sent by flopwatch; often the kernel, for lack of memory. Check: dmesg | grep -i 'killed process'",
-    "SIGSEGV": "A fault in native code. Run the command below with PYTHONFAULTHANDLER=1 to see the line of Python.",
+    "SIGKILL": "Not sent by flopwatch, but often by the kernel for lack of memory: dmesg | grep -i 'killed process'",
+    "SIGSEGV": "Native code crashed. Run the command below with PYTHONFAULTHANDLER=1 to see the line of Python.",
     "SIGABRT": "Native code called abort(); its message is at the end of the log.",
-    "SIGBUS": "Often a full /dev/shm. Check df -h /dev/shm, or use no data loader workers.",
-    "SIGTERM": "Something outside ended it: a scheduler's time limit, a preemption, a shutdown.",
-    "SIGILL": "An instruction that this CPU lacks: a package was built for another CPU.",
-    "SIGFPE": "A division by zero in native code, often an empty batch or dimension.",
+    "SIGBUS": "Often /dev/shm is full. Check it with df -h /dev/shm, or use no data loader workers.",
+    "SIGTERM": "Another program ended the trial, such as a scheduler (time limit or preemption) or a shutdown.",
+    "SIGILL": "The CPU does not support an instruction, because a package was built for another CPU.",
+    "SIGFPE": "Native code divided by zero, often because a batch or dimension is empty.",
 }
 
 
 def advice_for(result: TrialResult, cause: str, largest_ok: int | None) -> tuple[str, ...]:
-    """What to do about a failure, the most useful first.
+    """Return what the user can do about a failure, the most useful advice first.
 
     Args:
-        result: One of its trials.
-        cause: Their common cause.
-        largest_ok: The largest batch that ran with this trainer at this sequence length.
+        result: Result of a trial that failed.
+        cause: Cause of the failure.
+        largest_ok: The largest batch that ran with the same trainer and sequence length; None if none ran.
     """
     by_outcome: Mapping[str, Callable[[], tuple[str, ...]]] = {
         "oom_device": lambda: _out_of_memory(result, largest_ok),
         "oom_host": lambda: (*_host_limit(result), *_out_of_memory(result, largest_ok)),
-        "crash": lambda: (
-            _BY_SIGNAL.get(cause, "Run the command below alone; the end of the log shows where it crashed."),
-        ),
+        "crash": lambda: (_BY_SIGNAL.get(cause, "Run the command below to see the crash, and read the log."),),
         "hang": lambda: _hang(result),
         "timeout": lambda: _timeout(result),
         "error": lambda: _error(cause),
         "unsupported": lambda: _unsupported(result),
-        "invalid": lambda: ("Change the configuration: it cannot run as it is.",),
-        "cancelled": lambda: ("Run the same sweep command again: it resumes where it stopped.",),
-        "lost": lambda: ("The machine or its job disappeared. Run again: flopwatch sweep ... --only failed",),
+        "invalid": lambda: ("Change the configuration of the trial: it is not valid.",),
+        "cancelled": lambda: ("Run the same sweep command again: the sweep resumes where it stopped.",),
+        "lost": lambda: ("The machine or its job disappeared. Run the trial again: flopwatch sweep ... --only failed",),
     }
     return (*_hint(result), *by_outcome.get(result.outcome, lambda: ())())
 
 
 def _hint(result: TrialResult) -> tuple[str, ...]:
-    """Advice on a log that mentions memory. A log's words never decide the outcome."""
+    """Return advice for a trial whose log mentions memory, although words in a log never decide the outcome."""
     hint = result.evidence.get("hint")
     if not hint:
         return ()
     said = (
-        f"Its log says: {hint}. Log messages do not decide an outcome, so larger trials ran too. If memory ended it, "
+        f"The log says: {hint}. flopwatch does not derive outcomes from log messages, so the trial does not count as "
+        "out of memory, and larger trials ran too. If memory did run out, "
     )
     if result.spec.trainer == "command":
         return (said + 'let the command write {"outcome": "oom_device"} to $FLOPWATCH_TRIAL_DIR/metrics.json.',)
@@ -183,20 +181,21 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ..
     advice = [f"Use a batch below {spec.batch_size}{ran}." if spec.batch_size > 1 else "Even batch 1 is too large."]
     is_private = privacy_of(spec) == "private"
     if not spec.checkpointing and not is_private:
-        advice.append("Gradient checkpointing stores fewer activations, for about a third more compute.")
+        advice.append("Use gradient checkpointing: it stores fewer activations, for about a third more compute.")
     if spec.trainer in ("dpsgd", "fast"):
-        advice.append("Ghost clipping stores no per-sample gradients and needs less memory at short sequences.")
+        advice.append("Try ghost: it stores no per-sample gradients and needs less memory at short sequences.")
     if spec.trainer == "ghost":
-        advice.append("Ghost clipping stores a sequence x sequence matrix per sample; dpsgd may need less memory here.")
+        advice.append(
+            "Try dpsgd: it may need less memory, because ghost stores a sequence x sequence matrix per sample."
+        )
     if spec.layout == "ddp":
-        advice.append("With ddp every process holds the whole model; with layout: fsdp each holds a part of it.")
-    if spec.trainer != "command" and spec.layout is None:  # `flopwatch fit` runs one process
+        advice.append("Use layout: fsdp, where each process holds a part of the model; with ddp each holds all of it.")
+    if spec.trainer != "command" and spec.layout is None:  # `flopwatch fit` supports only a single process.
         advice.append(f"Find the largest batch: {_fit_command(spec)}")
     return tuple(advice)
 
 
 def _fit_command(spec: TrialSpec) -> str:
-    """The command that searches the largest batch of this configuration."""
     words = ["flopwatch", "fit", "--trainer", spec.trainer, "--model", spec.model, "--seq-len", str(spec.seq_len)]
     words += ["--dtype", spec.dtype] if spec.dtype != "fp32" else []
     words += ["--checkpoint"] if spec.checkpointing else []
@@ -208,23 +207,27 @@ def _fit_command(spec: TrialSpec) -> str:
 
 def _host_limit(result: TrialResult) -> tuple[str, ...]:
     limit = result.spec.limits.memory_bytes
-    return (f"The trial's limit was {byte_size(limit)}; raise --memory if the host has more.",) if limit else ()
+    return (
+        (f"The memory limit of the trial was {byte_size(limit)}; raise --memory if the host has more.",)
+        if limit
+        else ()
+    )
 
 
 def _hang(result: TrialResult) -> tuple[str, ...]:
     limit = result.spec.limits.no_progress_seconds
     slow = f"If a step may take longer than {limit:g} s, raise --no-progress." if limit else ""
     shown = (
-        "The stacks below show where each thread was waiting."
+        "The stack traces below show where each thread was waiting."
         if result.stacks
-        else "There are no stacks: native code held the GIL."
+        else "There are no stack traces, because native code held the GIL."
     )
     return tuple(line for line in (shown, slow) if line)
 
 
 def _timeout(result: TrialResult) -> tuple[str, ...]:
     limit = result.spec.limits.wall_seconds
-    reached = f"It still made progress in phase {result.phase}" + (f" after {limit:g} s" if limit else "")
+    reached = f"The trial still made progress in phase {result.phase}" + (f" after {limit:g} s" if limit else "")
     return (f"{reached}: raise --timeout, or measure fewer steps.",)
 
 
@@ -232,45 +235,49 @@ def _error(cause: str) -> tuple[str, ...]:
     if cause.startswith(("ModuleNotFoundError", "ImportError")):
         return ("Install the missing package in the environment of the trials.",)
     if cause.startswith("exit code"):
-        return ("The program exited by itself; look for exit() in it, and at the end of the log.",)
-    return ("Run the command below alone. Once it works: flopwatch sweep ... --only failed",)
+        return ("The program exited by itself. Look at the end of its log, and for exit() in its code.",)
+    return ("Run the command below to see the error. Once it works, run: flopwatch sweep ... --only failed",)
 
 
 def _unsupported(result: TrialResult) -> tuple[str, ...]:
     if result.spec.checkpointing:
-        return ("Take the pair out of the matrix, or run it without gradient checkpointing.",)
-    return ("Take the pair out of the matrix, or choose another trainer for this model.",)
-
-
-# Why comparisons may mislead: mixed environments, doubtful peaks, missing parts, retries.
+        return ("Remove this trainer and model from the matrix, or run them without gradient checkpointing.",)
+    return ("Remove this trainer and model from the matrix, or choose another trainer for the model.",)
 
 
 _SHOWN = (
     *("torch", "device", "device_name", "threads", "host", "driver", "cuda", "python", "flopwatch", "opacus", "git"),
     *("cpu", "platform", "os"),
 )
-# Facts that change time or memory.
+# If one of these differs between trials, their time or memory may differ for that reason.
 _DECISIVE = ("torch", "device", "device_name", "threads", "driver", "cuda", "opacus", "cpu", "flopwatch", "git")
 
 
 def distinct_environments(results: Iterable[TrialResult]) -> tuple[Environment, ...]:
-    """The environments trials ran in, the most common first."""
+    """Return the environments in which trials ran, the most common first."""
     seen: Counter[tuple[tuple[str, str], ...]] = Counter()
-    for settings, count in _counted(results):
-        if settings:
+    for environment, count in counted_environments(results, _SHOWN):
+        if settings := shown_settings(environment):
             seen[tuple(settings.items())] += count
     return tuple(Environment(dict(settings), count) for settings, count in seen.most_common())
 
 
-def _counted(results: Iterable[TrialResult]) -> list[tuple[dict[str, str], int]]:
-    """The distinct environments with their number of trials; 10,000 trials usually share one, formatted once."""
+def counted_environments(
+    results: Iterable[TrialResult], names: Sequence[str] = ()
+) -> list[tuple[Mapping[str, Any], int]]:
+    """Return the distinct environments with their number of trials, so that each is formatted only once.
+
+    Args:
+        results: The results of the trials.
+        names: If given, environments that agree in these entries count as equal.
+    """
     counts: Counter[str] = Counter()
     examples: dict[str, Mapping[str, Any]] = {}
     for result in results:
-        key = repr([result.environment.get(name) for name in _SHOWN])
+        key = repr([result.environment.get(name) for name in names] if names else result.environment)
         counts[key] += 1
         examples[key] = result.environment
-    return [(shown_settings(examples[key]), count) for key, count in counts.items()]
+    return [(examples[key], count) for key, count in counts.items()]
 
 
 def shown_settings(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -278,22 +285,25 @@ def shown_settings(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mixed_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
-    """Environment facts in which trials that are compared with each other differ."""
+    """Return a warning for each version, device or file of the user that differs between compared trials."""
     results = list(results)
     values: dict[str, Counter[str]] = {name: Counter() for name in (*_DECISIVE, "host")}
-    for settings, count in _counted(result for result in results if result.outcome == "ok"):
+    ran = [result for result in results if result.outcome == "ok"]
+    for environment, count in counted_environments(ran, _SHOWN):
+        settings = shown_settings(environment)
         for name in settings.keys() & values.keys():
             values[name][settings[name]] += count
     mixed = [
-        f"compares results of different {name}: {_values(values[name])}" for name in _DECISIVE if len(values[name]) > 1
+        f"the compared trials ran with different {name}: {_values(values[name])}"
+        for name in _DECISIVE
+        if len(values[name]) > 1
     ]
     if not mixed and len(values["host"]) > 1:
-        mixed = [f"ran on {len(values['host'])} hosts, and even equal hosts may differ by a few percent"]
+        mixed = [f"the trials ran on {len(values['host'])} hosts, and even equal hosts may differ by a few percent"]
     return (*mixed, *_mixed_code(results))
 
 
 def _mixed_code(results: Iterable[TrialResult]) -> list[str]:
-    """Trainers, models or scripts of the user that changed during the sweep."""
     versions: dict[str, Counter[str]] = {}
     for result in results:
         sources = result.environment.get("sources")
@@ -301,7 +311,7 @@ def _mixed_code(results: Iterable[TrialResult]) -> list[str]:
             for name, digest in sources.items():
                 versions.setdefault(str(name), Counter())[str(digest)] += 1
     return [
-        f"compares results of different versions of {name}: {_values(digests)}"
+        f"the compared trials ran different versions of {name}: {_values(digests)}"
         for name, digests in versions.items()
         if len(digests) > 1
     ]
@@ -321,18 +331,22 @@ def _as_text(value: Any) -> str:
 
 
 _MOST_OF_PEAK = 1.05
-"""A utilisation above this is not noise: the peak does not belong to the device, or the FLOPs not to the step."""
+"""A larger MFU or HFU is not measurement noise: the peak or the FLOPs must be wrong."""
 
 
 def denominators(results: Iterable[TrialResult]) -> tuple[str, ...]:
-    """The peaks that MFU and HFU are shares of, the most common first."""
+    """Return the peaks by which MFU and HFU were computed, as text, the most common first."""
     found = Counter(_words(cost.peak or {}) for _, cost in _with_peak(results))
     return tuple(words for words, _ in found.most_common())
 
 
 def peak_warnings(results: Sequence[TrialResult]) -> tuple[str, ...]:
     different = denominators(results)
-    mixed = [f"MFU and HFU are shares of different peaks: {'; '.join(different)}"] if len(different) > 1 else []
+    mixed = (
+        [f"MFU and HFU of these trials are shares of different peaks: {'; '.join(different)}"]
+        if len(different) > 1
+        else []
+    )
     above = [
         (trial, name, value)
         for trial, cost in _with_peak(results)
@@ -348,10 +362,10 @@ def peak_warnings(results: Sequence[TrialResult]) -> tuple[str, ...]:
 
 
 def _command_notes(results: Iterable[TrialResult]) -> list[str]:
-    """Figures that commands reported and that cannot be right."""
+    """Return warnings about MFU or HFU values that commands reported and that cannot be right."""
     costs = [(result.name, result.measured.cost) for result in results if result.outcome == "ok"]
     notes = [f"{trial}: {note}" for trial, cost in costs if cost is not None and not cost.peak for note in cost.notes]
-    return [*notes[:1], f"{len(notes) - 1:,} more trials reported such figures"] if len(notes) > 1 else notes
+    return [*notes[:1], f"{len(notes) - 1:,} more trials reported such values"] if len(notes) > 1 else notes
 
 
 def _with_peak(results: Iterable[TrialResult]) -> list[tuple[str, StepCost]]:
@@ -364,17 +378,20 @@ def _words(peak: Mapping[str, Any]) -> str:
 
 
 def incomplete_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
-    """Phases after the steps that could not be measured, by phase and reason. Times and memory are valid."""
+    """Return a warning for each measurement after the steps that failed, such as counting FLOPs.
+
+    The times and the memory of these trials are valid.
+    """
     alike: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.outcome == "ok":
             for phase, why in result.measured.not_measured.items():
                 alike.setdefault((phase, why), []).append(result.name)
-    return tuple(f"{phase} not measured in {listed(names, 3)}: {why}" for (phase, why), names in alike.items())
+    return tuple(f"{phase} could not be measured in {listed(names, 3)}: {why}" for (phase, why), names in alike.items())
 
 
 def host_memory_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
-    """Trials whose host memory is resident memory, which is not comparable with proportional memory."""
+    """Return a warning if host memory is resident memory, which cannot be compared with proportional memory."""
     counts = Counter(result.measured.memory.host_method for result in results if result.outcome == "ok")
     if not counts["rss"]:
         return ()
@@ -385,16 +402,19 @@ def host_memory_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
 
 
 def retried_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
-    """One warning for all trials that were retried, and one for each trial whose files stayed on its node."""
+    """Return one warning for all trials that were retried, and one for each trial whose files stayed on its node."""
     results = list(results)
     retried = [result for result in results if result.earlier_attempts]
     attempts = sum(len(result.earlier_attempts) for result in retried)
     attempted = [
-        f"trials that took more than one attempt ({len(retried):,}, {attempts:,} lost; their files are in earlier/): "
-        + listed([result.name for result in retried])
+        f"{plural(len(retried), 'trial')} needed more than one attempt: {listed([result.name for result in retried])}; "
+        f"files of the lost attempts ({attempts:,}) are in earlier/"
     ]
     left = [(result.name, files) for result in results if (files := _left_on_the_node(result))]
-    stayed = [f"files of {name} stayed on their node, too large to be copied: {listed(files)}" for name, files in left]
+    stayed = [
+        f"files of {name} are still on their node, because they were too large to copy: {listed(files)}"
+        for name, files in left
+    ]
     return (*(attempted if retried else ()), *stayed)
 
 

@@ -1,0 +1,196 @@
+"""Undocumented names of other libraries that flopwatch uses, and what happens in a release that lacks them.
+
+Counting FLOPs imports none of these libraries, because a library that is not loaded cannot be part of the model. If a
+sink needs a name that is missing and has no substitute, the sink fails at its first record: flopwatch reports that once
+and switches the sink off, and the training and the other sinks continue.
+
+Checked with transformers 5.22.2, Opacus 1.6.0, lightning 2.6, tensorboard 2.21, wandb 0.31 and mlflow 3.17.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from flopwatch.errors import FlopwatchError, MissingDependencyError
+from flopwatch.optional import require
+
+OUTPUT_CAPTURING = "transformers.utils.output_capturing"
+"""The module whose hooks collect hidden states and attentions. If it is missing, its hooks are treated like any hook
+that flopwatch does not know."""
+CACHES = "transformers.cache_utils"
+"""The module of the key-value caches, which use the index of a layer only to select the entry of that layer."""
+SHARDED_FORWARDS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
+"""Modules that replace `forward` on instances of a model with a sharded version. The class keeps the complete one. If
+these modules are missing, `forward` is never replaced."""
+
+
+def outputs_are_captured() -> bool:
+    """Whether transformers is collecting the outputs of inner modules, so that every inner module has to run.
+
+    Without `_active_collector` this is False. Then a model that returns hidden states is traced in full, because
+    tracing only one of several equal layers fails.
+    """
+    collector = getattr(sys.modules.get(OUTPUT_CAPTURING), "_active_collector", None)
+    return collector is not None and bool(collector.get())
+
+
+def is_cache(value: Any) -> bool:
+    """Whether `value` is a key-value cache of transformers.
+
+    Without the class `Cache` this is False, and each of the layers that share a cache is traced.
+    """
+    cache_class = getattr(sys.modules.get(CACHES), "Cache", None)
+    return cache_class is not None and isinstance(value, cache_class)
+
+
+def attention_implementation(model: Any) -> str:
+    """The attention that a transformers model was loaded with, such as `flash_attention_2`.
+
+    transformers stores the argument `attn_implementation` of `from_pretrained` in a private setting. Without it the
+    result is empty, and documents packed into one row are counted as one sequence.
+    """
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+
+
+def prepare_for_opacus(parameter: Any) -> None:
+    """Give a new parameter the two attributes that the per-sample hooks of Opacus expect on every parameter."""
+    if not hasattr(parameter, "_forward_counter"):
+        parameter._forward_counter, parameter.grad_sample = 0, None
+
+
+# What the integrations use of training frameworks beyond their documented interfaces, and what happens without it.
+
+
+def find_trainer(callback: Any) -> Any:
+    """The Hugging Face `Trainer` that is calling this callback, or None if it is not found.
+
+    A `Trainer` does not pass itself to its callbacks. So this searches the call stack for a `self` whose
+    `callback_handler` holds the callback. Without a `Trainer` the callback logs step times and losses, but no tokens
+    and no FLOPs, and warns about that.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        handler = getattr(caller, "__dict__", {}).get("callback_handler")
+        if any(each is callback for each in getattr(handler, "callbacks", ())):
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def guarded_part(trainer: Any) -> str:
+    """The name of the `Trainer` method to wrap, so that an exception in it closes the monitor.
+
+    Exceptions of the data loader and of other callbacks pass through `_run_epoch` too. Without `_run_epoch` only
+    exceptions in the public `training_step` close the monitor at once; after others it is closed when the next training
+    begins.
+    """
+    return "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
+
+
+def lightning_logs_this_step(trainer: Any) -> bool:
+    """Whether Lightning is about to write a row to its loggers.
+
+    Lightning's own callbacks read `trainer._logger_connector.should_update_logs` too. Without it the documented rule
+    `global_step % log_every_n_steps == 0` is used. With several optimizers that rule selects other steps, because
+    `global_step` counts the steps of all optimizers.
+    """
+    due = getattr(getattr(trainer, "_logger_connector", None), "should_update_logs", None)
+    if due is None:
+        every = trainer.log_every_n_steps
+        return bool(every and trainer.global_step % every == 0)
+    return bool(due)
+
+
+def without_fabric_wrapper(model: Any) -> Any:
+    """The model that `fabric.setup` has wrapped, or `model` itself if it is not wrapped.
+
+    The signature of the model's `forward` tells which parts of a batch the model takes; Fabric's wrapper accepts any
+    arguments. The public attribute `module` is not used, because a user's model may have an attribute of that name.
+    Without `_original_module` the wrapper is monitored, and no FLOPs are counted for batches with more parts than the
+    model takes.
+    """
+    return getattr(model, "_original_module", model)
+
+
+# What the sinks use of TensorBoard, W&B and MLflow beyond the documented interfaces, and what happens without it.
+#
+# If a name is missing and there is no substitute, the sink fails at its first record: it is reported once and switched
+# off, and the training and the other sinks go on.
+
+
+class EventFormat:
+    """The classes that write TensorBoard's event files. If one of them is missing, the sink fails.
+
+    TensorBoard documents only writers that need TensorFlow or torch. `torch.utils.tensorboard` itself uses
+    `tensorboard.compat.proto` and `RecordWriter`.
+    """
+
+    def __init__(self) -> None:
+        events = require("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self.Event, self.SessionLog = events.Event, events.SessionLog
+        self.Summary = require("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        self.RecordWriter = require("tensorboard.summary.writer.record_writer", "tensorboard").RecordWriter
+
+
+def wandb_run_hider(wandb: Any) -> Callable[[Any], None]:
+    """A function that removes a run from W&B's list of active runs.
+
+    If the training calls `wandb.init` later, W&B returns a run from that list, even for another project. So without
+    `remove_active_run` the sink must not start a run.
+
+    Raises:
+        FlopwatchError: This release of wandb has no `remove_active_run`.
+    """
+    hide: Callable[[Any], None] | None = getattr(wandb.setup(), "remove_active_run", None)
+    if hide is None:
+        raise FlopwatchError(
+            f"wandb {wandb.__version__} cannot keep the run of flopwatch apart from the run of the training; install "
+            "wandb 0.31, or log the values of flopwatch to your own run with wandb.log({..., **monitor.latest})"
+        )
+    return hide
+
+
+def is_lost_wandb_service(error: Exception) -> bool:
+    """Whether the error means that W&B's background process has exited.
+
+    A request that was waiting for an answer then raises an error of `wandb.sdk.mailbox`, which W&B does not export;
+    every later request raises ConnectionError. If a release renames that module, the sink reports W&B's own error, and
+    `finish` may print a traceback at the end.
+    """
+    return isinstance(error, ConnectionError) or "wandb.sdk.mailbox" in type(error).__module__
+
+
+def latest_mlflow_run(mlflow: Any) -> Any:
+    """The newest active MLflow run of any thread, or None.
+
+    `mlflow.active_run` returns only a run of the calling thread, but a sink runs in a thread of its own. Without
+    `_get_latest_active_run` the training's run is not found, and the sink starts a new run.
+    """
+    fluent = require("mlflow.tracking.fluent", "mlflow")
+    return getattr(fluent, "_get_latest_active_run", mlflow.active_run)()
+
+
+def mlflow_request_sender(uri: str, timeout_seconds: float) -> Callable[..., Any] | None:
+    """A function that sends a request to an MLflow server without retries; None if MLflow lacks `http_request`.
+
+    `MlflowClient` retries a request for 247 s (measured with a closed port). Only environment variables change that,
+    and they would affect the training's own calls too. `rest_utils.http_request` takes the number of retries and the
+    timeout as arguments. Without it the sink uses `MlflowClient` and notices late that a server is down.
+    """
+    try:
+        http_request = require("mlflow.utils.rest_utils", "mlflow").http_request
+        credentials = require("mlflow.utils.credentials", "mlflow").get_default_host_creds(uri)
+    except (AttributeError, MissingDependencyError):
+        return None
+
+    def send(method: str, path: str, **content: Any) -> Any:
+        limits = {"max_retries": 0, "timeout": timeout_seconds, "raise_on_status": False}
+        return http_request(credentials, f"/api/2.0/mlflow/{path}", method, **limits, **content)
+
+    return send
+
+
+def checked_mlflow_response(response: Any) -> Any:
+    """The JSON of a response. Raises MLflow's own error if the server rejected the request."""
+    return require("mlflow.utils.rest_utils", "mlflow").verify_rest_response(response, response.url).json()

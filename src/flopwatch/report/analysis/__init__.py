@@ -1,1 +1,0 @@
-"""From a captured sweep to its summary. Pure functions on frozen records."""
