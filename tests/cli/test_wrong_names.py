@@ -50,7 +50,7 @@ def checked(settings):
         ({"dtypes": "fp8"}, "there is no dtype 'fp8'"),
         ({"device": "tpu9"}, "there is no device 'tpu9'"),
         ({"options": {"lrr": 1}}, "Did you mean 'lr'?"),
-        ({"exclude": [""]}, "would leave out everything"),
+        ({"exclude": [""]}, "would remove all trials"),
         ({"exclude": ["options.typo=1"]}, "`exclude` names 'options.typo', which no trial has"),
         ({"exclude": ["trainer=ghst"]}, "did you mean 'ghost'?"),
         ({"trainers": [{"command": "run {bacth_size}"}]}, "did you mean {batch_size}?"),
@@ -124,7 +124,7 @@ def test_any_name_of_a_setting_goes_over_any_other(tmp_path):
 
 
 def test_a_device_is_no_matrix():
-    with pytest.raises(InputError, match="not a matrix"):
+    with pytest.raises(InputError, match="too much for a matrix"):
         read_matrix(Path("/dev/zero"), {})
 
 

@@ -152,7 +152,7 @@ def test_without_privacy_a_trial_keeps_the_key_it_had():
         ({"privacy": {"dataset_size": 9, "epochs": 1, "delta": 1}}, "less than 1"),
         ({"privacy": {"dataset_size": 9, "epochs": 1, "accountant": "moments"}}, "'prv', 'rdp' or 'gdp'"),
         ({"privacy": {"dataset_size": 9, "epochs": 1, "epsilon": 1}}, "no setting 'privacy.epsilon'"),
-        ({"privacy": {"dataset_size": 9, "epochs": 1}, "trainers": "standard"}, "there is only standard"),
+        ({"privacy": {"dataset_size": 9, "epochs": 1}, "trainers": "standard"}, "the matrix has only standard"),
         (
             {"privacy": {"dataset_size": 9, "epochs": 1, "target_epsilon": 3}, "options": {"noise_multiplier": 1.0}},
             "leave one out",

@@ -126,7 +126,7 @@ def _close_torn_line(file: Path) -> None:
 def _make_folders(sweep: Path) -> None:
     try:
         if sweep.is_dir() and any(sweep.iterdir()) and not is_sweep_folder(sweep):
-            raise InputError(f"{sweep} is not empty and not a sweep's folder; choose another folder with --output")
+            raise InputError(f"{sweep} is not empty and not the folder of a sweep; choose another with --output")
         _move_wrong_types_aside(sweep)
         for name in _FOLDERS:
             (sweep / name).mkdir(parents=True, exist_ok=True)

@@ -229,10 +229,10 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
     for options in (matrix.options, *(entry.options for entry in matrix.trainers)):
         _check_options(options)
     axes = _axes(matrix)
-    count = math.prod(len(axis) for axis in axes)
+    count = math.prod(map(len, axes.values()))
     if count > MOST_TRIALS:
         raise InputError(f"the matrix has {count:,} trials, more than the limit of {MOST_TRIALS:,}; give fewer values")
-    specs = [_spec(matrix, *point) for point in itertools.product(*axes)]
+    specs = [_spec(matrix, **dict(zip(axes, point, strict=True))) for point in itertools.product(*axes.values())]
     check_conditions(matrix.exclude, specs)
     kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
     if not kept:
@@ -242,22 +242,22 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
     return kept
 
 
-def _axes(matrix: Matrix) -> tuple[Sequence[Any], ...]:
-    """The values of each axis, in the order of `_spec`'s arguments."""
+def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
+    """The values of each axis, by the names of `_spec`'s arguments."""
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
     check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
-    return (
-        entries,
-        matrix.models,
-        matrix.dtypes,
-        matrix.checkpointing,
-        matrix.seeds,
-        process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node),
-        matrix.seq_lens,
-        matrix.batch_sizes,
-        matrix.micro_batch_sizes,
-        _option_points(matrix.options),
-    )
+    return {
+        "entry": entries,
+        "model": matrix.models,
+        "dtype": matrix.dtypes,
+        "checkpointing": matrix.checkpointing,
+        "seed": matrix.seeds,
+        "place": process_points(matrix.nodes, matrix.processes, matrix.layouts, matrix.gpus_per_node),
+        "seq_len": matrix.seq_lens,
+        "batch_size": matrix.batch_sizes,
+        "micro_batch_size": matrix.micro_batch_sizes,
+        "options": _option_points(matrix.options),
+    }
 
 
 def _resolved(entry: TrainerEntry) -> tuple[str, str]:
@@ -292,34 +292,26 @@ def _option_points(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _spec(
     matrix: Matrix,
+    *,
     entry: tuple[TrainerEntry, str, str],
-    model: str,
-    dtype: str,
-    checkpointing: bool,
-    seed: int,
     place: ProcessPoint,
-    seq_len: int,
-    batch_size: int,
-    micro_batch_size: int | None,
     options: Mapping[str, Any],
+    **settings: Any,
 ) -> TrialSpec:
-    settings, trainer, label = entry
-    images = image_preset(model)
-    chosen = {**options, **settings.options}
+    """The trial of one combination; `settings` are the axes whose values a TrialSpec takes unchanged."""
+    own, trainer, label = entry
+    images = image_preset(settings["model"])
+    if images is not None:  # an image model has one input size, so several sequence lengths give the same trial
+        settings["seq_len"] = images.image_size
+    chosen = {**options, **own.options}
     return TrialSpec(
+        **settings,
         trainer=trainer,
-        model=model,
-        batch_size=batch_size,
-        # An image model has one input size, so several sequence lengths give the same trial.
-        seq_len=seq_len if images is None else images.image_size,
         label=label,
-        command=settings.command,
-        dtype=dtype,
+        command=own.command,
         device=matrix.device,
         steps=matrix.steps,
         warmup_steps=matrix.warmup_steps,
-        checkpointing=checkpointing,
-        seed=seed,
         threads=matrix.threads,
         gpus=matrix.gpus or float(matrix.gpus_per_node or 0),
         cpus=matrix.cpus,
@@ -330,8 +322,7 @@ def _spec(
         processes=place.processes,
         layout=None if trainer == "command" else place.layout,  # a command starts its own processes
         batch=matrix.batch,
-        micro_batch_size=micro_batch_size,
-        privacy=matrix.privacy.as_spec(trainer, batch_size, chosen) if matrix.privacy else {},
+        privacy=matrix.privacy.as_spec(trainer, settings["batch_size"], chosen) if matrix.privacy else {},
     )
 
 
