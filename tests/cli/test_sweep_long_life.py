@@ -118,7 +118,7 @@ def test_stop_finishes_what_runs_and_a_second_one_ends_it(tmp_path, detached):
 
 
 def test_a_detached_sweep_that_cannot_begin_says_why(tmp_path):
-    assert "no 'speed'" in flopwatch(*words("true"), "--exclude", "speed>1", "--detach", code=2)
+    assert "cannot name 'speed'" in flopwatch(*words("true"), "--exclude", "speed>1", "--detach", code=2)
     flopwatch(*words("true"))
     assert "with another configuration" in flopwatch(*words("true"), "steps=99", "--detach", code=2)
 

@@ -47,7 +47,7 @@ def test_a_sweep_of_commands_and_its_second_run(tmp_path):
     again = flopwatch(
         "sweep", "--command", "test {batch_size} -lt 4", "batch_size=1,2,4", "seq_len=8", "-o", "s", code=1
     )
-    assert "1 trial failed in an earlier run; --only failed runs them again." in again
+    assert "1 trial failed in an earlier run; run them again with: --only failed" in again
 
 
 @pytest.mark.requirement("R25")
@@ -96,7 +96,7 @@ def test_a_dry_run_predicts_from_what_ran(tmp_path):
         (["--engine", "cloud"], "there is no engine 'cloud'"),
         (["--engine", "local", "--engine-option", "speed=9"], "does not take"),
         (["--only", "bad"], "--only must be one of failed, oom, missing"),
-        (["--limit", "9:2"], "not a slice"),
+        (["--limit", "9:2"], "is not a slice of the trials"),
         (["--jobs", "4000", "--gpu-ids", ""], "each trial needs a core"),
         (["--exclude", "speed>1"], "cannot name 'speed'"),
         (["--memory", "much"], "not an amount of memory"),

@@ -197,7 +197,8 @@ def _read_job(folder: Path) -> TrialJob:
     except (UnreadableError, BrokenRecordError) as error:
         raise UnusableSpecError(f"{folder / SPEC} is damaged: {error}") from None
     except NewerFormatError as error:
-        raise UnusableSpecError(f"{folder / SPEC} has {error}; update flopwatch on this node") from None
+        reason = f"{folder / SPEC} cannot be read, because {error}; update flopwatch on this node"
+        raise UnusableSpecError(reason) from None
 
 
 @contextlib.contextmanager
