@@ -161,7 +161,7 @@ class BatchReader:
         return self._measured(plan, tensors, documents)
 
     def look_at_held(self, reading: Reading) -> Reading | None:
-        """Compute the sizes of a batch that `read` only kept; None if the training has overwritten the batch since."""
+        """Compute the delayed sizes of a batch; None if the training has overwritten the batch in the meantime."""
         if reading.held is None:
             return reading
         if any(tensor_version(tensor) != version for tensor, version in reading.held.values()):

@@ -63,7 +63,7 @@ class CallCosts:
         certificates: How the FLOPs of steps that were counted as they ran compare with the laws.
         has_given_up: True if the rank that writes the log has no laws, so that no step of this rank has FLOPs.
         waits_for_laws: True while this rank waits for the laws of the rank that writes the log.
-        check_every: Steps between two checks of a law; 0 is never. An attribute, because it is read on every step.
+        check_every: Steps between two checks of a law; 0 means never. An attribute, because it is read on every step.
         version: Increased whenever results of earlier steps can no longer be used for later steps with the same calls.
         facts_version: Increased whenever the log's record of how FLOPs are found may have changed.
     """
@@ -168,8 +168,8 @@ class CallCosts:
             self._notify(*notices.counting())
         try:
             return self._learn_new(model, book, kind)
-        except Exception as error:  # the model's code, which runs here, may raise anything
-            kind.example = None  # without arguments, this kind of call is not counted again
+        except Exception as error:  # the model's code may raise anything; without `example` it does not run again
+            kind.example = None
             if kind.has_grad:
                 self._notify(*notices.flops_unknown(error))
             if self._config.strict:

@@ -1,4 +1,4 @@
-"""Records with which shapes a step calls the model, by a public hook on the root module that reads no values.
+"""Records the shapes with which a step calls the model, with a public hook on the model that reads no values.
 
 FLOPs are computed from these calls and not from the batch that a loop gives to the monitor, because a loop may call the
 model twice, without gradients, or with a part of the batch.
@@ -232,9 +232,7 @@ def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         if parameter.kind is parameter.VAR_KEYWORD and name in bound:
             bound |= bound.pop(name)
         elif parameter.kind is parameter.VAR_POSITIONAL and name in bound:
-            raise InputError(
-                "a model call with both *args and named arguments cannot be counted; use only one of the two"
-            )
+            raise InputError("a call with both *args and named arguments cannot be counted; use only one of the two")
     return bound
 
 

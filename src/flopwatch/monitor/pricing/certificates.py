@@ -1,8 +1,8 @@
-"""Compares steps that were counted as they ran with the FLOPs that the laws (formulas) give for their model calls.
+"""Compares FLOPs that were counted while a step ran to those that the laws (formulas) give for its model calls.
 
 Steps with the same calls and sizes are of one kind; steps with the same calls and any sizes have one pattern. If all
 counted steps of a pattern agree with the laws, nothing ran outside the model, and the laws are exact for other sizes of
-the pattern too. If counts and laws differ, a kind of step gets its counted FLOPs, once two counts of it are equal.
+the pattern too. If counts and laws differ, steps get the counted FLOPs of their kind, once two counts are equal.
 """
 
 from collections.abc import Hashable
@@ -80,7 +80,7 @@ class Certificates:
         self._other_graphs: set[Hashable] = set()
 
     def look_at_graph(self, kind: Hashable, products: int, *, is_counted: bool) -> None:
-        """Compare the matrix products in the autograd graph of a step's loss with a counted step of this kind."""
+        """Compare the matrix products in a loss's autograd graph with those of a counted step of this kind."""
         if is_counted and len(self._graphs) < _MOST_KINDS:
             self._graphs[kind] = products
         elif self._graphs.get(kind, products) != products:
@@ -115,7 +115,7 @@ class Certificates:
         is_whole = not count.uncounted and count.failure is None
         ratio = count.phases.total / total if total and is_whole else None
         if pattern not in self._patterns and len(self._patterns) >= _MOST_PATTERNS:
-            del self._patterns[next(iter(self._patterns))]  # the oldest pattern; its next steps are not exact
+            del self._patterns[next(iter(self._patterns))]  # the oldest pattern, whose steps are inexact from now on
         self._patterns.setdefault(pattern, _Ratios()).add(ratio)
         self.runs_more = self.runs_more or ratio != 1
 
@@ -291,7 +291,7 @@ class WatchPlan:
         return self._is_met_in_a_row(calls.kind, steps)
 
     def _is_met_in_a_row(self, kind: Any, steps: int) -> bool:
-        """Whether the kind is new or was met one step before. If it recurs at intervals, plan its next count."""
+        """Whether the kind is new or occurred one step before. If it recurs at intervals, plan its next count."""
         if len(self._last_met) >= _MOST_WAITING:
             self._last_met, self._due = {}, set()
         gap = steps - self._last_met.get(kind, steps)

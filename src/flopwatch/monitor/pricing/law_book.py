@@ -39,7 +39,7 @@ class CallPrice:
     Attributes:
         executed: FLOPs by phase, including padding and recomputation.
         by_dtype: FLOPs by compute type.
-        law: The law that gave the FLOPs; None if this shape was counted.
+        law: The law (formula) that gave the FLOPs; None if this shape was counted.
         shape: The shape for which the law was evaluated.
         reason: Why the FLOPs are not exact; None if they are.
         is_steered: True if the FLOPs depend on random numbers or activations, so that equal calls may differ.
@@ -179,7 +179,7 @@ class LawBook:
         return replace(price, executed=law.cost(other), by_dtype=law.cost_by_dtype(other), shape=other)
 
     def needed(self, price: CallPrice, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
-        """Return a call's FLOPs without padding, its executed FLOPs, and why the first include padding, or None."""
+        """Return a call's FLOPs without padding, its executed FLOPs, and why padding could not be left out, or None."""
         executed, law, shape = price.executed, price.law, price.shape
         if work.documents is None:
             return executed, executed, None
@@ -245,7 +245,7 @@ class LawBook:
             return self._count(model, kind, batch)
 
     def _noted_count(self, kind: CallKind, count: FlopCount) -> CallPrice:
-        """Return the FLOPs of a count that is valid for its own batch only, and update the range of its kind."""
+        """Return the FLOPs of a count that is valid for its own batch only, and extend its kind's range of counts."""
         total = count.forward_flops + count.backward_flops
         low, high = self._spreads.get(kind, (total, total))
         self._spreads[kind] = min(low, total), max(high, total)
@@ -410,7 +410,7 @@ class FlopMode:
     Attributes:
         name: `estimate`, `profiler`, `smart` or `hybrid`; `flops_fn` if the user's function gives the FLOPs.
         book: The FLOP laws; None if flopwatch counts nothing.
-        frequency: Steps between two checks of a law; 0 is never.
+        frequency: Steps between two checks of a law; 0 means never.
         within_allowance: Whether the time for checks is limited.
         later: An empty book that replaces a `book` of estimates at the first check; None if `book` has no estimates.
         method: The name of the method for the log if there are no laws.
@@ -468,7 +468,7 @@ def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> Fl
     if config.mode == "hybrid":
         reason = "mode hybrid: this version reads no hardware counters"
         if not config.fallback_to_profiler:
-            raise InputError(f"{reason}, and fallback_to_profiler is off; switch that on or choose another mode")
+            raise InputError(f"{reason}, and fallback_to_profiler is off; switch it on or choose another mode")
         note = f"{reason}; FLOPs are counted as in mode profiler"
         return FlopMode("hybrid", book("auto"), config.flops_profile_freq, within_allowance=False, notes=(note,))
     frequency = config.recalibration_frequency if config.calibration_enabled else 0

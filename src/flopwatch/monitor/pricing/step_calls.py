@@ -156,7 +156,7 @@ class StepNoter:
         self._declared[id(plan)] = plan, kind, MADE_UP if is_mask_only(batch) else None
 
     def look_at_held(self, reading: Reading) -> Reading | None:
-        """Compute the sizes of a batch that `read` only kept; None if the training has overwritten the batch since."""
+        """Compute the delayed sizes of a batch; None if the training has overwritten the batch in the meantime."""
         return self._reader.look_at_held(reading)
 
     def begin_step(self) -> None:
@@ -304,7 +304,7 @@ class StepNoter:
             self._certify(calls, count, step, calls_are_sure=bool(seen))
         self._watches_next = self._plan.would_another_count_help(calls, costs.certificates, self._steps)
         if not self._opens_steps:
-            # Without marks where steps begin, counting would go on after the last step, so no step is counted.
+            # The loop does not mark where steps begin. Counting would go on after the last one, so none is counted.
             self._nodes_before, self._nodes_apart = recorded_operations(), 0
             self.why_not_watched = NOT_OPENED
         if self._needs_no_second_look(calls, seen):
@@ -342,7 +342,7 @@ class StepNoter:
         return not self._opens_steps or not self._costs.certificates.needs_another(calls.kind, calls.pattern)
 
     def look_at_graph(self, calls: StepCalls, loss: Any) -> None:
-        """Compare the matrix products in the loss's graph with a counted step; called once per logging window."""
+        """Once per logging window, compare the matrix products in the loss's graph with those of a counted step."""
         products = products_in_graph(loss)
         if products is not None and calls.certificates is not None:
             calls.certificates.look_at_graph(calls.kind, products, is_counted=calls.count is not None)
@@ -363,7 +363,7 @@ class StepNoter:
             self._notify(*self.doubt)
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
-        # Without known matrix products outside the model, the number of autograd nodes is enough to detect new ones.
+        # While no counted step has matrix products outside the model, the number of autograd nodes reveals new ones.
         self._outside.has_intervals = certificates.runs_more
 
     def _keep_example(self, keeps: bool) -> None:

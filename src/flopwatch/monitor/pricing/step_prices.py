@@ -24,7 +24,7 @@ from flopwatch.records.run import Provenance
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """FLOPs of a step; None is unknown.
+    """FLOPs of a step; None means unknown.
 
     Attributes:
         model: FLOPs that the model's mathematics needs, without padding and recomputation.
@@ -68,7 +68,7 @@ class StepPricer:
         self._main_type: str | None = None
         self._last_flops: dict[Any, StepFlops | None] = {}
         self._written: Any = None
-        """What the newest provenance record was made from; a new record is needed if this changes."""
+        """Values from which the newest provenance record was made; if they change, a new record is needed."""
 
     @property
     def peak(self) -> Peak | None:

@@ -234,7 +234,7 @@ class _PassingMode(CountingMode):
         if short_op_name(func) in METADATA_OPS:
             return NotImplemented
         if torch.is_inference_mode_enabled() and can_decompose(func) and not _has_kernel(func, _device_types(args)):
-            # In inference mode composite ops arrive undecomposed. Decomposing would change the results of `_WHOLE`.
+            # In inference mode composite ops arrive undecomposed. Decomposing those in `_WHOLE` would change results.
             if short_op_name(func) not in _WHOLE and find_formula(func) is None:
                 with self:
                     return func.decompose(*args, **kwargs)

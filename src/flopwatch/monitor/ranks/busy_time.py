@@ -22,7 +22,7 @@ _FEWEST_STEPS, _MOST_STEPS = 32, 512
 
 
 class BusyTime:
-    """Adds up the processor time of the training's thread between the marks of the step clock."""
+    """Adds up, per step, the processor time of the training's thread from the batch's arrival to the step's end."""
 
     def __init__(self, cpu_seconds: Callable[[], float] = time.thread_time) -> None:
         self._cpu = cpu_seconds
@@ -117,7 +117,7 @@ class StallSampler:
             threading.Thread(target=self._run, name="flopwatch-stalls", daemon=True).start()
 
     def share(self) -> float | None:
-        """Share of the samples inside steps in which the thread was stalled; None while there are too few samples."""
+        """Of the samples inside steps, the share in which the thread was stalled; None while there are too few."""
         samples = list(self._samples)
         return sum(samples) / len(samples) if len(samples) >= _FEWEST_SAMPLES else None
 

@@ -90,7 +90,7 @@ def find_run(job_store: Any, key: RunKey, rank: int, has_plan: str) -> str | Non
     The right run has the same log path. If ranks write to different paths (`out/rank3`, a disk of the node), the n-th
     monitor of a rank belongs to the n-th run of the logging rank. This order leaves out runs that have ended, that this
     rank has joined before, or whose log belongs to another monitor of this process. It is uncertain if some monitors
-    exist only on the logging rank. So it is used only once the logging rank has sent its plan (window length and FLOP
+    exist only on the logging rank. So it is used only once the logging rank can send its plan (window length and FLOP
     formulas), because by then all monitors that were started together are published.
     """
     if is_set(job_store, _by_log(key)):

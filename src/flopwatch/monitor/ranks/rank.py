@@ -1,4 +1,4 @@
-"""One rank of a training: sends its windows to the logging rank, which merges the windows of all ranks."""
+"""One rank of a training: reports each logging window to the rank that writes the log, which merges all reports."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -132,7 +132,7 @@ class Rank(Generic[Step]):
     def send_window(
         self, steps: list[Step], peak_flops_per_s: float | None, busy_seconds_per_step: float | None
     ) -> None:
-        """Send a window of this rank; the logging rank keeps its steps until all ranks have sent theirs."""
+        """Send the report of a window; the logging rank keeps its own steps until all ranks have sent their reports."""
         if self.is_logging:
             self._incomplete.append(steps)
         if self.link is not None:

@@ -1,4 +1,4 @@
-"""The report that a rank sends once per window: sums, extremes and the rank of each extreme, in 512 bytes.
+"""The report that a rank sends once per logging window: sums, extremes and the rank of each extreme, in 512 bytes.
 
 Sums are 128-bit integers, because the FLOPs of a window of 16,384 ranks can exceed 64 bits.
 """
@@ -184,7 +184,7 @@ def report_of(
     """
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
     seconds = sum([step.seconds or 0.0 for step in timed])
-    waiting = input_wait_share(timed)  # steps whose wait is unknown are assumed to wait as long as the others
+    waiting = input_wait_share(timed)  # Steps whose wait is unknown are assumed to wait as long as the others.
     # MFU uses only steps with known FLOPs. A rank without any, such as a pipeline stage, counts with all timed steps.
     counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
     counted_seconds = sum(counted) if counted else seconds
