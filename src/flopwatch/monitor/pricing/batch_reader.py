@@ -1,8 +1,8 @@
 """Finds the sizes of a batch (samples, tokens, documents, images) without waiting for the device.
 
 Shapes are known at once. Sizes that depend on values (padding, packed documents, labels, image grids) are computed on
-the device into small tensors, which are read when the window ends. For CPU tensors even the computation is delayed
-until then, because one torch op right after a training step takes longer than the rest of `log_step`.
+the device into small tensors, which are read when the logging window ends. For CPU tensors even the computation is
+delayed until then, because one torch op right after a training step takes longer than the rest of `log_step`.
 """
 
 import inspect
@@ -55,13 +55,13 @@ class Reading(NamedTuple):
 
     Attributes:
         plan: Sizes and tensor names that follow from the shapes.
-        row_lengths: Positions of each row that are not padding.
-        documents: Of the packed documents: their number, their tokens, and the sum of their squared lengths.
-        cumulative: Where packed documents end.
+        row_lengths: For each row, the number of positions that are not padding.
+        documents: The number of packed documents, the number of their tokens, and the sum of their squared lengths.
+        cumulative: The positions at which packed documents end.
         trainable: Number of labels that are not -100.
         grids: Frames, rows and columns of each image.
-        targets: Positions of each row of the target.
-        known_documents: The documents by `lengths`, if the user gave these.
+        targets: Length of each row of a decoder's target, up to the last label that is not -100.
+        known_documents: The documents, if the user gave their lengths.
         held: CPU tensors whose sizes are not computed yet, each with torch's version counter, which every in-place
             change increases.
     """
@@ -86,11 +86,11 @@ class Work(NamedTuple):
 
     Attributes:
         plan: Sizes that follow from the shapes.
-        lengths: Positions of each row that are not padding; None if no row has padding or no mask was given.
+        lengths: For each row, the number of positions that are not padding; None without padding or without a mask.
         documents: The documents in the batch; None if each row is one document without padding.
         trainable_tokens: Number of labels that are not -100; None without labels.
         grids: Frames, rows and columns of each image; None without images.
-        target_lengths: Positions of each row of a decoder's target, up to the last label that is not -100.
+        target_lengths: Length of each row of a decoder's target, up to the last label that is not -100.
     """
 
     plan: BatchLayout
@@ -117,8 +117,9 @@ class BatchReader:
     """Reads the sizes of batches; for a shape that was seen before this takes only a dictionary lookup.
 
     Attributes:
-        masks_are_plain: False once a mask had other values than 0 and 1, because some packers number the documents.
-        may_hold: Whether CPU batches are read only when the window ends. False once a training has overwritten one.
+        masks_are_plain: False once a mask had other values than 0 and 1; some packers number the documents in the mask.
+        may_hold: Whether CPU batches are read only when the logging window ends. False once the training has
+            overwritten a batch before that.
     """
 
     def __init__(self) -> None:
@@ -155,12 +156,12 @@ class BatchReader:
                 if not tensor.is_cpu or tensor.is_inference():
                     return self._measured(plan, tensors, documents)
                 held[name] = tensor, tensor_version(tensor)
-            # This takes 5 µs less than Reading(), which is a Python function.
+            # `tuple.__new__` takes 5 µs less than `Reading()`, which runs a Python function.
             return tuple.__new__(Reading, (plan, None, None, None, None, None, None, documents, held))
         return self._measured(plan, tensors, documents)
 
     def look_at_held(self, reading: Reading) -> Reading | None:
-        """Compute the sizes of a batch that was only referenced; None if it was overwritten in the meantime."""
+        """Compute the delayed sizes of a batch; None if the training has overwritten the batch in the meantime."""
         if reading.held is None:
             return reading
         if any(tensor_version(tensor) != version for tensor, version in reading.held.values()):
@@ -255,7 +256,7 @@ def _start_at_zero(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:
 def _documents(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Return the number, the tokens and the sum of squared lengths of packed documents; position 0 begins a document.
 
-    The sum of 2p + 1 over the positions p = 0 … s - 1 of a document is s².
+    The squared length s² of a document is computed as the sum of 2p + 1 over its positions p = 0 … s - 1.
     """
     first = positions == 0
     odd = 2 * positions + 1
@@ -282,7 +283,7 @@ def as_work(reading: Reading, values: Iterator[Sequence[int]]) -> Work:
     flat = next(values) if reading.grids is not None else None
     targets = tuple(next(values)) if reading.targets is not None else None
     if ends is not None:
-        # Some packers pad this list by repeating its last entry, so documents of length 0 are left out.
+        # Some packers pad the list of ends by repeating its last entry, so documents of length 0 are left out.
         documents = Documents.of_lengths([end - start for start, end in pairwise(ends) if end > start])
     if documents == _whole_rows(reading.plan):
         documents = None
@@ -319,7 +320,7 @@ def is_mask_only(batch: Any) -> bool:
 
 
 def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> Any:
-    """Return the arguments for `forward` that a batch suggests, without packing information and unknown names.
+    """Return the part of a batch that can be passed to `forward`: without packing information and unknown names.
 
     A batch with only a mask is replaced by a dummy batch of the mask's shape.
     """

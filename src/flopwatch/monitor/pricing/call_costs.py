@@ -25,12 +25,12 @@ from flopwatch.torch_internals import (
 )
 
 _LARGE_PARAMETERS = 50_000_000
-"""Counting a model with more parameters takes some seconds, so a notice announces it."""
+"""Counting the FLOPs of a model with more parameters takes some seconds, so the user is told beforehand."""
 _MOST_WAITING = 64
-"""Kinds of calls whose arguments are kept while another rank counts."""
+"""Most kinds of calls whose arguments are kept while another rank counts FLOPs."""
 _LOOK_ALLOWANCE_SECONDS, _SHARE_FOR_LOOKS = 1.0, 0.0005
-"""Time for checking whether the model has changed, in seconds and as a share of the run. One check of a large model
-takes some milliseconds."""
+"""Limit of the time for checking whether the model has changed: 1 s plus 0.05 % of the run's time. One check of a large
+model takes some milliseconds."""
 
 CHANGED = "the model has changed (parameters, what requires a gradient, checkpointing), so its FLOPs are counted again"
 _ESTIMATED_SO_FAR = "FLOPs were estimated so far and are counted from now on"
@@ -41,7 +41,7 @@ class ModelChange(NamedTuple):
     """The result of checking whether the model has changed.
 
     Attributes:
-        doubt: Why the FLOPs of the window are not exact; None if nothing has changed.
+        doubt: Why the FLOPs of the logging window are not exact; None if nothing has changed.
         is_counted_anew: Whether all earlier counts were dropped.
         needs_example: Whether the next call must be counted, to see whether changed settings affect the FLOPs.
     """
@@ -58,14 +58,14 @@ class CallCosts:
     """Holds the FLOP laws of a run: formulas that give the FLOPs of a call from the shapes of its arguments.
 
     Attributes:
-        mode: How FLOPs are computed, with the laws.
+        mode: How FLOPs are computed; contains the laws.
         model: The model that is trained; None before it is given and after the run.
         certificates: How the FLOPs of steps that were counted as they ran compare with the laws.
-        has_given_up: True if the logging rank has no laws, so that no step of this rank has FLOPs.
-        waits_for_laws: True while this rank waits for the laws of the logging rank.
-        check_every: Steps between two checks of a law; 0 is never. An attribute, because it is read on every step.
-        version: Increased whenever the result for an earlier step may no longer hold for an equal step.
-        facts_version: Increased whenever the provenance record may have to be written again.
+        has_given_up: True if the rank that writes the log has no laws, so that no step of this rank has FLOPs.
+        waits_for_laws: True while this rank waits for the laws of the rank that writes the log.
+        check_every: Steps between two checks of a law; 0 means never. An attribute, because it is read on every step.
+        version: Increased whenever results of earlier steps can no longer be used for later steps with the same calls.
+        facts_version: Increased whenever the log's record of how FLOPs are found may have changed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CallCosts:
         off_the_clock: Callable[[], AbstractContextManager[None]],
         notify: Notify,
     ) -> None:
-        """`off_the_clock` makes a context whose time and calls of the model belong to no step."""
+        """`off_the_clock` makes a context manager. Time and calls of the model inside it belong to no step."""
         self._config = config
         self._clock = clock
         self._began = clock()
@@ -105,7 +105,7 @@ class CallCosts:
 
     @property
     def has_facts(self) -> bool:
-        """Whether a provenance record can be written; False until the model has been counted."""
+        """Whether the record of how FLOPs are found can be written; False until the model's FLOPs have been counted."""
         book = self.mode.book
         return book is None or bool(book.laws) or self.has_given_up or self.model is None
 
@@ -135,11 +135,11 @@ class CallCosts:
         self.version += 1
 
     def see_calls(self) -> None:
-        """Note that calls of the model are seen: they show which weights are trained, so `look_at_model` need not."""
+        """Note that calls are recorded. They show which weights are trained, so `look_at_model` need not check that."""
         self._sees_calls = True
 
     def keep_waiting(self, kinds: Sequence[CallKind]) -> None:
-        """Keep the arguments of a few kinds of calls while another rank counts; drop those of further kinds."""
+        """Keep the arguments of at most 64 kinds of calls while another rank counts; drop those of other kinds."""
         for kind in kinds:
             if len(self._waiting) < _MOST_WAITING:
                 self._waiting.add(kind)
@@ -168,8 +168,8 @@ class CallCosts:
             self._notify(*notices.counting())
         try:
             return self._learn_new(model, book, kind)
-        except Exception as error:  # the model's code, which runs here, may raise anything
-            kind.example = None  # do not try again: only steps that are counted as they run have FLOPs now
+        except Exception as error:  # the model's code may raise anything; without `example` it does not run again
+            kind.example = None
             if kind.has_grad:
                 self._notify(*notices.flops_unknown(error))
             if self._config.strict:
@@ -192,7 +192,7 @@ class CallCosts:
         return self.mode.is_check_due(step + 1) or bool(self._changed_settings)
 
     def why_count_anew(self, kind: CallKind, example: Any, step: int) -> str | None:
-        """Check the laws if that is due with this step; return why the model must be counted again, or None."""
+        """Check the laws if a check is due with this step; return why the model must be counted again, or None."""
         if self._changed_settings and example is not None:
             return self._check_settings(kind, example)
         return self._check(kind, example) if self.mode.is_check_due(step) else None
@@ -241,7 +241,7 @@ class CallCosts:
         self.facts_version += 1
 
     def look_at_model(self) -> ModelChange:
-        """Check whether the model has changed since it was counted; called once per window."""
+        """Check whether the model has changed since its FLOPs were counted; called once per logging window."""
         model = self.model
         if model is None or self._structure is None or self.waits_for_laws:
             return _UNCHANGED
@@ -297,7 +297,7 @@ _STATE = {PARAMETERS, BUFFERS, MODULES, COMPILED_CALL, NON_PERSISTENT_BUFFERS}
 
 
 def fingerprint(model: nn.Module) -> int:
-    """A hash of the model's parameters, of what requires a gradient, and of the settings of all modules."""
+    """A hash of the model's parameters, of which of them require a gradient, and of the settings of all modules."""
     return hash((structure_of(model, with_trained=True), tuple(settings_of(model).items())))
 
 
@@ -316,7 +316,7 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            continue  # its flags change from step to step, and affect only communication
+            continue  # the flags of DDP change from step to step, and affect only communication
         for name, value in module.__dict__.items():
             if type(value) in _PLAIN:
                 found[path, name] = value
@@ -328,7 +328,7 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
 def _described(value: Any, seen: dict[int, Any], depth: int = 2) -> Any:
     """Convert a value to one that can be compared later; None for tensors, modules and objects without attributes.
 
-    `seen` has the results by id, because all layers share one configuration object.
+    `seen` maps the ids of values to results, so that a configuration object of all layers is converted only once.
     """
     if type(value) in _PLAIN:
         return value

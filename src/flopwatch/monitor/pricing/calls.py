@@ -1,4 +1,4 @@
-"""Records with which shapes a step calls the model, by a public hook on the root module that reads no values.
+"""Records the shapes with which a step calls the model, with a public hook on the model that reads no values.
 
 FLOPs are computed from these calls and not from the batch that a loop gives to the monitor, because a loop may call the
 model twice, without gradients, or with a part of the batch.
@@ -41,11 +41,11 @@ PACKING = (
     "max_length_k",
     "position_ids",
 )
-"""Arguments that separate packed documents. They do not distinguish kinds of calls, because the lengths of documents
-are read from the batch."""
+"""Arguments that separate packed documents. Calls that differ only in these are of one kind, because the lengths of
+documents are read from the batch."""
 _tensor_facts = attrgetter("shape", "dtype", "requires_grad", "layout")
 _LISTENED_PARAMETERS = 4
-"""Parameters with a gradient hook: the first, the last and two between, to see which heads or adapters are trained."""
+"""Number of parameters with a gradient hook: the first, the last and two between show which parts are trained."""
 _MOST_BACKWARDS = 1 << 12
 _MOST_KINDS = 4096
 _MOST_PARAMETERS = 4096
@@ -120,14 +120,14 @@ class CallListener:
         self.forget()
         self.look_at_parameters()
         if compiled_call(model) is not None and type(model).__module__.startswith("torch.nn"):
-            # A hook on a torch container that was compiled in place would change how it is compiled.
+            # A hook on a container of torch that was compiled in place would change how the container is compiled.
             self.is_compiled = True
             return
         self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
         self._listen_to_gradients()
 
     def _listen_to_gradients(self) -> None:
-        """Register hooks on a few parameters, to see which parts of the model a backward pass reaches, how often."""
+        """Register hooks on a few parameters, to see which parts of the model backward passes reach, and how often."""
         self._stop_listening_to_gradients()
         trained = [p for p in self._parameters if p.requires_grad and p.is_leaf and type(p) is nn.Parameter]
         last = len(trained) - 1
@@ -146,7 +146,7 @@ class CallListener:
             self.backwards += of_part
 
     def look_at_parameters(self) -> None:
-        """Collect the model's parameters once, because this takes longer than the rest of `note`."""
+        """Collect the model's parameters once, because this takes longer than all that `note` does for each call."""
         model = self._model() if self._model is not None else None
         self._parameters = list(model.parameters())[:_MOST_PARAMETERS] if model is not None else []
 
@@ -163,7 +163,7 @@ class CallListener:
         self._last_key = self._last_call = None
 
     def begin_step(self) -> None:
-        """Drop the calls before the step."""
+        """Drop the calls that were recorded before the step."""
         self.calls, self.backwards = [], 0
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -232,12 +232,12 @@ def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         if parameter.kind is parameter.VAR_KEYWORD and name in bound:
             bound |= bound.pop(name)
         elif parameter.kind is parameter.VAR_POSITIONAL and name in bound:
-            raise InputError("the model was called with both *args and named arguments, which cannot be counted")
+            raise InputError("a call with both *args and named arguments cannot be counted; use only one of the two")
     return bound
 
 
 def has_image_axes(positions: Any) -> bool:
-    """Whether position ids have a dimension for the axes of images; TRL passes plain integers under such names."""
+    """Whether a packing argument is a tensor of position ids with a dimension for the axes of images."""
     return isinstance(positions, torch.Tensor) and positions.dim() > 2
 
 
@@ -251,7 +251,7 @@ def _quick(value: Any) -> Any:
 
 
 class _Hook:
-    """The hook on the model. In a copy of the model, such as a weight average, the copied hook does nothing."""
+    """The hook on the model. In a copy of the model, such as an EMA of its weights, the copied hook does nothing."""
 
     def __init__(self, listener: CallListener | None) -> None:
         self._listener = listener
@@ -265,7 +265,7 @@ class _Hook:
             try:
                 listener.note(module, args, kwargs)
             except Exception:
-                self._listener = None  # stop recording: later steps have no exact FLOPs, but the training goes on
+                self._listener = None  # stop recording: FLOPs of later steps are not exact, but the training goes on
                 listener.unseen += 1
 
     def __deepcopy__(self, memo: Any) -> "_Hook":
@@ -286,15 +286,15 @@ def _note_compilation(hook: _Hook) -> int:
 
 
 _MOST_NOTED = 4096
-"""Calls of other modules that are recorded in one step; further ones are ignored."""
+"""Most calls of other modules that are recorded in one step; further ones are ignored."""
 
 
 class OutsideWork:
     """Hashes of the modules that a step calls outside the model; None if unknown.
 
     Attributes:
-        sized: Includes the shapes of all arguments.
-        unsized: Includes no shapes.
+        sized: Hash of the modules and of the shapes of their arguments.
+        unsized: Hash of the modules only.
     """
 
     __slots__ = ("sized", "unsized")
@@ -317,7 +317,7 @@ class OutsideCalls:
 
     Attributes:
         is_listening: False in phases such as evaluation.
-        has_met_compiled_code: True once the hook was compiled; it is not set again then.
+        has_met_compiled_code: True once torch.compile has compiled the hook; from then on the hook is not set again.
         has_intervals: Whether `intervals` are recorded.
         intervals: Ranges of autograd's sequence numbers that belong to the model's calls in the step.
     """
@@ -353,7 +353,7 @@ class OutsideCalls:
 
     def end(self) -> OutsideWork:
         """End the step; return what was recorded in it."""
-        is_whole, self._is_on = self._is_on, False  # False if a call of the model has raised
+        is_whole, self._is_on = self._is_on, False  # `is_whole` is False if a call of the model has raised
         for table, key in (self._calls, self._returns):
             table.pop(key, None)
         notes = self._notes
@@ -375,14 +375,14 @@ class OutsideCalls:
         if module is self._model:
             self._step_aside()
         elif self.is_listening and len(self._notes) < _MOST_NOTED and current_graph_task_id() == -1:
-            # Calls inside a backward pass are ignored, because they only recompute.
+            # Calls inside a backward pass are ignored, because they only recompute activations.
             weight = own_parameters(module).get("weight")
             shapes = [fact for value in args for fact in _facts(value)]
             kind = module.__class__, torch.is_grad_enabled()
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
 
     def _step_aside(self) -> None:
-        """Remove the hook until the model returns. If the model raises instead, nothing is known of the step."""
+        """Remove the hook until the model returns. If the model raises, the modules that the step calls are unknown."""
         self._is_on = False
         table, key = self._calls
         table.pop(key, None)
@@ -412,7 +412,7 @@ def _facts(value: Any) -> Iterator[Any]:
 
 
 class _Place(NamedTuple):
-    """The slot of a hook in torch's table. To set and clear it takes a tenth of the time of registering the hook."""
+    """A hook's slot in torch's table of hooks. Setting and clearing it is ten times as fast as registering the hook."""
 
     table: Any
     key: int
@@ -425,7 +425,7 @@ def _place_of(handle: RemovableHandle) -> _Place:
 
 
 class _OutsideHook:
-    """The hook for all modules; errors in it do not reach the training."""
+    """The hook for calls of all modules. Errors inside it do not reach the training."""
 
     def __init__(self, calls: OutsideCalls) -> None:
         self._calls = calls

@@ -1,8 +1,8 @@
-"""Compares steps that were counted as they ran with the FLOPs that the laws give for their calls of the model.
+"""Compares FLOPs that were counted while a step ran to those that the laws (formulas) give for its model calls.
 
-Steps with the same calls and the same sizes are one kind of step; without the sizes they are one pattern. If all
+Steps with the same calls and sizes are of one kind; steps with the same calls and any sizes have one pattern. If all
 counted steps of a pattern agree with the laws, nothing ran outside the model, and the laws are exact for other sizes of
-the pattern too. If they differ, the counted FLOPs are used for steps of that kind, once two counts are equal.
+the pattern too. If counts and laws differ, steps get the counted FLOPs of their kind, once two counts are equal.
 """
 
 from collections.abc import Hashable
@@ -18,9 +18,9 @@ from flopwatch.records.flops import PhaseFlops
 Finding = Literal["agrees", "counted", "differs", "unseen"]
 _MOST_KINDS, _MOST_PATTERNS = 512, 4096
 _FIRST_ADAPTIVE = 6
-"""The first 6 steps of a session are counted only by the schedule."""
+"""After this many steps of a session, steps outside the schedule may be counted too."""
 _MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
-"""Steps that may be counted outside the schedule: 24, and 0.2 % of all steps."""
+"""Once 24 steps plus 0.2 % of all steps were counted, only steps of the schedule are counted."""
 _MOST_WAITING = 64
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
@@ -32,10 +32,10 @@ class Verdict:
     """What counted steps show about the FLOPs of a step.
 
     Attributes:
-        finding: `agrees`: counted steps of its pattern agree with the laws. `counted`: steps of its kind were counted
-            and differ from the laws. `differs`: only other steps of its pattern differ. `unseen`: none was counted.
-        count: The count of its kind of step, with finding `counted`.
-        reason: Why its FLOPs are not exact; None if they are.
+        finding: `agrees`: counted steps of the same pattern agree with the laws. `counted`: counted steps of the same
+            kind differ from the laws. `differs`: other counted steps of the pattern differ. `unseen`: none was counted.
+        count: With finding `counted`, the last count of this kind of step.
+        reason: Why the step's FLOPs are not exact; None if they are.
     """
 
     finding: Finding
@@ -45,7 +45,7 @@ class Verdict:
 
 @dataclass
 class _Ratios:
-    """Range of counted FLOPs divided by FLOPs by the laws, over the counted steps of one pattern."""
+    """Range of the ratio of counted FLOPs to FLOPs by the laws, over the counted steps of one pattern."""
 
     steps: int = 0
     unknown: int = 0
@@ -80,7 +80,7 @@ class Certificates:
         self._other_graphs: set[Hashable] = set()
 
     def look_at_graph(self, kind: Hashable, products: int, *, is_counted: bool) -> None:
-        """Compare the matrix products in the graph of a step's loss with those of a counted step of this kind."""
+        """Compare the matrix products in a loss's autograd graph with those of a counted step of this kind."""
         if is_counted and len(self._graphs) < _MOST_KINDS:
             self._graphs[kind] = products
         elif self._graphs.get(kind, products) != products:
@@ -115,12 +115,12 @@ class Certificates:
         is_whole = not count.uncounted and count.failure is None
         ratio = count.phases.total / total if total and is_whole else None
         if pattern not in self._patterns and len(self._patterns) >= _MOST_PATTERNS:
-            del self._patterns[next(iter(self._patterns))]  # the oldest one; its steps are no longer exact
+            del self._patterns[next(iter(self._patterns))]  # the oldest pattern, whose steps are inexact from now on
         self._patterns.setdefault(pattern, _Ratios()).add(ratio)
         self.runs_more = self.runs_more or ratio != 1
 
     def needs_another(self, kind: Hashable, pattern: Hashable) -> bool:
-        """Whether one more count of such a step could make its FLOPs exact."""
+        """Whether one more count of a step of this kind could make its FLOPs exact."""
         known = self._kinds.get(kind)
         if known is not None and _differs(known):
             return len(known.counts) < _ENOUGH_COUNTS
@@ -151,8 +151,8 @@ class Certificates:
         """Whether the number of autograd's operations determines the FLOPs of steps whose FLOPs vary randomly.
 
         True for layers that are skipped at random, which changes the number of operations. False for a random size,
-        which does not. So counted steps with the same calls must have different FLOPs for different numbers of
-        operations, and equal FLOPs for equal numbers.
+        which does not. To tell the two apart, this checks that counted steps with the same calls have equal FLOPs for
+        equal numbers of operations, and that not all have the same FLOPs.
         """
         calls, _, *outside = kind
         alike = [
@@ -202,7 +202,7 @@ class StepCalls:
         count: FLOPs of the step, if it was counted as it ran.
         book: The laws at the time of the step.
         certificates: Results of counted steps at that time.
-        nodes: Number of operations that autograd recorded in the step, and of gradients that reached the model.
+        nodes: Number of operations that autograd recorded, and how often some parameters received a gradient.
         outside: Hashes of the other modules that the step called.
     """
 
@@ -235,7 +235,7 @@ NO_CALLS = StepCalls()
 
 
 class WatchPlan:
-    """Decides which steps of a session are counted as they run: some by a schedule, others to make FLOPs exact.
+    """Decides which steps of a session are counted as they run: some by a schedule, others to make their FLOPs exact.
 
     Attributes:
         not_before: Index of the next step to be counted, unless the step before it requests a count.
@@ -249,16 +249,16 @@ class WatchPlan:
         self._settled: tuple[Any, ...] = ()
         """The newest kind of step that needs no further count."""
         self._last_met: dict[Any, int] = {}
-        """Index of the last step of each kind that needs another count."""
+        """For each kind of step that needs another count, the index of its last step."""
         self._due: set[int] = set()
-        """Steps at which such a kind is expected again."""
+        """Indices of steps at which a kind that needs another count is expected again."""
 
     def forget(self) -> None:
         """Allow another count of every kind of step, because the laws have changed."""
         self._settled = ()
 
     def take_turn(self, index: int, *, wants_next: bool) -> bool:
-        """Whether the step that begins must be counted; `wants_next` if the step before has requested that."""
+        """Whether the step that begins must be counted. `wants_next`: whether the step before has requested a count."""
         is_scheduled = is_watched if self._is_alone else is_watched_by_ranks
         if is_scheduled(index) or (self._is_alone and (wants_next or index in self._due)):
             self._due.discard(index)
@@ -270,13 +270,13 @@ class WatchPlan:
         self._watches += 1
 
     def note_futile(self) -> None:
-        """Note that a step was counted in which the model did not run."""
+        """Note that the model did not run in a counted step; after two such steps, only the schedule decides."""
         self._futile_watches += 1
 
     def would_another_count_help(self, calls: StepCalls, certificates: Certificates, steps: int) -> bool:
-        """Whether the next step should be counted as it runs, because too few steps like this one were.
+        """Whether the next step should be counted as it runs, because too few steps like the last one were counted.
 
-        `calls` are those of the step that ends, `steps` the number of steps that have ended.
+        `calls` are the calls of the last step, `steps` is the number of steps so far.
         """
         if steps < _FIRST_ADAPTIVE or not self._is_alone:
             return False
@@ -291,7 +291,7 @@ class WatchPlan:
         return self._is_met_in_a_row(calls.kind, steps)
 
     def _is_met_in_a_row(self, kind: Any, steps: int) -> bool:
-        """Whether this kind of step follows itself. If it recurs at intervals, plan a count for the next such step."""
+        """Whether the kind is new or occurred one step before. If it recurs at intervals, plan its next count."""
         if len(self._last_met) >= _MOST_WAITING:
             self._last_met, self._due = {}, set()
         gap = steps - self._last_met.get(kind, steps)

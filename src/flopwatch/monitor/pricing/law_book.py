@@ -39,7 +39,7 @@ class CallPrice:
     Attributes:
         executed: FLOPs by phase, including padding and recomputation.
         by_dtype: FLOPs by compute type.
-        law: The law that gave the FLOPs; None if this shape was counted.
+        law: The law (formula) that gave the FLOPs; None if this shape was counted.
         shape: The shape for which the law was evaluated.
         reason: Why the FLOPs are not exact; None if they are.
         is_steered: True if the FLOPs depend on random numbers or activations, so that equal calls may differ.
@@ -62,11 +62,11 @@ class LawOffer:
 
 
 class LawBook:
-    """Holds the laws, and the FLOPs of every kind of call.
+    """Holds the laws (formulas for the FLOPs of calls), and the FLOPs of every kind of call.
 
     Counting slows the training down, so its time is limited. The first law may take any time. All later counts together
-    may take as long as the first (at least 10 s) plus 1 % of the run's time, checks 0.05 %. Calls that are not counted
-    for this reason have no FLOPs.
+    may take as long as the first (at least 10 s) plus 1 % of the run's time, and checks 0.05 % of it. Calls that are
+    not counted because the time is used up have no FLOPs.
 
     Attributes:
         count_seconds: Time spent counting so far.
@@ -85,7 +85,7 @@ class LawBook:
         self._began = clock()
         self._options: dict[str, Any] = {"method": method, "attention": attention, "loss_fn": loss_fn}
         self._laws: dict[Any, list[FlopLaw]] = {}
-        # Weak keys, because a kind that `CallListener` has dropped is never used again.
+        # The keys are weak, because a kind that `CallListener` has dropped is never used again.
         self._prices: WeakKeyDictionary[CallKind, CallPrice] = WeakKeyDictionary()
         self._spreads: WeakKeyDictionary[CallKind, tuple[int, int]] = WeakKeyDictionary()
         self._costs_by_nodes: WeakKeyDictionary[CallKind, dict[int, int]] = WeakKeyDictionary()
@@ -101,7 +101,7 @@ class LawBook:
         return [law for laws in self._laws.values() for law in laws]
 
     def price(self, kind: CallKind) -> CallPrice | None:
-        """FLOPs of a call of this kind; None if it would have to be counted."""
+        """FLOPs of a call of this kind; None if they are not known without counting the call."""
         known = self._prices.get(kind)
         if known is None:
             known = self._by_known_law(kind)
@@ -153,7 +153,7 @@ class LawBook:
         return book
 
     def check(self, model: nn.Module, kind: CallKind, example: Any, *, within_allowance: bool) -> bool | None:
-        """Count this call and compare the result with the law; None if there is no exact law or no time for it."""
+        """Count this call; return whether the law gives the same FLOPs, or None without an exact law or time left."""
         price = self.price(kind)
         if price is None or price.reason or (within_allowance and not self._may_check()):
             return None
@@ -169,7 +169,7 @@ class LawBook:
         return agrees
 
     def with_images(self, price: CallPrice, grids: Sequence[Grid] | None) -> CallPrice | None:
-        """FLOPs of a call with images of these sizes, if the law depends on them."""
+        """FLOPs of a call with images of these sizes; `price` itself if the law does not depend on image sizes."""
         law, shape = price.law, price.shape
         if law is None or shape is None or not law.sample_grids or not law.coefficients or grids is None:
             return price
@@ -179,7 +179,7 @@ class LawBook:
         return replace(price, executed=law.cost(other), by_dtype=law.cost_by_dtype(other), shape=other)
 
     def needed(self, price: CallPrice, work: Work) -> tuple[PhaseFlops, PhaseFlops, str | None]:
-        """Return a call's needed FLOPs, its executed FLOPs, and why padding could not be separated (None if it was)."""
+        """Return a call's FLOPs without padding, its executed FLOPs, and why padding could not be left out, or None."""
         executed, law, shape = price.executed, price.law, price.shape
         if work.documents is None:
             return executed, executed, None
@@ -196,7 +196,7 @@ class LawBook:
             )
         except FlopwatchError:
             return executed, executed, unclear
-        # Variable-length kernels do not compute pairs across documents.
+        # Variable-length attention kernels do not compute attention across documents.
         return alone, (alone if self._packed_runs_apart else executed), None
 
     def _by_known_law(self, kind: CallKind) -> CallPrice | None:
@@ -245,7 +245,7 @@ class LawBook:
             return self._count(model, kind, batch)
 
     def _noted_count(self, kind: CallKind, count: FlopCount) -> CallPrice:
-        """Return the FLOPs of a count that is valid for its own batch only, and keep the range of such counts."""
+        """Return the FLOPs of a count that is valid for its own batch only, and extend its kind's range of counts."""
         total = count.forward_flops + count.backward_flops
         low, high = self._spreads.get(kind, (total, total))
         self._spreads[kind] = min(low, total), max(high, total)
@@ -409,12 +409,12 @@ class FlopMode:
 
     Attributes:
         name: `estimate`, `profiler`, `smart` or `hybrid`; `flops_fn` if the user's function gives the FLOPs.
-        book: The laws; None if flopwatch counts nothing.
-        frequency: Steps between two checks of a law; 0 is never.
+        book: The FLOP laws; None if flopwatch counts nothing.
+        frequency: Steps between two checks of a law; 0 means never.
         within_allowance: Whether the time for checks is limited.
-        later: An empty book that replaces estimates at the first check; None if there are no estimates.
-        method: The method in the provenance record if there are no laws.
-        notes: Remarks for the provenance record.
+        later: An empty book that replaces a `book` of estimates at the first check; None if `book` has no estimates.
+        method: The name of the method for the log if there are no laws.
+        notes: Remarks for the log's record of how FLOPs are found.
     """
 
     name: str
@@ -429,7 +429,7 @@ class FlopMode:
         return self.book is not None and self.frequency > 0 and step > 0 and step % self.frequency == 0
 
     def facts(self) -> dict[str, Any]:
-        """Method, exactness, coverage, law and notes, for the provenance record."""
+        """Method, exactness, coverage, law and notes, for the log's record of how FLOPs are found."""
         laws = self.book.laws if self.book is not None else []
         known = [law.coverage for law in laws if law.coverage is not None]
         return {
@@ -478,7 +478,7 @@ def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> Fl
 
 
 def _is_exact(law: FlopLaw) -> bool:
-    """Whether the law's FLOPs are exact. Without a formula they can be, because then each shape is counted."""
+    """Whether the law's FLOPs are exact. A law without a formula can be exact, because each shape is counted then."""
     is_counted = not law.coefficients and law.method != "estimate" and law.coverage in (None, 1.0)
     return law.exact or (is_counted and not law.per_batch and not law.doubts)
 

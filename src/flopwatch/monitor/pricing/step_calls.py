@@ -56,7 +56,7 @@ class StepNoter:
     right after a training step each call of a Python function costs about a microsecond.
 
     Attributes:
-        doubt: The last warning that rows marked as exact may be wrong; None if there was none.
+        doubt: The last warning that rows of the log may be wrong although marked as exact; None if there was none.
         why_not_watched: Why steps are not counted as they run; None if they are.
     """
 
@@ -68,7 +68,7 @@ class StepNoter:
         on_other_work: Callable[[], None],
         notify: Notify,
     ) -> None:
-        """`on_other_work` is called when the model runs without gradients, because such time is not input wait."""
+        """`on_other_work` is called when the model runs without gradients: this time is not spent waiting for input."""
         self._attention = config.attention
         self._costs = costs
         self._is_alone = is_alone
@@ -88,7 +88,7 @@ class StepNoter:
         self._counted_at: dict[Any, int] = {}
         """The last step that was counted as it ran, by pattern (the step's calls without sizes)."""
         self._known_steps: dict[Any, StepCalls] = {}
-        """Results that later steps with the same calls can use, by these calls."""
+        """For calls of earlier steps, the result that later steps with the same calls can use."""
         self._known_version = 0
         """`CallCosts.version` for which `_known_steps` are valid."""
         self._opens_steps = self._is_in_step = self._keeps_example = False
@@ -96,7 +96,7 @@ class StepNoter:
         self._given: list[Any] = []
         """For each batch of the step, its arguments for the model if they are needed, otherwise None."""
         self._declared: dict[int, tuple[BatchLayout, CallKind, str | None]] = {}
-        """By id of the batch's layout: the call of the model that such a batch suggests, and why it is not exact."""
+        """For each layout of batches, by its id: the model call to expect, and why it is not certain."""
         self._undeclared: dict[int, BatchLayout] = {}
         """Layouts of batches that came before a model was given."""
 
@@ -112,7 +112,7 @@ class StepNoter:
                 self._outside.listen_beside(model)
 
     def set_shares_batches(self, shares: bool) -> None:
-        """Set whether several ranks work on one batch, so that a call on this rank is only a part of the work."""
+        """Set whether several ranks work on one batch, so that the calls on this rank are only a part of the work."""
         self._shares_batches = shares
 
     def close(self) -> None:
@@ -133,11 +133,11 @@ class StepNoter:
             self._given.append(example_batch(self._costs.model, batch, reading.plan) if is_kept else None)
         if declared is None and id(reading.plan) not in self._undeclared:
             self._declare(batch, reading.plan)
-            reading = self._reader.read(batch, lengths)  # again, because `_declare` has checked mask and positions
+            reading = self._reader.read(batch, lengths)  # `_declare` may have changed how mask and positions are read
         return reading
 
     def _declare(self, batch: Any, plan: BatchLayout) -> None:
-        """Keep the call of the model that batches of this shape suggest, for steps whose calls are not seen."""
+        """Keep the model call to expect for batches of this shape, to use it for steps without recorded calls."""
         model = self._costs.model
         if len(self._declared) + len(self._undeclared) >= _MOST_DECLARED:
             self._declared.clear()
@@ -156,7 +156,7 @@ class StepNoter:
         self._declared[id(plan)] = plan, kind, MADE_UP if is_mask_only(batch) else None
 
     def look_at_held(self, reading: Reading) -> Reading | None:
-        """Compute the sizes of a batch that was only referenced; None if it was overwritten in the meantime."""
+        """Compute the delayed sizes of a batch; None if the training has overwritten the batch in the meantime."""
         return self._reader.look_at_held(reading)
 
     def begin_step(self) -> None:
@@ -173,7 +173,7 @@ class StepNoter:
         self._nodes_before, self._nodes_apart = recorded_operations(), 0
         if self._watches_next or self._steps >= self._plan.not_before:
             self._begin_watch()
-        if not listener.is_compiled and not may_compile():  # otherwise the hook would be compiled with the modules
+        if not listener.is_compiled and not may_compile():  # otherwise torch.compile would compile the hook too
             self._outside.begin()
 
     def abandon_step(self) -> None:
@@ -241,8 +241,8 @@ class StepNoter:
         Args:
             readings: Sizes of the batches that the loop has given.
             step: The step's number.
-            settle_earlier_windows: Ends the window; called before laws change, so that one row never mixes two laws.
-            loss: The step's loss, with its graph.
+            settle_earlier_windows: Ends the logging window; called before laws change, so that no row mixes two laws.
+            loss: The step's loss, with its autograd graph.
         """
         self._steps += 1
         self._is_in_step = False
@@ -296,7 +296,7 @@ class StepNoter:
             self._check(kinds[0], examples[0], step, settle_earlier_windows)
         self._keep_example(costs.needs_example_after(step))
         if count is not None and not seen and not count.phases.total:
-            # The model runs in another process, or not at all.
+            # The count is useless, because the model runs in another process or not at all.
             self._plan.note_futile()
             count = None
         calls = StepCalls(kinds, own_prices, doubt, count, costs.mode.book, costs.certificates, nodes, outside)
@@ -304,7 +304,7 @@ class StepNoter:
             self._certify(calls, count, step, calls_are_sure=bool(seen))
         self._watches_next = self._plan.would_another_count_help(calls, costs.certificates, self._steps)
         if not self._opens_steps:
-            # Such steps are not counted as they run, because the counting mode would stay active after the last step.
+            # The loop does not mark where steps begin. Counting would go on after the last one, so none is counted.
             self._nodes_before, self._nodes_apart = recorded_operations(), 0
             self.why_not_watched = NOT_OPENED
         if self._needs_no_second_look(calls, seen):
@@ -312,7 +312,7 @@ class StepNoter:
         return calls
 
     def _check(self, kind: CallKind, example: Any, step: int, settle_earlier_windows: Callable[[], None]) -> None:
-        """Check the laws with this call, if a check is due; if they fail, count the model again."""
+        """If a check is due, check the laws with this call; if they are wrong, count the model again."""
         why = self._costs.why_count_anew(kind, example, step)
         if why is not None:
             settle_earlier_windows()
@@ -342,13 +342,13 @@ class StepNoter:
         return not self._opens_steps or not self._costs.certificates.needs_another(calls.kind, calls.pattern)
 
     def look_at_graph(self, calls: StepCalls, loss: Any) -> None:
-        """Compare the matrix products in the loss's graph with those of a counted step; called once per window."""
+        """Once per logging window, compare the matrix products in the loss's graph with those of a counted step."""
         products = products_in_graph(loss)
         if products is not None and calls.certificates is not None:
             calls.certificates.look_at_graph(calls.kind, products, is_counted=calls.count is not None)
 
     def _certify(self, calls: StepCalls, count: StepCount, step: int, *, calls_are_sure: bool) -> None:
-        """Compare the count of a step with the FLOPs by the laws, and warn if earlier rows may be wrong."""
+        """Compare the count of a step with the FLOPs by the laws, and warn if earlier rows of the log may be wrong."""
         if count.optimizer:
             self._notify(*notices.optimizer_products(count.optimizer))
         self._known_steps.clear()
@@ -363,7 +363,7 @@ class StepNoter:
             self._notify(*self.doubt)
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
-        # If no counted step had matrix products outside the model, new ones would show as additional autograd nodes.
+        # While no counted step has matrix products outside the model, the number of autograd nodes reveals new ones.
         self._outside.has_intervals = certificates.runs_more
 
     def _keep_example(self, keeps: bool) -> None:
@@ -373,9 +373,9 @@ class StepNoter:
     def _calls(
         self, seen: SeenCalls, readings: Sequence[Reading]
     ) -> tuple[tuple[CallKind, ...], tuple[Any, ...], str | None]:
-        """Return the step's calls, their arguments, and why they are not certain. Unseen calls follow from batches."""
+        """Return the step's calls, or those to expect from its batches; their arguments; and why they are uncertain."""
         if seen and not self._opens_steps:
-            # Calls without gradients and outside training mode are an evaluation between two calls of `log_step`.
+            # Leave out calls in eval mode without gradients: they are an evaluation between two calls of `log_step`.
             seen = [call for call in seen if call[0].has_grad or call[0].is_training]
         unseen, self._listener.unseen = self._listener.unseen, 0
         given, self._given = self._given, []
@@ -391,7 +391,7 @@ class StepNoter:
         return kinds, examples, reasons[0]
 
     def look_at_model(self) -> str | None:
-        """Check whether the model has changed in this window; return why its FLOPs are not exact, or None."""
+        """Check whether the model has changed in this logging window; return why the FLOPs are not exact, or None."""
         if self._listener.has_been_called:
             self._costs.see_calls()
         change = self._costs.look_at_model()

@@ -24,7 +24,7 @@ from flopwatch.records.run import Provenance
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """FLOPs of a step; None is unknown.
+    """FLOPs of a step; None means unknown.
 
     Attributes:
         model: FLOPs that the model's mathematics needs, without padding and recomputation.
@@ -45,7 +45,7 @@ class StepFlops:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """FLOPs of a step, and the time a device would need at its peak for the model's and for all executed FLOPs."""
+    """FLOPs of a step, and the time a device would need at its peak for the model FLOPs and for all executed FLOPs."""
 
     flops: StepFlops | None = None
     model_peak_seconds: float | None = None
@@ -68,11 +68,11 @@ class StepPricer:
         self._main_type: str | None = None
         self._last_flops: dict[Any, StepFlops | None] = {}
         self._written: Any = None
-        """Versions of the facts in the newest provenance record."""
+        """Values from which the newest provenance record was made; if they change, a new record is needed."""
 
     @property
     def peak(self) -> Peak | None:
-        """The device's peak for the compute type of most FLOPs; None if unknown."""
+        """The device's peak for the compute type in which most FLOPs are computed; None if unknown."""
         return None if self._main_type is None else self.peaks.of(self._main_type)
 
     def set_model(self, model: nn.Module) -> None:
@@ -142,7 +142,7 @@ class StepPricer:
         return model, hardware
 
     def new_provenance(self, step: int, device_count: int) -> Provenance | None:
-        """Return a record of how FLOPs and peak are found; None if it has not changed or is not known yet."""
+        """Return the record of how FLOPs and peak are found; None if it has not changed or is not known yet."""
         written = self._costs.facts_version, self.peaks, self.peaks.ranks, self._main_type
         if written == self._written or not self._costs.has_facts:
             return None
@@ -167,7 +167,7 @@ class StepPricer:
 
 
 def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:
-    """Add up the FLOPs of a step's calls; padding is separated if the calls have the shapes of the batches."""
+    """Add up the FLOPs of a step's calls; those of padding are separated if calls and batches have the same shapes."""
     aligned = len(works) == len(prices) and all(map(_is_same_shape, prices, works))
     model = hardware = recompute = 0
     by_dtype: dict[str, PhaseFlops] = {}
@@ -194,7 +194,7 @@ def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -
 
 
 def _steered(calls: StepCalls, prices: Sequence[CallPrice], book: LawBook, certificates: Certificates) -> str | None:
-    """Why steps with equal calls may have other FLOPs than the counted ones; None if they cannot."""
+    """Why steps with the same calls may have other FLOPs than the counted step; None if they cannot."""
     if not any(price.is_steered for price in prices):
         return None
     if not any(map(book.hides_cost, calls.kinds)) and certificates.node_counts_determine_costs(calls.kind):
@@ -220,7 +220,7 @@ def _shares(by_dtype: Mapping[str, PhaseFlops], total: int) -> dict[str, int]:
 
 
 def _counted(count: StepCount, reason: str | None, priced: StepFlops | None = None) -> StepFlops:
-    """Return the FLOPs of a step that was counted as it ran; its padding is taken from `priced`."""
+    """Return the FLOPs of a step that was counted as it ran; the FLOPs of padding are taken from `priced`."""
     total, recompute = count.phases.total, count.phases.recompute
     padding = 0
     if priced is not None and priced.hardware is not None and priced.recompute is not None:

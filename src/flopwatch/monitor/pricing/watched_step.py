@@ -79,8 +79,8 @@ class StepCount:
 def is_watched(index: int) -> bool:
     """Whether the step with this index in its session is counted as it runs.
 
-    The first counted steps are chosen so that work which is done every third or tenth step is found early: for all
-    periods up to 12, they fall on all residues. Later steps are chosen by Knuth's multiplicative hash: one in 128, and
+    The first counted steps are chosen to find work early that is done only every n-th step: for every n up to 12, each
+    remainder of the index divided by n occurs. Later steps are chosen by Knuth's multiplicative hash: one in 128, and
     after 1,000 steps one in 2,048.
 
     >>> [index for index in range(60) if is_watched(index)][:6]
@@ -93,8 +93,8 @@ def is_watched(index: int) -> bool:
 def is_watched_by_ranks(index: int) -> bool:
     """Whether the step with this index is counted in a training of several ranks.
 
-    All ranks count the same steps, because they wait for each other. Counting begins at step 33, and once more at step
-    257 for ranks that receive the FLOP laws late.
+    All ranks count the same steps, because they wait for each other. Counting begins at step 33, and again at step 257
+    for ranks that receive the FLOP laws late.
 
     >>> [index for index in range(60) if is_watched_by_ranks(index)][:6]
     [33, 35, 37, 40, 42, 44]
@@ -104,7 +104,7 @@ def is_watched_by_ranks(index: int) -> bool:
 
 
 def next_watched(index: int, is_turn: Callable[[int], bool] = is_watched) -> int:
-    """Index of the next counted step, or of an earlier one at which to ask again; saves this check on every step.
+    """Index of the next counted step, or of an earlier step at which to ask again; so no check is needed in between.
 
     >>> next_watched(13)
     15
@@ -113,7 +113,7 @@ def next_watched(index: int, is_turn: Callable[[int], bool] = is_watched) -> int
 
 
 def may_compile() -> bool:
-    """Whether torch has compiled a function in this process, or will do so because of `torch.compile`."""
+    """Whether torch has compiled a function in this process, or will do so because `torch.compile` was called."""
     if not _dynamo:
         tables = compile_tables()
         if tables is None:
@@ -121,7 +121,7 @@ def may_compile() -> bool:
         _dynamo.extend(tables)
     asked_for, counters = _dynamo
     for backend in asked_for.values():
-        if backend is not None:  # None is an entry of `torch.compiler.disable`
+        if backend is not None:  # None comes from `torch.compiler.disable`
             return True
     return "frames" in counters and counters["frames"].get("ok", 0) > 0
 
@@ -179,7 +179,8 @@ class WatchedStep:
     def _leave(self) -> str | None:
         """Leave the mode; return why the count is not complete, or None.
 
-        Leaving a mode pops the top of the stack, so a mode of the training that ended in the step has popped ours.
+        Leaving any mode pops the top of the stack. So if the training has left an older mode in the step, it has
+        popped ours instead.
         """
         now = _modes_now()
         if now and now[-1] is self._mode:
@@ -190,12 +191,12 @@ class WatchedStep:
             _left_behind.append(self._mode)
             return "another dispatch mode began in the step and has not ended"
         if now and now == self._below[: len(now)]:
-            now[-1].__exit__(None, None, None)  # the training wanted to leave this mode, but popped ours
+            now[-1].__exit__(None, None, None)  # the training meant to leave this mode, but has left ours
         return "another dispatch mode ended in the step"
 
 
 _left_behind: list[Any] = []
-"""Our inactive modes that lie below modes of the training; they are left as soon as they are on top."""
+"""Our finished dispatch modes that lie below modes of the training; they are removed once they are on top."""
 
 
 def clear_left_behind() -> None:
@@ -208,7 +209,7 @@ def _modes_now() -> list[Any]:
 
 
 class _PassingMode(CountingMode):
-    """Counts ops and runs them unchanged; an error in the counting ends the count, not the op."""
+    """Counts ops and runs them unchanged. An error in the counting ends the count, but the op runs."""
 
     def __init__(self, attention: AttentionConvention) -> None:
         super().__init__(ModuleStack(), attention)
@@ -233,7 +234,7 @@ class _PassingMode(CountingMode):
         if short_op_name(func) in METADATA_OPS:
             return NotImplemented
         if torch.is_inference_mode_enabled() and can_decompose(func) and not _has_kernel(func, _device_types(args)):
-            # In inference mode composite ops arrive undecomposed. Decomposing changes the results of those in `_WHOLE`.
+            # In inference mode composite ops arrive undecomposed. Decomposing those in `_WHOLE` would change results.
             if short_op_name(func) not in _WHOLE and find_formula(func) is None:
                 with self:
                     return func.decompose(*args, **kwargs)
@@ -267,7 +268,7 @@ class _PassingMode(CountingMode):
             self.failure = f"{op_name(func)} runs in inference mode, where the ops inside it cannot be counted"
 
     def enter_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin an optimizer step, and note whether it has a closure, which then runs the whole training step."""
+        """Begin an optimizer step, and note whether it has a closure; a closure runs forward and backward passes."""
         self._closures.append(any(callable(value) for value in (*args[1:], *kwargs.values())))
 
     def leave_optimizer(self, *_: Any) -> None:
@@ -297,7 +298,7 @@ def _device_types(args: tuple[Any, ...]) -> frozenset[str]:
 
 @cache
 def _has_kernel(func: OpOverload, device_types: frozenset[str]) -> bool:
-    """Whether an op has its own kernel on these devices; decomposing such an op could change the last bits."""
+    """Whether an op has its own kernel on these devices; decomposing such an op could change the result's last bits."""
     return has_kernel(func, device_types)
 
 
@@ -327,7 +328,7 @@ _PRODUCTS = (
 )
 _MOST_NODES = 50_000
 _MOST_OUTSIDE = 256
-"""Most nodes visited per step, in loops with products outside the model."""
+"""Most autograd nodes that `products_outside` visits per step."""
 
 
 def _last_node(loss: Any) -> Any:
@@ -383,9 +384,8 @@ def products_outside(loss: Any, own: Sequence[tuple[int, int]]) -> int:
             continue
         name = node.name()
         parents = [(parent, index) for parent, index in node.next_functions if parent is not None]
-        if name.startswith(_PRODUCTS) or (
-            parents and not name[-1].isdigit()
-        ):  # names without a final digit are of functions written in Python
+        # Functions written in Python have names without a final digit; they may contain matrix products.
+        if name.startswith(_PRODUCTS) or (parents and not name[-1].isdigit()):
             made = [tuple(part.shape) for part in input_metadata(node)]
             found.append(f"{name} {made} {[tuple(input_metadata(parent)[index].shape) for parent, index in parents]}")
         for parent, _ in parents:

@@ -22,7 +22,7 @@ _FEWEST_STEPS, _MOST_STEPS = 32, 512
 
 
 class BusyTime:
-    """Adds up the processor time of the training's thread between the marks of the step clock."""
+    """Adds up, per step, the processor time of the training's thread from the batch's arrival to the step's end."""
 
     def __init__(self, cpu_seconds: Callable[[], float] = time.thread_time) -> None:
         self._cpu = cpu_seconds
@@ -60,7 +60,7 @@ class BusyTime:
     def typical(self, step_seconds: float) -> float | None:
         """Median busy seconds per step over the last minute; None before the first step.
 
-        A minute, because other processes can slow the machine down for some seconds.
+        The median covers a minute, because other processes can slow the machine down for some seconds.
         """
         wanted = _MOST_STEPS if step_seconds <= 0 else int(_SECONDS_REMEMBERED / step_seconds)
         first = max(0, len(self._steps) - min(max(wanted, _FEWEST_STEPS), _MOST_STEPS))
@@ -90,21 +90,21 @@ def profile_of(
 
 
 _SAMPLE_SECONDS = 0.001
-"""Duration of a sample. A thread that uses less than `_BUSY_SHARE` of it as processor time is blocked."""
+"""Duration of a sample. A thread whose processor time is less than `_BUSY_SHARE` of it is blocked."""
 _BUSY_SHARE = 0.2
 _SHARE_OF_A_CORE = 0.0003
 """Share of a core that sampling may use; the pauses between samples are chosen accordingly."""
 _SHORTEST_PAUSE_SECONDS = 0.02
 _SAMPLES_KEPT = 150
-"""Enough to detect a stall of 10 % of the step in 98 of 100 cases (binomial distribution). At about two samples per
-second they cover the last minute."""
+"""Enough samples to detect a stall of 10 % of the step in 98 of 100 cases (binomial distribution). At about two samples
+per second they cover the last minute."""
 _FEWEST_SAMPLES = 40
 _WAITS_FOR_RANKS = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/")
-"""Folders whose code waits for other ranks; autograd is one of them, because DDP's all-reduce runs inside backward."""
+"""Folders of torch whose code waits for other ranks; autograd does, because DDP's all-reduce runs inside backward."""
 
 
 class StallSampler:
-    """Samples from its own thread whether the creating thread is blocked, and not because it waits for other ranks."""
+    """Samples, in its own thread, whether the creating thread is blocked by something other than waiting for ranks."""
 
     def __init__(self, busy_time: BusyTime) -> None:
         self._busy_time = busy_time
@@ -117,7 +117,7 @@ class StallSampler:
             threading.Thread(target=self._run, name="flopwatch-stalls", daemon=True).start()
 
     def share(self) -> float | None:
-        """Share of the samples inside steps in which the thread was stalled; None while there are too few samples."""
+        """Of the samples inside steps, the share in which the thread was stalled; None while there are too few."""
         samples = list(self._samples)
         return sum(samples) / len(samples) if len(samples) >= _FEWEST_SAMPLES else None
 
@@ -125,7 +125,7 @@ class StallSampler:
         self._is_over = True
 
     def _run(self) -> None:
-        # Plain sleeps, because Event.wait with a timeout runs Python code, which is slow after a training step.
+        # This uses plain sleeps, because Event.wait with a timeout runs Python code, which is slow after a step.
         clock, busy_time, sample = self._clock, self._busy_time, self._sample
         began, pause = time.monotonic(), _SHORTEST_PAUSE_SECONDS
         while not self._is_over:
@@ -145,15 +145,15 @@ class StallSampler:
         """Add a sample: the thread is stalled if it was idle and its stack shows no wait for other ranks."""
         is_stalled = False
         if busy_seconds < _BUSY_SHARE * _SAMPLE_SECONDS:
-            # This is Python's documented way to get another thread's stack, despite the underscore.
+            # Despite its underscore, `sys._current_frames` is the documented way to get another thread's stack.
             frame = sys._current_frames().get(self._ident)
             is_stalled = frame is not None and not _waits_for_ranks(frame)
         self._samples.append(is_stalled)
 
 
 _file_kinds: dict[str, bool | None] = {}
-"""Whether the code of a file waits for other ranks. None for other files of torch, where the caller decides. Keys are
-file names, because code objects of different files can compare equal."""
+"""By file name, whether the file's code waits for other ranks. None for other files of torch, where the calling frame
+decides. Keys are not code objects, because those of different files can compare equal."""
 
 
 def _waits_for_ranks(frame: FrameType | None) -> bool:

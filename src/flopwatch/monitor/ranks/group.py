@@ -2,9 +2,8 @@
 
 The monitors use their own gloo group on the host, so that nothing is queued on a device or comes between the training's
 collectives. The group is made without `new_group`, which all ranks would have to call in the same order: a monitor that
-exists only on rank 0 would then hang the training. Connections are made when they are first used, so a rank connects
-only to its neighbours in the tree. Gloo blocks until both ranks want to connect, so a rank first checks in the store
-that the other rank does.
+exists only on rank 0 would then hang the training. Gloo connects two ranks when they first exchange a message. The call
+blocks until both want to connect, so a rank first checks in the job's key-value store that the other rank is ready.
 """
 
 import ctypes
@@ -32,10 +31,10 @@ from flopwatch.records.flops import Peak
 from flopwatch.torch_internals import default_store, fsdp_groups, gloo_group
 
 _PATIENCE = dt.timedelta(days=7)
-"""Gloo's timeout: so long that only the training itself decides how long a rank may be suspended or unreachable."""
+"""Gloo's timeout. It is long, because only the training decides how long a rank may be suspended or unreachable."""
 _AT_ONCE = dt.timedelta(milliseconds=1)
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 2.0
-"""Limits of the pause between two polls of the store."""
+"""Limits of the pause between two polls of the key-value store."""
 
 
 def is_possible() -> bool:
@@ -44,7 +43,7 @@ def is_possible() -> bool:
 
 def open_job_store() -> Any:
     """Open the key-value store of this job's process group; all keys get the prefix flopwatch."""
-    # A second connection, because waiting on the training's connection would block the training.
+    # `clone` opens a second connection, because waiting on the training's connection would block the training.
     return PrefixStore("flopwatch", default_store().clone())
 
 
@@ -55,7 +54,7 @@ class RunKey:
     Attributes:
         logging_rank: The rank that writes the run's log.
         number: How many monitors with this logging rank the process has started, including this one.
-        log: The log's path on this rank, with a number because several monitors may write to one path.
+        log: The log's path on this rank, with a number appended, because several monitors may write to one path.
         known_logs: The logs of all monitors of this process, including later ones.
     """
 
@@ -89,10 +88,10 @@ def find_run(job_store: Any, key: RunKey, rank: int, has_plan: str) -> str | Non
     """Find the run to which this rank's monitor belongs; None while that is not certain.
 
     The right run has the same log path. If ranks write to different paths (`out/rank3`, a disk of the node), the n-th
-    monitor of a rank belongs to the n-th run of the logging rank, without runs that have ended, that this rank has
-    joined before, or whose log belongs to another monitor of this process. This order is uncertain if some monitors
-    exist only on the logging rank. So it is used only when the run has a plan, because by then all monitors that were
-    started together are published.
+    monitor of a rank belongs to the n-th run of the logging rank. This order leaves out runs that have ended, that this
+    rank has joined before, or whose log belongs to another monitor of this process. It is uncertain if some monitors
+    exist only on the logging rank. So it is used only once the logging rank can send its plan (window length and FLOP
+    formulas), because by then all monitors that were started together are published.
     """
     if is_set(job_store, _by_log(key)):
         return str(job_store.get(_by_log(key)).decode())
@@ -209,9 +208,6 @@ def _signal_that_pauses() -> int | None:
     return None
 
 
-# What ranks share: a device, and with it its peak; or a batch, so that only some ranks see different data.
-
-
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 """Environment variables with the number of ranks on this host, of torchrun and accelerate, Open MPI, and MPICH."""
 
@@ -260,7 +256,7 @@ def ranks_by_launcher(device_type: str, environment: Mapping[str, str] = os.envi
 
 
 class DeviceCensus:
-    """Counts the ranks on each device, with a counter per device in the run's store."""
+    """Counts the ranks on each device; the run's key-value store has a counter per device."""
 
     def __init__(self, store: Any, identity: str, world_size: int) -> None:
         self._store = store
@@ -270,7 +266,7 @@ class DeviceCensus:
         store.add("on_any_device", 1)
 
     def ranks(self, *, is_final: bool = False) -> int | None:
-        """How many ranks share this rank's device; None while ranks are missing, unless `is_final`."""
+        """How many ranks share this rank's device; None while some ranks have not been counted, unless `is_final`."""
         if not is_final and int(self._store.add("on_any_device", 0)) < self._world_size:
             return None
         return int(self._store.add(self._key, 0))

@@ -16,7 +16,7 @@ from flopwatch.records.run import Number
 
 Cause = Literal["input", "compute", "host"]
 _LEAST_EXCESS = 0.05
-"""Smallest excess that is reported, as a share of the step time."""
+"""Smallest excess of a rank's busy time over the other ranks' mean that is reported, as a share of the step time."""
 _LEAST_SIGMAS = 4.0
 _WINDOWS_KEPT = 5
 _CHRONIC_WINDOWS = 3
@@ -101,7 +101,7 @@ class StragglerHistory:
 def counted_once(amount: Amount, data_parallel_size: int) -> int | None:
     """Sum an amount over different batches; None if a batch is missing.
 
-    Of the ranks that share a batch, either all report it or only one, such as the first stage of a pipeline.
+    Of the ranks that share a batch, either all report its amount or only one does, such as a pipeline's first stage.
 
     >>> counted_once(Amount(4000, 4), 2), counted_once(Amount(2000, 2), 2), counted_once(Amount(3000, 3), 2)
     (2000, 2000, None)
@@ -148,7 +148,7 @@ def job_values(report: RankReport, data_parallel_size: int) -> dict[str, Number]
 def with_job_wait(steps: Sequence[MeasuredStep], report: RankReport) -> list[MeasuredStep]:
     """Replace the input wait of one rank's steps by the mean of all ranks, for the run's totals.
 
-    Steps that are in no rate keep this rank's own input wait, because reports do not contain them.
+    Warm-up steps and steps without a time keep their own input wait, because reports do not contain it.
     """
     if report.input_wait.ranks != report.ranks or not report.timed_steps:
         return list(steps)

@@ -24,9 +24,9 @@ from flopwatch.records.reading import first_line
 _PLAN_TAG, _REPORT_TAG, _END_TAG = 1, 2, 3
 _LENGTH_BYTES = 8
 _MOST_WAITING = 64
-"""Most reports that wait to be sent; further ones are joined with the last."""
+"""Most reports that wait to be sent; each further report is joined with the last one."""
 _CHILD_SECONDS = 30.0
-"""How long the link waits for a child to join once there is a plan; a later child is left out."""
+"""How long a rank that has the plan waits for a child to join the run; a child that joins later is left out."""
 _END_SECONDS = 1.0
 """How long to wait for the thread to end after `give_up`."""
 _THE_END = RankReport(0, -1, ranks=0, is_last=True)
@@ -50,12 +50,12 @@ class RankLink:
     """The link of one rank to the other ranks of a run.
 
     Attributes:
-        merged: On the logging rank, the merged reports of all ranks that were not taken yet.
+        merged: On the logging rank, a queue of the merged reports of all ranks.
         plan: The plan of the logging rank; None until it arrives.
         failure: Why the link has failed; None while it works.
         cpu_seconds: Processor time of the link's thread.
         ranks_on_device: How many ranks compute on this rank's device; None until that is known.
-        absent: Children of this rank that have not joined the run although there is a plan.
+        absent: Children of this rank (see `children`) that have not joined the run although the plan is known.
     """
 
     def __init__(self, key: RunKey, rank: int, world_size: int, device: str = "") -> None:
@@ -162,7 +162,7 @@ class RankLink:
                 self._send(group, self._parent, _THE_END.pack(), _REPORT_TAG)
             else:
                 ranks_group.end_run(job_store, self._key)
-        except Exception as error:  # a rank has died or never joined
+        except Exception as error:  # for example, a rank has died or never joined
             with self._changed:
                 self.failure = f"{type(error).__name__}: {first_line(error)}"
                 self._changed.notify_all()
@@ -172,8 +172,8 @@ class RankLink:
     def _join_run(self, job_store: Any) -> Any:
         """Wait until it is known which run this monitor belongs to; return the store of that run."""
         store = ranks_group.run_store(job_store, self._key.run)
-        # The count of ranks per device begins before the run is certain. Otherwise two ranks could wait for each other:
-        # the logging rank makes its plan after this count, and other ranks may recognise their run by its plan.
+        # This rank is counted on its device before it knows its run. Otherwise ranks could wait for each other: the
+        # logging rank sends its plan after all are counted, and other ranks may recognise their run by its plan.
         self._census = DeviceCensus(store, self._device, self._world_size)
         if self._parent is None:
             ranks_group.publish_run(job_store, self._key)
@@ -182,7 +182,7 @@ class RankLink:
         has_plan = _has_plan(self._key.logging_rank)
         while (run := ranks_group.find_run(job_store, self._key, self._rank, has_plan)) is None:
             if self._is_given_up.wait(next(pauses)):
-                raise FlopwatchError(f"rank {self._key.logging_rank} has no monitor for the run of this rank's monitor")
+                raise FlopwatchError(f"rank {self._key.logging_rank} has no matching monitor; start one on every rank")
             self._look_at_devices()
         store = ranks_group.join_run(job_store, run, self._rank)
         if run != self._key.run:
@@ -209,7 +209,7 @@ class RankLink:
         self._children = [child for child in self._children if child not in missing]
         if self._parent is not None:
             with self._changed:
-                self.plan = pickle.loads(message)  # from a rank of the same training
+                self.plan = pickle.loads(message)  # safe, because the sender is a rank of the same training
                 self._changed.notify_all()
 
     def _wait_for_own_plan(self) -> None:
@@ -229,7 +229,7 @@ class RankLink:
             if ranks_group.is_set(store, _has_plan(sender)):
                 break
             if self._is_given_up.wait(pause):
-                raise FlopwatchError(f"rank {sender} has not sent the run's plan (window length and FLOP formulas)")
+                raise FlopwatchError(f"rank {sender} has not sent the FLOP formulas; check that it still runs")
             self._look_at_devices()
         store.set(_listens(self._rank), "")
         size = int.from_bytes(self._receive(group, sender, _LENGTH_BYTES, _PLAN_TAG), "little")
@@ -266,7 +266,7 @@ class RankLink:
 
 @atexit.register
 def _leave_all() -> None:
-    """End all links. Runs after all monitors are closed, because it is registered before any monitor exists."""
+    """End all links at exit. Runs after all monitors are closed, because it is registered before any monitor exists."""
     for link in list(_links):
         link.leave()
 

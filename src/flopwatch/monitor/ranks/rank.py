@@ -1,4 +1,4 @@
-"""One rank of a training: sends its windows to the logging rank, which merges the windows of all ranks."""
+"""One rank of a training: reports each logging window to the rank that writes the log, which merges all reports."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ _runs_of: Counter[int] = Counter()
 _runs_in: Counter[str] = Counter()
 """Number of runs that monitors of this process have joined, by log path."""
 _known_logs: set[str] = set()
-"""Log paths of these runs, each with a number."""
+"""Log paths of all monitors of this process, each with a number appended."""
 _MOST_INCOMPLETE = 200
-"""Most windows that the logging rank keeps while it waits for other ranks; after that it continues alone."""
+"""Most windows that the logging rank keeps while it waits for other ranks; with more, it continues without them."""
 
 
 class HasMeasured(Protocol):
-    """A step with its measurements; ranks return such steps unchanged."""
+    """A step with its measurements. `Rank` uses only these, and returns the steps unchanged."""
 
     @property
     def measured(self) -> MeasuredStep: ...
@@ -82,7 +82,7 @@ class Rank(Generic[Step]):
 
     @property
     def ranks_on_device(self) -> int:
-        """How many ranks compute on this rank's device: counted, or before that by the launcher's variables."""
+        """How many ranks compute on this rank's device; until they are counted, as many as the launcher says."""
         if self.world_size == 1:
             return 1
         counted = None if self.link is None else self.link.ranks_on_device
@@ -132,7 +132,7 @@ class Rank(Generic[Step]):
     def send_window(
         self, steps: list[Step], peak_flops_per_s: float | None, busy_seconds_per_step: float | None
     ) -> None:
-        """Send a window of this rank; the logging rank keeps its steps until all ranks have sent theirs."""
+        """Send the report of a window; the logging rank keeps its own steps until all ranks have sent their reports."""
         if self.is_logging:
             self._incomplete.append(steps)
         if self.link is not None:
@@ -147,7 +147,7 @@ class Rank(Generic[Step]):
             while link.merged:
                 report = link.merged.popleft()
                 steps = list(self._steps_up_to(report.last_step))
-                if steps:  # empty if only this rank's monitor has failed
+                if steps:  # there are none if the monitor has failed on this rank only
                     yield CompleteWindow(steps, report)
             if link.failure is not None:
                 self._leave(f"the connection to the other ranks has failed: {link.failure}")

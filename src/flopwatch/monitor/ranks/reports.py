@@ -1,4 +1,4 @@
-"""The report that a rank sends once per window: sums, extremes and the rank of each extreme, in 512 bytes.
+"""The report that a rank sends once per logging window: sums, extremes and the rank of each extreme, in 512 bytes.
 
 Sums are 128-bit integers, because the FLOPs of a window of 16,384 ranks can exceed 64 bits.
 """
@@ -184,8 +184,8 @@ def report_of(
     """
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
     seconds = sum([step.seconds or 0.0 for step in timed])
-    waiting = input_wait_share(timed)  # steps whose wait is unknown are assumed to wait as long as the others
-    # Only steps with known FLOPs count for MFU. A rank without any, such as a pipeline stage, still adds its capacity.
+    waiting = input_wait_share(timed)  # Steps whose wait is unknown are assumed to wait as long as the others.
+    # MFU uses only steps with known FLOPs. A rank without any, such as a pipeline stage, counts with all timed steps.
     counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
     counted_seconds = sum(counted) if counted else seconds
     return RankReport(
@@ -283,7 +283,7 @@ def _sum_over_time(earlier: Amount, later: Amount) -> Amount:
 def aligned(streams: Sequence[Iterator[RankReport]]) -> Iterator[RankReport]:
     """Merge the reports of several ranks: yields one report for every step at which a window ends on all ranks.
 
-    All ranks end windows by the same rule, but a rank may end one earlier, for a checkpoint that only this rank writes.
+    All ranks end windows at the same steps, but a rank may end one earlier, for a checkpoint that only it writes.
     Such windows are joined until they end at the same step as those of the other ranks. A rank whose reports have
     ended is left out, and so is a window that begins at another step than the first rank's window.
     """
