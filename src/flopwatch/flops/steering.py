@@ -92,7 +92,7 @@ class Steering:
             self.sizes |= origin
         plain = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor) and not _sized(value)]
         for leaf in out if isinstance(out, list | tuple) else (out,):
-            # If a result has the shape of an input whose size does not depend on values, the result's size does not.
+            # A result with the shape of an input in `plain` has a size that does not depend on values either.
             if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) not in plain:
                 _set_sized(leaf, origin)
 
@@ -105,7 +105,7 @@ class Steering:
             origin = origin | {CHANCE}
         if not origin:
             return
-        # The comparison has the same result for every draw.
+        # The op is a comparison that has the same result for every draw, so chance decides nothing.
         if _is_certain(func, args):
             origin = origin - {CHANCE}
         if op_name(func) in _PRODUCTS_BY_VALUE:
