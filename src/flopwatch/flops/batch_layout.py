@@ -225,7 +225,7 @@ def _size_count(structure: Any) -> int:
 
 
 def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Cut a dimension at its end or lengthen it: by copies of all samples, or by copies of the last position."""
+    """Cut a dimension at its end, or lengthen it by copies of all samples or of a sequence's last position."""
     have = value.shape[dim]
     if size == have:
         return value

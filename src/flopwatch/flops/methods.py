@@ -97,7 +97,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientKeeper:
-    """Restores the gradients of live parameters that the step reaches without the stand-in, such as by a closure."""
+    """Restores the gradients of live parameters that the step reaches without the stand-in, such as in a closure."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}

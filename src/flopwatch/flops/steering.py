@@ -113,7 +113,7 @@ class Steering:
         if torch.Tag.data_dependent_output in tags or op_name(func) == "aten::_local_scalar_dense":
             self._note_read(origin)
         elif op_packet(func) is _aten.index:
-            pass  # only a mask as index makes the size depend on values, and `_follow_sizes` handles it
+            pass  # only a mask as index makes the size depend on values, and `_follow_sizes` handles that
         elif torch.Tag.dynamic_output_shape in tags or op_name(func) in _SIZES_BY_VALUE:
             _set_sized(out, origin)
             self.reads |= origin

@@ -84,7 +84,7 @@ def _mkldnn_rnn(call: OpCall) -> int:
 def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
     """The kernel computes all gradients, but the model needs only the requested ones and those of the states.
 
-    All others are computed from the gradients of the states. That of the initial one counts only if requested.
+    All others follow from the gradients of the states. That of the initial state counts only if it is requested.
     """
     data, into_gates, from_state = (call.arguments[name] for name in ("input", "weight1", "weight2"))
     tokens, samples = prod(data.shape[:-1]), call.arguments["hx_"].shape[-2]
@@ -162,7 +162,7 @@ def _distances(call: OpCall) -> int:
 
 @formula("aten::_cdist_backward")
 def _cdist_backward(call: OpCall) -> int:
-    """The gradient of the first points multiplies each pair's gradient with the second point's coordinates."""
+    """For the gradient of the first points, each pair's gradient is multiplied with the second point."""
     return _distance_products(call, prod(call.arguments["grad"].shape))
 
 

@@ -151,7 +151,7 @@ class HookCopies:
         names = {"__builtins__": builtins, "__name__": function.__module__}
         cells = [CellType() for _ in function.__closure__ or ()]
         twin = FunctionType(function.__code__, names, function.__name__, None, tuple(cells))
-        self._functions[id(function)] = twin  # before the contents are copied, because a function may refer to itself
+        self._functions[id(function)] = twin  # stored first, because the function may refer to itself
         names.update({name: self._mapped(value) for name, value in used.items()})
         for cell, original in zip(cells, function.__closure__ or (), strict=True):
             cell.cell_contents = self._mapped(_content(original))

@@ -187,7 +187,7 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 def _is_idle(hook: Any) -> bool:
-    """Return whether a hook is that of transformers for hidden states, which only acts if they are requested.
+    """Return whether this is transformers' hook for hidden states, which only acts if they are requested.
 
     `layer_calls.call_key` checks whether hidden states are requested.
     """

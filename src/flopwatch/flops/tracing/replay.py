@@ -88,7 +88,7 @@ class _Layer:
 
 
 class _Call:
-    """One call of one layer, run or replayed, with the events of both passes."""
+    """One call of one layer, run or replayed, with the recorded ops of its forward and backward pass."""
 
     def __init__(self, layer: _Layer, key: Key | None, leaves: list[Any]) -> None:
         self.layer = layer
