@@ -70,14 +70,14 @@ def _described(value: Any, sizes: list[int], depth: int) -> Any:
 
 
 def _described_list(items: Any, sizes: list[int], depth: int) -> Any:
-    """Describe a list; if all its items have the same structure and sizes, by one item and the number of items."""
+    """If all items have equal structure and sizes, describe one item and the number of items; else describe each."""
     if len(items) > _LONGEST_LIST and all(isinstance(item, _PLAIN) for item in items):
         return "value", len(items), hash(tuple(items))
     apart: list[tuple[Any, list[int]]] = []
     for item in items:
         own: list[int] = []
         apart.append((_described(item, own, depth + 1), own))
-    # At depth 0 the list holds the model's arguments, which have different meanings even if their shapes are equal.
+    # At depth 0 the items are the model's arguments. They are never merged, because each has its own meaning.
     if depth > 0 and apart and apart[0][1] and all(each == apart[0] for each in apart[1:]):
         sizes.append(len(apart))
         sizes.extend(apart[0][1])
@@ -215,7 +215,7 @@ def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:
 MAIN_SEQUENCE = ("input_ids", "inputs_embeds", "input_values", "decoder_input_ids", "labels")
 """Arguments whose dimension 1 is a sequence, the most important one first. `input_values` is raw audio."""
 FLAT_IMAGES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
-"""Arguments with the patches of all images in one tensor, and the arguments with the images' grids (as in Qwen-VL)."""
+"""Maps the argument with the patches of all images to the argument with the images' sizes in patches, as in Qwen-VL."""
 _DEEPEST_SEARCHED = 8
 _MOST_KEYS = 12
 
@@ -267,7 +267,7 @@ def read_shape(batch: Any) -> BatchShape:
 
 
 def _items_of_lists(arguments: Mapping[str, Any]) -> int | None:
-    """Return the length of the first argument if it is a list with one entry per sample (a detector's images)."""
+    """Return the length of the first argument if it is a list with one entry per sample, as for detectors."""
     first = next(iter(arguments.values()), None)
     is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
     return len(first or ()) if is_list and tensors_of(first) else None

@@ -70,7 +70,7 @@ class Layout:
         return tuple(name for name in LENGTHS if name in self.sizes)
 
     def match(self, batch: Description) -> dict[str, int] | None:
-        """Return the values of the variables in this batch; None if its structure or its fixed sizes differ."""
+        """Return the values of the variables in this batch; None if anything else differs from the example."""
         if batch.structure != self.structure or len(batch.sizes) != len(self.slots):
             return None
         found: dict[str, int] = {}
@@ -225,7 +225,7 @@ def _size_count(structure: Any) -> int:
 
 
 def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Cut a dimension at its end, or lengthen it by repeating all samples or the last position of a sequence."""
+    """Cut a dimension at its end, or lengthen it by copies of all samples or of a sequence's last position."""
     have = value.shape[dim]
     if size == have:
         return value
@@ -254,7 +254,7 @@ class Sample:
         layout: Which sizes of the sample can be changed.
         image_tokens: Token ids of image placeholders. Resizing keeps their number, because the model compares it with
             the number of patches.
-        merge: The vision tower merges `merge` x `merge` patches into one placeholder.
+        merge: The vision tower merges `merge` x `merge` patches into one, which takes the place of one placeholder.
     """
 
     one: Any
@@ -280,7 +280,7 @@ class Sample:
         return resized(self.one, self.layout, values)
 
     def with_grids(self, grids: Sequence[Grid], length: int) -> Any:
-        """Return the sample as a batch with images of these grids, and with as many patches and placeholders."""
+        """Return the sample as a batch with images of these grids, and with the patches and placeholders for them."""
         tensors = named(self.one)
         per_patch = tensors["pixel_values"].shape[1]
         counts = [prod(grid) // self.merge**2 for grid in grids]

@@ -1,9 +1,9 @@
 """Estimates the FLOPs of a step from the shapes of the model's weights, without running the model.
 
 Every weight matrix is multiplied with every token of its stream (text, image patches) once. This takes 2 FLOPs per
-weight and token in the forward pass, and as many for the gradient of the input and for that of the weight, if they are
-needed (Kaplan et al., arXiv 2001.08361, §2.1, who assume that both are). Experts count by the share that is active per
-token. Attention adds two products over the pairs of positions. State-space scans, relative positions and losses are
+weight and token in the forward pass. In the backward pass, the gradient of the input and that of the weight take 2 more
+each, if they are needed (Kaplan et al., arXiv 2001.08361, §2.1, assume both). Experts count by the share that is active
+per token. Attention adds two products over the pairs of positions. State-space scans, relative positions and losses are
 left out. docs/accuracy.md has the measured errors per architecture.
 """
 
@@ -24,9 +24,10 @@ from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
 
 @dataclass
 class Stream:
-    """The positions (tokens or image patches) that one part of a model processes, `attended` of them in each sample.
+    """The positions (tokens or image patches) that one part of a model processes.
 
-    `size` is the spatial size of the next convolution's input. Each convolution with a stride reduces it.
+    `positions` is their number in the batch, `attended` in one sample. `size` is the spatial size of the next
+    convolution's input. Each convolution with a stride reduces it.
     """
 
     batch_size: int
@@ -104,7 +105,7 @@ def _text_stream(batch: Mapping[str, Any]) -> Stream:
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2:
         return Stream(0, 0, 0)
     lengths = real_lengths(batch) or [ids.shape[1]] * ids.shape[0]
-    # A row of the root mean square length has as many attention pairs as the rows have on average.
+    # Attention pairs grow with the square of the length, so the root mean square length gives their average number.
     attended = round((sum(length**2 for length in lengths) / len(lengths)) ** 0.5)
     return Stream(ids.shape[0], sum(lengths), attended)
 

@@ -27,7 +27,7 @@ from flopwatch.flops.methods import MethodChoice, count_as_is
 from flopwatch.flops.tracing.passes import LossFn
 from flopwatch.records.flops import AttentionConvention, FlopCount
 
-# If a batch has more different rows than this, fitting a FLOP law takes fewer traces than counting each row.
+# If a batch has more different rows than this, fitting a formula takes fewer traces than counting each row.
 _MOST_ROWS_COUNTED = 8
 _TARGET_MASK, _TARGET = "decoder_attention_mask", "labels"
 
@@ -63,7 +63,7 @@ def unpadded_flops(model: nn.Module, batch: Mapping[str, Any], count: FlopCount,
         return _sum_of_rows(rows, keys, counted)
     if not law.exact or law.layout is None:
         raise MeasurementError(
-            f"the FLOPs are not a sum over samples, and no exact formula was found ({'; '.join(law.notes)})"
+            f"the samples' FLOPs do not add up to the batch's, and no exact formula was found ({'; '.join(law.notes)})"
         )
     lengths = [
         {name: len(columns[name][index]) if name in columns else law.layout.sizes[name] for name in law.layout.lengths}
@@ -79,7 +79,7 @@ def _sum_of_rows(rows: Sequence[Any], keys: Sequence[Any], counted: Any) -> int:
 
 
 def real_columns(batch: Mapping[str, Any], layout: Layout) -> dict[str, list[torch.Tensor]]:
-    """Return the positions of each row that are not padding, by the length variable of the mask.
+    """Return the positions of each row that are not padding; the keys are the length variables of the masks.
 
     The padding of a decoder's target is marked by `decoder_attention_mask` or by trailing labels that the loss ignores.
     """

@@ -47,10 +47,10 @@ def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fracti
     return [row[-1] for row in rows]
 
 
-# The least difference between the longest and shortest tested length: a quadratic is fitted on three lengths, and the
-# held-out lengths must differ from these.
+# The least difference between the longest and shortest tested length. It has room for three lengths to fit a quadratic
+# on, and for others to test it on.
 _SHORTEST_SPAN = 12
-# Words in the names of settings whose values are lengths beyond which the FLOPs may follow another formula.
+# A setting with such a word in its name may be a length, beyond which the FLOPs follow another formula.
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")
 # How many window, chunk or block sizes of a model are tested at most. Each takes two more traces.
 _MOST_EDGES = 2
@@ -140,7 +140,7 @@ def _first_that_holds(
 def _with_steering_doubts(model: nn.Module, batch: Any, counts: ShapeCounts, law: FlopLaw, own: FlopCount) -> FlopLaw:
     """Return the law, marked as not exact if tensor values or random draws change the FLOPs.
 
-    Values that the model or a library only reads may not change the FLOPs, so this is tested with altered batches.
+    Code that reads a value may do so without changing the FLOPs, so this is tested with altered batches.
     """
     steered = {*own.steered_by, *own.values_read}
     reason = None
@@ -261,7 +261,7 @@ def _levels(sample: Sample, name: str) -> tuple[int, int, int]:
 def _held_out(
     model: nn.Module, sample: Sample, levels: dict[str, Any], at: Any, *, runs_for_real: bool
 ) -> list[StepShape]:
-    """Return the shapes to test on: the two longest lengths, the shortest, one in between, and edges of windows."""
+    """Return the shapes to test on: the two longest lengths, the shortest, one in between, and window sizes."""
     many = 3 if runs_for_real else max(_MANY, 2 * sample.layout.sizes[SAMPLES])
     if not levels:
         return [at(5, {}), at(7, {}), *([] if runs_for_real else [at(many, {}), at(many - 3, {})])]
@@ -293,7 +293,7 @@ def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepS
     side = sample.merge
     fit_grids: list[list[Grid]] = [[(1, 2 * side, 2 * side)], [(1, 3 * side, 4 * side)], [(1, 2 * side, 2 * side)] * 2]
     other_grids: list[list[Grid]] = [[(1, side, 5 * side)], [(1, 4 * side, 6 * side), (1, 2 * side, 3 * side)]]
-    # 40 more positions have room for the most images above: 30 placeholders and 3 text tokens around them.
+    # 40 more positions are enough: the last list of grids needs 30 placeholders, and 3 text tokens around its images.
     length = _range_of(sample, "s")[1] + 40
 
     def with_grids(grids: list[Grid], batch_size: int = 1) -> StepShape:
@@ -313,7 +313,7 @@ def _domain(attempt: _Attempt) -> dict[str, tuple[int, int]]:
         for name, value in shape.values.items():
             met.setdefault(name, []).append(value)
     domain = {name: (min(values), max(values)) for name, values in met.items()}
-    # A batch of one sample is not always among the shapes, because batch norm may reject it. The formula holds for it.
+    # The formula also holds for one sample, even if no such shape was counted because batch norm would reject it.
     return domain | {SAMPLES: (1, domain[SAMPLES][1])}
 
 

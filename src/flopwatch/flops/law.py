@@ -218,7 +218,7 @@ class FlopLaw:
         """Return the FLOPs of a step of this shape by compute type, such as bf16; empty if the types are unknown."""
         if not self.coefficients or not self.covers_shape(shape):
             return dict(self.count_shape.by_dtype(shape)) if self.count_shape is not None else {}
-        # A single type has all FLOPs, so it has no coefficients of its own.
+        # If there is only one compute type, it has all FLOPs, so it needs no coefficients of its own.
         if len(self.dtypes) == 1:
             return {next(iter(self.dtypes)): self.cost(shape)}
         return {
@@ -345,7 +345,7 @@ class FlopLaw:
         return StepShape(samples, length, grids, self._other_lengths())
 
     def _other_lengths(self) -> tuple[tuple[str, int], ...]:
-        """Return the lengths of all sequences except the main one, which are those of the example."""
+        """Return the lengths that all sequences except the main one have in the example."""
         if self.layout is None:
             return ()
         return tuple((name, self.layout.sizes[name]) for name in self.layout.lengths if name != "s")

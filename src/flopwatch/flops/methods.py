@@ -1,7 +1,7 @@
 """Counts one batch, padding included, by one of three methods: a trace with fake tensors, a real step, an estimate.
 
 A trace runs the model's own code on fake tensors, which have shapes but no values, so it needs neither weights nor a
-device. Models that need values are counted on a real step instead. It runs on a stand-in, a copy of the module tree
+device. Models that need values are counted on a real step, which runs on a stand-in: a copy of the module tree
 that shares the live parameters' storage. The live model's gradients, buffers and hooks stay untouched, but forward and
 backward really run and need their memory.
 """
@@ -97,7 +97,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientKeeper:
-    """Restores the gradients of live parameters that the step uses from outside the stand-in, as in a closure."""
+    """Restores the gradients of live parameters that the step reaches without the stand-in, such as in a closure."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -164,8 +164,8 @@ def count_by_trace(
     except MeasurementError:
         if not state.enabled:
             raise
-        # A trace runs under the CPU's autocast, which keeps other ops in fp32 than an accelerator's autocast does.
-        # The model may fail because an op gets tensors of two types, so it is traced once more without autocast.
+        # A trace runs under the CPU's autocast, which may keep an op in fp32 that an accelerator runs in bf16. If
+        # the model fails because another op gets tensors of both types, a trace without autocast may work.
         count = replace(trace, autocast=AutocastState()).count(replay=replay)
         return replace(count, by_dtype={}, notes=(*count.notes, WITHOUT_AUTOCAST))
 
@@ -189,7 +189,7 @@ class _Trace:
         try:
             return self._counted(replay=replay)
         except MeasurementError as error:
-            # torch's message says FlexAttention if a backward pass is needed on the CPU, where it has none.
+            # The message has this word if the model needs FlexAttention's backward pass, which the CPU does not have.
             if "FlexAttention" not in str(error):
                 raise
             return replace(self, keep_whole=True)._counted(replay=replay)
@@ -233,8 +233,7 @@ class _Trace:
             prepare(replica)
             fake_batch = copied_batch(self.batch, faker.tensor)
             steering.name_batch(fake_batch)
-            # Without gradients torch runs an encoder layer as one op. A function mode such as `PythonReads` would
-            # prevent that.
+            # In inference, torch runs an encoder layer as one op, but not under a function mode such as `PythonReads`.
             reads = PythonReads(steering) if self.training else nullcontext()
             noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)
             # `whole_attention` must be the innermost mode, because it inspects its caller's frame.

@@ -1,4 +1,4 @@
-"""Counts batches of any shape, made from one sample: to fit a FLOP law, or in its place if no formula holds."""
+"""Counts batches of any shape, made from one sample: to fit a formula for the FLOPs, or because none is exact."""
 
 import weakref
 from collections import OrderedDict
@@ -155,7 +155,7 @@ class ShapeCounts:
 
     @staticmethod
     def _other_lengths(layout: Layout) -> list[str]:
-        """Return notes on sequences whose length `seq_len` does not set, such as a decoder's."""
+        """Return notes on sequences, such as a decoder's target, whose length is not set by `seq_len`."""
         return [
             f"the length of {path!r} does not depend on seq_len; it is {layout.sizes[name]}, as in the example"
             for name in layout.lengths

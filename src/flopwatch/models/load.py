@@ -84,7 +84,7 @@ def _builder(transformers: Any, settings: dict[str, Any], config: Any) -> Any:
 
 def _from_factory(spec: str, device: str) -> nn.Module:
     module_name, _, function_name = spec.partition(":")
-    sys.path.insert(0, "")  # as `python -m` does, for files in the working directory
+    sys.path.insert(0, "")  # imports find files in the working directory, as with `python -m`
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
@@ -204,7 +204,7 @@ _CHANNELS_PER_GROUP = 8
 
 
 class ResNet(_CheckpointedNetwork):
-    """A residual network of blocks of two 3 x 3 convolutions, for images of any size; `config` has the usual size.
+    """A residual network of blocks of two 3 x 3 convolutions, for images of any size (by default `config.image_size`).
 
     Returns a dict with `logits`, and `loss` when labels are given.
     """

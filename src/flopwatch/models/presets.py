@@ -1,4 +1,4 @@
-"""Sizes of the preset models, and the check of a model's name. Without torch, so wrong names are reported at once."""
+"""Sizes of the preset models, and the check of a model's name. Does not import torch, which would take seconds."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,7 +75,7 @@ def check_model_name(spec: str) -> None:
             raise InputError(f"the model's config file {file} does not exist")
     elif spec.partition("@")[0] in IMAGE_PRESETS:
         if image_preset(spec) is None:
-            raise InputError(f"model {spec!r}: after @ comes the side of the images, from 1 to {MOST_PIXELS} pixels")
+            raise InputError(f"model {spec!r}: after @ must come the side of the images in pixels, 1 to {MOST_PIXELS}")
     elif spec not in PRESETS and ":" not in spec:
         known = ", ".join((*PRESETS, *IMAGE_PRESETS))
         raise InputError(f"model {spec!r} must be a preset ({known}), a .json file or 'module:function'")

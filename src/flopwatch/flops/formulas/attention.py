@@ -224,14 +224,14 @@ def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
 
 SCORES_MAY_MASK = "the score_mod of flex_attention may mask pairs too, but only the block mask is considered"
 
-# The booleans of a mask of this size take 16 MiB.
+# The largest part of a mask that is evaluated at once. Its booleans take 16 MiB.
 _MOST_PAIRS_AT_ONCE = 2**24
 
 
 def flex_sizes(
     query: Any, key: Any, value: Any, score_mod: Any, block_mask: tuple[Any, ...], attention: AttentionConvention
 ) -> AttentionSizes:
-    """Return the sizes of flex_attention's products; the causal convention counts the pairs in the block mask."""
+    """Return the sizes of flex_attention's products; `causal` counts only pairs that the block mask allows."""
     full = full_sizes(query, key, value)
     if attention == "full":
         return full
@@ -239,7 +239,7 @@ def flex_sizes(
     mask_mod = block_mask[-1]
     if mask_mod is noop_mask:
         return replace(full, note=note)
-    # Samples or heads may share a mask. The block tensors' first two dimensions say how many masks there are for each.
+    # The first two dimensions of a block tensor are samples and heads; the size is 1 if all of them share a mask.
     batch, heads = next(item for item in block_mask if isinstance(item, torch.Tensor)).shape[:2]
     pairs = _pairs_of_mask_function(mask_mod, batch, heads, query.shape[-2], key.shape[-2])
     if pairs is None:
@@ -248,7 +248,7 @@ def flex_sizes(
 
 
 def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int, keys: int) -> int | None:
-    """Return the number of pairs that the mask allows; None if it depends on fake values. Takes some rows at a time."""
+    """Return the number of pairs that the mask allows; None if it depends on fake values."""
     allowed = mask_over_indices(mask_mod)
     rows_at_once = max(1, _MOST_PAIRS_AT_ONCE // (batch * heads * keys))
     indices = torch.arange(batch), torch.arange(heads), torch.arange(queries), torch.arange(keys)
@@ -269,8 +269,8 @@ class WholeAttention(TorchFunctionMode):
     """Replaces attention by a function that returns zeros of the right shape and passes its FLOPs to `add`.
 
     `scaled_dot_product_attention` is replaced where it has no fused kernel (dropout on the CPU, values of another width
-    than queries) and would run as plain matrix products. Those do not show the mask, which the causal convention needs,
-    and run in fp32 on the CPU, unlike an accelerator's kernel. `flex_attention` is replaced because it has no backward
+    than queries) and would run as plain matrix products. Those do not show the mask, which a causal count needs, and
+    run in fp32 on the CPU, unlike an accelerator's kernel. `flex_attention` is replaced because it has no backward
     pass on the CPU, where a trace runs.
     """
 

@@ -20,7 +20,7 @@ def _convolution(call: OpCall) -> int:
 def _convolution_backward(call: OpCall) -> int:
     """Each of the two gradients (input and weight) costs as much as the forward pass.
 
-    torch's own formula ignores groups, so on a depthwise layer its result is 11 times too high.
+    torch's own formula ignores groups, so its result is many times too high for a depthwise layer.
     """
     arguments = call.arguments
     grad_input, grad_weight, _ = arguments["output_mask"]
@@ -35,7 +35,7 @@ def _convolution_backward(call: OpCall) -> int:
 
 @formula("aten::conv_tbc")
 def _conv_tbc(call: OpCall) -> int:
-    """The first dimension is time. Each kernel position is one product over the time steps where it is not padding."""
+    """The first dimension is time. Each kernel position takes a product over the steps where it is inside the input."""
     length, batch, _ = call.arguments["self"].shape
     taps, channels_in, channels_out = call.arguments["weight"].shape
     pad, out_length = call.arguments["pad"], call.out.shape[0]
@@ -82,9 +82,9 @@ def _mkldnn_rnn(call: OpCall) -> int:
 
 @formula("aten::mkldnn_rnn_layer_backward")
 def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
-    """The kernel computes all gradients. Needed are the requested ones and the state's, because all depend on it.
+    """The kernel computes all gradients, but the model needs only the requested ones and those of the states.
 
-    The product for the initial state is only needed if the initial state requires a gradient.
+    All others follow from the gradients of the states. That of the initial state counts only if it is requested.
     """
     data, into_gates, from_state = (call.arguments[name] for name in ("input", "weight1", "weight2"))
     tokens, samples = prod(data.shape[:-1]), call.arguments["hx_"].shape[-2]
@@ -162,7 +162,7 @@ def _distances(call: OpCall) -> int:
 
 @formula("aten::_cdist_backward")
 def _cdist_backward(call: OpCall) -> int:
-    """The gradient of the first points multiplies each pair's gradient with the second point's coordinates."""
+    """For the gradient of the first points, each pair's gradient is multiplied with the second point."""
     return _distance_products(call, prod(call.arguments["grad"].shape))
 
 

@@ -83,7 +83,7 @@ def _trilinear(call: OpCall) -> int:
     summed = set(arguments["sumdim"])
     whole = [max(sizes) for sizes in zip(first, second, third, strict=True)]
     pair = [max(a, b) for a, b in zip(first, second, strict=True)]
-    # Dimensions that the third operand lacks are summed before the product with it.
+    # Dimensions that the third operand lacks are summed before the multiplication with the third operand.
     left = [1 if axis in summed and third[axis] == 1 else size for axis, size in enumerate(whole)]
     return 2 * prod(pair) + 2 * prod(left)
 
@@ -242,8 +242,8 @@ def _solve_triangular(call: OpCall) -> int:
 def triangular_solve_flops(solution_shape: tuple[int, ...], order: int, *, unitriangular: bool) -> int:
     """Return the FLOPs of solving a triangular system of order n for all right-hand sides.
 
-    Row i takes i multiply-adds and one division per right-hand side, together 2 x n(n-1)/2 + n = n². Without the
-    divisions, if the diagonal is all ones, it takes n² - n (BLAS xTRSM, LAPACK Working Note 41).
+    Row i takes i multiply-adds and one division per right-hand side, together 2 x n(n-1)/2 + n = n². A diagonal
+    of ones needs no divisions, which leaves n² - n (BLAS xTRSM, LAPACK Working Note 41).
     """
     return prod(solution_shape) * (order - 1 if unitriangular else order)
 
@@ -308,7 +308,7 @@ def _matrix_exponential(call: OpCall) -> int | None:
     """The number of products depends on the norm of each matrix, so the values are needed."""
     matrix = call.arguments["self"]
     if isinstance(matrix, FakeTensor) or matrix.device.type == "meta":
-        raise UntraceableError("the number of products in linalg_matrix_exp depends on the norm of its matrix")
+        raise UntraceableError("the FLOPs of linalg_matrix_exp depend on its matrix, and a fake tensor has no values")
     largest = _LARGEST_NORMS.get(matrix.dtype)
     if largest is None or matrix.device.type != "cpu":
         return None  # the thresholds of other devices are not known
@@ -323,10 +323,10 @@ def _matrix_exponential(call: OpCall) -> int | None:
 
 
 def _products(norm: float, largest: tuple[float, ...], *, is_alone: bool) -> int:
-    """Return the number of matrix products: those of the Taylor polynomial, and squarings.
+    """Return the number of matrix products: those of the Taylor polynomial, and those of the squarings.
 
     In a batch of several matrices, torch always uses the longest polynomial. A matrix above the last threshold is
-    halved until it is below, and the result is squared as many times.
+    halved until it is below, and the result is squared as often as the matrix was halved.
     """
     if is_alone:
         for products, threshold in enumerate(largest):

@@ -121,7 +121,7 @@ class Unwritten:
 
 
 def _written_into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an op may write to: all tensors for an op outside torch, as its schema may be wrong."""
+    """Yield the tensors that an op may write to; for an op outside torch all, because its schema may be wrong."""
     if func.namespace != "aten":
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         return
@@ -138,7 +138,7 @@ def is_collective(func: Any) -> bool:
 
 
 def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:
-    """Raise NeedsOtherRanksError unless all tensors are fake, because then torch only computes shapes.
+    """Raise NeedsOtherRanksError, except if all tensors are fake: then torch only computes shapes.
 
     A collective that one rank runs alone hangs, or is matched with the training's next collective and corrupts it.
     Wrappers such as DDP are removed before counting (see `replica`), so the model's own code calls this collective.
@@ -303,11 +303,11 @@ class CountingMode(TorchDispatchMode):
     def _phase(self) -> Phase:
         """Return the phase of the running op: forward outside autograd's engine, backward or recompute inside it.
 
-        In the backward pass of the step, an op is recomputation if grad mode is on or a module is running: both kinds
-        of checkpointing cause this, backward ops never do. Grad mode alone is not enough, because it is off inside a
-        custom autograd function or a nested checkpoint. If a gradient is taken inside the forward pass (a gradient
-        penalty, forces), both are true anyway. There, an op is recomputation if the engine itself has called the
-        running module, or if checkpointing's saved-tensor hook is running.
+        In the backward pass of the step, grad mode is off and no module runs, except while checkpointing recomputes a
+        forward pass. Both are tested, because a custom autograd function or a nested checkpoint switches grad mode
+        off. A gradient may also be taken inside the forward pass (a gradient penalty, forces), where modules run
+        with grad mode on anyway. There, an op is recomputation only if autograd's engine has called the running module,
+        or if checkpointing's saved-tensor hook is running.
         """
         task = current_graph_task_id()
         if task == -1:
@@ -323,7 +323,7 @@ class CountingMode(TorchDispatchMode):
         if phase == "backward":
             node = current_autograd_node()
             return "" if node is None else self._module_of_node.get(sequence_nr(node), "")
-        # A dispatch mode runs after autograd has made the op's node, so the node has the last sequence number given.
+        # Autograd makes the op's node before a dispatch mode runs, so the node has the newest sequence number.
         self._module_of_node.setdefault(next_sequence_nr() - 1, self._stack.current)
         return self._stack.current
 

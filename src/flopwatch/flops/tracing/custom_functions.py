@@ -59,7 +59,7 @@ class _Content(NamedTuple):
     """What to add to an offset in this storage to get the offset in the storage that it was copied from."""
     is_from_forward: bool
     reference: StorageWeakRef | None
-    """Reserves the storage's address, but not its memory."""
+    """Keeps other storages from getting this address, but does not keep the memory."""
 
 
 class Values:
@@ -236,7 +236,7 @@ class CustomFunctions:
         self.doubt: str | None = None
         self._values = Values()
         self._forward: dict[Hashable, None] = {}
-        # The keys have a factor of a forward product and the size of the other factor. The values say whether
+        # A key is one factor of a forward product with the size of the other factor. Its value says whether
         # saved-tensor hooks were active.
         self._partners: dict[Hashable, bool] = {}
         self._packed_sizes: set[Hashable] = set()
@@ -264,7 +264,7 @@ class CustomFunctions:
         if call is None:
             self._values.note_outside(func, args, kwargs, out)
             return False
-        # Products and draws of the forward pass are compared within one call of one function.
+        # These records are only valid within one call of a custom function, so the next call clears them.
         if call.identity != self._running:
             self._running = call.identity
             self._done_in_call.clear()
@@ -299,13 +299,13 @@ class CustomFunctions:
             self._partners[key] = packs or self._partners.get(key, False)
 
     def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
-        """Return whether both factors are unknown, but have the sizes of a forward product under saved-tensor hooks."""
+        """Return whether both factors are unknown, but sized like those of a product under saved-tensor hooks."""
         return _sizes(factors) in self._packed_sizes and all(
             self._values.is_unknown(factor.tensor) for factor in factors
         )
 
     def _may_be_known(self, factors: list[_Factor]) -> bool:
-        """Return whether one factor is that of a forward product, and the other was recomputed or unpacked."""
+        """Return whether one factor also occurs in a forward product, and the other was recomputed or unpacked."""
         for key, other in zip(_partner_keys(factors), reversed(factors), strict=False):
             packed = self._partners.get(key)
             if packed is not None and (
@@ -346,7 +346,7 @@ class CustomFunctions:
 
 
 def _outermost_apply() -> tuple[int | None, int, bool]:
-    """Return the id of the outermost `apply` frame (or None), the number of such frames, and if modules run in it."""
+    """Return the id of the outermost `apply` frame or None, the number of such frames, and whether it runs modules."""
     frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
     while frame is not None and frame.f_code is not ENGINE_CODE:
         code = frame.f_code
@@ -368,7 +368,7 @@ def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, cal
     is_attention = "attention" in name and "backward" not in name
     kind = "attention" if is_attention else name
     tensors = {key: each for key, each in arguments.items() if isinstance(each, torch.Tensor) and key != "out"}
-    if is_attention:  # kernels with and without gradients have different other arguments
+    if is_attention:  # the other arguments depend on whether gradients are needed
         tensors = {key: tensors[key] for key in ("query", "key", "value") if key in tensors} or tensors
     settings = [] if is_attention else [repr(each) for each in arguments.values() if not isinstance(each, torch.Tensor)]
     return [

@@ -138,7 +138,7 @@ def _layer_norm_backward(
 
 
 def _may_be_normed(tensor: Any, shape: list[int], weight: Any, bias: Any) -> bool:
-    """Return whether all tensors are fp32 and fit. For other types, kernels choose the type of the statistics."""
+    """Return whether all types are fp32 and the shapes fit. Otherwise the kernel decides the type of the statistics."""
     if weight is None or bias is None or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
         return False
     fits = tuple(tensor.shape[-len(shape) :]) == tuple(weight.shape) == tuple(bias.shape) == tuple(shape)
@@ -185,7 +185,7 @@ def _are_of_one_type(*tensors: Any) -> bool:
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
-    """Return whether a tensor is dense and has no known value, with which the fake mode would calculate."""
+    """Return whether a tensor is dense and has no known values. The fake mode would calculate with known values."""
     return tensor.layout is torch.strided and tensor.constant is None and tensor.real_tensor is None
 
 
@@ -291,14 +291,14 @@ class Faker:
         return None if kwargs else quick_loss(self._mode, func, args)
 
     def _grouped_mm(self, arguments: dict[str, Any]) -> torch.Tensor:
-        """Torch's meta kernel accepts bf16 only."""
+        """Return the result of a grouped matmul of any type, because torch's meta kernel accepts bf16 only."""
         a, b, offsets = arguments["self"], arguments["mat2"], arguments["offs"]
         groups = [] if a.dim() != b.dim() else [a.shape[0] if a.dim() == 3 else offsets.shape[0]]
         shape = torch.Size([*groups, a.shape[-2], b.shape[-1]])
         return self._empty(shape, arguments["out_dtype"] or a.dtype)
 
     def _bincount(self, arguments: dict[str, Any]) -> torch.Tensor | None:
-        """Return `minlength` counts, as the ids of experts are below it; None if the size depends on values."""
+        """Return `minlength` counts, assuming that the input holds ids of experts; None if there is no `minlength`."""
         size = arguments["minlength"]
         return self._empty(torch.Size([size]), torch.int64) if size else None
 

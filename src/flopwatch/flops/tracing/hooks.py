@@ -151,7 +151,7 @@ class HookCopies:
         names = {"__builtins__": builtins, "__name__": function.__module__}
         cells = [CellType() for _ in function.__closure__ or ()]
         twin = FunctionType(function.__code__, names, function.__name__, None, tuple(cells))
-        self._functions[id(function)] = twin  # before its contents, because a function may refer to itself
+        self._functions[id(function)] = twin  # stored first, because the function may refer to itself
         names.update({name: self._mapped(value) for name, value in used.items()})
         for cell, original in zip(cells, function.__closure__ or (), strict=True):
             cell.cell_contents = self._mapped(_content(original))
@@ -173,7 +173,7 @@ def left_hooks_note(left_behind: list[str]) -> str | None:
 
 
 def _run_or_leave_out(hook: Any, name: str, left_behind: list[str], *args: Any, **kwargs: Any) -> Any:
-    """Run a hook. If it fails, because it needs the value of a fake tensor for example, list it as left out."""
+    """Run a hook. If it fails, for example because it needs the value of a fake tensor, list it as left out."""
     try:
         return hook(*args, **kwargs)
     except Exception:

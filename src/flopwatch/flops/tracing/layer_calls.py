@@ -49,7 +49,7 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
             same = places.setdefault(id(leaf), place)
             parts.append((same, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
         elif isinstance(leaf, torch.Tensor):
-            # The values of real tensors matter, so the key is only equal for the same tensor without a write to it.
+            # The values of real tensors matter, so two keys are only equal for the same, unchanged tensor.
             parts.append((id(leaf), tensor_version(leaf)))
         elif isinstance(leaf, _PLAIN):
             parts.append((type(leaf), leaf))
@@ -115,7 +115,7 @@ class LayerOutput:
             else:
                 return None
             if isinstance(result, torch.Tensor):
-                places.setdefault(id(result), -1)  # an output with the same new tensor twice cannot be made
+                places.setdefault(id(result), -1)  # replay cannot return one new tensor twice
         return None if -1 in described.inputs.values() else described
 
     @property

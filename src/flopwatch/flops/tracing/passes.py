@@ -172,7 +172,7 @@ def under_autocast(state: AutocastState, device_type: str, *, stand_in: bool) ->
 
 
 def device_type_of(model: nn.Module, state: AutocastState) -> str:
-    """Return the type of the model's device; for a model on the meta device, of the device that autocast is on for."""
+    """Return the type of the model's device; for a model on the meta device, a type with autocast on."""
     types = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
     accelerators = sorted(types - {"cpu"})
     if accelerators:
@@ -214,7 +214,7 @@ Report = Callable[[], None]
 def threads_noticed(report: Report) -> Iterator[None]:
     """Call `report` for each thread that starts in the block, because a dispatch mode only works in its own thread.
 
-    A new thread installs the profile function of `threading`. Our profile function removes itself at its first call.
+    Each new thread calls the function given to `threading.setprofile`. Ours removes itself at its first call.
     """
     before: Any = threading.getprofile()
 
@@ -254,7 +254,7 @@ def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iter
 
 
 class _Followed:
-    """The modes of one thread, entered at its first frame."""
+    """The dispatch modes of one thread, which are entered when the thread starts."""
 
     def __init__(
         self, modes: Sequence[Any], first: FrameType, under_way: "set[_Followed]", is_over: threading.Event, before: Any

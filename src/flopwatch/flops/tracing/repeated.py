@@ -187,7 +187,7 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 def _is_idle(hook: Any) -> bool:
-    """Return whether a hook is that of transformers for hidden states, which only acts if they are requested.
+    """Return whether this is transformers' hook for hidden states, which only acts if they are requested.
 
     `layer_calls.call_key` checks whether hidden states are requested.
     """
@@ -211,7 +211,7 @@ def _index_positions(facts: list[_Facts]) -> set[_Position]:
 
 
 class _EntriesPerLayer:
-    """Finds lists with one entry per layer, such as `config.layer_types`, near a layer.
+    """Finds lists with one entry per layer, such as `config.layer_types`, in the objects that a layer holds.
 
     Their entries are compared, because `WatchedIndex` does not notice when it is used as the index of a list.
     """

@@ -46,7 +46,7 @@ class ReplayMemory:
 
     def __init__(self) -> None:
         self.proven: set[tuple[str, ...]] = set()
-        """For each kind that was proven equal, the paths of its layers."""
+        """The paths of the layers of each group that was proven equal."""
         self.is_refused = False
         self.proven_unchanged: set[tuple[str, ...]] = set()
         """The part of `proven` that was added since `unchanged` was entered."""
@@ -83,12 +83,12 @@ class _Layer:
         self.must_run = must_run
         self.call: Any = module.__dict__[COMPILED_CALL]
         self.last: _Call | None = None
-        """The layer's latest call in the forward pass; recomputation is counted with it."""
+        """The layer's latest call in the forward pass, to which recomputation is added."""
         self.modules = list(module.modules())
 
 
 class _Call:
-    """One call of one layer, run or replayed, with the events of both passes."""
+    """One call of one layer, run or replayed, with the recorded ops of its forward and backward pass."""
 
     def __init__(self, layer: _Layer, key: Key | None, leaves: list[Any]) -> None:
         self.layer = layer
@@ -106,7 +106,7 @@ class _Call:
 
 
 class Replay:
-    """One trace in which equal layers are replayed; its `log` takes the place of the tally.
+    """One trace in which equal layers are replayed; `log` records its ops, and `tally` adds up their FLOPs.
 
     Args:
         faker: Makes the outputs of replayed layers.
@@ -195,7 +195,7 @@ class Replay:
             self._calls_by_nodes.append((range(first_node, next_sequence_nr()), call))
 
     def _hand_out(self, call: _Call, output: Any) -> None:
-        """Allow that the outputs are used outside of the layer, and record which of them receive a gradient."""
+        """Allow the outputs to be used outside of the layer, and record which of them receive a gradient."""
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, torch.Tensor):
                 leaf.__dict__.pop(_MADE_IN, None)
@@ -342,7 +342,7 @@ def _note_gradient(call: _Call, number: int, gradient: torch.Tensor | None) -> N
 
 
 class _Replayed(torch.autograd.Function):
-    """The autograd node of a replayed layer; `anchor` makes outputs require a gradient when no input does."""
+    """The autograd node of a replayed layer; `anchor` makes the outputs require a gradient even if no input does."""
 
     @staticmethod
     def forward(

@@ -95,7 +95,7 @@ def float_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """The properties of a tensor that a tally reads; they are kept because the tensor would keep its memory."""
+    """The properties of a tensor that a tally reads, stored in place of the tensor so that its memory can be freed."""
 
     shape: torch.Size | tuple[int, ...]
     dtype: torch.dtype
