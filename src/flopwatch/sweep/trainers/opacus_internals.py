@@ -1,4 +1,4 @@
-"""All names that flopwatch uses of Opacus, most of them undocumented, and workarounds for Opacus's side effects.
+"""All names of Opacus that flopwatch uses, most of them undocumented, and workarounds for Opacus's side effects.
 
 Checked with Opacus 1.6.0. If another version lacks a name, the trial or the preflight ends with a
 MissingDependencyError that says so. This module imports Opacus only when a function is called, and never imports torch.
