@@ -93,7 +93,7 @@ def run(
 
 
 class Screen:
-    """Shows a sweep that runs from Python. The command `flopwatch sweep` has a class of its own for this.
+    """Shows a running sweep that was started from Python. The command `flopwatch sweep` has another class for this.
 
     Args:
         observer: Its methods are called when a trial starts and ends; None for no calls.

@@ -46,7 +46,7 @@ def own_identity() -> dict[str, Any]:
 
 
 def _pid_scope() -> dict[str, str]:
-    """The boot and the PID namespace, because a pid is unique only within one boot and one namespace (container)."""
+    """The boot id and the PID namespace, because a pid is unique only within one boot and one namespace (container)."""
     found = {"boot": "", "pid_namespace": ""}
     with contextlib.suppress(OSError):
         found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

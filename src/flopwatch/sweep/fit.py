@@ -83,8 +83,8 @@ inaccurate far beyond them.
 """
 
 _NEAR_MISS = 1.1
-"""A curve is still used if it predicts up to this many times a batch that did not fit, because a trial cannot use quite
-all of the capacity.
+"""A prediction may be up to this many times the smallest batch that did not fit, because a trial cannot use quite all
+of the capacity.
 """
 
 _PATIENCE = 8

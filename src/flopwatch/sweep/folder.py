@@ -239,7 +239,7 @@ def has_begun(sweep: Path, name: str) -> bool:
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
-    """Whether a supervisor of this trial may be alive: on another host, if silent for less than `visible_seconds`."""
+    """Whether a supervisor of this trial may be alive. On another host, it is dead if silent for `visible_seconds`."""
     folder = trial_folder(sweep, name)
     return _WATCHER.is_alive(folder / STARTED, folder / SUPERVISOR_HEARTBEAT)
 

@@ -36,8 +36,8 @@ _ROLLUP_SECONDS = 1.0
 _ROLLUP_URGENT_SECONDS = 0.2
 _ROLLUP_SHARE = 100
 _ROLLUP_URGENT_SHARE = 10
-"""How long to wait between two readings of smaps_rollup: `SECONDS`, but at least `SHARE` times as long as one
-reading takes. The urgent values apply if the limit seems exceeded or large processes are new.
+"""How long to wait between two readings of smaps_rollup: _ROLLUP_SECONDS, but at least _ROLLUP_SHARE times as long as
+one reading takes. The urgent values apply if the limit seems exceeded or large processes are new.
 """
 
 _WORTH_A_ROLLUP = 0.05
@@ -236,7 +236,7 @@ def resident(pid: int | str) -> Resident | None:
 def distinct(found: Mapping[int, Resident]) -> dict[int, Resident]:
     """Leave out children of vfork() that have not called exec yet, because they use the memory of their parent.
 
-    They have the same figures as their parent. A child of fork() has page tables of its own, so its figures differ.
+    They have the same memory figures as their parent. A child of fork() has its own page tables, so its figures differ.
     """
     return {
         pid: one for pid, one in found.items() if one.parent not in found or found[one.parent].figures != one.figures

@@ -191,7 +191,7 @@ def _check_rows(function: str, batch: Mapping[str, Any], batch_size: int) -> Non
 
 
 def batch_rows(batch: Mapping[str, Any]) -> int:
-    """The number of samples: the rows of the first tensor with several, because all samples may share a single row."""
+    """The number of samples: the rows of the first tensor that has several, because samples may share a single row."""
     lengths = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
     return next((length for length in lengths if length > 1), 1)
 
