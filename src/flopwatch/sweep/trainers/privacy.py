@@ -40,7 +40,7 @@ class PrivacySettings(BaseModel):
     def _one_of_each(self) -> "PrivacySettings":
         for first, second in (("dataset_size", "sample_rate"), ("epochs", "steps")):
             if (getattr(self, first) is None) == (getattr(self, second) is None):
-                raise ValueError(f"give either {first} or {second}")
+                raise ValueError(f"give exactly one of {first} and {second}")
         return self
 
     def as_spec(self, trainer: str, batch_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier:
     training = PrivacySpent(None, privacy["delta"], noise_multiplier, float(rate), steps, accountant)
     if rate > 1:
         return _noted(training, f"a batch of {batch_size} is larger than the data set")
-    load_opacus()  # before any other import of Opacus, because it undoes the effect of that import on the log format
+    load_opacus()  # called first, because importing Opacus changes the log format, and this call restores it
     try:
         with warnings.catch_warnings():  # the search causes warnings about noise levels that it only tries
             warnings.simplefilter("ignore")
