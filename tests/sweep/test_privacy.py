@@ -145,9 +145,12 @@ def test_without_privacy_a_trial_keeps_the_key_it_had():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"privacy": {"epochs": 2}}, "either dataset_size or sample_rate"),
-        ({"privacy": {"dataset_size": 9, "sample_rate": 0.1, "epochs": 2}}, "either dataset_size or sample_rate"),
-        ({"privacy": {"dataset_size": 9}}, "either epochs or steps"),
+        ({"privacy": {"epochs": 2}}, "exactly one of dataset_size and sample_rate"),
+        (
+            {"privacy": {"dataset_size": 9, "sample_rate": 0.1, "epochs": 2}},
+            "exactly one of dataset_size and sample_rate",
+        ),
+        ({"privacy": {"dataset_size": 9}}, "exactly one of epochs and steps"),
         ({"privacy": {"dataset_size": 3, "epochs": 1}}, "less than the batch size of 4"),
         ({"privacy": {"dataset_size": 9, "epochs": 1, "delta": 1}}, "less than 1"),
         ({"privacy": {"dataset_size": 9, "epochs": 1, "accountant": "moments"}}, "'prv', 'rdp' or 'gdp'"),

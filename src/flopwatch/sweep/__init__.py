@@ -93,7 +93,7 @@ def run(
 
 
 class Screen:
-    """Shows a sweep while it runs. This class is for callers from Python, the command `flopwatch sweep` has its own.
+    """Shows a running sweep that was started from Python. The command `flopwatch sweep` has another class for this.
 
     Args:
         observer: Its methods are called when a trial starts and ends; None for no calls.
@@ -128,7 +128,7 @@ def run_sweep(
 
     Args:
         sweep: The sweep's folder.
-        make_plan: Called when no other runner can change the folder any more.
+        make_plan: Returns the plan. It is called when no other runner can change the folder any more.
         engine: Runs the trials.
         screen: Shows warnings, the preflight and the trials.
         with_preflight: Whether to try the trainers on tiny copies of the models first.

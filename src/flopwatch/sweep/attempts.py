@@ -41,7 +41,7 @@ Attempt: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _AttemptFacts:
-    """The fields of an entry that must be readable, because the runner decides by them about further attempts."""
+    """The fields of an entry that must be readable, because the runner needs them to decide about another attempt."""
 
     state: str | None = None
     host: str | None = None
@@ -49,7 +49,7 @@ class _AttemptFacts:
 
 
 def listed_attempts(sweep: Path, name: str, key: str) -> tuple[Attempt, ...]:
-    """The attempts that `trials/NAME/spec.json` lists, oldest first; empty if that file has another content key."""
+    """The attempts that `trials/NAME/spec.json` lists, oldest first; empty if it has another `key` (see `Trial`)."""
     job = read_object(trial_folder(sweep, name) / SPEC)
     found = job.get("earlier_attempts") if job.get("key") == key else None
     return tuple(map(clean_value, filter(_is_readable, found))) if isinstance(found, list) else ()
@@ -100,7 +100,7 @@ def put_back(sweep: Path, name: str, earlier: str) -> str:
 
 
 def is_worse(new: TrialResult, earlier: TrialResult | None) -> bool:
-    """Whether to keep the earlier result, after a user had the trial run again with a worse result."""
+    """Whether the new result of a repeated trial is worse, so that the earlier result is kept."""
     if earlier is None or earlier.outcome in UNSETTLED:
         return False
     return new.outcome in UNSETTLED or (earlier.outcome == "ok" and new.outcome != "ok")

@@ -24,7 +24,7 @@ BEAT_SECONDS = 5.0  # far below `visible_seconds`, so that a process does not lo
 WITHDRAWN = "withdrawn"
 """Value of `attempt` in a `started.json` that was written so that no supervisor starts the trial any more."""
 
-_GUARD_SECONDS = 1.0  # the guard process reads the pipe once a second
+_GUARD_SECONDS = 1.0  # time between two bytes that a supervisor writes to its guard process
 _LIVENESS_BYTES = 160  # longer than any content, so that a rewrite overwrites all bytes of the content before it
 _HEARTBEAT_BYTES = 96  # also longer than any content
 _ENDED = "ended"
@@ -46,7 +46,7 @@ def own_identity() -> dict[str, Any]:
 
 
 def _pid_scope() -> dict[str, str]:
-    """The boot of the machine and the PID namespace: a pid is unique only within both (a container has its own)."""
+    """The boot id and the PID namespace, because a pid is unique only within one boot and one namespace (container)."""
     found = {"boot": "", "pid_namespace": ""}
     with contextlib.suppress(OSError):
         found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -71,7 +71,7 @@ def is_alive_here(identity: Mapping[str, Any]) -> bool | None:
     """Whether the process of this identity is alive; None if it belongs to another host, boot or PID namespace."""
     here = _pid_scope()
     if "boot" not in identity:
-        return False  # the file is damaged, or by version 0.1, which used a lock instead
+        return False  # the file is damaged, or version 0.1 wrote it, which recorded no boot id
     if not here["boot"] or any(identity.get(key) != value for key, value in here.items()):
         return None
     pid, ticks = identity.get("pid"), identity.get("start_ticks")
@@ -170,14 +170,14 @@ class LivenessFile:
 
 
 class SupervisorHeartbeat:
-    """A supervisor's heartbeat: a file that the runner reads, and a pipe that its guard process reads.
+    """A supervisor's heartbeat: a file that the runner reads, and a pipe that the trial's guard process reads.
 
     The thread that monitors the worker calls `beat`, so that the heartbeat stops if that thread is stuck.
 
     Args:
         folder: The trial's folder.
         attempt: Token of the attempt.
-        guard: File descriptor of the pipe; None without a guard process.
+        guard: Descriptor of the pipe to the process that kills the trial if this supervisor dies; None without one.
     """
 
     def __init__(self, folder: Path, attempt: str, guard: int | None = None) -> None:
@@ -258,7 +258,7 @@ class LivenessWatcher:
 
 
 def has_ended(liveness: Path) -> bool:
-    """Whether the process that wrote this `LivenessFile` has exited in order."""
+    """Whether the content of this `LivenessFile` says that its process has ended."""
     try:
         content: Any = json.loads(_read(liveness))
     except (ValueError, RecursionError):

@@ -83,8 +83,8 @@ inaccurate far beyond them.
 """
 
 _NEAR_MISS = 1.1
-"""If a batch did not fit, a curve that predicts up to this many times that batch is still used, because a trial cannot
-use quite all of the capacity.
+"""A prediction may be up to this many times the smallest batch that did not fit, because a trial cannot use quite all
+of the capacity.
 """
 
 _PATIENCE = 8
@@ -103,7 +103,7 @@ class Probe:
     """The result of the trial of one batch size.
 
     Attributes:
-        fits: None if the trial failed for another reason than memory.
+        fits: Whether the memory sufficed; None if the trial failed for another reason.
         capacity_bytes: The memory that the trial could use; None if unknown.
         samples_per_s: Throughput at the median step time.
         slowest_per_s: Throughput at the upper end of the step time's confidence interval.
@@ -224,7 +224,7 @@ def next_for_largest(probes: Sequence[Probe], max_batch: int, tolerance: float =
     high = max_batch + 1 if too_large is None else too_large
     if high - low <= 1 or (too_large is not None and low >= (1 - tolerance) * (high - 1)):
         return None
-    # Two small batches give the first line. A third one between them saved no trial in benchmarks/sweeps/fit_trials.py.
+    # Two small batches determine the first line. A third between them saved no trial (benchmarks/sweeps/fit_trials.py).
     first = next((size for size in _FIRST_BATCHES if low < size < high), None)
     guess = first or _guess(probes, fitting, too_large, tolerance)
     return max(low + 1, min(guess, high - 1))
@@ -246,7 +246,7 @@ def _guess_above(fitting: Sequence[Probe], tolerance: float) -> int:
         return 4 * low
     if edge >= just_closing:
         return min(edge, _MOST_GROWTH * low)
-    # The line predicts that hardly a larger batch fits. The next guess is larger each time a batch fits nevertheless.
+    # The line predicts that hardly any larger batch fits. Each time one fits nevertheless, the next guess grows more.
     surprises = sum(probe.batch_size >= 0.9 * low for probe in fitting) - 1
     return (min(edge + 1, just_closing), just_closing, 2 * low)[min(surprises, 2)]
 
@@ -299,7 +299,7 @@ def _edge(curve: Callable[[Sequence[Point], int], int | None], fitting: Sequence
 def fastest_of(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
     """The smallest batch that is not measurably slower than the best, and the next larger one if it is as fast.
 
-    A batch size that does not exist is None.
+    Each is None if there is no such batch.
     """
     timed = [probe for probe in _fitting(probes) if probe.samples_per_s]
     if not timed:
@@ -319,9 +319,9 @@ def _reach(probe: Probe) -> tuple[float, float]:
 
 
 def next_for_fastest(probes: Sequence[Probe]) -> int | None:
-    """A batch between the fastest so far and its smaller neighbour, or its larger one if that is much further away.
+    """The batch to try next: between the fastest batch so far and the next smaller one that was tried.
 
-    None if both neighbours are close.
+    If the next larger one is much further away, between the fastest and that one. None if both are close.
     """
     fastest, _ = fastest_of(probes)
     if fastest is None:
@@ -431,7 +431,7 @@ def fit_batch(
 
 
 def _plan(folder: Path, spec: TrialSpec) -> Plan:
-    """A plan in which a trial that failed for another reason than memory runs again, as its cause may be gone."""
+    """A plan in which trials that failed for another reason than memory run again, because that reason may be gone."""
     plan = make_plan(folder, [spec])
     has_failed = any(result.outcome in FAILED for result in plan.kept.values())
     return make_plan(folder, [spec], only="failed") if has_failed else plan

@@ -73,8 +73,8 @@ class Trial:
         name: The trial's name within the sweep.
         key: Hash of the configuration, the library versions and the devices.
         spec: The configuration.
-        retries: How often the trial may be tried again if it is lost.
-        earlier_attempts: Lost attempts, as in `TrialResult.earlier_attempts`.
+        retries: How often the trial may run again if it is lost, for example because its node fails.
+        earlier_attempts: The lost attempts, as in `TrialResult.earlier_attempts`.
         avoid: Hosts on which an engine should not run the trial, if it can choose.
     """
 
@@ -139,7 +139,7 @@ def _make_folders(sweep: Path) -> None:
 
 
 def _move_wrong_types_aside(sweep: Path) -> None:
-    """Move to `earlier/` whatever has the name of a sweep's folder but is none, or the name of a file but is none."""
+    """Move to `earlier/` a file in the place of a sweep's folder, or a folder in the place of a sweep's file."""
     for name in (EARLIER, *_FOLDERS):
         if os.path.lexists(sweep / name) and not (sweep / name).is_dir():
             _move_aside(sweep, sweep / name)
@@ -189,9 +189,8 @@ def prepare(trial: Trial) -> None:
         trial.spec,
         trial.name,
         trial.key,
-        environment=fingerprint(
-            trial.spec, is_here=False
-        ),  # without this host's devices, because an engine may choose another host
+        # Without this host's devices, because an engine may choose another host.
+        environment=fingerprint(trial.spec, is_here=False),
         cwd=os.getcwd(),
         attempt=os.urandom(16).hex(),
         retries=trial.retries,
@@ -240,7 +239,7 @@ def has_begun(sweep: Path, name: str) -> bool:
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
-    """Whether a supervisor of this trial may be alive. One on another host counts as alive for `visible_seconds`."""
+    """Whether a supervisor of this trial may be alive. On another host, it is dead if silent for `visible_seconds`."""
     folder = trial_folder(sweep, name)
     return _WATCHER.is_alive(folder / STARTED, folder / SUPERVISOR_HEARTBEAT)
 
@@ -310,7 +309,7 @@ def _take_number(folder: Path, sweep: Path, report: Callable[[str], None]) -> in
 
 
 def _wait_for_end(folder: Path, number: int, sweep: Path, report: Callable[[str], None]) -> None:
-    """Return when it is certain that the runner of this number has ended. On another host its heartbeat shows that.
+    """Return when it is certain that the runner of this number has ended: on another host, when its heartbeat stops.
 
     Raises:
         InputError: That runner is alive.

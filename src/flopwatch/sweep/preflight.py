@@ -125,7 +125,7 @@ def preflight_trials(
 
 
 def refuse_mistakes(found: Mapping[Pair, PreflightResult]) -> None:
-    """Raise InputError if a configuration is unusable, because a sweep without its trials would look complete."""
+    """Raise InputError if a configuration is unusable, because a sweep that skips its trials would look complete."""
     mistakes = [
         f"{result.trainer} on {result.model}: {result.reason}" for result in found.values() if result.is_mistake
     ]
@@ -217,7 +217,7 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def _progress(sweep: Path, ending: str) -> dict[Pair, PreflightResult]:
-    """The results in the worker's progress file. The pair that has begun and has no result ended the worker."""
+    """The results in the worker's progress file. A pair without a result was being tried when the worker ended."""
     found: dict[Pair, PreflightResult] = {}
     for line in read_lines(sweep / PROGRESS):
         if "begun" in line:

@@ -96,7 +96,7 @@ def test_a_models_path_becomes_a_harmless_part_of_the_name(model):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"batch_sizes": []}, "no trial is left to run"),
+        ({"batch_sizes": []}, "no trial is left to run: a setting is an empty list"),
         ({"batch_sizes": [0]}, "batch_sizes.0: Input should be greater than or equal to 1, got 0"),
         ({"batch_sizes": ["many"]}, "batch_sizes.0"),
         ({"batchsize": 4}, "there is no setting 'batchsize'; did you mean 'batch_size'"),
@@ -105,7 +105,7 @@ def test_a_models_path_becomes_a_harmless_part_of_the_name(model):
         ({"trainers": [{"trainer": "ghost", "command": "true"}]}, "also has a command"),
         ({"limits": {"memory": "lots"}}, "not an amount of memory"),
         ({"exclude": ["speed>3"]}, "cannot name 'speed'"),
-        ({"exclude": ["batch_size>=1"]}, "`exclude` removes all of them"),
+        ({"exclude": ["batch_size>=1"]}, "`exclude` removes all trials; exclude fewer"),
         ({"batch_sizes": list(range(1, 400)), "seq_lens": list(range(1, 400))}, "more than the limit of 100,000"),
     ],
 )

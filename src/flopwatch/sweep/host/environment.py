@@ -1,6 +1,6 @@
 """Library versions, devices, the user's source files and the available memory of this host, found without torch.
 
-Versions, devices and sources are part of a trial's content key, so that a trial runs again after an upgrade.
+Versions, devices and sources are hashed into a trial's content key, so that a trial runs again after they change.
 
 Supervisors import this module. Importing hashlib, platform and importlib.metadata takes 30 ms, so they are imported in
 the functions that need them.
@@ -127,7 +127,7 @@ def git_state(folder: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _source_digest(name: str, moment: int) -> str | None:
-    """The digest of a file, or of the source files of `module:Class`; None for installed packages and other words."""
+    """The digest of a file, or of the source files of `module:Class`; None for installed packages or without a file."""
     import hashlib
 
     module, colon, _ = name.partition(":")

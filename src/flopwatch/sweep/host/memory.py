@@ -28,16 +28,16 @@ from flopwatch.sweep.host.processes import descendants
 _SEARCH_SECONDS = 1.0
 _SEARCH_LIMITED_SECONDS = 0.2
 _SEARCH_SHARE = 100
-"""Seconds between two searches for new processes, fewer if there is a limit, and at least 100 times the CPU time of one
-search.
+"""How long to wait between two searches for new processes: one second, or less if there is a memory limit, but at
+least _SEARCH_SHARE times as long as a search takes, so that searching uses at most 1 % of a core.
 """
 
 _ROLLUP_SECONDS = 1.0
 _ROLLUP_URGENT_SECONDS = 0.2
 _ROLLUP_SHARE = 100
 _ROLLUP_URGENT_SHARE = 10
-"""A reading of smaps_rollup follows the last one after this many seconds, and not before this many times its CPU time.
-The urgent values apply if the limit seems exceeded or large processes are new.
+"""How long to wait between two readings of smaps_rollup: _ROLLUP_SECONDS, but at least _ROLLUP_SHARE times as long as
+one reading takes. The urgent values apply if the limit seems exceeded or large processes are new.
 """
 
 _WORTH_A_ROLLUP = 0.05
@@ -92,7 +92,7 @@ class TreeMemory:
         limit_bytes: Memory limit of all descendants together; None is no limit.
 
     Attributes:
-        peak: The largest sample so far, with the peaks of single processes between two samples.
+        peak: The largest sample so far, including the peaks that single processes had between two samples.
         lower_bound_bytes: Memory that the tree certainly had at some moment, without pages of files. It decides whether
             a limit was reached, because `peak` may be too high.
     """
@@ -115,7 +115,7 @@ class TreeMemory:
         if not found:
             return
         self._count(found)
-        # How far the peak of each process since the last sample is above its present size.
+        # For each process with a new peak since the last sample: how far the peak is above the present size.
         spikes = [one.peak - one.now for pid, one in found.items() if one.peak > self._earlier_peak(pid)]
         self._seen = found
         self.peak = self.peak.at_least(self._now_bytes + max([0, *spikes]), self._method)
@@ -179,8 +179,8 @@ class TreeMemory:
     def _estimated(self, found: Mapping[int, Resident]) -> int:
         """The memory at the last reading of smaps_rollup, plus what those processes have allocated or freed since.
 
-        The changes are those of anonymous memory only, because other pages are often shared and counted already. A
-        process that started after the last reading does not count for the same reason.
+        The changes are those of anonymous memory only, because other pages are often shared and counted already. For
+        the same reason, a process that started after the last reading is left out.
         """
         if self._rollup is None:
             return sum(one.now for one in found.values())
@@ -234,9 +234,9 @@ def resident(pid: int | str) -> Resident | None:
 
 
 def distinct(found: Mapping[int, Resident]) -> dict[int, Resident]:
-    """The processes without children of vfork() before their exec, which use their parent's memory.
+    """Leave out children of vfork() that have not called exec yet, because they use the memory of their parent.
 
-    They are recognised by the same figures as their parent. A child of fork() has other page tables and other figures.
+    They have the same memory figures as their parent. A child of fork() has its own page tables, so its figures differ.
     """
     return {
         pid: one for pid, one in found.items() if one.parent not in found or found[one.parent].figures != one.figures
@@ -278,7 +278,7 @@ def mapped_data_bytes(pid: int | str) -> int:
     file = b""
     for line in _whole(f"/proc/{pid}/smaps").splitlines():
         words = line.split()
-        if b"-" in words[0] and not words[0].endswith(b":"):  # address, rights, offset, device, inode, path
+        if b"-" in words[0] and not words[0].endswith(b":"):  # a mapping: address, rights, offset, device, inode, path
             file = words[5] if len(words) > 5 and words[4] != b"0" and not _is_shared_memory(words[5]) else b""
             if b"x" in words[1]:
                 programs.add(file)

@@ -27,7 +27,7 @@ TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
 """Environment variable that every process of a trial inherits, so that its orphans can be found."""
 
 ATTEMPT_MARK = "FLOPWATCH_TRIAL_ATTEMPT"
-"""Environment variable of the processes of one attempt, so that the guard of an attempt does not kill a later one."""
+"""Environment variable of the processes of one attempt, so that they can be killed without those of a later attempt."""
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -96,7 +96,7 @@ def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
             content = Path(f"/proc/{pid}/environ").read_bytes()
             if marks <= set(content.split(b"\0")):
                 found.append(pid)
-    # Leave out ancestors of this process, because a user's shell may have the variable.
+    # Leave out ancestors of this process, because a user's shell may have the same environment variables.
     spared = _self_and_ancestors()
     return [pid for pid in found if pid not in spared]
 
@@ -111,7 +111,7 @@ def _self_and_ancestors() -> set[int]:
 
 
 def kill_descendants(pid: int, patience_seconds: float = 10.0) -> list[int]:
-    """SIGKILL all descendants of a process until none is left; return those that survive, stuck in the kernel."""
+    """SIGKILL all descendants until none is left; return those that survive because they are stuck in the kernel."""
     return _kill_until_gone(lambda: descendants(pid), patience_seconds)
 
 
@@ -169,10 +169,10 @@ CORES = "FLOPWATCH_CORES"
 """Environment variable with the cores of a supervisor and its trial, such as `0,1`."""
 
 GPUS = "FLOPWATCH_GPUS"
-"""Environment variable with the GPUs of a trial. If torch finds none of them, the worker must not measure the CPU."""
+"""Environment variable with a trial's GPUs. If torch finds none, the worker fails instead of measuring the CPU."""
 
-_STACKS_PATIENCE_SECONDS = 2.0  # for faulthandler to write the stacks, which a process stuck in the kernel never does
-_TERM_PATIENCE_SECONDS = 2.0  # for a command to clean up after SIGTERM
+_STACKS_PATIENCE_SECONDS = 2.0  # time to wait for the stacks, which a process stuck in the kernel never writes
+_TERM_PATIENCE_SECONDS = 2.0  # time for a command to clean up after SIGTERM
 
 
 def start_worker(
@@ -227,7 +227,7 @@ def _environment(folder: Path, name: str, spec: TrialSpec) -> dict[str, str]:
         "FLOPWATCH_SEQ_LEN": str(spec.seq_len),
         "FLOPWATCH_MODEL": spec.model,
         "FLOPWATCH_PROCESSES": str(spec.processes),
-        # By default CUDA numbers GPUs by speed and NVML by bus, so NVML would report about another GPU.
+        # NVML numbers GPUs by bus. CUDA does so only with this setting; by default it numbers them by speed.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1",
     }

@@ -81,7 +81,7 @@ class LimitSettings(BaseModel):
 
 
 class Matrix(BaseModel):
-    """The settings of a sweep. A setting with several values is an axis of the matrix, also among the options."""
+    """The settings of a sweep. A setting or option with several values is an axis of the matrix."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -236,7 +236,8 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
     check_conditions(matrix.exclude, specs)
     kept = [spec for spec in _distinct(specs) if not any(condition.holds_for(spec) for condition in matrix.exclude)]
     if not kept:
-        raise InputError(f"no trial is left to run: the matrix has {count} trials, and `exclude` removes all of them")
+        why = "`exclude` removes all trials; exclude fewer" if count else "a setting is an empty list; give it a value"
+        raise InputError(f"no trial is left to run: {why}")
     for spec in kept:
         check_processes(spec)
     return kept
@@ -327,7 +328,7 @@ def _spec(
 
 
 def _limits(settings: LimitSettings, *, is_command: bool) -> Limits:
-    """The limits of a trial. A command reports no progress, so it has a limit for that only if the user sets one."""
+    """The limits of a trial. A command reports no progress, so only a user's own `no_progress_seconds` applies."""
     is_set = "no_progress_seconds" in settings.model_fields_set
     silence = settings.no_progress_seconds if is_set or is_command else Limits().no_progress_seconds
     return Limits(settings.wall_seconds, silence, settings.memory)

@@ -1,6 +1,6 @@
 """Makes the names of trials, and checks the names that a user writes before anything runs.
 
-A trial's name, such as `StandardTrainer_bs4_seq512_bf16`, has every setting that varies; files are named after it.
+A trial's name, such as `StandardTrainer_bs4_seq512_bf16`, contains every setting that varies; files are named after it.
 Names of trainers, models, dtypes and devices are checked without importing the user's code, because an import would run
 it and load torch.
 """
@@ -96,7 +96,7 @@ def _part(key: str, settings: Mapping[str, Any]) -> str:
     value = settings[key]
     if key == "ckpt":
         return "ckpt" if value else ""
-    if key in ("layout", "micro") and value is None:  # one process has no layout; None is the whole batch at once
+    if key in ("layout", "micro") and value is None:  # only one process, or the whole batch at once
         return ""
     if key == "model":
         return slug(_model_word(str(value)))
@@ -149,7 +149,7 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
         part = ".".join(parts[:count])
         try:
             found = _find_spec(part, place)
-        except Exception:  # an import hook of another package
+        except Exception:  # an import hook of another package may raise anything
             return None
         if found is None:
             where = f"in {one_line(os.getcwd())} or on Python's path" if count == 1 else f"in {parts[count - 2]}"
@@ -159,7 +159,7 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
             )
         place = found.submodule_search_locations
         if place is None and count < len(parts):
-            return None  # such as `os.path`, an attribute of a module
+            return None  # the rest may be an attribute of the module, such as `path` of `os`
     return found
 
 
@@ -205,7 +205,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
 _PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
-_ALIKE = 0.75  # cutoff of difflib; with its default of 0.6, {batch} and {date} would count as typos
+_ALIKE = 0.75  # similarity from which a word is a typo; with 0.6, difflib's default, {batch} and {date} would be typos
 
 
 def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:

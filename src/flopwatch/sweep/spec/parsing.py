@@ -181,7 +181,7 @@ def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
         try:
             return _COMPARE[comparison](actual, float(value))
         except ValueError:
-            raise InputError(f"{name} is a number, so `exclude` cannot compare it with {value!r}") from None
+            raise InputError(f"`exclude` compares {name}, a number, with {value!r}; give a number instead") from None
     if name == "trainer":
         is_named = value in (spec.trainer, spec.label) or _canonical(value) == spec.trainer
         return _COMPARE[comparison](is_named, True)

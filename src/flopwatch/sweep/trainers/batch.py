@@ -62,7 +62,7 @@ def _text(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> di
         else:
             batch["labels"] = batch["input_ids"].clone()
     # Without these two inputs, GPT-2 and BERT look up one row of position embeddings for all samples, and Opacus cannot
-    # compute gradients per sample. Models without such embeddings, such as those with rotary positions, need no inputs.
+    # compute gradients per sample. Models without such embeddings (rotary positions, for example) need neither input.
     if "position_ids" in takes and _has_embedding(model, "position", "wpe"):
         batch["position_ids"] = torch.arange(shape[1]).repeat(shape[0], 1)
     if "token_type_ids" in takes and _has_embedding(model, "token_type"):
@@ -176,7 +176,7 @@ def _first_argument(function: str, model: nn.Module) -> str:
 
 
 def _check_rows(function: str, batch: Mapping[str, Any], batch_size: int) -> None:
-    """Raise InputError if the batch does not have the requested size, from which samples per second are computed."""
+    """Raise InputError for a wrong batch size, because samples per second are computed from the requested size."""
     rows = {name: len(value) for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
     wrong = {name: length for name, length in rows.items() if length not in (1, batch_size)}
     if wrong or batch_size not in rows.values():
@@ -191,7 +191,7 @@ def _check_rows(function: str, batch: Mapping[str, Any], batch_size: int) -> Non
 
 
 def batch_rows(batch: Mapping[str, Any]) -> int:
-    """The number of samples: rows of the first tensor with more than one row. One row may be for all samples."""
+    """The number of samples: the rows of the first tensor that has several, because samples may share a single row."""
     lengths = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
     return next((length for length in lengths if length > 1), 1)
 

@@ -16,7 +16,7 @@ from flopwatch.sweep.trainers.options import TrainerOptions, autocast, make_opti
 from flopwatch.sweep.trainers.protocol import TrainerSettings
 from flopwatch.sweep.trainers.unsupported import check_supported
 
-# Losses. If a model returns logits but no loss for a batch with labels, its loss is their cross-entropy.
+# Losses. If a model returns logits but no loss, the loss is the cross-entropy of the logits and the batch's labels.
 #
 # DP trainers clip the gradient of every sample, so they need the loss of every sample, which most models do not return.
 # `find_per_sample_losses` computes the usual cross-entropies of logits and labels, and takes the one whose mean equals
@@ -26,7 +26,7 @@ PerSampleLosses = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """A function of the model's output and the batch that returns the loss of each sample, of shape (batch size,)."""
 
 _IGNORED = -100  # the label that torch's cross-entropy ignores by default
-_SAME = 1e-3  # relative; rounding logits to bf16 changes a loss by less, a wrong shift of the labels by more
+_SAME = 1e-3  # relative difference of equal losses; bf16 logits cause less, and a wrong shift of the labels more
 _ADVICE = "give the model a method per_sample_losses(output, batch) that returns one loss for each sample"
 
 

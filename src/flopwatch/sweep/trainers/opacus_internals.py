@@ -1,4 +1,4 @@
-"""All names that flopwatch uses of Opacus, most of them undocumented, and workarounds for Opacus's side effects.
+"""All names of Opacus that flopwatch uses, most of them undocumented, and workarounds for Opacus's side effects.
 
 Checked with Opacus 1.6.0. If another version lacks a name, the trial or the preflight ends with a
 MissingDependencyError that says so. This module imports Opacus only when a function is called, and never imports torch.
@@ -45,7 +45,7 @@ def load_opacus() -> OpacusParts:
         _name("opacus.optimizers", "DPOptimizerFastGradientClipping"),
         two_pass_loss,
     )
-    # Importing Opacus calls logging.basicConfig, which would change the log format of the whole program.
+    # Importing Opacus has called logging.basicConfig, so restore the log format of the whole program.
     root.handlers[:] = handlers
     # torch warns in every backward pass of a language model, because the input of an embedding has no gradient. The
     # hooks of Opacus do not read gradients of inputs, so the warning does not matter here.

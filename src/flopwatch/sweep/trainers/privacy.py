@@ -40,7 +40,7 @@ class PrivacySettings(BaseModel):
     def _one_of_each(self) -> "PrivacySettings":
         for first, second in (("dataset_size", "sample_rate"), ("epochs", "steps")):
             if (getattr(self, first) is None) == (getattr(self, second) is None):
-                raise ValueError(f"give either {first} or {second}")
+                raise ValueError(f"give exactly one of {first} and {second}")
         return self
 
     def as_spec(self, trainer: str, batch_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ _TARGET_ERROR = 0.01
 """How far epsilon may be below the target; the default of Opacus's own search."""
 
 _MOST_TRIES = 12
-"""Bisection steps between half the noise and the noise, so the relative error of the result is at most 1 / 8192."""
+"""The search for the noise halves an interval from x / 2 to x this often, so its error is at most x / 8192."""
 
 _EPSILON_ERROR = 0.01
 """The PRV accountant's default for its error of epsilon; together with steps and delta it determines the grid."""
@@ -103,7 +103,7 @@ def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier:
     training = PrivacySpent(None, privacy["delta"], noise_multiplier, float(rate), steps, accountant)
     if rate > 1:
         return _noted(training, f"a batch of {batch_size} is larger than the data set")
-    load_opacus()  # before any other import of Opacus, because it undoes the effect of that import on the log format
+    load_opacus()  # called first, because importing Opacus changes the log format, and this call restores it
     try:
         with warnings.catch_warnings():  # the search causes warnings about noise levels that it only tries
             warnings.simplefilter("ignore")
@@ -152,7 +152,7 @@ _TOO_LARGE = "epsilon is the looser bound of the accountant rdp, because prv wou
 
 
 def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
-    """The training with noise whose epsilon is at most the target, and at most _TARGET_ERROR below it."""
+    """The training with a noise level at which epsilon is at most the target, and at most _TARGET_ERROR below it."""
     if training.accountant != "prv":
         return replace(training, noise_multiplier=_noise(training, target))
     # Opacus's search begins with very low noise, for which the PRV accountant takes gigabytes. So this search begins

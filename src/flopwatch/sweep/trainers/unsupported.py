@@ -71,7 +71,7 @@ def _with_buffers(model: nn.Module) -> str | None:
 def _tied_inside(model: nn.Module) -> list[str]:
     """The names of one parameter that occurs twice in a layer that Opacus handles with functorch; else empty.
 
-    The output head of BERT is such a layer.
+    BERT's output head is a layer with such a parameter, its bias.
     """
     names = {id(module): name for name, module in model.named_modules()}
     for layer in handled_layers(model):
@@ -88,7 +88,7 @@ def _tied_inside(model: nn.Module) -> list[str]:
 def tied_parameters(model: nn.Module) -> list[str]:
     """The names of a trainable parameter that several layers share, if Opacus uses ghost clipping for one of them.
 
-    Opacus raises an exception only if that layer is the second of them; otherwise it silently computes a wrong norm.
+    Opacus raises an exception only if that layer is the second to run; otherwise it silently computes a wrong norm.
     """
     names: dict[int, list[str]] = {}
     ghost: set[int] = set()
@@ -106,9 +106,9 @@ def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
     """Explain why a step failed, if Opacus's message is misleading; otherwise return the message.
 
     Args:
-        trainer: The DP trainer that raised it.
+        trainer: The DP trainer whose step failed.
         idle: Trainable parameters that get no gradient in a standard step.
-        error: The exception.
+        error: The exception that it raised.
     """
     message = first_line(error, 1000)
     if idle and any(sign in message for sign in MISSING_GRADIENT_SIGNS):

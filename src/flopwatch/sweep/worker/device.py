@@ -92,7 +92,7 @@ def reset_peak(device: torch.device) -> bool:
     except OSError:
         return False
     after = resident("self")
-    # Some kernels accept the write and do nothing.
+    # Some kernels accept the write, but do not reset the peak.
     is_ignored = before and after and after.peak - after.now > _LEAST_RESET_BYTES and after.peak >= before.peak
     return not is_ignored
 
@@ -143,6 +143,6 @@ def describe_worker(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found["device_name"] = torch.cuda.get_device_name(device)
         found["cuda"] = torch.version.cuda
-        with contextlib.suppress(Exception):  # it fails without nvidia-ml-py or a working driver
+        with contextlib.suppress(Exception):  # `clock_rate` fails without nvidia-ml-py or a working driver
             found["clock_mhz"] = torch.cuda.clock_rate(device)
     return {name: value for name, value in found.items() if value is not None}

@@ -165,7 +165,7 @@ class _TrialRun:
         peak = peak_bytes(self.device)
         if peak is not None:
             memory = self.measured.memory
-            peak = max(peak, memory.by_phase.get(part, 0))  # micro-batches have several parts of one name
+            peak = max(peak, memory.by_phase.get(part, 0))  # the largest of all micro-batches
             self.measured = replace(self.measured, memory=replace(memory, by_phase={**memory.by_phase, part: peak}))
 
     def count_flops(self) -> None:
@@ -179,7 +179,7 @@ class _TrialRun:
 
     def account_privacy(self) -> None:
         """Compute epsilon; after the steps, because the PRV accountant may take hundreds of megabytes."""
-        from flopwatch.sweep.trainers.privacy import privacy_spent  # pydantic and Opacus, which most trials do not need
+        from flopwatch.sweep.trainers.privacy import privacy_spent  # loads pydantic and Opacus, which few trials need
 
         noise = read_options(self.spec.options).noise_multiplier
         spent = privacy_spent(self.spec.privacy, self.spec.batch_size, noise)

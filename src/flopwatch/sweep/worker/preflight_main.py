@@ -38,8 +38,8 @@ _BATCH_SIZE, _SEQ_LEN = 3, 8
 """They differ from each other and from the sizes of the copies, so that swapped dimensions raise an error."""
 
 _SAME_GRADIENTS = 1e-2
-"""Gradients with a smaller relative difference are equal. Rounding in fp32 causes differences below 1e-5, and a sample
-that is missing from a norm causes one above 1e-2.
+"""Gradients with a smaller relative difference count as equal. Rounding in fp32 causes differences below 1e-5, and a
+sample that is missing from a norm causes one above 1e-2.
 """
 
 Request = Mapping[str, Any]

@@ -22,7 +22,7 @@ from flopwatch.sweep.spec.parsing import check_processes, needs_one_process
 from flopwatch.sweep.trainers.batch import batch_rows, micro_batches
 
 _LEAST_TIMEOUT_SECONDS = 1800.0
-"""torch's default for gloo. Collectives must not time out before the supervisor's own limit ends a hang."""
+"""Least timeout of collectives, torch's default for gloo. It is long, so that the supervisor ends a hang first."""
 
 
 class RankGroup:
@@ -99,10 +99,10 @@ class ManyRanks(RankGroup):
         return distributed(model, self._layout, device)
 
     def job_peak(self, device: torch.device, peak_of: Callable[[], Peak | None]) -> Peak | None:
-        # Imported here, because it imports torch.distributed.fsdp; see `distributed`.
+        # Imported here, because it imports torch.distributed.fsdp, which takes a second.
         from flopwatch.monitor.ranks.group import device_identity
 
-        # If several processes share a device, only the first of them measures its peak, with the threads of all.
+        # If several processes share a device, only the first measures its peak, with the threads of all of them.
         mine = device_identity(device)
         devices = self.gathered((mine, torch.get_num_threads()))
         first = [identity for identity, _ in devices].index(mine) == self.rank
@@ -194,7 +194,7 @@ def job_cost(costs: Sequence[StepCost]) -> StepCost:
 
 
 def job_peak(measured: Sequence[tuple[bool, Peak | None]]) -> Peak | None:
-    """The sum of the devices' peaks; each process gives whether it measured a device, and the peak of that device.
+    """The sum of the devices' peaks. `measured` has, for each process, whether it measured a device, and the peak.
 
     >>> one = Peak(1e12, "a GPU", "bf16", "its datasheet", "datasheet", "high")
     >>> job_peak([(True, one), (True, one), (False, None)]).flops_per_s

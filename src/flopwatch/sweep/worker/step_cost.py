@@ -32,8 +32,8 @@ def count_step(
 ) -> StepCost:
     """Count the FLOPs of one step; `supervisor/build_result.py` computes MFU and HFU from them.
 
-    Unless the trainer is the standard one without micro-batches, it runs one more real step, after which torch does not
-    compile its model any more. So call this function after everything else is measured.
+    All trainers except the standard one without micro-batches run one more real step here. After that step torch does
+    not compile their model any more, so call this function after everything else is measured.
 
     Args:
         trainer: The trainer, ready to run a step on this batch.
