@@ -185,7 +185,7 @@ def crossover_sentence(crossover: Crossover) -> str:
 
 
 def _limit(crossover: Crossover) -> str:
-    """Write the rounded crossover, or the last measured value before it if rounding leaves the measured interval."""
+    """Write the rounded crossover. If it is outside the measured interval, write the lower end of the interval."""
     at = rounded(crossover.at or 0)
     is_between = crossover.low < at <= crossover.high
     return f"below {crossover.axis} {at}" if is_between else f"up to {crossover.axis} {crossover.low}"
