@@ -64,7 +64,7 @@ def _cause(result: TrialResult) -> str:
         return normalised(f"{exception['type']}: {exception.get('message') or ''}").rstrip(": ")
     if isinstance(exception, str) and exception:
         return normalised(exception)
-    if result.outcome == "oom_host" and result.reason:  # The reason says more than SIGKILL.
+    if result.outcome == "oom_host" and result.reason:  # The reason says more than the signal.
         return normalised(result.reason)
     if evidence.get("signal"):
         return signal_name(evidence["signal"])

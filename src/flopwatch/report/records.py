@@ -256,7 +256,7 @@ class Group:
             throughput and less memory.
         denominators: The peak FLOP/s of which MFU and HFU are shares, as text.
         warnings: Reasons why comparisons within the group may mislead.
-        privacy_spent: Epsilon, if the matrix of the sweep asks for it, the smallest batch first.
+        privacy_spent: Epsilon of each batch size, the smallest first; empty unless the sweep's matrix asks for it.
     """
 
     title: str

@@ -84,7 +84,7 @@ def paired(a: Sequence[Entry], b: Sequence[Entry]) -> Pairing:
 
 
 def setting_differences(one: Entry, other: Entry, listed_already: Iterable[str]) -> tuple[Difference, ...]:
-    """Return the settings that differ between two paired trials and are not among the sweeps' listed differences."""
+    """Return the settings that differ between two paired trials, without those in `listed_already`."""
     known = set(listed_already)
     return tuple(
         Difference(name, _shown(one.settings.get(name)), _shown(other.settings.get(name)))

@@ -282,7 +282,7 @@ class LocalEngine:
 
     Args:
         gpus: Device numbers of the GPUs to use; None finds them, and () uses the CPU cores.
-        jobs: Number of trials that run at once on the CPU cores. If they are several, they slow each other down.
+        jobs: Number of trials that run at once on the CPU cores. Several trials slow each other down.
     """
 
     name = "local"
@@ -301,7 +301,7 @@ class LocalEngine:
         """Wait until the supervisors of an earlier runner, which end together with that runner, have ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
         for trial in unfinished:
-            is_supervised(sweep, trial.name)  # the first call starts to observe the trial's heartbeat
+            is_supervised(sweep, trial.name)  # starts to observe this heartbeat, so that all are observed at once
         deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
         for trial in unfinished:
             while is_supervised(sweep, trial.name) and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
 """The interface of engines. An engine starts the supervisor process of each trial and reports when it has ended.
 
 The supervisor writes the trial's result to a file. If it ended without writing one, this module determines the outcome
-from the evidence that the engine returns, such as the exit code. It also loads an engine by its name.
+from the evidence that the engine returns, such as the exit code. The module also loads engines by name.
 """
 
 import importlib

@@ -68,9 +68,9 @@ class SlurmEngine:
         time_minutes: Slurm's time limit of a trial; None means the trial's own limit plus two minutes.
         gpus_per_trial: Number of GPUs of a trial whose configuration does not set it.
         cpus_per_trial: Number of cores of a trial whose configuration does not set it.
-        memory_megabytes: Host memory; None means the trial's limit plus 256 MB, or the site's default without a limit.
+        memory_megabytes: Host memory; None means the trial's limit plus 256 MB, or the site's default if there is none.
         array_parallelism: Largest number of tasks of one array that run at once.
-        queue_ahead: Number of trials to keep waiting in Slurm's queue; or the number of running trials, if larger.
+        queue_ahead: Number of trials to keep waiting in Slurm's queue, or as many as are running if that is more.
         extra: Further options of sbatch: `{"account": "lab", "qos": "long", "exclusive": True}`.
         patience_hours: How long a failing submission is retried. After that its trials are recorded as lost.
     """

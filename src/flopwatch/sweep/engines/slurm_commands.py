@@ -61,7 +61,7 @@ def read_squeue(text: str) -> list[Queued]:
 def read_sacct(text: str) -> dict[str, Accounted]:
     """Parse the output of `sacct -P -n -o SACCT_FORMAT`; the keys are tasks.
 
-    Slurm prints memory only for the steps of a task. Tasks that have not started (`12_[3-5]`) are ignored.
+    Slurm prints memory only for the steps of a task. Tasks that have not started, such as `12_[3-5]`, are ignored.
 
     >>> read_sacct("12_0|CANCELLED by 0|0:15||00:01:02|n1")["12_0"].elapsed_seconds
     62

@@ -76,7 +76,7 @@ def make_plan(
         limit: `100:200` selects this slice of the trials, and `20` the first twenty.
         shuffle_seed: Seed of the random order in which trials start. In a fixed order, a device that gets warmer and
             slower would look like an effect of a setting. None keeps the order of `specs`.
-        engine: Name of the engine. With `local`, results of other devices than this host's are not valid.
+        engine: Name of the engine. With `local`, results from devices that this host does not have are not valid.
     """
     if only is not None and only not in ONLY:
         raise InputError(f"--only must be one of {', '.join(ONLY)}, not {only!r}")
@@ -221,7 +221,7 @@ def _differs_by_more_memory(now: TrialSpec, before: TrialSpec) -> bool:
 
 
 _NOT_THE_NODE = ("PREEMPTED", "REVOKED")
-"""States of Slurm jobs that did not end because of their node, so that a retry may use the same node."""
+"""States of Slurm jobs whose end was not caused by their node, so that a retry may use the same node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class RetryPolicy:
 
     Attributes:
         most: Largest number of retries of one trial.
-        outcomes: Outcomes that are retried. `lost` is one, because its cause is a failed node, for example.
+        outcomes: Outcomes that are retried. `lost` is one of them, because its cause may be a failed node.
     """
 
     most: int = 2

@@ -58,7 +58,7 @@ _MOST_OF_PEAK = 1.05
 """The largest MFU or HFU that is accepted from a command. It is above 1 because datasheet peaks are not exact."""
 
 _MOST_NUMBERS = 500
-"""At most this many numbers of a command's `metrics.json` are kept, because `results.jsonl` stores them again."""
+"""At most this many numbers of a command's `metrics.json` are kept, so that `results.jsonl` stays small."""
 
 REPORTED = "reported by the command"
 
@@ -197,7 +197,7 @@ def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit
 
 
 def _with_node_failure(ended: tuple[Outcome, str], job: JobEnd, facts: ExitFacts) -> tuple[Outcome, str]:
-    """Add to the outcome which rank failed, or change it to `lost` if a node was lost."""
+    """Add the failed rank to the reason. If a node was lost, change the outcome to `lost`."""
     outcome, reason = ended
     if facts.own_kill is not None:
         return ended
@@ -284,7 +284,7 @@ def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress,
 
 
 def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
-    """Take the larger of two peaks: the worker's own exact one, and the supervisor's sampled one of all processes."""
+    """Take the larger of two peaks: the worker's exact one, and that of all processes, which the supervisor sampled."""
     if sampled.bytes is None:
         return memory
     is_more = memory.host_bytes is None or sampled.bytes > memory.host_bytes
