@@ -121,7 +121,7 @@ MOST_FINITE = sys.float_info.max
 
 
 def make_cell(result: TrialResult, column: str) -> Cell:
-    """Collect the measurements of a trial. Only `ok` trials have some: others may not have reached their peak."""
+    """Collect the measurements of a trial; none if it is not `ok`, because it may have ended before its peak."""
     spec, measured = result.spec, result.measured
     place = (result.name, column, privacy_of(spec), spec.batch_size, spec.seq_len, str(result.outcome))
     if result.outcome != "ok":

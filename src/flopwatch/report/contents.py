@@ -95,7 +95,7 @@ def totals_sentence(summary: SweepSummary) -> str:
 
 
 def trainer_cells(one: TrainerTotals) -> tuple[str, ...]:
-    """Return the cells of a trainer's row after its name and class, in the order of `TRAINER_HEADINGS`."""
+    """Return the cells of a trainer's row after its name and privacy class, in the order of `TRAINER_HEADINGS`."""
     return (
         f"{one.ok:,} / {one.tried:,}",
         percent(one.success_rate),
@@ -185,7 +185,7 @@ def crossover_sentence(crossover: Crossover) -> str:
 
 
 def _limit(crossover: Crossover) -> str:
-    """Write the rounded crossover, or the last measured value before it if rounding leaves the measured interval."""
+    """Write the rounded crossover, or the lower end of the measured interval if the rounded value is not inside it."""
     at = rounded(crossover.at or 0)
     is_between = crossover.low < at <= crossover.high
     return f"below {crossover.axis} {at}" if is_between else f"up to {crossover.axis} {crossover.low}"

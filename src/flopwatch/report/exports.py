@@ -78,8 +78,8 @@ _BEGINS_A_FORMULA = re.compile(r"(?:^|(?<=[;\t\n]))(?=\s*[=+\-@＝＋－＠])")
 def table_csv(table: Table) -> str:
     """Write the table as CSV with a header. Flags are `true` or `false`, and unknown values are empty.
 
-    Text that a spreadsheet would run as a formula gets an apostrophe in front, as OWASP advises against CSV injection,
-    because text such as an exception's message may come from anywhere. Control characters are removed.
+    Text that a spreadsheet would run as a formula gets an apostrophe in front, because text such as an
+    exception's message may come from anywhere (CSV injection, see OWASP). Control characters are removed.
     """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -152,8 +152,8 @@ def trial_run(result: TrialResult, sweep: str, created: float | None) -> TrialRu
     Args:
         result: The result.
         sweep: Name of the sweep.
-        created: Unix time at which the sweep was planned. The ID of the run depends on it, because it distinguishes
-            sweeps with the same trials and does not change when the sweep is resumed or its folder is moved.
+        created: Unix time at which the sweep was planned. The ID of the run depends on this time, which
+            differs between sweeps with the same trials and stays the same if a sweep is resumed or its folder moved.
     """
     row = result_row(result)
     sweep_id = _hashed(sweep if created is None else repr(created))

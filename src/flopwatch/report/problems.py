@@ -64,7 +64,7 @@ def _cause(result: TrialResult) -> str:
         return normalised(f"{exception['type']}: {exception.get('message') or ''}").rstrip(": ")
     if isinstance(exception, str) and exception:
         return normalised(exception)
-    if result.outcome == "oom_host" and result.reason:  # The reason says more than the signal, SIGKILL.
+    if result.outcome == "oom_host" and result.reason:  # The reason says more than the signal.
         return normalised(result.reason)
     if evidence.get("signal"):
         return signal_name(evidence["signal"])
@@ -162,7 +162,7 @@ def advice_for(result: TrialResult, cause: str, largest_ok: int | None) -> tuple
 
 
 def _hint(result: TrialResult) -> tuple[str, ...]:
-    """Return advice for a trial whose log mentions memory, although words in a log never decide the outcome."""
+    """Return advice for a trial whose log mentions memory but whose outcome is not out of memory."""
     hint = result.evidence.get("hint")
     if not hint:
         return ()
@@ -335,7 +335,7 @@ _MOST_OF_PEAK = 1.05
 
 
 def denominators(results: Iterable[TrialResult]) -> tuple[str, ...]:
-    """Return the peaks by which MFU and HFU were computed, as text, the most common first."""
+    """Return the peak FLOP/s of which MFU and HFU are shares, as text, the most common first."""
     found = Counter(_words(cost.peak or {}) for _, cost in _with_peak(results))
     return tuple(words for words, _ in found.most_common())
 
@@ -391,7 +391,7 @@ def incomplete_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
 
 
 def host_memory_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
-    """Return a warning if host memory is resident memory, which cannot be compared with proportional memory."""
+    """Return a warning if host memory is resident (RSS), which cannot be compared with proportional memory (PSS)."""
     counts = Counter(result.measured.memory.host_method for result in results if result.outcome == "ok")
     if not counts["rss"]:
         return ()

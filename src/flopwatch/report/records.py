@@ -254,9 +254,9 @@ class Group:
         crossovers: Where another trainer becomes the better one; the clearly measured crossovers come first.
         pareto: Names of the trials for which no trial of the same privacy class and sequence length has both more
             throughput and less memory.
-        denominators: The peak FLOP/s by which MFU and HFU were computed, as text.
+        denominators: The peak FLOP/s of which MFU and HFU are shares, as text.
         warnings: Reasons why comparisons within the group may mislead.
-        privacy_spent: Epsilon, if the matrix of the sweep asks for it, the smallest batch first.
+        privacy_spent: Epsilon of each batch size, the smallest first; empty unless the sweep's matrix asks for it.
     """
 
     title: str

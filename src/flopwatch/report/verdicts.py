@@ -2,7 +2,7 @@
 
 A crossover is the batch size or sequence length from which on another trainer is faster or needs less memory. It lies
 between two measured values, and is interpolated there: the logarithm of the ratio of both costs is assumed to be linear
-in the logarithm of the batch size or sequence length. That is exact for costs that grow with a power of them.
+in the logarithm of the batch size or sequence length. This is exact if both costs grow with a power of that size.
 
 What to run is decided for each sequence length, separately for private and not private trainers, because a faster
 trainer that is not private does not replace a private one.

@@ -84,7 +84,7 @@ def paired(a: Sequence[Entry], b: Sequence[Entry]) -> Pairing:
 
 
 def setting_differences(one: Entry, other: Entry, listed_already: Iterable[str]) -> tuple[Difference, ...]:
-    """Return the settings that differ between two paired trials, without those that differ between the sweeps."""
+    """Return the settings that differ between two paired trials, without those in `listed_already`."""
     known = set(listed_already)
     return tuple(
         Difference(name, _shown(one.settings.get(name)), _shown(other.settings.get(name)))
@@ -103,7 +103,7 @@ def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
 
 
 def _settings(spec: TrialSpec) -> dict[str, str]:
-    """Return the settings that affect a measurement as JSON text. Settings that an old sweep lacks have defaults."""
+    """Return the settings that affect a measurement, as JSON text. Those that an old sweep lacks have defaults."""
     found = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name not in _NO_SETTINGS}
     found["memory_bytes"] = spec.limits.memory_bytes
     options = spec.options if isinstance(spec.options, Mapping) else {}

@@ -11,8 +11,8 @@ from flopwatch.report.verdicts import MEMORY_RESOLUTION, ends_before, throughput
 
 Quantity: TypeAlias = Literal["time", "samples_per_s", "memory", "mfu"]
 Verdict: TypeAlias = Literal["better", "worse", "not told apart", "too few steps"]
-"""These are values of the JSON, so their words must not change. For people, `not told apart` is written as "no
-measurable difference"."""
+"""The JSON output contains these words, so they must not change. Other output writes "no measurable difference" instead
+of `not told apart`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Ratio:
         ratio: b / a.
         low: Lowest ratio within the 95 % intervals of both values; None for memory and with fewer than 6 steps.
         high: Highest ratio within the 95 % intervals of both values; None in the same cases.
-        verdict: `better` or `worse` only if the two intervals do not overlap after each was widened by 2 %, because
-            two processes that run the same trial differ by that much; for memory, if the peaks differ by more than 1 %.
+        verdict: `better` or `worse` if the intervals do not overlap even when both are widened by 2 %, the difference
+            between two runs of the same trial. For memory: if the peaks differ by more than 1 %.
     """
 
     a: float
@@ -59,8 +59,8 @@ class Pair:
         outcome_a: Outcome in A; `missing` if the trial has no result. `outcome_b` is the outcome in B.
         reason_a: Why the trial ended in A, in one line; `reason_b` is the reason in B.
         ratios: The ratio of each quantity; empty unless both trials are `ok`.
-        differences: Settings in which only these two trials differ. There are some only if the trials were paired
-            because they have the same name.
+        differences: Settings that differ between these two trials, without `SweepComparison.settings`. Empty unless the
+            trials were paired by their names.
         is_unstable: True if the 95 % interval of one of the step times is wider than 5 % of the median, because
             something else used the machine.
     """

@@ -1,6 +1,6 @@
 """The default engine runs trials on this machine: one per GPU, or one per set of CPU cores.
 
-A slot is a GPU, or a set of cores, for one trial. A lock file per GPU and core keeps two sweeps from using it.
+A slot is the GPUs or the cores of one trial. Each GPU and core has a lock file, so that two sweeps never share it.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class SlotPool:
         _need_folder()
 
     def take(self, gpus: float) -> Slot | None:
-        """Reserve a slot; None if none is free. Then `waits_for` names a device and the sweep that uses it."""
+        """Reserve a slot. If none is free, return None and set `waits_for` to a device and the sweep that uses it."""
         self.waits_for = ""
         if not self._free_share:
             return self._take_cores(gpus)
@@ -262,8 +262,7 @@ def _open_lock(name: str) -> IO[str]:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         os.fchmod(handle, 0o666)  # the umask may have removed permissions
     except FileExistsError:
-        # Without O_CREAT, because the kernel rejects O_CREAT for another user's file in a sticky folder
-        # (fs.protected_regular).
+        # Linux rejects O_CREAT for another user's file in a sticky folder (sysctl fs.protected_regular).
         handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
     return os.fdopen(handle, "r+", encoding="utf-8", errors="replace")
 
@@ -283,7 +282,7 @@ class LocalEngine:
 
     Args:
         gpus: Device numbers of the GPUs to use; None finds them, and () uses the CPU cores.
-        jobs: Number of trials that run at once on the CPU cores. More than one disturb each other's step times.
+        jobs: Number of trials that run at once on the CPU cores. Several trials slow each other down.
     """
 
     name = "local"
@@ -302,7 +301,7 @@ class LocalEngine:
         """Wait until the supervisors of an earlier runner, which end together with that runner, have ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
         for trial in unfinished:
-            is_supervised(sweep, trial.name)  # starts to observe the heartbeats of all supervisors at the same time
+            is_supervised(sweep, trial.name)  # starts to observe this heartbeat, so that all are observed at once
         deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
         for trial in unfinished:
             while is_supervised(sweep, trial.name) and time.monotonic() < deadline:

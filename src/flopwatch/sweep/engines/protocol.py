@@ -1,7 +1,7 @@
 """The interface of engines. An engine starts the supervisor process of each trial and reports when it has ended.
 
 The supervisor writes the trial's result to a file. If it ended without writing one, this module determines the outcome
-from the evidence that the engine returns, such as the exit code. It also loads an engine by its name.
+from the evidence that the engine returns, such as the exit code. The module also loads engines by name.
 """
 
 import importlib
@@ -170,9 +170,9 @@ def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
 
 
 def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
-    """Return the outcome of a trial that was cancelled, but not by this runner; None if the reason is unknown.
+    """Return the true outcome of a trial whose supervisor wrote `cancelled`; None if the engine does not know it.
 
-    Slurm (at its time limit) and Ray's memory monitor send SIGTERM, after which the supervisor writes `cancelled`.
+    A supervisor writes `cancelled` after SIGTERM, which may come from Slurm (time limit) or from Ray's memory monitor.
 
     >>> outcome_known_to_engine({"state": "TIMEOUT"})[0], outcome_known_to_engine({"exit_code": 0})
     ('timeout', None)

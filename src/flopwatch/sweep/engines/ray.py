@@ -113,12 +113,12 @@ class RayEngine:
             try:
                 self._ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise InputError(f"cannot connect to a Ray cluster at {self._address!r}: {error}") from error
+                raise InputError(f"cannot connect to Ray at {self._address!r}; check the address: {error}") from error
         self._opened.callback(self._ray.shutdown)
 
     def room(self, next_up: TrialSpec) -> int:
-        """Return how many more trials Ray may be given: a few more than can run at once, so that no GPU is idle between
-        two trials. Not all, because the runner skips waiting trials if a smaller one runs out of memory.
+        """Return how many more trials to give to Ray: a few more than can run at once, so that no GPU is idle between
+        two trials. The others wait in the runner, which can still skip them if a smaller trial runs out of memory.
         """
         with self._outage.tolerated():
             self._refresh_nodes_if_old()
@@ -131,7 +131,7 @@ class RayEngine:
         if capacity == 0 and self._address is None:  # in a cluster, a larger node may join later
             raise InputError(
                 f"a trial needs {_text(need)}, but this machine has {_text(self._resources()[0])}; "
-                "request less, or set the address of a cluster"
+                "request less, or set a cluster with --engine-option address=ADDRESS"
             )
         if capacity == 0:
             return 0
@@ -142,13 +142,13 @@ class RayEngine:
     def _room_for_group(self, nodes: int, need: Mapping[str, float]) -> int:
         """Return how many more trials with several nodes can run now.
 
-        None are queued, because a placement group that waits for nodes already blocks those that it has.
+        Ray gets no trials that must wait, because a waiting placement group may already block some of its nodes.
         """
         capacity = fits_spread(nodes, [fits(need, [node]) for node in self._resources()])
         if capacity == 0 and self._address is None:
             raise InputError(
                 f"a trial needs {nodes} nodes with {_text(need)} each, but a local Ray has one node; "
-                "set the address of a cluster, or remove `nodes` from the configuration"
+                "set a cluster with --engine-option address=ADDRESS, or remove `nodes` from the configuration"
             )
         return max(0, capacity - len(self._groups))
 
@@ -246,7 +246,7 @@ class RayEngine:
         return [Ended(name, self._leaving.pop(name).evidence) for name in names]
 
     def _give_up_dead_nodes(self) -> None:
-        """End the tasks of dead nodes, because Ray 2.60 did not end those of a disconnected node within 90 s."""
+        """End the tasks of dead nodes, because Ray may take too long (2.60 needs over 90 s for a disconnected node)."""
         if not self._refresh_nodes_if_old():
             return
         dead = {node["NodeID"]: node["NodeManagerAddress"] for node in self._nodes if not node["Alive"]}

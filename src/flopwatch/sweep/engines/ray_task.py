@@ -163,7 +163,7 @@ def status_evidence(status: int) -> dict[str, int]:
 
 
 def collect(sweep: Path, name: str) -> tuple[dict[str, bytes], list[str]]:
-    """Return the content of the trial's files (only the end of a long log), and the paths of larger files."""
+    """Return the content of the trial's files (only the end of a long log), and the paths of files above the limit."""
     folders = (trial_folder(sweep, name), run_folder(sweep, name))
     found = [log_file(sweep, name), *(file for folder in folders for file in sorted(folder.rglob("*")))]
     files: dict[str, bytes] = {}

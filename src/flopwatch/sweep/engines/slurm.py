@@ -11,7 +11,7 @@ The files are written before the job is submitted, and job numbers are not store
 earlier one in Slurm's queue by the path of their script, so the earlier runner may be killed at any time.
 
 submitit is not used: it took 0.8 s more per trial, because it starts a second Python and srun (11.3 s instead of 7.4 s
-for 20 tasks of 1 s on four cores). It also writes files after submitting, which a killed runner would not do.
+for 20 tasks of 1 s on four cores). It also writes files after submitting, and a killed runner would not write them.
 """
 
 import hashlib
@@ -68,9 +68,9 @@ class SlurmEngine:
         time_minutes: Slurm's time limit of a trial; None means the trial's own limit plus two minutes.
         gpus_per_trial: Number of GPUs of a trial whose configuration does not set it.
         cpus_per_trial: Number of cores of a trial whose configuration does not set it.
-        memory_megabytes: Host memory; None means the trial's own limit plus 256 MB, or the site's default without one.
+        memory_megabytes: Host memory; None means the trial's limit plus 256 MB, or the site's default if there is none.
         array_parallelism: Largest number of tasks of one array that run at once.
-        queue_ahead: Number of trials to keep waiting in Slurm's queue. If more trials are running, as many as those.
+        queue_ahead: Number of trials to keep waiting in Slurm's queue, or as many as are running if that is more.
         extra: Further options of sbatch: `{"account": "lab", "qos": "long", "exclusive": True}`.
         patience_hours: How long a failing submission is retried. After that its trials are recorded as lost.
     """
@@ -270,7 +270,7 @@ class SlurmEngine:
         slurm_commands.cancel(self._tasks[name].task for name in names if name in self._tasks)
 
     def withdraw(self) -> Sequence[str]:
-        """Remove pending tasks from Slurm's queue. A task that starts at this moment runs, or ends as `cancelled`."""
+        """Remove pending tasks from Slurm's queue. A task that starts meanwhile runs on or ends as `cancelled`."""
         back = [trial.name for trial in self._take_back()]
         pending = [task for task in self._tasks.values() if task.is_pending]
         if not pending or time.monotonic() < self._next_withdrawal:

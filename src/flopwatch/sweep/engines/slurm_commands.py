@@ -59,9 +59,9 @@ def read_squeue(text: str) -> list[Queued]:
 
 
 def read_sacct(text: str) -> dict[str, Accounted]:
-    """Parse the output of `sacct -P -n -o SACCT_FORMAT`; the keys are tasks. The memory of a task is that of its steps.
+    """Parse the output of `sacct -P -n -o SACCT_FORMAT`; the keys are tasks.
 
-    Tasks that have not started are ignored. Slurm prints several of them as `12_[3-5]`.
+    Slurm prints memory only for the steps of a task. Tasks that have not started, such as `12_[3-5]`, are ignored.
 
     >>> read_sacct("12_0|CANCELLED by 0|0:15||00:01:02|n1")["12_0"].elapsed_seconds
     62
@@ -250,7 +250,7 @@ def submission_error(message: str) -> Exception:
 
 
 def cancel(tasks: Iterable[str], *, only_pending: bool = False) -> None:
-    """Cancel all tasks of the arrays that these tasks belong to; with `only_pending`, those that have not started."""
+    """Cancel all tasks of the arrays that these tasks belong to; with `only_pending`, only those not started."""
     jobs = job_list(tasks)
     which = ("--state=PENDING",) if only_pending else ()
     for start in range(0, len(jobs), _JOBS_PER_CALL):

@@ -207,7 +207,7 @@ class Outbox:
         except slurm_commands.RefusedError:
             if not array.trials[0].avoid:
                 raise
-            array.write_script(False)  # perhaps no other node has the resources, so exclude none
+            array.write_script(False)  # allow the excluded nodes, because perhaps only they have the resources
             return slurm_commands.submit(array.script, self._job_name, may_have_arrived=False)
 
     def _postponed(self, array: Array, message: str) -> Mapping[str, Any] | None:

@@ -76,7 +76,7 @@ def make_plan(
         limit: `100:200` selects this slice of the trials, and `20` the first twenty.
         shuffle_seed: Seed of the random order in which trials start. In a fixed order, a device that gets warmer and
             slower would look like an effect of a setting. None keeps the order of `specs`.
-        engine: Name of the engine. With `local`, a result is valid only on the same devices as this host has.
+        engine: Name of the engine. With `local`, results from devices that this host does not have are not valid.
     """
     if only is not None and only not in ONLY:
         raise InputError(f"--only must be one of {', '.join(ONLY)}, not {only!r}")
@@ -192,11 +192,11 @@ def _slice(text: str | None) -> slice:
 def match_memory_limits(
     trials: Sequence[Trial], earlier: Mapping[str, TrialResult], key_of: Callable[[TrialSpec], str]
 ) -> tuple[tuple[Trial, ...], frozenset[str]]:
-    """Compare the memory limit of each trial with that of its earlier result, and find those with a larger limit now.
+    """Decide what happens to trials that have a result under a smaller memory limit than they have now.
 
     Returns:
-        All trials, and the names of those that ran out of memory under a smaller limit. Other trials with a smaller
-        earlier limit get it back, and so keep their results, because more memory would not change these.
+        All trials, and the names of those that ran out of memory under the smaller limit. A trial that did not run out
+        of memory gets the smaller limit again, so that its result stays valid: more memory would not change it.
     """
     raised, found = [], []
     for trial in trials:
@@ -221,7 +221,7 @@ def _differs_by_more_memory(now: TrialSpec, before: TrialSpec) -> bool:
 
 
 _NOT_THE_NODE = ("PREEMPTED", "REVOKED")
-"""States of Slurm jobs that did not end because of their node, so that a retry may use the same node."""
+"""States of Slurm jobs whose end was not caused by their node, so that a retry may use the same node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class RetryPolicy:
 
     Attributes:
         most: Largest number of retries of one trial.
-        outcomes: Outcomes that are retried. `lost` says nothing about the configuration: a node failed, for example.
+        outcomes: Outcomes that are retried. `lost` is one of them, because its cause may be a failed node.
     """
 
     most: int = 2

@@ -58,9 +58,9 @@ class LateResults:
         self._deadlines: dict[str, float] = {}
 
     def ready(self, ended: Iterable[Ended], running: Mapping[str, Trial], *, is_patient: bool = True) -> list[Ended]:
-        """Add the trials whose end the engine has just reported. Return those kept so far whose outcome is certain.
+        """Keep the trials that the engine has just reported as ended. Return all kept trials whose outcome is certain.
 
-        With `is_patient` False, because the sweep is being cancelled, return all of them.
+        If `is_patient` is False, because the sweep is being cancelled, return all kept trials.
         """
         for end in ended:
             if end.name in running:
@@ -84,7 +84,7 @@ def _may_have_begun_elsewhere(folder: Path) -> bool:
     """Whether a supervisor on another host may have started this trial."""
     claimed = read_json(folder / STARTED)
     if not isinstance(claimed, dict):
-        # `withdraw` prevents any supervisor from starting the trial. It returns False if one has started it.
+        # `withdraw` prevents any supervisor from starting the trial. It returns False if one has already started it.
         return not withdraw(folder)
     return not is_withdrawn(claimed) and is_alive_here(claimed) is None
 
@@ -301,7 +301,7 @@ class _Run:
 
     def _with_attempts(self, trial: Trial) -> Trial:
         """Add the attempts of an earlier runner that was killed to the trial, so that they count as retries."""
-        if trial.name in self.plan.again:  # the user runs a finished trial again, so the count starts at 0
+        if trial.name in self.plan.again:  # the user runs a finished trial again, so its retries count from 0
             return trial
         attempts = listed_attempts(trial.sweep, trial.name, trial.key)
         return replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts)) if attempts else trial

@@ -58,7 +58,7 @@ _MOST_OF_PEAK = 1.05
 """The largest MFU or HFU that is accepted from a command. It is above 1 because datasheet peaks are not exact."""
 
 _MOST_NUMBERS = 500
-"""Only so many numbers of a command's `metrics.json` are kept, because all lists of results repeat them."""
+"""At most this many numbers of a command's `metrics.json` are kept, so that `results.jsonl` stays small."""
 
 REPORTED = "reported by the command"
 
@@ -173,7 +173,7 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
 def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit, collected: Collected) -> ExitFacts:
     """Collect the facts about the end of a trial.
 
-    For several processes, use the exit status of the rank that failed first, because torchrun's hides the cause.
+    For several processes, use the exit status of the rank that failed first, because that of torchrun hides the cause.
     """
     job = worker_exit.job_end
     status = worker_exit.status if job.first is None else job.first.status
@@ -197,7 +197,7 @@ def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit
 
 
 def _with_node_failure(ended: tuple[Outcome, str], job: JobEnd, facts: ExitFacts) -> tuple[Outcome, str]:
-    """Add to the outcome which rank failed, or change it to `lost` if a node was lost."""
+    """Add the failed rank to the reason. If a node was lost, change the outcome to `lost`."""
     outcome, reason = ended
     if facts.own_kill is not None:
         return ended
@@ -284,7 +284,7 @@ def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress,
 
 
 def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
-    """Take the larger of two peaks: the worker's own exact one, and the supervisor's sampled one of all processes."""
+    """Take the larger of two peaks: the worker's exact one, and that of all processes, which the supervisor sampled."""
     if sampled.bytes is None:
         return memory
     is_more = memory.host_bytes is None or sampled.bytes > memory.host_bytes
@@ -293,7 +293,7 @@ def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
 
 
 def _reported_outcome(reported: Mapping[str, Any]) -> Outcome | None:
-    """Return the out-of-memory outcome that a command reported, because its exit code cannot express it; or None."""
+    """Return the outcome if a command reported out of memory, which an exit code cannot express; otherwise None."""
     outcome = reported.get("outcome")
     return outcome if outcome in ("oom_device", "oom_host") else None
 
@@ -368,7 +368,7 @@ def _reported_shares(numbers: Mapping[str, float]) -> tuple[dict[str, Any], tupl
 
 
 def _monitor_values(trial_dir: Path) -> Mapping[str, Any]:
-    from flopwatch.runs import find_log, read_log  # imported here because few trials have such a log
+    from flopwatch.runs import find_log, read_log  # imported here because few trials have a monitor's log
 
     try:
         summary = read_log(find_log(trial_dir)).summary

@@ -128,7 +128,7 @@ def _by_status(facts: ExitFacts) -> tuple[Outcome, str]:
 
 
 def memory_hint(facts: ExitFacts, outcome: Outcome) -> str | None:
-    """Return the last line of the log about memory, for a trial that failed for another reason; None without one."""
+    """Return the last log line about memory if the trial failed for another reason; None if there is no such line."""
     if outcome in ("ok", "cancelled", *OUT_OF_MEMORY):
         return None
     lines = [line for line in facts.log_tail.splitlines() if _MEMORY_WORDS.search(line)]
@@ -198,7 +198,7 @@ def first_cause(ends: Iterable[RankEnd]) -> RankEnd | None:
 
 
 def is_certain(end: RankEnd) -> bool:
-    """Whether this rank failed by itself, so that reports of other ranks need not be waited for."""
+    """Whether this rank failed by itself, so that the supervisor need not wait for the reports of other ranks."""
     return _order(end)[0] < _LOST_PEER
 
 

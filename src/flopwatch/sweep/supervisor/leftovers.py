@@ -35,7 +35,7 @@ def become_guarded(sweep: Path, name: str) -> int | None:
     """
     if sys.platform != "linux":
         return None
-    adopt_orphans()  # stays in effect after exec, but not in children
+    adopt_orphans()  # the guard keeps this setting after exec, but its child does not inherit it
     reads, writes = os.pipe()
     parent = os.getpid()
     # Block signals until the guard has installed its handlers.
@@ -100,7 +100,7 @@ def _remove_group(folder: Path) -> None:
 def main(sweep: Path, name: str, supervisor: int, status: int, reason: str) -> None:
     """Kill what is left of an attempt, then exit like its supervisor.
 
-    The guard calls this with exec, so this process is the parent of all processes of the trial that lost their own.
+    The guard calls this with exec, so all processes of the trial that lost their parent are children of this process.
     """
     kill_descendants(os.getpid())
     folder = trial_folder(sweep.resolve(), name)

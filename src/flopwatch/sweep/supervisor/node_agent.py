@@ -4,7 +4,7 @@
 
 The agent keeps a connection to the trial's supervisor. Over it, the agent receives the port at which the ranks connect
 to each other, and reports how the ranks of its node ended. If the connection is closed, the agent kills all processes
-of the trial on this node. So no process of a trial runs longer than the supervisor, with every engine.
+of the trial on this node. So, with every engine, no process of a trial outlives the supervisor.
 """
 
 import contextlib
@@ -208,7 +208,8 @@ def _connected(hosts: list[str], port: int) -> tuple[str, socket.socket]:
                 keep_alive(found)
                 return host, found
         if time.monotonic() > deadline:
-            raise ConnectionError(f"the trial's supervisor cannot be reached at {', '.join(hosts)}, port {port}")
+            where = f"{', '.join(hosts)}, port {port}"
+            raise ConnectionError(f"cannot reach the supervisor at {where}; check the network between the nodes")
         time.sleep(0.2)
 
 

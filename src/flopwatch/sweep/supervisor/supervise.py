@@ -57,11 +57,10 @@ _TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enfo
 _SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
 _SILENCE_SECONDS = 600.0  # This is the longest allowed time between two heartbeats of a supervisor.
 _GUARD_PATIENCE_SECONDS = 30.0
-"""The guard kills a supervisor this much later than `allowed_silence`. The runner waits even longer."""
+"""The guard kills a supervisor that wrote no heartbeat for `allowed_silence` plus this time."""
 
-_SLURM_SIGNAL_SECONDS = 0.5
-_SLURM_SUCCESS_SECONDS = 0.05
-"""How long after the worker's end Slurm's SIGTERM may reach the supervisor: after a failure, and after exit code 0."""
+_SLURM_SIGNAL_SECONDS = 0.5  # The supervisor waits this long for Slurm's SIGTERM after its worker has failed.
+_SLURM_SUCCESS_SECONDS = 0.05  # It waits this long after its worker has exited with code 0.
 
 
 class AlreadyStartedError(Exception):
@@ -159,7 +158,7 @@ def supervise(
             raise AlreadyStartedError(f"another supervisor runs this trial now, according to {folder / STARTED}")
         if deleted:
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / SPEC, job.to_json())  # `result.command` contains the path of this file
+            write_json(folder / SPEC, job.to_json())  # the user needs this file to run `result.command`
         write_json(folder / RESULT, result.to_json())
         trial.heartbeat.end()
     return result
@@ -188,7 +187,7 @@ def _wait_for_job(folder: Path, attempt: str | None) -> TrialJob:
         raise AlreadyStartedError(
             f"{folder / SPEC} does not belong to attempt {attempt}, because the trial was queued again"
         )
-    raise UnusableSpecError(f"{folder / SPEC} does not exist")
+    raise UnusableSpecError(f"{folder / SPEC} does not exist on this host; use a folder that all hosts share")
 
 
 def _read_job(folder: Path) -> TrialJob:
@@ -205,7 +204,7 @@ def _read_job(folder: Path) -> TrialJob:
 def _claimed(folder: Path, attempt: str) -> Iterator[int]:
     """Claim the trial. Keep the claim's file open to find out later whether the trial deleted it."""
     if not claim(folder, attempt, slurm_job()):
-        raise AlreadyStartedError(f"this trial was started before, because {folder / STARTED} exists")
+        raise AlreadyStartedError(f"this trial was already started: {folder / STARTED} exists")
     handle = os.open(folder / STARTED, os.O_RDONLY)
     try:
         yield handle
@@ -258,8 +257,8 @@ def _start_nodes(trial: _Supervised, limit: MemoryLimit) -> "RunningNodes | None
 def _life_peak(memory: TreeMemory) -> HostPeak:
     """Return the peak host memory of the whole trial, including processes that ended between two samples.
 
-    The kernel reports the largest peak of all ended children. A child starts with the memory of this process, so that
-    value is used only if it exceeds the peak of this process.
+    The kernel reports the largest peak of all ended children. A forked child starts with the memory of this process, so
+    the kernel's number is used only if it exceeds the peak of this process.
     """
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     own = resident("self")
@@ -278,7 +277,7 @@ def _limit_facts(limit: MemoryLimit, spec: TrialSpec, life_peak: HostPeak) -> di
 
 @dataclass
 class _Watch:
-    """The measurements of the loop that checks the worker, and the reason if the worker must be killed."""
+    """What the supervisor measures while the worker runs, and the reason if it must kill the worker."""
 
     memory: TreeMemory
     own_kill: OwnKill | None = None
@@ -387,7 +386,7 @@ def _deleted_places(sweep: Path, name: str, claim_handle: int) -> tuple[str, ...
 
 
 def with_deletions(result: TrialResult, places: tuple[str, ...]) -> TrialResult:
-    """Add the deleted places to the result's reason. Without its folder, even a successful trial becomes an error."""
+    """Add the deleted places to the result's reason. A successful trial without its folder becomes an error."""
     if not places:
         return result
     what = " and ".join(places) + (" were" if len(places) > 1 else " was")
