@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 def compare(
     run_a: Annotated[
-        str, typer.Argument(metavar="A", help="The run before the change: folder or log file; or a sweep.")
+        str, typer.Argument(metavar="A", help="The run before the change (folder or log file), or a sweep (folder).")
     ],
     run_b: Annotated[
-        str, typer.Argument(metavar="B", help="The run after the change: folder or log file; or a sweep.")
+        str, typer.Argument(metavar="B", help="The run after the change (folder or log file), or a sweep (folder).")
     ],
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
     md: Annotated[str | None, flag("Write the comparison of two sweeps as Markdown.", metavar="PATH")] = None,
     fail_if_slower: Annotated[
         float | None,
-        flag("Exit with status 1 if B is slower than A by more than this and beyond noise.", metavar="PERCENT"),
+        flag("Exit with status 1 if B is slower than A by more than this, and not only by noise.", metavar="PERCENT"),
     ] = None,
 ) -> None:
     """Compare the step time, rates and MFU of two runs or two sweeps, and tell differences from noise."""
@@ -77,7 +77,7 @@ def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
 
 
 def is_sweep(path: str) -> bool:
-    """Whether the path is the folder of a sweep, and not that of a run whose log is called results.jsonl."""
+    """Whether the path is the folder of a sweep. A run whose log is called results.jsonl is not a sweep."""
     from flopwatch.records.sweep_results import is_sweep_folder
     from flopwatch.records.trial_files import SWEEP
     from flopwatch.runs import find_log
@@ -151,7 +151,7 @@ _WIDTH_FOR_INTERVALS = 98
 _GOOD = ("faster", "steadier")
 _BAD = ("slower", "less steady")
 _SHORT = {"no difference that can be told": "no clear difference", "too few steps to tell": "too few steps"}
-"""What the text says for verdicts of the JSON that would not fit a terminal of 80 columns."""
+"""Short forms of two verdicts, for a terminal of 80 columns; the JSON has the long forms."""
 _LABEL_WIDTH = 20
 _VALUE_WIDTH = 12
 _FACT_WIDTH = 30

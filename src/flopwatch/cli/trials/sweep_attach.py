@@ -113,7 +113,7 @@ def _print(follower: Follower, console: Console) -> None:
 
 
 def _states(follower: Follower) -> Iterator[RunnerState | None]:
-    """The state of the runner, again and again; None at last, so that results of its last moment are read too."""
+    """Yield the state of the runner until it ends, and then None, so that the caller reads the last results too."""
     while (state := follower.runner()) is not None:
         yield state
         time.sleep(_LOOK_EVERY_SECONDS)
