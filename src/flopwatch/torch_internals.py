@@ -212,10 +212,7 @@ def runs_forward_code(code: CodeType) -> bool:
 
 
 def input_metadata(node: Any) -> Any:
-    """Shapes and dtypes of the outputs of a node's forward op; still known after the backward pass.
-
-    torch calls them inputs, because the node takes their gradients. Empty in releases without `_input_metadata`.
-    """
+    """Shapes and dtypes of the gradients that a node takes as inputs; empty in releases without `_input_metadata`."""
     return getattr(node, "_input_metadata", ())
 
 

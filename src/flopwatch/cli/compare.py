@@ -14,7 +14,7 @@ import typer
 from flopwatch.cli import flag, print_json, text_width
 from flopwatch.cli.report import write_file
 from flopwatch.errors import InputError
-from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, step_time
+from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, plural, step_time
 
 if TYPE_CHECKING:
     from flopwatch.report.comparison import SweepComparison
@@ -141,10 +141,11 @@ def _fail_if_sweep_is_slower(comparison: "SweepComparison", percent: float) -> N
     gone = [pair.trial for pair in comparison.changed_outcomes if pair.outcome_a == "ok"]
     for word, trials in ((f"slower by more than {percent:g} %", slower), ("no longer ok", gone)):
         if trials:
-            typer.secho(f"failed: {len(trials):,} {word}, such as {one_line(trials[0])}", fg="red", err=True)
+            message = f"failed: {plural(len(trials), 'trial')} {word}, such as {one_line(trials[0])}"
+            typer.secho(message, fg="red", err=True)
     if slower or gone:
         raise typer.Exit(1)
-    typer.secho(f"passed: of {len(judged):,} pairs none is slower by more than {percent:g} %", err=True)
+    typer.secho(f"passed: of {len(judged):,} trials, none is slower by more than {percent:g} %", err=True)
 
 
 _WIDTH_FOR_INTERVALS = 98

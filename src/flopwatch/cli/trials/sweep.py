@@ -43,7 +43,7 @@ def sweep(
     steps: Annotated[int | None, flag("Measured steps of each trial.")] = None,
     exclude: Annotated[list[str] | None, flag("Leave out trials, such as 'trainer=ghost seq_len>=1024'.")] = None,
     # The limits of a trial.
-    memory: Annotated[str | None, flag("Most host memory of each trial, such as 4GiB.")] = None,
+    memory: Annotated[str | None, flag("Limit of host memory for each trial, such as 4GiB.")] = None,
     timeout: Annotated[float | None, flag("Most seconds a trial may take. Default: 3600.")] = None,
     no_progress: Annotated[
         float | None, flag("End a trial that does no step for this many seconds. Default: 600.")
@@ -51,7 +51,7 @@ def sweep(
     # Where trials run.
     engine: Annotated[str, flag("Where trials run: local, ray or slurm.")] = "local",
     engine_option: Annotated[list[str] | None, flag("An option of the engine, such as partition=gpu.")] = None,
-    jobs: Annotated[int, flag("Trials that run at once on a machine without GPUs.")] = 1,
+    jobs: Annotated[int, flag("How many trials run at once on a machine without GPUs.")] = 1,
     gpu_ids: Annotated[str | None, flag("Indices of the GPUs to use, such as 0,1. Default: all.", "--gpu-ids")] = None,
     gpus_per_trial: Annotated[float | None, flag("GPUs of each trial; with 0.5, two trials share one GPU.")] = None,
     # Which trials run, in which order, and for how long.

@@ -45,7 +45,7 @@ def trial(
     device: _Device = "auto",
     checkpoint: _Checkpoint = False,
     steps: _Steps = 10,
-    memory: Annotated[str | None, flag("Most host memory of the trial, such as 4GiB.")] = None,
+    memory: Annotated[str | None, flag("Limit of host memory for the trial, such as 4GiB.")] = None,
     timeout: _Timeout = 3600.0,
     spec: Annotated[Path | None, flag("Run an earlier trial again; the path of its spec.json.")] = None,
     output: Annotated[Path | None, flag("Folder for the result. Default: flopwatch-sweep.", "--output", "-o")] = None,
@@ -91,7 +91,7 @@ def fit(
     steps: _Steps = 5,
     memory: Annotated[
         str | None,
-        flag("Most host memory of each trial, such as 2GiB. Default on a CPU: the free memory less a margin."),
+        flag("Limit of host memory for each trial, such as 2GiB. Default on a CPU: the free memory less a margin."),
     ] = None,
     max_batch: Annotated[int, flag("The largest batch size to try.")] = 4096,
     timeout: _Timeout = 3600.0,
