@@ -202,6 +202,7 @@ class PatientLines:
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
         self._lines: SimpleQueue[str | None] = SimpleQueue()  # its put() is safe in a signal handler
+
         # The thread is not a daemon, so that Python waits at exit until every line is printed.
         self._thread = Thread(target=self._print, name="flopwatch lines")
         self._thread.start()

@@ -348,7 +348,7 @@ def large(number: str) -> list[str] | None:
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
-    """Join texts, plain or with a style, to one line. It never wraps, because the screen has a row for each line."""
+    """Join texts, plain or with a style, to one line. It never wraps, because each line gets one row of the screen."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 

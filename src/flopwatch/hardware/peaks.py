@@ -197,7 +197,7 @@ _MATMUL_RATES = {"fp64": ("fp64_tensor", "fp64_matrix", "fp64"), "fp32": ("fp32_
 _RATES_BEHIND_A_DTYPE = {"fp64_tensor", "fp64_matrix", "fp32_matrix", "fp32_packed"}
 _USUAL_TRAINING_DTYPES = ("bf16", "fp16", "fp32")
 _MOST_SUGGESTIONS = 4
-# A product is suggested only above this closeness: shared words with a digit, and similarity of the letters (0 to 1).
+# Only closer products are suggested. Closeness: number of shared words with a digit, and likeness of letters (0 to 1).
 _TOO_FAR = (0, 0.5)
 
 

@@ -144,7 +144,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
             "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
         }
         if args.logging_strategy == "steps":
-            # One step more than the Trainer's interval, so that the monitor logs only when the Trainer does.
+            # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does.
             own["log_every"] = int(state.logging_steps) + 1
         return own | self._monitor_options
 

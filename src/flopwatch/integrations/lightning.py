@@ -186,7 +186,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             "total_steps": trainer.max_steps if trainer.max_steps > 0 else None,
         }
         if trainer.log_every_n_steps:
-            # One step more than the Trainer's interval, so that the monitor logs only when the Trainer does.
+            # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does.
             own["log_every"] = trainer.log_every_n_steps + 1
         return own | self._monitor_options
 

@@ -19,7 +19,7 @@ from flopwatch.sinks.protocol import Sink
 _CLOSE: Final = "close"
 _CAUGHT_UP: Final = "caught up"
 _MOST_GATHERED = 20
-"""The thread wakes early if this many rows wait. With the default of 50 steps per row, they are 1,000 steps."""
+"""The thread wakes early if this many rows wait: with the default of 50 steps per row, after 1,000 steps."""
 
 
 class SinkThread:
