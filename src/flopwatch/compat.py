@@ -116,7 +116,7 @@ def _peak_of(model: "nn.Module") -> float | None:
 
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type == "meta":
-        raise InputError("the model's parameters are not on a device with a peak; pass peak_flops_per_s")
+        raise InputError("the model has no float parameters on a real device; pass peak_flops_per_s")
     dtype = matmul_dtype(parameter.device.type, parameter.dtype)
     peak = peak_flops(parameter.device, dtype)
     if peak is None:

@@ -58,9 +58,6 @@ def prepare_for_opacus(parameter: Any) -> None:
         parameter._forward_counter, parameter.grad_sample = 0, None
 
 
-# What the integrations use of training frameworks beyond their documented interfaces, and what happens without it.
-
-
 def find_trainer(callback: Any) -> Any:
     """The Hugging Face `Trainer` that is calling this callback, or None if it is not found.
 
@@ -111,12 +108,6 @@ def without_fabric_wrapper(model: Any) -> Any:
     model takes.
     """
     return getattr(model, "_original_module", model)
-
-
-# What the sinks use of TensorBoard, W&B and MLflow beyond the documented interfaces, and what happens without it.
-#
-# If a name is missing and there is no substitute, the sink fails at its first record: it is reported once and switched
-# off, and the training and the other sinks go on.
 
 
 class EventFormat:

@@ -227,7 +227,7 @@ class RecordingSink:
         self.closed += 1
 
     def release(self) -> None:
-        """End the waiting of this and of later calls of `write`."""
+        """End every waiting call of `write`; later calls do not wait."""
         self._released.set()
 
 

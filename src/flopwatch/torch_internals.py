@@ -5,7 +5,7 @@ checks this). If a torch release lacks a name:
 
 - A *required* name raises a `MeasurementError` when it is first used. Importing flopwatch still works, `count_flops`
   reports which name is missing, and a training monitor reports the error once and continues without FLOPs.
-- An *optional* name has a fallback, which is described next to it after the word "Missing".
+- An *optional* name has a fallback, which is described next to it ("in torch releases without ...").
 - Classes (`FakeTensor`, `TorchDispatchMode`, `OpOverload`) are imported directly, as every release since 2.1 has them.
 
 Many of these functions run for every op of a model, so most are aliases or C-level getters instead of Python functions.
@@ -122,7 +122,7 @@ def has_kernel(op: OpOverload[Any, Any], device_types: Iterable[str]) -> bool:
 def python_body(op: OpOverload[Any, Any]) -> Callable[..., Any] | None:
     """The Python function that `torch.library.custom_op` wraps; None if there are several for different devices.
 
-    Missing: None, and the op is reported as an op without a formula.
+    In torch releases without `OPDEFS` it is None, and the op is reported as an op without a formula.
     """
     definition: Any = getattr(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {}).get(op_name(op))
     if definition is None or set(getattr(definition, "_backend_fns", ())) != {None}:
@@ -130,7 +130,7 @@ def python_body(op: OpOverload[Any, Any]) -> Callable[..., Any] | None:
     return cast("Callable[..., Any] | None", getattr(definition, "_init_fn", None))
 
 
-# Saves one check per device type in every call of the model. Missing: True, so that every device type is checked.
+# This saves one check per device type in every call of the model; in torch releases without it, each type is checked.
 is_any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ current_autograd_node: Callable[[], Any] = required(
 next_sequence_nr: Callable[[], int] = required(
     _AUTOGRAD, "_get_sequence_nr", "to attribute the backward pass to modules"
 )
-# The live monitor compares this number between steps, to notice ops outside of model calls. Missing: None, and such ops
-# are not noticed.
+# The live monitor compares this number between steps, to notice ops outside of model calls. In torch releases
+# without `_get_sequence_nr` it is None, and these ops are not noticed.
 recorded_operations: Callable[[], int | None] = getattr(_AUTOGRAD, "_get_sequence_nr", lambda: None)
 # The sequence number that a node got when its forward op ran.
 sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")
@@ -186,7 +186,7 @@ _top_saved_tensors_hooks = required(
 engine_run_backward = required(torch.autograd.graph, "_engine_run_backward", "to run the backward pass")
 
 ENGINE_CODE: CodeType | None = getattr(engine_run_backward, "__code__", None)
-"""Code of the frame in which a backward pass begins. Missing: None, and the stack is searched to its end."""
+"""Code of the frame in which a backward pass begins. In torch releases without it, the whole stack is searched."""
 APPLY_CODE: CodeType = cast("Any", torch.autograd.Function.apply).__func__.__code__
 """Code of the frame in which the forward pass of a custom autograd function begins."""
 
@@ -199,8 +199,8 @@ def saved_tensor_hooks() -> Any:
 def is_checkpoint_recomputing() -> bool:
     """Whether `torch.utils.checkpoint` is recomputing a part of the forward pass.
 
-    Checkpointing then has a hook for saved tensors whose class has this name. Missing: False. Recomputation is then
-    recognised by grad mode and module calls, which fails if the forward pass itself computes gradients.
+    Checkpointing then has a hook for saved tensors of the class `_recomputation_hook`. In torch releases without it,
+    recomputation is recognised by grad mode and module calls, which fails if the forward pass computes gradients.
     """
     hooks = saved_tensor_hooks()
     return bool(hooks) and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
@@ -212,7 +212,7 @@ def runs_forward_code(code: CodeType) -> bool:
 
 
 def input_metadata(node: Any) -> Any:
-    """Shapes and dtypes of a node's outputs, which stay available after the backward pass. Missing: empty."""
+    """Shapes and dtypes of the gradients that a node takes; empty in torch releases without `_input_metadata`."""
     return getattr(node, "_input_metadata", ())
 
 
@@ -259,18 +259,18 @@ def compiled_call(module: nn.Module) -> Any:
 
 
 def compiled_original(value: Any) -> nn.Module | None:
-    """The module inside `torch.compile(module)`. Missing: None, and the wrapper is counted like any other module."""
+    """The module inside `torch.compile(module)`; None in torch releases without `_orig_mod`."""
     original = getattr(value, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else None
 
 
 def is_compiled_function(value: Any) -> bool:
-    """Whether `value` is the result of `torch.compile(function)`. Missing: False."""
+    """Whether `value` is a compiled function; False in torch releases without `_torchdynamo_orig_callable`."""
     return hasattr(value, "_torchdynamo_orig_callable")
 
 
 def global_hook_tables() -> list[OrderedDict[int, Any]]:
-    """The non-empty tables of hooks that are registered for all modules. Missing: empty."""
+    """The non-empty tables of hooks that are registered for all modules; empty in torch releases without them."""
     tables = [table for name, table in vars(nn.modules.module).items() if name.startswith("_global_")]
     return [table for table in tables if isinstance(table, OrderedDict) and table]
 
@@ -282,7 +282,7 @@ def class_before_sharding(cls: type[nn.Module]) -> type[nn.Module]:
 
 # --- Attention --------------------------------------------------------------------------------------------------------
 
-# The higher-order op that `flex_attention` calls. Missing: None, which is equal to no op.
+# The higher-order op that `flex_attention` calls. In torch releases without it, this is None and matches no op.
 flex_attention_op: Any = getattr(sys.modules.get("torch._higher_order_ops.flex_attention"), "flex_attention", None)
 # The kernel that `scaled_dot_product_attention` would choose, as the integer value of an `SDPBackend`.
 fused_sdp_choice: Callable[..., int] = required(torch, "_fused_sdp_choice", "to know which attention kernel runs")
@@ -297,7 +297,7 @@ def mask_over_indices(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tenso
 
 
 def is_identity_score(score_mod: Any) -> bool:
-    """Whether `flex_attention` was called without a `score_mod`. Missing: False, and the count gets a note."""
+    """Whether `flex_attention` was called without a `score_mod`. In torch releases without `_identity` it is False."""
     return getattr(score_mod, "__name__", "") == "_identity"
 
 
@@ -313,7 +313,7 @@ def is_flex_device_check(frame: FrameType) -> bool:
 def compile_tables() -> tuple[Mapping[Any, Any], Mapping[str, Any]] | None:
     """Torch's table of requested compilations, and its counters of finished ones; None if the compiler is not loaded.
 
-    Missing: the tables are empty.
+    In torch releases without `cached_backends` or `counters`, the table is empty.
     """
     if "torch._dynamo.eval_frame" not in sys.modules or "torch._dynamo.utils" not in sys.modules:
         return None
@@ -322,7 +322,7 @@ def compile_tables() -> tuple[Mapping[Any, Any], Mapping[str, Any]] | None:
 
 
 def compile_stance() -> Any:
-    """The stance that `torch.compiler.set_stance` has set, for which there is no public getter. Missing: None."""
+    """The stance that `torch.compiler.set_stance` has set; None in torch releases without the private `_stance`."""
     return getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
@@ -348,7 +348,7 @@ def gloo_group(store: Any, rank: int, world_size: int, *, device: Any, timeout: 
 
 
 def fsdp_groups(module: Any) -> Iterable[Any]:
-    """The parameter groups of a module that `fully_shard` has sharded. Missing: empty."""
+    """The parameter groups of a module that `fully_shard` has sharded; empty in torch releases without such groups."""
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # earlier torch releases have one group per module

@@ -73,9 +73,9 @@ def test_a_sweep_is_not_told_apart_from_itself(flopwatch, sweeps):
 
 def test_the_gate_fails_for_slower_pairs_and_passes_what_is_allowed(flopwatch, sweeps):
     status, _, err = flopwatch("compare", *sweeps, "--fail-if-slower", "20")
-    assert (status, "failed: 10 slower by more than 20 %" in err) == (1, True)
+    assert (status, "failed: 10 trials slower by more than 20 %" in err) == (1, True)
     status, _, err = flopwatch("compare", *sweeps, "--fail-if-slower", "60")
-    assert (status, "passed: of 10 pairs" in err) == (0, True)
+    assert (status, "passed: of 10 trials" in err) == (0, True)
 
 
 def test_the_gate_fails_for_what_no_longer_runs_and_never_passes_unseen(flopwatch, tmp_path):

@@ -103,7 +103,8 @@ class TestTokens:
             callback.on_step_end(args, state, TrainerControl())
         callback.on_train_end(args, state, TrainerControl())
         assert [record.message for record in caplog.records] == [
-            "flopwatch: the callback was not called by a Trainer, so tokens, FLOPs and MFU are unknown"
+            "flopwatch: the callback was not called by a Trainer, so tokens, FLOPs and MFU are unknown; in a training "
+            "loop of your own, use flopwatch.TrainingMonitor"
         ]
         assert callback.monitor.summary.values["total/steps"] == 2
         assert "total/tokens" not in callback.monitor.summary.values

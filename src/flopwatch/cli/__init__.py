@@ -1,4 +1,4 @@
-"""The entry point of the command line, and output that cannot stop a command.
+"""The entry point of the command line, and output streams whose errors do not stop a command.
 
 Commands that do not need torch do not load it. While trials run, a closed pipe, a full disk or a closed terminal is
 reported once, and the trials continue.
@@ -72,7 +72,7 @@ def _discard_output(stream: TextIO) -> None:
 
 
 def flag(text: str, *names: str, metavar: str | None = None) -> Any:
-    """A command-line option with its help text. Without `names` it is called like its parameter."""
+    """A command-line option with its help text. Without `names`, its name is that of the parameter."""
     return typer.Option(*names, help=text, metavar=metavar)
 
 
@@ -164,7 +164,8 @@ class LastingStream:
         self.is_gone = True
         with contextlib.suppress(OSError, ValueError):
             _discard_output(self._stream)
-        if not isinstance(error, BrokenPipeError):  # such as `| head -1`, which closes the pipe on purpose
+        # A reader such as `| head -1` closes the pipe on purpose, so a BrokenPipeError needs no message.
+        if not isinstance(error, BrokenPipeError):
             reason = getattr(error, "strerror", None) or str(error)
             with contextlib.suppress(OSError, ValueError):
                 self._other.write(f"flopwatch: cannot write to the output ({reason}); continuing without it\n")
@@ -200,9 +201,9 @@ class PatientLines:
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
-        self._lines: SimpleQueue[str | None] = SimpleQueue()  # a signal handler may call its put()
+        self._lines: SimpleQueue[str | None] = SimpleQueue()  # its put() is safe in a signal handler
 
-        # It is not a daemon thread, so that Python waits at exit until every line is printed.
+        # The thread is not a daemon, so that Python waits at exit until every line is printed.
         self._thread = Thread(target=self._print, name="flopwatch lines")
         self._thread.start()
 
@@ -210,7 +211,7 @@ class PatientLines:
         self._lines.put(line)
 
     def close(self) -> None:
-        """Wait up to 5 s until all lines are printed. The thread prints lines that are left at exit."""
+        """Wait up to 5 s until all lines are printed. Lines that take longer are printed before Python exits."""
         self._lines.put(None)
         self._thread.join(_PATIENCE_SECONDS)
 

@@ -46,7 +46,7 @@ def selftest() -> None:
 
 
 def _check_count() -> tuple[bool, str]:
-    """A linear layer takes 2 x samples x inputs x outputs FLOPs forward, and as many for the gradient of its weight."""
+    """Check the FLOPs of a linear layer: 2 x samples x inputs x outputs forward, as many for the weight gradient."""
     import torch
 
     from flopwatch.flops.count import count_flops
@@ -57,7 +57,7 @@ def _check_count() -> tuple[bool, str]:
 
 
 def _check_monitor() -> tuple[bool, str]:
-    """Training ends with bitwise equal parameters with and without the monitor, and all FLOPs are in the total."""
+    """Check that parameters are bitwise equal with and without the monitor, and that its total of FLOPs is right."""
     import tempfile
 
     import torch
@@ -78,7 +78,7 @@ def _check_monitor() -> tuple[bool, str]:
 
 
 def _check_cost() -> tuple[bool, str]:
-    """The monitor takes less than 5 % of the step time."""
+    """Check that the monitor takes less than 5 % of the step time."""
     import tempfile
     from statistics import median
 
@@ -99,7 +99,7 @@ def _batch() -> "dict[str, torch.Tensor]":
 
 
 def _train(monitor: "TrainingMonitor | None") -> "tuple[torch.nn.Module, list[float]]":
-    """Train a tiny model. Returns it, and the seconds of each step without the monitor's own time."""
+    """Train a tiny model. Returns the model, and the seconds of each step without the monitor's own time."""
     import torch
 
     from flopwatch.models.load import load_model

@@ -14,7 +14,7 @@ import typer
 from flopwatch.cli import flag, print_json, text_width
 from flopwatch.cli.report import write_file
 from flopwatch.errors import InputError
-from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, step_time
+from flopwatch.number_format import UNKNOWN, count, duration, flops, number, percent, plural, step_time
 
 if TYPE_CHECKING:
     from flopwatch.report.comparison import SweepComparison
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 def compare(
     run_a: Annotated[
-        str, typer.Argument(metavar="A", help="The run before the change: folder or log file; or a sweep.")
+        str, typer.Argument(metavar="A", help="The run before the change (folder or log file), or a sweep (folder).")
     ],
     run_b: Annotated[
-        str, typer.Argument(metavar="B", help="The run after the change: folder or log file; or a sweep.")
+        str, typer.Argument(metavar="B", help="The run after the change (folder or log file), or a sweep (folder).")
     ],
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
     md: Annotated[str | None, flag("Write the comparison of two sweeps as Markdown.", metavar="PATH")] = None,
     fail_if_slower: Annotated[
         float | None,
-        flag("Exit with status 1 if B is slower than A by more than this and beyond noise.", metavar="PERCENT"),
+        flag("Exit with status 1 if B is slower than A by more than this, and not only by noise.", metavar="PERCENT"),
     ] = None,
 ) -> None:
     """Compare the step time, rates and MFU of two runs or two sweeps, and tell differences from noise."""
@@ -77,7 +77,7 @@ def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
 
 
 def is_sweep(path: str) -> bool:
-    """Whether the path is the folder of a sweep, and not that of a run whose log is called results.jsonl."""
+    """Whether the path is the folder of a sweep. A run whose log is called results.jsonl is not a sweep."""
     from flopwatch.records.sweep_results import is_sweep_folder
     from flopwatch.records.trial_files import SWEEP
     from flopwatch.runs import find_log
@@ -141,17 +141,18 @@ def _fail_if_sweep_is_slower(comparison: "SweepComparison", percent: float) -> N
     gone = [pair.trial for pair in comparison.changed_outcomes if pair.outcome_a == "ok"]
     for word, trials in ((f"slower by more than {percent:g} %", slower), ("no longer ok", gone)):
         if trials:
-            typer.secho(f"failed: {len(trials):,} {word}, such as {one_line(trials[0])}", fg="red", err=True)
+            message = f"failed: {plural(len(trials), 'trial')} {word}, such as {one_line(trials[0])}"
+            typer.secho(message, fg="red", err=True)
     if slower or gone:
         raise typer.Exit(1)
-    typer.secho(f"passed: of {len(judged):,} pairs none is slower by more than {percent:g} %", err=True)
+    typer.secho(f"passed: of {len(judged):,} trials, none is slower by more than {percent:g} %", err=True)
 
 
 _WIDTH_FOR_INTERVALS = 98
 _GOOD = ("faster", "steadier")
 _BAD = ("slower", "less steady")
 _SHORT = {"no difference that can be told": "no clear difference", "too few steps to tell": "too few steps"}
-"""What the text says for verdicts of the JSON that would not fit a terminal of 80 columns."""
+"""Short forms of two verdicts, for a terminal of 80 columns; the JSON has the long forms."""
 _LABEL_WIDTH = 20
 _VALUE_WIDTH = 12
 _FACT_WIDTH = 30

@@ -29,7 +29,7 @@ def explain(
 
     log = read_around(find_log(run_dir), step)
     if step is None and not log.rows:
-        raise InputError(f"{str(log.path)!r} has no logging window yet; the first one is written after log_every steps")
+        raise InputError(f"{str(log.path)!r} has no logging window yet; try again after log_every steps")
     explanation = explain_window(log, log.rows[-1]) if step is None else explain_step(log, step)
     if as_json:
         print_json(explanation.to_json())

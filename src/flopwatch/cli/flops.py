@@ -35,8 +35,8 @@ def flops(
     batch_size: Annotated[int, flag("Samples per step.")] = 1,
     seq_len: Annotated[int, flag("Sequence length: tokens of each sample.")] = 1024,
     checkpoint: Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")] = False,
-    attention: Annotated[str, flag("full counts all pairs of positions, causal only those not masked.")] = "full",
-    method: Annotated[str, flag("How to count: auto, trace, step or estimate.")] = "auto",
+    attention: Annotated[str, flag("full counts all pairs in attention, causal only pairs not masked.")] = "full",
+    method: Annotated[str, flag("How to count FLOPs: auto, trace, step or estimate.")] = "auto",
     device: Annotated[str | None, flag('Device for the MFU, such as "NVIDIA H100 80GB HBM3"; see --step-time.')] = None,
     dtype: Annotated[str | None, flag("Compute type for the peak of --device. Default: bf16.")] = None,
     step_time: Annotated[float | None, flag("Seconds per step, to print MFU and HFU; needs --device.")] = None,
@@ -60,7 +60,7 @@ def flops(
 
 
 def _quiet_transformers() -> None:
-    """Hide advice of transformers about training options; it reads this variable when it is imported."""
+    """Hide advice of transformers about training options. The import of transformers reads this variable."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
@@ -262,7 +262,7 @@ _SMALLEST_IN_TFLOPS = 1e13
 
 
 def print_peaks(peaks: "list[Peak]", notes: str = "") -> None:
-    """Print the peaks of one device and their sources; without rich, whose import takes as long as the command."""
+    """Print the peaks of one device and their sources. Rich is not used, because its import is slow."""
     typer.secho(f"\n{peaks[0].device}\n", bold=True)
     _print_figures(peaks)
     typer.echo()

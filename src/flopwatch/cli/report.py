@@ -26,8 +26,8 @@ def report(
     parquet: Annotated[
         str | None, flag("Write the same rows as Parquet; - is standard output.", metavar="PATH")
     ] = None,
-    wandb: Annotated[str | None, flag("Log every trial to W&B, or update its run.", metavar="PROJECT")] = None,
-    mlflow: Annotated[str | None, flag("Log every trial to MLflow, or update its run.", metavar="EXPERIMENT")] = None,
+    wandb: Annotated[str | None, flag("Log every trial to W&B, or update it.", metavar="PROJECT")] = None,
+    mlflow: Annotated[str | None, flag("Log every trial to MLflow, or update it.", metavar="EXPERIMENT")] = None,
     metric: Annotated[str | None, flag("Tables to print, such as memory,time,tokens,samples,mfu,hfu.")] = None,
 ) -> None:
     """Print the results of a sweep: the best configuration, memory, time and MFU of each trainer, and failures."""

@@ -2,8 +2,8 @@
 
 typer 0.29 loads pydantic to convert the value of any option, even text into text or None into None. That doubles the
 CPU time of a command: `flopwatch peak --name X` takes 390 ms instead of 185 ms, `flopwatch sweep --help` 320 ms instead
-of 150 ms (median of 15 interleaved runs). These commands return such values unchanged, and pass numbers and lists on to
-typer.
+of 150 ms (median of 15 interleaved runs). The commands below return text and None unchanged, and leave numbers and
+lists to typer.
 
 The undocumented names are `get_runtime_param` and `type_descriptor` of a parameter. Without them, as before typer 0.29,
 typer converts every value.

@@ -108,9 +108,8 @@ def _tokens(run: WatchedRun) -> Card:
     if value is None:
         samples = run.value("perf/samples_per_second")
         return Card("tokens/s", None, "", "" if samples is None else f"{number(samples, digits=4)} samples/s", "")
-    shown = (
-        number(value, digits=4) if value < 1e6 else count(value, digits=4)
-    )  # a card has no room for seven large digits
+    # A card has no room for seven large digits.
+    shown = number(value, digits=4) if value < 1e6 else count(value, digits=4)
     digits = shown.rstrip("kMBT")
     remark = "" if padding is None else f"{100 - padding:.0f} % real"
     return Card("tokens/s", digits, shown.removeprefix(digits), remark, "")
@@ -349,7 +348,7 @@ def large(number: str) -> list[str] | None:
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
-    """Join texts, plain or with a style, to one line that never wraps: the height of a frame is its number of lines."""
+    """Join texts, plain or with a style, to one line. It never wraps, because each line gets one row of the screen."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 

@@ -23,7 +23,7 @@ Shape = tuple[int, int, int]
 """Shape of a matmul: rows of the left matrix, contracted dimension, columns of the right matrix."""
 
 TimeMatmul = Callable[[Shape, int], float]
-"""Runs so many matmuls of a shape one after the other and returns the seconds they took in total."""
+"""Takes a shape and a number of matmuls, runs them one after the other, and returns the seconds in total."""
 
 # Square matmuls, and the wide and deep ones of transformer layers. Which is fastest depends on the device.
 SHAPES: tuple[Shape, ...] = (
@@ -44,13 +44,13 @@ _SHARE_FOR_SEARCH = 0.6
 _SEARCH_REPEATS = 3
 _FEWEST_REPEATS = 5
 _MOST_REPEATS = 100
-# Long enough that the time to launch kernels and to read the clock is negligible.
+# A sample is long enough that the time to launch kernels and to read the clock is negligible.
 _SAMPLE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class BestMatmul:
-    """The fastest shape, its median rate and the number of repeats; `spread` is (max - min) / median of their times."""
+    """The fastest shape, its median rate and the number of repeats; `spread` is (max - min) / median of the times."""
 
     flops_per_s: float
     shape: Shape

@@ -197,7 +197,8 @@ _MATMUL_RATES = {"fp64": ("fp64_tensor", "fp64_matrix", "fp64"), "fp32": ("fp32_
 _RATES_BEHIND_A_DTYPE = {"fp64_tensor", "fp64_matrix", "fp32_matrix", "fp32_packed"}
 _USUAL_TRAINING_DTYPES = ("bf16", "fp16", "fp32")
 _MOST_SUGGESTIONS = 4
-_TOO_FAR = (0, 0.5)  # number of model words in common, and similarity of the letters from 0 to 1
+# Only closer products are suggested. Closeness: number of shared words with a digit, and likeness of letters (0 to 1).
+_TOO_FAR = (0, 0.5)
 
 
 def find_accelerator(facts: DeviceFacts) -> Accelerator | Unknown:
@@ -264,9 +265,8 @@ def similar_products(name: str) -> list[str]:
     >>> similar_products("NVIDIA H100 80GB")[0]
     'H100 SXM5 80GB'
     """
-    from difflib import (
-        SequenceMatcher,
-    )  # imported here, because the import is a tenth of the start-up time and rarely needed
+    # Imported here, because the import takes a tenth of the start-up time and is rarely needed.
+    from difflib import SequenceMatcher
 
     query = name.lower()
     models = {word for word in query.split() if any(letter.isdigit() for letter in word)}

@@ -42,8 +42,8 @@ class AccelerateMonitor(TrainingMonitor):
     def __init__(
         self, accelerator: Any, model: nn.Module, output_dir: str | Path = "outputs", **monitor_options: Any
     ) -> None:
-        # With "no" the dtype of the weights is used. With "fp8" the user must pass dtype=, because the fp8 recipe
-        # decides which matmuls run in fp8.
+        # With precision "no" the dtype of the weights is used. With "fp8" the user must pass dtype=, because the fp8
+        # recipe decides which matmuls run in fp8.
         precision = accelerator.mixed_precision
         own: dict[str, Any] = {"model": model, "dtype": precision if precision in ("bf16", "fp16") else None}
         super().__init__(output_dir, **(own | monitor_options))

@@ -1,4 +1,4 @@
-"""Helpers of the callbacks: errors that do not reach the training, methods replaced on one object, timed fetches."""
+"""Helpers of the callbacks: they catch errors, replace methods on one object, and time the fetching of batches."""
 
 import functools
 import logging
@@ -93,13 +93,13 @@ class FetchTimer:
 
     @harmless
     def begin_wait(self) -> bool:
-        """Start to measure. Returns False if the monitor does not measure this fetch."""
+        """Start measuring. Returns False if the monitor does not measure this fetch."""
         monitor = self._callback.monitor
         return monitor is not None and bool(monitor.begin_wait())
 
     @harmless
     def end_wait(self, *, has_batch: bool = True) -> None:
-        """Stop to measure; call it only if `begin_wait` returned True."""
+        """Stop measuring; call this only if `begin_wait` returned True."""
         if self._callback.monitor is not None:
             self._callback.monitor.end_wait(has_batch=has_batch)
 

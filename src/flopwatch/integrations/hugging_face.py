@@ -67,14 +67,20 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
         saved = _saved_totals(state, type(self).__name__)
         if state.global_step > 0 and saved.get("step") == state.global_step:
             self.monitor.load_state_dict(saved)
-        # The Trainer expects an entry for every stateful callback, which a checkpoint without this callback lacks.
+        # The Trainer expects an entry for every stateful callback, but a checkpoint saved without this one has none.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
         if self.lost_options:
-            lost = ", ".join(self.lost_options)
-            _log.warning("flopwatch: the checkpoint could not store these options, which now have defaults: %s", lost)
+            _log.warning(
+                "flopwatch: the checkpoint could not store these options, so defaults are used: %s; to pass them "
+                "again, set restore_callback_states_from_checkpoint=False",
+                ", ".join(self.lost_options),
+            )
         trainer = find_trainer(self)
         if trainer is None:
-            _log.warning("flopwatch: the callback was not called by a Trainer, so tokens, FLOPs and MFU are unknown")
+            _log.warning(
+                "flopwatch: the callback was not called by a Trainer, so tokens, FLOPs and MFU are unknown; in a "
+                "training loop of your own, use flopwatch.TrainingMonitor"
+            )
             return
         _move_to_front(self, trainer.callback_handler.callbacks)
         self._put_back.append(replace_method(trainer, "training_step", self._seeing))
@@ -138,7 +144,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
             "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
         }
         if args.logging_strategy == "steps":
-            # One step more than the Trainer, so that each window ends when the Trainer logs.
+            # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does.
             own["log_every"] = int(state.logging_steps) + 1
         return own | self._monitor_options
 

@@ -38,7 +38,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
     of the `Trainer`, in the same row as the module's values of that step. Validation and saving are not part of the
     step time. A run resumed from a checkpoint continues its totals.
 
-    FLOPs are counted for the module's `forward` with the batch; of a batch `(x, y)`, with the parts that `forward`
+    FLOPs are counted for the module's `forward` with the batch; a batch `(x, y)` is cut to the parts that `forward`
     takes. If the module has no `forward`, or its batches are dicts, and one child such as `self.model` has all
     parameters, the `forward` of that child is counted. `training_step` is not called for counting, because it logs.
 
@@ -186,7 +186,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
             "total_steps": trainer.max_steps if trainer.max_steps > 0 else None,
         }
         if trainer.log_every_n_steps:
-            # One step more than the Trainer, so that each window ends when the Trainer logs.
+            # One step more than the Trainer's interval, so that the monitor never logs before the Trainer does.
             own["log_every"] = trainer.log_every_n_steps + 1
         return own | self._monitor_options
 

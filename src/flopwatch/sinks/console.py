@@ -15,7 +15,7 @@ from flopwatch.number_format import count, duration, flop_rate, flops, number, p
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary
 
 LONG_WAIT_PERCENT = 10.0
-"""If a larger share of the step time is input wait, every line shows it."""
+"""If waiting for input takes more than this share of the step time, the printed line shows the share."""
 
 
 def row_parts(row: Row, step_width: int = 0) -> list[tuple[str, str, str]]:

@@ -20,9 +20,9 @@ from flopwatch.records.run import Notice, Record, Row
 from flopwatch.sinks.protocol import TrialRun
 
 MOST_METRICS = 1000
-"""MLflow's REST interface accepts so many metrics in one request."""
+"""The most metrics that MLflow's REST interface accepts in one request."""
 LONGEST_TAG = 5000
-"""MLflow accepts so many characters in the value of a tag."""
+"""The most characters that MLflow accepts in the value of a tag."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Tracking(Protocol):
 
 
 def open_tracking(uri: str, timeout_seconds: float) -> Tracking:
-    """A connection without retries if the URI is a server, else MLflow's own client."""
+    """A connection without retries if the URI is that of a server, else MLflow's own client."""
     if uri.startswith(("http://", "https://")):
         send = mlflow_request_sender(uri, timeout_seconds)
         if send is not None:
@@ -75,7 +75,7 @@ def uri_in_use(folder: Path) -> str:
 
 
 class ServerTracking:
-    """Sends requests to MLflow's REST interface without retries, for the reason given in `mlflow_request_sender`."""
+    """Sends requests to MLflow's REST interface without retries, because MLflow's client retries for minutes."""
 
     def __init__(self, send: Callable[..., Any]) -> None:
         self._send = send

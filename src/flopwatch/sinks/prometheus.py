@@ -100,7 +100,7 @@ class PrometheusSink:
         for key in row.values.keys() - self._series.keys():
             self._series[key] = _name(key, {series.name for series in self._series.values()})
         kept = self._values
-        if row.detailed:  # such a row has every known metric, so metrics that it lacks are unknown now
+        if row.detailed:  # a detailed row has every known metric, so metrics that it lacks are unknown now
             kept = {key: value for key, value in kept.items() if key not in METRICS}
         # This makes a new dict, because a scrape may be reading the old one.
         self._values = {**kept, **row.values}
@@ -123,7 +123,7 @@ def _name(key: str, taken: set[str]) -> _Series:
     if metric.unit == "s" and not name.endswith("_seconds"):
         name += "_seconds"
     if key not in METRICS:
-        # The help text contains the key, because the name may have lost it: `flopwatch______`.
+        # The help text contains the key, because the name may be unreadable: a Chinese key becomes `flopwatch______`.
         alone, number = name, 2
         while name in taken or name in _OWN_NAMES:
             name, number = f"{alone}_{number}", number + 1

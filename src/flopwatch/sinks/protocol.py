@@ -30,7 +30,7 @@ class Sink(Protocol):
 
 
 MOST_FAILURES = 3
-"""After so many failures in a row, the remaining trials are not logged, because the service is probably down."""
+"""After this many failures in a row, the remaining trials are not logged, because the service is probably down."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,8 @@ class TensorBoardSink:
         self._path = self._log_dir / name
         self._started_at = self._wall_time = start.unix_time
         first_step = 0 if start.resumed_after_step is None else start.resumed_after_step + 1
-        # At a START event TensorBoard discards all steps from this one on, but ignores the first START of a folder. So
-        # every session writes one.
+        # At a START event TensorBoard discards the points that it has read for this step and later ones. It ignores the
+        # first START of a folder, so every session writes one.
         session_log = self._tensorboard.SessionLog
         self._add(wall_time=start.unix_time, step=first_step, session_log=session_log(status=session_log.START))
         self._add_text("flopwatch/run", first_step, _as_code(start.to_json()))

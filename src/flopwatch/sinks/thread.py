@@ -19,7 +19,7 @@ from flopwatch.sinks.protocol import Sink
 _CLOSE: Final = "close"
 _CAUGHT_UP: Final = "caught up"
 _MOST_GATHERED = 20
-"""So many waiting rows wake the thread early; at the default of 50 steps per row that is after 1,000 steps."""
+"""The thread wakes early if this many rows wait: with the default of 50 steps per row, after 1,000 steps."""
 
 
 class SinkThread:
@@ -140,7 +140,7 @@ class SinkThread:
         self._sink.close()
 
     def _next(self, unflushed: bool) -> Record | str | Event:
-        """The next record; `_CAUGHT_UP` if written records must be flushed; otherwise sleep until a record comes."""
+        """Wait for the next record; if none is queued but written records are unflushed, return `_CAUGHT_UP`."""
         with suppress(Empty):
             return self._queue.get_nowait()
         if unflushed:

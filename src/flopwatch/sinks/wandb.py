@@ -21,8 +21,8 @@ class WandbSink:
 
     The sink logs into a run of its own, because W&B has one step counter per run. A row of flopwatch in the training's
     run would advance the counter, and W&B drops later rows of the training that have a smaller step. It would also end
-    or change a row that the training has not finished (`commit=False`, or `step=` without a next one). If the training
-    has a run, the new run has its project, group, mode and folder, the id `<its id>-flopwatch` and the name `<its name>
+    or change a row to which the training may still add values (`commit=False` or `step=`). If the training has a run,
+    the new run has its project, group, mode and folder, the id `<its id>-flopwatch` and the name `<its name>
     (flopwatch)`. The training's run gets only the totals, at the end, as `summary["flopwatch"]`.
 
     The sink starts its run at the first row, when the training has usually called `wandb.init`. The run does not become
@@ -117,7 +117,7 @@ class WandbSink:
     def _settings(self) -> dict[str, Any]:
         if self._users_run is None:
             return {"console": "off"}
-        # The machine's statistics are already in the run of the training.
+        # Statistics of the machine are switched off, because the run of the training has them.
         return {"console": "off", "x_disable_stats": True, "base_url": self._users_run.settings.base_url}
 
     def _place(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class WandbSink:
         if self._users_run is not None:
             return _beside(self._users_run)
         place: dict[str, Any] = {}
-        if os.environ.get("WANDB_RUN_ID"):  # this id belongs to a later wandb.init of the training
+        if os.environ.get("WANDB_RUN_ID"):  # the training will use this id in its own wandb.init
             place |= {"id": os.environ["WANDB_RUN_ID"] + _SUFFIX, "resume": "allow"}
         if "dir" not in self._init and not os.environ.get("WANDB_DIR"):
             self._output_dir.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ class WandbSink:
 
 
 def _beside(run: Any) -> dict[str, Any]:
-    """Arguments of `wandb.init` for a run beside this run. Resuming this run resumes the other one too."""
+    """Arguments of `wandb.init` for a second run beside `run`. If `run` is resumed, the second run is resumed too."""
     mode = "disabled" if run.disabled else "offline" if run.offline else "online"
     names = {"name": f"{run.name} (flopwatch)" if run.name else None, "job_type": "flopwatch"}
     place = {"project": run.project, "entity": run.entity or None, "group": run.group or None}

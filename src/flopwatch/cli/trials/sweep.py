@@ -43,15 +43,15 @@ def sweep(
     steps: Annotated[int | None, flag("Measured steps of each trial.")] = None,
     exclude: Annotated[list[str] | None, flag("Leave out trials, such as 'trainer=ghost seq_len>=1024'.")] = None,
     # The limits of a trial.
-    memory: Annotated[str | None, flag("Most host memory of each trial, such as 4GiB.")] = None,
+    memory: Annotated[str | None, flag("Limit of host memory for each trial, such as 4GiB.")] = None,
     timeout: Annotated[float | None, flag("Most seconds a trial may take. Default: 3600.")] = None,
     no_progress: Annotated[
-        float | None, flag("End a trial after so many seconds without a step. Default: 600.")
+        float | None, flag("End a trial that does no step for this many seconds. Default: 600.")
     ] = None,
     # Where trials run.
     engine: Annotated[str, flag("Where trials run: local, ray or slurm.")] = "local",
     engine_option: Annotated[list[str] | None, flag("An option of the engine, such as partition=gpu.")] = None,
-    jobs: Annotated[int, flag("Trials that run at once on a machine without GPUs.")] = 1,
+    jobs: Annotated[int, flag("How many trials run at once on a machine without GPUs.")] = 1,
     gpu_ids: Annotated[str | None, flag("Indices of the GPUs to use, such as 0,1. Default: all.", "--gpu-ids")] = None,
     gpus_per_trial: Annotated[float | None, flag("GPUs of each trial; with 0.5, two trials share one GPU.")] = None,
     # Which trials run, in which order, and for how long.
@@ -63,7 +63,7 @@ def sweep(
     detach: Annotated[bool, flag("Run in the background; show it with `flopwatch sweep attach`.", "--detach")] = False,
     order_seed: Annotated[int, flag("Seed of the random order in which trials run.", "--order-seed")] = 0,
     in_order: Annotated[bool, flag("Run trials in the order of the matrix.", "--in-order")] = False,
-    # What the command does.
+    # Checks before the sweep, and what is recorded.
     quick: Annotated[bool, flag("Try the same trainers on a tiny model; takes about a minute.", "--quick")] = False,
     dry_run: Annotated[bool, flag("Show the trials and the predicted time; run nothing.", "--dry-run")] = False,
     only_preflight: Annotated[bool, flag("Only show which trainer supports which model.", "--only-preflight")] = False,
@@ -77,7 +77,7 @@ def sweep(
     The first Ctrl-C finishes running trials and starts no more; the second ends running trials. `flopwatch sweep
     attach DIR` shows a sweep that runs in another terminal, `flopwatch sweep stop DIR` sends it a Ctrl-C.
     """
-    given = locals()  # typer needs every flag in the signature; a dict spares passing each of them on by name
+    given = locals()  # a dict of all flags, because `_read` would otherwise need each of them as an argument
     if words and words[0] in ("attach", "stop"):
         from flopwatch.cli.trials.sweep_attach import attach_or_stop
 
@@ -104,7 +104,7 @@ def sweep(
     if detach:
         from flopwatch.cli.trials.sweep_attach import run_detached
 
-        request.plan()  # raises errors here; in the background they would be in a log file
+        request.plan()  # shows errors of the input here, because in the background they would be in a log file
         run_detached(request.output)
         return
     with lasting_output(), tracked(request.output, wandb, mlflow):

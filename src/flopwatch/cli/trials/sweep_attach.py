@@ -113,7 +113,7 @@ def _print(follower: Follower, console: Console) -> None:
 
 
 def _states(follower: Follower) -> Iterator[RunnerState | None]:
-    """The state of the runner, again and again; None at last, so that results of its last moment are read too."""
+    """Yield the state of the runner until it ends, and then None, so that the caller reads the last results too."""
     while (state := follower.runner()) is not None:
         yield state
         time.sleep(_LOOK_EVERY_SECONDS)
@@ -136,7 +136,7 @@ _PATIENCE_SECONDS = 60.0
 def run_detached(sweep: Path) -> None:
     """Start the same command without --detach in a new session, so that closing the terminal does not end it.
 
-    Returns when the new process has locked the folder. If it fails before, prints its output and exits with its status.
+    Returns when the new process has locked the folder. If it fails first, prints its output and exits with its status.
     """
     with held_folder(sweep):  # creates the folder, or raises if another process has locked it
         pass

@@ -112,7 +112,7 @@ class PlainLines:
         self._say(f"{one_line(lost.name, _LONGEST_LINE)} {_one_line(lost)}; retrying ({retry} of {most})")
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        """Print why no trial runs, because a sweep that waits for another one would otherwise look like a hang."""
+        """Print why no trial runs, because a sweep that waits for another one would otherwise seem to hang."""
         is_stuck = "held back" in engine_state or "not answered" in engine_state
         waiting_for = engine_state if is_stuck or (not running and engine_state.startswith("waiting")) else ""
         without_numbers = re.sub(r"[0-9]+", "", waiting_for)

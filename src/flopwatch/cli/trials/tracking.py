@@ -34,7 +34,7 @@ FOLLOWER = "flopwatch.cli.trials.tracking"
 _PATIENCE_SECONDS = 300.0
 """How long the end of a sweep waits for the last trials to be logged."""
 _SILENT_SECONDS = 2.0
-"""After this time the user is told that the sweep waits."""
+"""After this time, a message says that the sweep waits for the last trials to be logged."""
 _LONGEST_LINE = 2000
 
 
@@ -87,7 +87,7 @@ def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tupl
     if follower is None:
         return 1, "the process that logs trials could not be started"
     if follower.stdin is not None:
-        with contextlib.suppress(OSError):  # the follower may have exited
+        with contextlib.suppress(OSError):  # raised if the follower has exited
             follower.stdin.close()
     try:
         status = _waited(follower)
@@ -192,7 +192,7 @@ def _wait_for_end(over: threading.Event) -> None:
 
 
 def _wait_for_plan(folder: Path, over: threading.Event) -> None:
-    """Wait until the sweep has created its folder, because it rejects a folder that has files, such as those of W&B."""
+    """Wait until the sweep has created its folder, because the sweep rejects a folder that has files of W&B."""
     from flopwatch.records.trial_files import SWEEP
 
     while not (folder / SWEEP).exists() and not over.wait(0.1):

@@ -45,14 +45,14 @@ def trial(
     device: _Device = "auto",
     checkpoint: _Checkpoint = False,
     steps: _Steps = 10,
-    memory: Annotated[str | None, flag("Most host memory of the trial, such as 4GiB.")] = None,
+    memory: Annotated[str | None, flag("Limit of host memory for the trial, such as 4GiB.")] = None,
     timeout: _Timeout = 3600.0,
     spec: Annotated[Path | None, flag("Run an earlier trial again; the path of its spec.json.")] = None,
     output: Annotated[Path | None, flag("Folder for the result. Default: flopwatch-sweep.", "--output", "-o")] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Measure one trial in a separate process: step time, memory, FLOPs and MFU, or the reason why it failed."""
-    given = locals()  # typer needs every flag in the signature; a dict spares passing each of them on by name
+    given = locals()  # a dict of all flags, to pass them on together
     from flopwatch.cli import lasting_output
     from flopwatch.sweep.spec.names import check_names
 
@@ -91,7 +91,7 @@ def fit(
     steps: _Steps = 5,
     memory: Annotated[
         str | None,
-        flag("Most host memory of each trial, such as 2GiB. Default on a CPU: the free memory less a margin."),
+        flag("Limit of host memory for each trial, such as 2GiB. Default on a CPU: the free memory less a margin."),
     ] = None,
     max_batch: Annotated[int, flag("The largest batch size to try.")] = 4096,
     timeout: _Timeout = 3600.0,
@@ -150,13 +150,13 @@ def asked_for(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
 
 
 def _only_spec(command_does: str, *layers: dict[str, Any]) -> "TrialSpec":
-    """The trial that layers of settings describe; later layers take precedence. Raises if they describe several."""
+    """The trial that layers of settings describe; later layers take precedence. Raises if there are several trials."""
     from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 
     specs = expand(read_matrix(None, layered(*layers)))
     if len(specs) > 1:
         raise InputError(
-            f"{command_does} one configuration, but these settings make {len(specs)}; give one value for each"
+            f"{command_does} one configuration, but these settings make {len(specs)}; give each setting one value"
         )
     return specs[0]
 
@@ -173,7 +173,7 @@ def _from_file(file: Path, *, has_folder: bool) -> "tuple[TrialSpec, Path, str]"
             f"{file} is not the spec.json of a trial ({error}); name a file SWEEP/trials/NAME/spec.json"
         ) from None
     except NewerFormatError as error:
-        raise InputError(f"{file} has {error}; update flopwatch") from None
+        raise InputError(f"{file} cannot be read, because {error}; update flopwatch") from None
     check_processes(job.spec)
     folder = file.resolve().parent.parent.parent
     if not has_folder and not is_sweep_folder(folder):
@@ -212,8 +212,8 @@ def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: boo
 
     name = name or trial_names([spec])[0]
     with held_folder(folder):
-        # A key identifies the settings and the devices of a trial. Trials of a cluster have a key without devices, so
-        # the key is the one that the sweep has listed.
+        # A key identifies the settings of a trial and, unless the trial ran on a cluster, the devices. The list of the
+        # sweep tells which of the two keys the trial has.
         here, anywhere = (content_key(spec, fingerprint(spec, is_here=is_here)) for is_here in (True, False))
         listed = read_trial_list(folder).trials.get(name, {}).get("key")
         placed = Trial(folder, name, anywhere if listed == anywhere else here, spec)
@@ -233,7 +233,7 @@ def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: boo
 def _fit_spec(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
     from flopwatch.sweep.spec.parsing import parse_overrides
 
-    # Recording a trace needs memory, which would change the result.
+    # No trace is recorded, because that needs memory, so the batch size that fits would be smaller.
     return _only_spec("`flopwatch fit` tries", {"warmup_steps": 2, "trace": False}, parse_overrides(words), flags)
 
 
