@@ -29,7 +29,7 @@ Notify = Callable[[Level, str, str], None]
 
 
 class NoticeText(NamedTuple):
-    """A notice without its step. Each code is sent once; a suffix after a colon makes a code different from others."""
+    """A notice without its step. Each code is sent once, so variants of a notice get a suffix after a colon."""
 
     level: Level
     code: str
@@ -187,8 +187,8 @@ def rows_in_doubt(step: int, counted_at: int | None) -> NoticeText:
     rows = "earlier rows" if counted_at is None else f"rows after step {counted_at}, the last correct count,"
     return _warning(
         f"rows_in_doubt:{counted_at}",
-        f"the FLOPs of step {step}, counted while it ran, are not those of earlier steps with the same model calls; "
-        f"{rows} may be wrong although they are marked as exact",
+        f"the FLOPs of step {step}, counted while it ran, differ from those of earlier steps with equal model calls, "
+        f"so {rows} may be wrong although they are marked as exact",
     )
 
 

@@ -97,7 +97,7 @@ class RowMaker:
         self._held.append(window)
 
     def windows_past_warm_up(self, *, flush: bool) -> list[PricedWindow]:
-        """Return the windows that can become rows. With `flush` these are all; warm-up is found in the steps so far."""
+        """Return the windows that can become rows. With `flush` these are all, even if warm-up may still go on."""
         must_wait = not self._is_warm_up_known and self._config.warm_up_steps == "auto" and not flush
         if must_wait and sum(len(window.steps) for window in self._held) < _STEPS_TO_SEE_WARM_UP:
             return []
@@ -266,7 +266,7 @@ class RowMaker:
 
 
 class MeasuredSum:
-    """Adds up the timed steps of a session for its rates, separately for each set of amounts that a step may have."""
+    """Adds up the timed steps of a session for its rates, in groups of steps for which the same amounts are known."""
 
     def __init__(self) -> None:
         self._steps = 0

@@ -48,9 +48,9 @@ from flopwatch.sinks.protocol import Sink
 _MFU_ALARM = 1.05
 """An MFU above this cannot be an error of the measured time, so the peak must be wrong."""
 _LEAST_STALL_SECONDS, _LEAST_OUTSIDE_SECONDS = 0.5, 0.2
-"""If stalls, or time outside steps, are shorter in a whole session, no notice is given: a busy machine causes them."""
+"""Stalls and time outside steps are reported only if their sum in a session is larger: a busy machine causes some."""
 _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
-"""The logging rank sends the others a plan: how long a window is. A rank without it stops reporting after so long."""
+"""If a rank has waited this long for the plan of the logging rank (the length of windows), it stops reporting."""
 DEVICE_SECONDS = 60.0
 """How long a checkpoint and the end of a run wait for a device that has work queued."""
 _CHECKPOINT_SECONDS = 2.0

@@ -175,7 +175,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
 def _share_of_window(
     of_all_ranks: Mapping[str, int], window: Sequence[MeasuredStep], rest: Sequence[MeasuredStep]
 ) -> dict[str, int]:
-    """Divide the amounts of all ranks in a window in the same proportion as the logging rank's amounts in its steps."""
+    """Estimate the sums of all ranks over the steps `rest`, from the share of `rest` in the logging rank's own sums."""
     shares: dict[str, int] = {}
     for name, total in of_all_ranks.items():
         own, own_rest = (sum(getattr(step, name) or 0 for step in steps) for steps in (window, rest))
@@ -244,7 +244,7 @@ def _later_of(
 
 
 def _as_last_record(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> LastRecord:
-    """Combine the newest record's time with these totals. A wall time is preferred to the time in the record."""
+    """Return the totals with the time of the newest record, which is computed from its wall time if it has one."""
     is_summary = newest["type"] == "summary"
     if is_summary:  # a summary also contains the time of phases after the last row
         names = ("train", "input_wait", "warm_up", "wall", *LOST)
@@ -372,7 +372,7 @@ class Session:
         return _totals_of(self._ledger)
 
     def totals(self) -> Totals:
-        """Return the totals up to the newest row; only their wall time is that of now."""
+        """Return the totals up to the newest row. Only the wall time includes the time since that row."""
         self._ledger.set_wall(self._wall_clock.unix_time())
         return _totals_of(self._ledger)
 

@@ -183,9 +183,7 @@ class DatasetMetrics:
             )
         if any(len(tensor) != len(names) for tensor in given):
             sizes = ", ".join(str(tuple(tensor.shape)) for tensor in given)
-            raise InputError(
-                f"log_datasets got {len(names)} names for tensors of shape {sizes}; pass one name per sample"
-            )
+            raise InputError(f"log_datasets got {len(names)} names for tensors of shape {sizes}; pass one per sample")
         device = given[0].device
         rows = torch.tensor([self._index.setdefault(name, len(self._index)) for name in names]).to(
             device, non_blocking=True
@@ -208,7 +206,7 @@ class DatasetMetrics:
             arrived, self._late = self._values(self._late.read()[0]), None
         if self._sums is not None and self._late is None:
             self._late, self._sums = LateValues([self._sums]), None
-            if not arrived and self._late.are_there():  # sums of a CPU need no copy
+            if not arrived and self._late.are_there():  # on a CPU, the sums need no copy
                 arrived, self._late = self._values(self._late.read()[0]), None
         return arrived
 

@@ -262,7 +262,7 @@ def _sequence(read: Read) -> Read:
 def _mapping(annotation: Any) -> Read:
     read = _reader(annotation)
     if annotation is Any:
-        # `clean_value` gets the whole mapping, so that it limits the levels of nesting from here on.
+        # `clean_value` gets the whole mapping, because it counts levels of nesting from the value that it gets.
         return lambda value: clean_value(value) if type(value) is dict else _raise(_wrong(value, "an object"))
 
     def read_all(value: Any) -> Any:
