@@ -90,7 +90,7 @@ def test_switched_off_it_does_nothing(tmp_path):
     [
         ({"names": ["a"]}, "with the loss of each sample"),
         ({"names": ["a"], "logits": torch.zeros(1, 2)}, "logits= and labels="),
-        ({"names": ["a", "b"], "losses": torch.zeros(3)}, "2 dataset names for tensors of shape"),
+        ({"names": ["a", "b"], "losses": torch.zeros(3)}, "2 names for tensors of shape"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, call, message):

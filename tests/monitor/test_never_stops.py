@@ -264,6 +264,31 @@ def test_an_exception_that_cannot_be_printed_is_reported_by_its_class(tmp_path, 
     assert monitor.summary.values["total/steps"] == 20
 
 
+@pytest.mark.parametrize("at", ["sink", "log", "model"])
+def test_an_exception_that_cannot_be_printed_does_not_stop_the_notice_about_it(tmp_path, caplog, monkeypatch, at):
+    class Broken(TinyText):
+        def forward(self, input_ids, attention_mask=None, labels=None):
+            raise UnprintableError
+
+    class UnprintableValueError(UnprintableError, ValueError):
+        pass
+
+    def find(log, first_step):
+        raise UnprintableValueError
+
+    if at == "log":
+        monkeypatch.setattr("flopwatch.monitor.session.find_resume_point", find)
+    sinks = [RecordingSink("bad", raises=UnprintableError())] if at == "sink" else []
+    monitor, rounds = run(tmp_path, model=Broken() if at == "model" else None, sinks=sinks)
+
+    assert rounds == 20
+    code = {"sink": "sink_failed:bad", "log": "log_not_resumed", "model": "flops_unknown"}[at]
+    assert monitor.summary.notices[code] == 1
+    assert len(caplog.records) == 1
+    assert "Unprintable" in caplog.text
+    assert monitor.summary.values["total/steps"] == 20
+
+
 def test_a_training_that_ends_with_an_exception_that_cannot_be_printed_has_a_summary(tmp_path):
     monitor = flopwatch.TrainingMonitor(tmp_path)
     monitor.log_step(0, loss=1.0)

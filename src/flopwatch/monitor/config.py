@@ -134,12 +134,10 @@ def refuse_problems(problems: list[str]) -> None:
         raise InputError("the monitor's configuration has mistakes: " + "; ".join(problems))
 
 
-# Names of settings in a configuration file: those of `MonitorConfig`, and the other names in docs/requirements.md.
-
-
 _SECTIONS = ("flopwatch", "monitoring", "monitor")
 """Sections that only flopwatch reads, so an unknown key in them is reported as a mistake."""
 
+# Other names that a configuration file may use for settings of `MonitorConfig`; most are from docs/requirements.md.
 _MONITORING = {
     "mfu_calculation_mode": "mode",
     "performance_monitoring.measure_flops_frequency": "flops_profile_freq",
@@ -168,7 +166,7 @@ SPELLINGS: Mapping[str, str] = {
     "wandb.log_dataset_metrics": "log_dataset_metrics",
     "wandb.reduced_logging": "reduced_logging",
 }
-"""The setting's name in `MonitorConfig`, by its dotted path in a configuration file."""
+"""Maps dotted paths in a configuration file to the names of settings in `MonitorConfig`."""
 
 
 def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

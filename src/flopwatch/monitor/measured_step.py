@@ -28,7 +28,7 @@ _WARM_UP_FACTOR = 1.5
 
 
 class MeasuredStep(NamedTuple):
-    """All measurements of one optimizer step; None is unknown.
+    """All measurements of one optimizer step. None means that a value is unknown.
 
     Attributes:
         step: The step's number.
@@ -243,7 +243,7 @@ class Ledger:
     Attributes:
         steps: Number of optimizer steps; repeated steps count once.
         totals: Samples, tokens and FLOPs of the steps; amounts that were never known are missing.
-        seconds: Time by class, see `flopwatch.records.metrics`; `wall` ends with the newest row.
+        seconds: Time by class, such as `train` and `eval`; `wall` is the time from the run's start to its newest row.
         first_start_unix_time: When the run's first process started; None if the log does not contain it.
     """
 
@@ -252,10 +252,10 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=dict)
     first_start_unix_time: float | None = None
     _not_compared: list[float] = field(default_factory=list, repr=False)
-    """`work_seconds` of warm-up steps that ended before the time of a typical step was known."""
+    """`work_seconds` of warm-up steps. The lost part is computed as soon as the time of a typical step is known."""
 
     def add_steps(self, steps: Iterable[MeasuredStep], typical_seconds: float | None = None) -> None:
-        """Add steps. Time of a warm-up or stalled step beyond `typical_seconds` is booked as lost."""
+        """Add steps. If a warm-up or stalled step took longer than `typical_seconds`, the rest counts as lost time."""
         for step in steps:
             self.steps += 1
             self.add_amounts({name: amount for name in _TOTALS if (amount := getattr(step, name)) is not None})

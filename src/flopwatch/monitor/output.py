@@ -18,6 +18,7 @@ import torch
 from flopwatch.errors import InputError
 from flopwatch.monitor.config import MonitorConfig
 from flopwatch.records.flops import Peak
+from flopwatch.records.reading import first_line
 from flopwatch.records.run import Level, Notice, Record, RunStart, Summary
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.protocol import Sink
@@ -28,7 +29,7 @@ Notify = Callable[[Level, str, str], None]
 
 
 class NoticeText(NamedTuple):
-    """A notice without its step. Its code may have a suffix after a colon, so that variants are sent separately."""
+    """A notice without its step. Each code is sent once, so variants of a notice get a suffix after a colon."""
 
     level: Level
     code: str
@@ -46,8 +47,8 @@ def _warning(code: str, message: str) -> NoticeText:
 def mfu_above_peak(mfu: float, peak: Peak) -> NoticeText:
     return _warning(
         "mfu_above_peak",
-        f"MFU is {100 * mfu:.1f} %, more than the device can do: the peak of {peak.flops_per_s:.4g} FLOP/s "
-        f"({peak.device}, {peak.dtype}, {peak.source}) is not that of this training; pass dtype= or peak_flops_per_s=",
+        f"MFU is {100 * mfu:.1f} %, more than the device can do, so the peak of {peak.flops_per_s:.4g} FLOP/s "
+        f"({peak.device}, {peak.dtype}, {peak.source}) is wrong for this training; pass dtype= or peak_flops_per_s=",
     )
 
 
@@ -89,7 +90,7 @@ def input_wait_unknown() -> NoticeText:
 def time_outside_steps(seconds: float) -> NoticeText:
     return _warning(
         "time_outside_steps",
-        f"{seconds:.3g} s passed between two steps, far longer than usual: they are counted as time outside steps "
+        f"{seconds:.3g} s passed between two steps, far longer than usual. This is counted as time outside steps "
         '(time/outside_seconds), not as input wait. Put evaluation and saving into `with monitor.phase("eval")`; if '
         "the loader was slow, write `for batch in monitor.batches(loader)`",
     )
@@ -104,7 +105,8 @@ def stalled(seconds: float) -> NoticeText:
 
 
 def log_not_resumed(log: Path, error: BaseException) -> NoticeText:
-    return _warning("log_not_resumed", f"the totals start at 0, because {log} cannot be used: {error}")
+    why = first_line(error)
+    return _warning("log_not_resumed", f"the totals start at 0, because those in {log} cannot be read: {why}")
 
 
 def steps_lost(last_step: int, first_step: int) -> NoticeText:
@@ -135,8 +137,8 @@ def state_is_behind() -> NoticeText:
 def ranks_unknown(rank: int, world_size: int) -> NoticeText:
     return _warning(
         "ranks_unknown",
-        f"there are {world_size} ranks, but torch.distributed was not initialised before the first step: all numbers "
-        f"are those of rank {rank} only",
+        f"there are {world_size} ranks, but torch.distributed was not initialised before the first step, so all "
+        f"numbers are those of rank {rank} only; call torch.distributed.init_process_group before the first step",
     )
 
 
@@ -147,7 +149,7 @@ def ranks_lost(rank: int, why: str) -> NoticeText:
 def ranks_missing(missing: int, world_size: int) -> NoticeText:
     return _warning(
         "ranks_missing",
-        f"{missing} of {world_size} ranks did not report this window: the row has the numbers of the logging rank "
+        f"{missing} of {world_size} ranks sent no numbers for this window, so the row has those of the logging rank "
         "only, and the totals lack the missing ranks; ranks/reporting shows the number of ranks in each row",
     )
 
@@ -172,7 +174,8 @@ def ranks_absent(ranks: Sequence[int]) -> NoticeText:
 def ranks_late(seconds: float) -> NoticeText:
     return _warning(
         "ranks_late",
-        f"other ranks had not closed their monitor {seconds:.0f} s after this one, so the last window lacks them",
+        f"other ranks had not closed their monitor {seconds:.0f} s after this one, so the last window lacks "
+        "their numbers; close the monitor on every rank when the training ends",
     )
 
 
@@ -184,8 +187,8 @@ def rows_in_doubt(step: int, counted_at: int | None) -> NoticeText:
     rows = "earlier rows" if counted_at is None else f"rows after step {counted_at}, the last correct count,"
     return _warning(
         f"rows_in_doubt:{counted_at}",
-        f"a count of step {step} while it ran gave other FLOPs than earlier steps with the same calls: {rows} may be "
-        "wrong although they are marked as exact",
+        f"the FLOPs of step {step}, counted while it ran, differ from those of earlier steps with equal model calls, "
+        f"so {rows} may be wrong although they are marked as exact",
     )
 
 
@@ -200,8 +203,9 @@ def optimizer_products(flops: int) -> NoticeText:
 def flops_unknown(error: BaseException) -> NoticeText:
     return _warning(
         "flops_unknown",
-        f"the FLOPs of this model could not be counted: {error}. Only steps that are counted while they run will have "
-        "FLOPs and MFU; pass batch= as the model takes it, loss_fn=..., or flops_fn=... with a number of your own",
+        f"the FLOPs of this model could not be counted: {first_line(error)}. Only steps that are counted while they "
+        "run will have FLOPs and MFU; pass as batch= what the model is called with, pass loss_fn=... if the model "
+        "returns no loss, or pass flops_fn=..., which returns the FLOPs of a batch",
     )
 
 
@@ -241,7 +245,7 @@ _FLUSH_SECONDS = 5.0
 
 
 class Outlets:
-    """Sends records to the sinks, with one thread per sink. Records sent before `start` follow the `RunStart` record.
+    """Sends records to the sinks, with one thread per sink. Records wait until `start` has sent the `RunStart` record.
 
     Attributes:
         failed_parts: Parts of the monitor that were switched off, each with the first reason.
@@ -326,7 +330,7 @@ class Outlets:
         )
 
     def _sink_failed(self, name: str, error: BaseException) -> None:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         self.failed_parts[name] = reason
         message = f"the sink {name} failed and is switched off, the training goes on: {reason}"
         self.notify("error", f"sink_failed:{name}", message)
@@ -366,7 +370,7 @@ def json_ready(value: Any) -> Any:
 
 
 _MOST_STEPS = 10
-"""Most steps in one trace, because a trace of many steps takes gigabytes."""
+"""A trace contains at most this many steps, because a longer one would take gigabytes."""
 
 
 class TraceCapture:

@@ -60,10 +60,10 @@ class JobLayout:
 
 
 class RowMaker:
-    """Makes rows of windows, in order. The first windows wait until it is known which of their steps are warm-up.
+    """Makes one row of each window of steps. The first windows are kept until it is known which steps are warm-up.
 
     Attributes:
-        layout: Number of ranks, and how they share batches. May change, as models can be parallelised late.
+        layout: Number of ranks, and how they share batches. It changes if the model is parallelised later.
         last_step: Last step of the newest row, and of the totals.
         latest: All values of the newest row; percentiles only if the row is detailed or was made on request.
         straggler: The rank that the other ranks waited for in the newest row; None if there was none.
@@ -97,7 +97,7 @@ class RowMaker:
         self._held.append(window)
 
     def windows_past_warm_up(self, *, flush: bool) -> list[PricedWindow]:
-        """Return the windows that can become rows. With `flush`, all can: the steps so far then decide on warm-up."""
+        """Return the windows that can become rows. With `flush` these are all, even if warm-up may still go on."""
         must_wait = not self._is_warm_up_known and self._config.warm_up_steps == "auto" and not flush
         if must_wait and sum(len(window.steps) for window in self._held) < _STEPS_TO_SEE_WARM_UP:
             return []
@@ -129,7 +129,7 @@ class RowMaker:
         return [window._replace(steps=[next(rest) for _ in window.steps]) for window in windows]
 
     def _marked(self, steps: Sequence[PricedStep]) -> list[PricedStep]:
-        """Return the steps with `is_warm_up` set, by the setting or by comparing these steps with each other."""
+        """Return the steps with `is_warm_up` set: by `warm_up_steps`, or by their times if that setting is `auto`."""
         wanted = self._config.warm_up_steps
         count = (
             find_warm_up([step.measured.seconds for step in steps]) if wanted == "auto" else wanted - self._steps_seen
@@ -140,10 +140,10 @@ class RowMaker:
         ]
 
     def so_far(self, begun: Sequence[PricedStep]) -> PartialRow | None:
-        """Make a partial row of the steps that are in no row yet, with the totals up to them; changes nothing here.
+        """Make a partial row of all steps that are in no row yet, with the totals after them. Changes no state.
 
         Args:
-            begun: Steps of the window that has not ended. Earlier windows may wait here for their warm-up.
+            begun: Steps of the window that has not ended. The row begins with the windows that were added earlier.
         """
         steps = [*(step for window in self._held for step in window.steps), *begun]
         if not self._is_warm_up_known:
@@ -266,7 +266,7 @@ class RowMaker:
 
 
 class MeasuredSum:
-    """Adds up the timed steps of a session for its rates. Steps that know different amounts are added separately."""
+    """Adds up the timed steps of a session for its rates, in groups of steps for which the same amounts are known."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -314,7 +314,7 @@ def _denominator(steps: Sequence[MeasuredStep], peak: Peak | None) -> dict[str, 
 
 
 def _reasons_of_ranks(report: RankReport | None, world_size: int) -> tuple[str, ...]:
-    """Why a row that is exact on this rank is not exact on all ranks; empty if it is."""
+    """For FLOPs that are exact on this rank, the reasons why they are not exact on all ranks; empty if they are."""
     if report is None or report.ranks < world_size:
         return (f"only {0 if report is None else report.ranks} of {world_size} ranks have reported these steps",)
     if report.exact_ranks < world_size:

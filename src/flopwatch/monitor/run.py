@@ -48,9 +48,9 @@ from flopwatch.sinks.protocol import Sink
 _MFU_ALARM = 1.05
 """An MFU above this cannot be an error of the measured time, so the peak must be wrong."""
 _LEAST_STALL_SECONDS, _LEAST_OUTSIDE_SECONDS = 0.5, 0.2
-"""Less than this in a whole session is normal on a busy machine, so no notice is given."""
+"""Stalls and time outside steps are reported only if their sum in a session is larger: a busy machine causes some."""
 _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
-"""A rank that has received no plan from the logging rank after so many windows, steps and seconds stops reporting."""
+"""If a rank has waited this long for the plan of the logging rank (the length of windows), it stops reporting."""
 DEVICE_SECONDS = 60.0
 """How long a checkpoint and the end of a run wait for a device that has work queued."""
 _CHECKPOINT_SECONDS = 2.0
@@ -82,14 +82,13 @@ class MonitoredRun:
 
     `note_step` keeps what is known when a step ends (`NotedStep`), without reading from the device. When a window is
     full, `close_window` reads the values (`SettledStep`), adds FLOPs (`PricedStep`), merges the reports of all ranks
-    (`Rank`), adds the window to the totals (`Session`), makes a row (`RowMaker`), and sends it to the sinks
-    (`Outlets`).
+    (`Rank`), adds the window to the totals (`Session`), makes a row (`RowMaker`) and sends it to sinks (`Outlets`).
 
     Attributes:
         noter: Finds out which calls of the model a step makes.
         costs: The FLOPs of each call that was counted so far.
         pricer: Computes the FLOPs of a step from its calls.
-        assumed_batch: The batch of every step by the settings batch_size and seq_length; None without these settings.
+        assumed_batch: Batch of the size set by batch_size and seq_length, for steps that are logged without a batch.
         last_step: Number of the newest step.
         count_seconds: Time that the training's thread has spent counting FLOPs.
         is_off: True when this rank has stopped reporting to the logging rank.
@@ -193,9 +192,7 @@ class MonitoredRun:
         lengths: Sequence[int] | None,
         more: dict[str, Any],
     ) -> None:
-        """Keep what is known of the step that ends. On an ordinary step, this reads no device, writes no file and waits
-        for nothing.
-        """
+        """Keep what is known when a step ends. On an ordinary step, this never reads the device, writes or waits."""
         segments, waits = self.step_clock.end_step()
         step = int(step)
         if not self._has_started:
@@ -205,11 +202,11 @@ class MonitoredRun:
                 self._readings.append(self.noter.read(batch, lengths))
                 if self._flops_fn is not None:
                     self._user_flops = (self._user_flops or 0) + checked_flops(self._flops_fn, batch)
-            except Exception as error:  # the step has no tokens then, but still a time and a loss
+            except Exception as error:  # the step is logged without tokens
                 self.failed("batch", error)
         try:
             calls = self.noter.end_step(self._readings, step, self.close_window, loss)
-        except Exception as error:  # the step has no FLOPs then
+        except Exception as error:  # the step is logged without FLOPs
             self.failed("flops", error)
             calls = NO_CALLS
         noted = NotedStep(
@@ -243,7 +240,7 @@ class MonitoredRun:
         if is_full or calls.count is not None:
             try:
                 self.noter.look_at_graph(calls, loss)
-            except Exception as error:  # the window's FLOPs are not checked then
+            except Exception as error:  # the FLOPs of this window stay unchecked
                 self.failed("flops", error)
         if is_full:
             self.close_window()
@@ -296,7 +293,7 @@ class MonitoredRun:
             self._begun[-1] = last._replace(measured=last.measured._replace(**known), learning_rate=rate)
 
     def _is_window_full(self, step: int, previous: int | None) -> bool:
-        """Whether the window ends with this step: by the logging rank's plan, or by log_every and log_seconds."""
+        """Whether the window ends with this step, by the plan of the logging rank or by log_every and log_seconds."""
         if self.ranks.window_steps is not None:
             return ends_window(step, previous, self.ranks.window_steps)
         if self.ranks.waits_for_plan:
@@ -305,7 +302,7 @@ class MonitoredRun:
         return is_late or len(self._begun) + len(self._noted) >= self._log_every
 
     def _look_at_ranks(self, wait_seconds: float = 0.0) -> None:
-        """Take what other ranks have sent: merged reports on the logging rank, the plan on the others."""
+        """Take what other ranks have sent: merged reports, or the logging rank's plan with the length of windows."""
         link = self.ranks.link
         if link is None:
             return
@@ -333,7 +330,7 @@ class MonitoredRun:
         self.ranks.leave()
 
     def _cut_at_windows(self, window_steps: int) -> None:
-        """Divide the steps that ended before the plan arrived into windows."""
+        """Divide the steps so far into windows of this length, which the logging rank has just sent."""
         noted, self._noted = self._noted, []
         previous: int | None = None
         for step in noted:
@@ -390,7 +387,7 @@ class MonitoredRun:
         noted = step.noted
         try:
             return self.pricer.cost(noted.calls, step.works, noted.user_flops, self.noter.why_not_watched)
-        except Exception as error:  # the step has no FLOPs then
+        except Exception as error:  # the step is logged without FLOPs
             self.failed("flops", error)
             return StepCost()
 
@@ -423,9 +420,8 @@ class MonitoredRun:
                 window, self.pricer.peak, self._more_values(), with_percentiles=now, later_seconds=self._later_seconds()
             )
             self.outlets.send(row)
-            if (
-                row.exact is False and self._world_size == 1
-            ):  # with several ranks, rows have notes but no notice is given
+            # With several ranks no notice is given, but the reasons are in the row's notes.
+            if row.exact is False and self._world_size == 1:
                 self._notify(*notices.not_exact(row.notes), row.step)
             self._look_for_alarms(row.step)
 
@@ -534,7 +530,7 @@ class MonitoredRun:
 
     def _summary(self, values: dict[str, Number], ended_by: str | None) -> Summary:
         exact, notes, doubt = self.rows.exact, self.rows.notes, self.noter.doubt
-        if doubt is not None:  # rows that are marked as exact may be wrong
+        if doubt is not None:  # some rows may be wrong although they are marked as exact
             exact, notes, values = False, (*notes, doubt.message), {**values, "perf/exact": 0}
         return Summary(self.last_step, 0.0, values, ended_by=ended_by, exact=exact, notes=notes)
 
@@ -578,7 +574,7 @@ def _seconds_of(steps: Sequence[PricedStep]) -> float:
 
 
 def _assumed_batch(config: MonitorConfig) -> dict[str, torch.Tensor] | None:
-    """Make the batch that loops without batch and mask are assumed to use; None if its size is not configured."""
+    """Make a batch for steps that are logged without batch and mask; None if its size is not configured."""
     if config.batch_size is None or config.seq_length is None:
         return None
     return {"attention_mask": torch.ones(config.batch_size, config.seq_length, dtype=torch.long)}

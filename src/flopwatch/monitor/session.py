@@ -130,8 +130,8 @@ def device_memory_gib(device: torch.device) -> dict[str, float]:
 class ResumePoint(NamedTuple):
     """The last logged step before the one at which a run continues, and the totals up to that step.
 
-    `is_estimated` is True when the step lies inside a window of several ranks: the log contains the sums of all ranks
-    only for whole windows.
+    `is_estimated` is True if the step lies inside a window of several ranks. The totals are then partly an estimate,
+    because the log contains the sums of all ranks only for whole windows.
     """
 
     step: int
@@ -175,7 +175,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
 def _share_of_window(
     of_all_ranks: Mapping[str, int], window: Sequence[MeasuredStep], rest: Sequence[MeasuredStep]
 ) -> dict[str, int]:
-    """Estimate the amounts of all ranks for the first steps of a window from the logging rank's share in them."""
+    """Estimate the sums of all ranks over the steps `rest`, from the share of `rest` in the logging rank's own sums."""
     shares: dict[str, int] = {}
     for name, total in of_all_ranks.items():
         own, own_rest = (sum(getattr(step, name) or 0 for step in steps) for steps in (window, rest))
@@ -185,7 +185,7 @@ def _share_of_window(
 
 
 def find_last_record(log: Path) -> LastRecord | None:
-    """Find the newest record of earlier sessions, even if its steps are repeated now; None if there is none."""
+    """Find the newest record of earlier sessions, even if this session repeats its steps; None if there is none."""
     newest: dict[str, Any] | None = None
     for record in _timed_records(log):
         newest = newest or record
@@ -225,7 +225,7 @@ def is_same_job(log: Path, environment: Mapping[str, Any]) -> bool:
         return False
     start = next((record for record in _timed_records(log) if record["type"] == "run"), {})
     before = start.get("environment", {}).get("torchelastic")
-    # The agent keeps its pid when it restarts workers. The id alone is not enough: its default is "none" for all jobs.
+    # torchrun's agent keeps its pid when it restarts workers. `run_id` alone does not identify a job: it may be "none".
     same = before and all(before[name] == now[name] for name in ("run_id", "agent_pid"))
     return bool(same and before["restart_count"] < now["restart_count"])
 
@@ -244,22 +244,22 @@ def _later_of(
 
 
 def _as_last_record(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> LastRecord:
-    """Take the time from the ledger's wall time if the newest record has one, otherwise from the record itself."""
+    """Return the totals with the time of the newest record, which is computed from its wall time if it has one."""
     is_summary = newest["type"] == "summary"
-    if is_summary:  # it contains phases after the last row
+    if is_summary:  # a summary also contains the time of phases after the last row
         names = ("train", "input_wait", "warm_up", "wall", *LOST)
         keys = {name: f"time/{name}_seconds" for name in names}
         ledger.seconds |= {name: newest["values"][key] for name, key in keys.items() if key in newest["values"]}
     has_wall = "time/wall_seconds" in newest["values"] if is_summary else bool(newest.get("ledger"))
     own = _end_of(ledger) if has_wall else None
-    if ledger.first_start_unix_time is None:  # an older log: the time of its first record is the best known start
+    if ledger.first_start_unix_time is None:  # in an older log, use the time of the first record
         starts = read_around(log).starts
         ledger.first_start_unix_time = starts[0].unix_time if starts else None
     return own or LastRecord(newest["unix_time"], ledger)
 
 
 def _timed_records(log: Path) -> Iterator[dict[str, Any]]:
-    """Yield starts of sessions, rows and summaries, newest first."""
+    """Yield the records that have a time (starts of sessions, rows and summaries), newest first."""
     if not log.is_file():
         return
     for line in lines_from_end(log):
@@ -282,7 +282,7 @@ def _steps(row: Mapping[str, Any] | None) -> list[MeasuredStep]:
 
 
 _UNREADABLE_LOG = (FlopwatchError, OSError, ValueError, KeyError)
-"""Exceptions that reading a damaged log, or a file that is no log, can raise."""
+"""Exceptions that may be raised when a damaged log, or another file, is read as a log."""
 _TYPICAL_STEPS = 64
 """A step is stalled if it takes much longer than the median of the last 64 steps."""
 
@@ -372,7 +372,7 @@ class Session:
         return _totals_of(self._ledger)
 
     def totals(self) -> Totals:
-        """Return the totals up to the newest row, with the wall time up to now."""
+        """Return the totals up to the newest row. Only the wall time includes the time since that row."""
         self._ledger.set_wall(self._wall_clock.unix_time())
         return _totals_of(self._ledger)
 
@@ -388,7 +388,7 @@ class Session:
         booked, before = self._ledger.seconds, self._carried_seconds
         try:
             last = find_last_record(self._log_path)
-        except _UNREADABLE_LOG:  # only the time between the sessions is unknown then
+        except _UNREADABLE_LOG:  # the totals go on, but without the time between the sessions
             last = None
         self._began_unix_time = continue_times(ledger, last, self._wall_clock.session_start_unix_time)
         self._wall_clock.go_on_from(self._began_unix_time)

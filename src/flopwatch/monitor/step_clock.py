@@ -78,12 +78,12 @@ def timer_for(device: torch.device, clock: Clock) -> StepTimer:
 
 _REMEMBERED = 32
 _FEWEST = 4
-"""A gap is compared with the gaps before it once there are this many."""
+"""A gap is compared with earlier gaps only if there are at least this many."""
 _FACTOR = 5.0
 SHORT_GAP_SECONDS = 0.05
 """A gap of at most this length is never unusual, because a busy machine causes gaps of some tens of milliseconds."""
 _IDLE_SHARE = 0.2
-"""A thread that uses less than this share of a core is taken as idle."""
+"""A thread that uses less than this share of a core counts as idle."""
 
 
 def _has_worker_processes() -> bool:
@@ -122,10 +122,10 @@ class UsualGaps:
         self._has_workers = False
 
     def gap_begins(self, short: tuple[float, float] | None = None) -> None:
-        """Begin a gap. Only if the loader has workers, read the thread's processor time, which is a slow system call.
+        """Begin a gap. The thread's processor time is read only if the loader has workers, because that call is slow.
 
         Args:
-            short: Seconds of the gap before, and of the work before that gap, if that gap was too short to be unusual.
+            short: Seconds of the previous gap and of the work before it; None if `is_outside` was called for that gap.
         """
         if short is not None:
             self._gaps.append(short[0])
@@ -139,7 +139,7 @@ class UsualGaps:
             self._cpu_at_gap = self._cpu_seconds()
 
     def leave_gap(self) -> None:
-        """Begin a phase, whose processor time does not belong to the gap."""
+        """Begin a phase inside the gap. Its processor time does not belong to the gap."""
         if self._has_workers:
             self._cpu_at_phase = self._cpu_seconds()
 
@@ -226,11 +226,11 @@ class StepClock:
         self._timer = timer
         self._clock = clock
         self._marks_by_clock = timer.mark is clock
-        """Whether a mark is a host time, so that the clock need be read only once."""
+        """Whether marks are readings of `clock`; then one reading serves as the time and as the mark."""
         self._thread = threading.get_ident()
         self._usual = UsualGaps()
         self._short_gap: tuple[float, float] | None = None
-        """Seconds of the gap before the current step, and of the work before that gap; for `UsualGaps.gap_begins`."""
+        """Argument of `UsualGaps.gap_begins`: seconds of the gap before this step, and of the work before that gap."""
         self._start: Any = None
         self._segments: list[tuple[Any, Any]] = []
         self._gap_at = 0
@@ -284,7 +284,7 @@ class StepClock:
         elif self._state == _APART:
             self._go(_WORK)
         else:
-            has_batch = False  # the arrival was not seen, because the loop did not call `end_micro_batch`
+            has_batch = False  # without `end_micro_batch` it is unknown when the batch came
         self._arrivals += has_batch
         if self._busy_time is not None:
             self._busy_time.batch_is_here()
@@ -382,7 +382,7 @@ class StepClock:
 
     @contextmanager
     def apart(self) -> Iterator[list[float]]:
-        """A context whose time belongs to no step. Yields a list that receives its seconds, 0 for a nested context."""
+        """A context whose time belongs to no step. At the end, its seconds (0 if nested) are in the yielded list."""
         self._leave()
         began = self._clock()
         seconds: list[float] = []
@@ -396,7 +396,7 @@ class StepClock:
             self._come_back()
 
     def book(self) -> float:
-        """Take the current gap so far out of the next step; return its seconds."""
+        """Remove the time of the current gap so far from the next step, and return it in seconds."""
         if self._state != _GAP:
             return 0.0
         self._turn(_GAP)

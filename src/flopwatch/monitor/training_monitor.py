@@ -416,7 +416,7 @@ class TrainingMonitor:
             yield
 
     def spent_on(self, name: str) -> None:
-        """Add the time since the last step or the last such call to a phase, for callbacks at the end of a phase."""
+        """Add the time since the last step, or since the last call of this method, to a phase that has just ended."""
         self._do("spent_on", lambda run: run.spent_on(name), is_own_work=False)
 
     def set_phase(self, name: str) -> None:
@@ -475,7 +475,7 @@ class TrainingMonitor:
         self._do("capture_trace", lambda run: run.trace.ask(steps))
 
     def says_what_was_not_given(self, says: bool) -> None:
-        """Switch the notice about a missing model or missing batches on or off; frameworks provide both later."""
+        """Set whether a missing model or batch is reported. Integrations that pass them later switch the report off."""
         self._do("says_what_was_not_given", lambda run: run.set_looks_for_gaps(says))
 
     def set_model(self, model: nn.Module) -> None:
@@ -587,7 +587,7 @@ def _close_forgotten(reference: "weakref.ref[TrainingMonitor]") -> None:
     monitor = reference()
     if monitor is not None:
         error = getattr(sys, "last_value", None)
-        # In a script this exception ends the process. In a notebook or shell it may be one of any earlier cell.
+        # In a script, `error` has ended the process. In a notebook or shell, an earlier cell may have raised it.
         monitor._close(error, is_of_this_run=not (hasattr(sys, "ps1") or "ipykernel" in sys.modules))
 
 

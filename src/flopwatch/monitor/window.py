@@ -1,4 +1,4 @@
-"""The steps of one row. Their values stay on the device until the window ends, and are then fetched with one copy."""
+"""A window: the steps of one row. Their values stay on the device until it ends; then one copy fetches all of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic, sleep
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
     version: int
 
     def is_unchanged(self) -> bool:
-        """Whether the tensor was not written into since. Always False for `_NOT_A_NUMBER`."""
+        """Whether nothing was written into the tensor since it was kept. Always False for `_NOT_A_NUMBER`."""
         return tensor_version(self.value) == self.version
 
 
@@ -44,7 +44,8 @@ def keep(value: Any) -> Any:
     a window of them could fill the memory.
     """
     try:
-        if type(value) is not torch.Tensor:  # isinstance(DTensor) takes 5 µs after a training step
+        # Plain tensors skip isinstance(value, DTensor), because that takes 5 µs right after a training step.
+        if type(value) is not torch.Tensor:
             if not isinstance(value, torch.Tensor):
                 return value if type(value) in _NUMBERS else _keep_object(value)
             if isinstance(value, DTensor):
@@ -55,18 +56,18 @@ def keep(value: Any) -> Any:
             value = value.detach()
         if value.is_cpu:
             try:
-                return tuple.__new__(Kept, (value, tensor_version(value)))  # Kept() is slower: a Python function.
-            except RuntimeError:  # Tensors of inference mode have no version.
+                return tuple.__new__(Kept, (value, tensor_version(value)))  # This is faster than Kept(...).
+            except RuntimeError:  # Tensors of inference mode have no version counter.
                 pass
         return _keep_copy(value)
-    except Exception:  # the code of a user's tensor class or object has raised: only this value is lost
+    except Exception:  # code of the user, such as a tensor class, has raised; only this value is lost
         return _NOT_A_NUMBER
 
 
 def _keep_copy(value: torch.Tensor) -> Kept:
     if value.is_complex() or value.is_meta or value.layout is not torch.strided:
         return _NOT_A_NUMBER
-    with torch.inference_mode(False):  # so that the copy has a version
+    with torch.inference_mode(False):  # so that the copy has a version counter
         return Kept(value.clone(), 0)
 
 
@@ -81,7 +82,7 @@ def read_now(value: Any) -> float | None:
     """Read a value, waiting for the device if necessary; None if it is not a single real number."""
     try:
         return None if value is None else float(value)
-    except Exception:  # user code, such as __float__
+    except Exception:  # code of the user, such as __float__, may raise anything
         return None
 
 
@@ -182,7 +183,7 @@ class DatasetMetrics:
             )
         if any(len(tensor) != len(names) for tensor in given):
             sizes = ", ".join(str(tuple(tensor.shape)) for tensor in given)
-            raise InputError(f"log_datasets got {len(names)} dataset names for tensors of shape {sizes}")
+            raise InputError(f"log_datasets got {len(names)} names for tensors of shape {sizes}; pass one per sample")
         device = given[0].device
         rows = torch.tensor([self._index.setdefault(name, len(self._index)) for name in names]).to(
             device, non_blocking=True
@@ -205,7 +206,7 @@ class DatasetMetrics:
             arrived, self._late = self._values(self._late.read()[0]), None
         if self._sums is not None and self._late is None:
             self._late, self._sums = LateValues([self._sums]), None
-            if not arrived and self._late.are_there():  # CPU sums are available at once
+            if not arrived and self._late.are_there():  # on a CPU, the sums need no copy
                 arrived, self._late = self._values(self._late.read()[0]), None
         return arrived
 
@@ -288,8 +289,8 @@ class SettledWindow(NamedTuple):
 
     Attributes:
         steps: The steps of the window.
-        left_out: Names of values that are not a single number or were overwritten; `batch` if a batch was.
-        batch_failure: The error when a batch was read; None if all could be read.
+        left_out: Names of values that are not a single number or were overwritten; `batch` for an overwritten batch.
+        batch_failure: The exception that reading a batch has raised; None if all batches could be read.
     """
 
     steps: list[SettledStep]
@@ -328,7 +329,7 @@ class Window:
         timer: StepTimer,
         look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
     ) -> None:
-        """Begin to copy the values to the host; `look_at` computes the sizes of batches that were only referenced."""
+        """Begin to copy the values to the host. `look_at` computes sizes of batches that log_step only referenced."""
         self.steps = steps
         self._timer = timer
         self._look_at = look_at
@@ -344,7 +345,7 @@ class Window:
         """Compute the sizes of a step's batches; None if one of them was overwritten or cannot be read."""
         try:
             looked_at = [self._look_at(reading) for reading in readings]
-        except Exception as error:  # a dtype or tensor class without the needed ops
+        except Exception as error:  # such as a dtype or tensor class that does not support an op used here
             self._batch_failure = error
             return None
         known = [reading for reading in looked_at if reading is not None]
@@ -397,8 +398,8 @@ class Window:
             try:
                 if isinstance(value, Kept) and (len(read) != 1 or not value.is_unchanged()):
                     raise ValueError
-                values.setdefault(name, float(read[0]))  # log_step's arguments precede `more`.
-            except Exception:  # User code, such as __float__, has raised: only this value is lost.
+                values.setdefault(name, float(read[0]))  # A named argument wins over `more`.
+            except Exception:  # Code of the user, such as __float__, has raised. Only this value is lost.
                 self._left_out.add(name)
         return values
 

@@ -136,16 +136,16 @@ def find_metric(key: str) -> Metric:
 
 
 # Goodput: the share of a run's wall time spent in useful steps. Steps that a run repeats after a restart count once.
-# Wall time begins with the run's first process and includes the time between sessions. Functions take and return
-# seconds by the name of their class, as in `Row.ledger`. `train` is the time in useful steps; `input_wait`, `compile`
-# and `stall` are disjoint parts of it.
+# Wall time begins with the run's first process and includes the time between sessions. It is divided into classes:
+# `train` is the time in useful steps, and `input_wait`, `compile` and `stall` are disjoint parts of `train`. The
+# functions below take and return seconds by class, as in `Row.ledger`.
 
 APART = ("eval", "checkpoint", "pause", "count", "outside")
 """Classes of time between steps: the phases of the monitor, and `outside` for time in no phase."""
 LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun")
 """Every class of unproductive time except `other`, which is the remainder."""
 _OF_STEPS = ("train", "input_wait", "warm_up", "compile", "stall")
-"""Classes that are reset to their value at the checkpoint when a run resumes from one; other times keep growing."""
+"""Classes that are set back to their value at the checkpoint when a run resumes from it; the others keep growing."""
 _STALL_FACTOR = 5.0
 """A step that takes this many times the median counts as stalled, for example by a hung file system."""
 
@@ -197,7 +197,7 @@ def typical_seconds(steps: Collection[float]) -> float | None:
 
 
 def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> tuple[str, float] | None:
-    """The class and the amount of the time that a step lost; None for an ordinary step.
+    """The class and the seconds of the time that a step lost; None for an ordinary step.
 
     Args:
         seconds: Time of the step, without input wait.

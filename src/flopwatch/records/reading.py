@@ -21,7 +21,7 @@ from flopwatch.errors import FlopwatchError
 
 _LARGEST_JSON = 1 << 30
 _LARGEST_LINE = 1 << 28
-"""In bytes. Files that flopwatch writes are far smaller; reading a larger one could exhaust the memory."""
+"""Limits in bytes. Files that flopwatch writes are far smaller; reading a larger one could exhaust the memory."""
 
 
 class UnreadableError(FlopwatchError):
@@ -148,7 +148,7 @@ _LARGEST_INTEGER = 10**30
 """Larger than any count of FLOPs or bytes; integers beyond 1e308 cannot be converted to float."""
 
 _DEEPEST = 60
-"""Most levels of nesting. The json module can read about 1,000 levels, but raises RecursionError when writing them."""
+"""Limit for levels of nesting. The json module reads about 1,000 levels, but fails when it writes that many."""
 
 
 class BrokenRecordError(FlopwatchError, ValueError):
@@ -208,7 +208,7 @@ def _record_reader(kind: Any) -> Read:
 
 
 def _field_reader(annotation: Any, field: "Field[Any]") -> Read:
-    """The function that reads a value of the field that is not None."""
+    """Return the function that reads a value of this field; it is not called for None."""
     if field.metadata.get("may_be_infinite"):
         return _any_float
     return _known_value(annotation) if type(None) in get_args(annotation) else _reader(annotation)
@@ -234,7 +234,7 @@ def _reader(annotation: Any) -> Read:
 
 
 def _known_value(annotation: Any) -> Read:
-    """The function that reads a value of type X, for the annotation `X | None`. Records have no other unions."""
+    """For the annotation `X | None`, return the function that reads an X. Records have no other unions."""
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     if len(kinds) != 1:
         raise TypeError(f"a record cannot have a field with a union of {kinds}")
@@ -262,7 +262,7 @@ def _sequence(read: Read) -> Read:
 def _mapping(annotation: Any) -> Read:
     read = _reader(annotation)
     if annotation is Any:
-        # The mapping is read as one value, so that the levels of nesting are counted from here.
+        # `clean_value` gets the whole mapping, because it counts levels of nesting from the value that it gets.
         return lambda value: clean_value(value) if type(value) is dict else _raise(_wrong(value, "an object"))
 
     def read_all(value: Any) -> Any:

@@ -22,7 +22,7 @@ class RunStart:
 
     Attributes:
         session: A random name that distinguishes the sessions of one log.
-        unix_time: When it began.
+        unix_time: When the session began.
         output_dir: The run's folder.
         resumed_after_step: The step of the checkpoint from which the session resumes; None for a fresh start.
         total_steps: The number of planned steps, if it is known.
@@ -127,7 +127,7 @@ class Row:
 
     @property
     def steps_done(self) -> int:
-        """Number of steps done: the larger of two counts, as step numbers may begin at 0 and totals may be lost."""
+        """Steps done: the larger of step number and total, because numbers may begin at 0 and totals may be lost."""
         return max(self.step, int(self.ledger.get("steps", 0)))
 
     def to_json(self) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def _read_list(file: Path, found: SweepResults) -> set[tuple[str, str, float | N
 
 
 def _worth_opening(sweep: Path, found: SweepResults) -> list[str]:
-    """Names of trials whose `result.json` may be newer than `results.jsonl`; opening all of 10,000 would be slow."""
+    """Names of trials whose `result.json` may be newer than `results.jsonl`; opening 10,000 files is slow."""
     try:
         index_changed = (sweep / RESULTS).stat().st_mtime
     except OSError:

@@ -23,7 +23,7 @@ Outcome: TypeAlias = Literal[
 
 - `ok`: It ran to its end and was measured.
 - `oom_device`, `oom_host`: The memory of the accelerator or of the host, or the limit set on it, did not suffice.
-- `crash`: A signal killed it that flopwatch did not send.
+- `crash`: It was killed by a signal that flopwatch did not send.
 - `timeout`: It took longer than `Limits.wall_seconds`.
 - `hang`: It made no progress for longer than `Limits.no_progress_seconds`.
 - `error`: It raised an exception, or exited with a status other than 0.
@@ -62,9 +62,9 @@ class Limits:
     """The limits at which the supervisor process kills a trial.
 
     Attributes:
-        wall_seconds: Longest run time of the trial's worker process; None is no limit.
-        no_progress_seconds: Longest time without a new phase or step; None is no limit.
-        memory_bytes: Host memory of the trial's whole process tree; None is no limit.
+        wall_seconds: Longest run time of the trial's worker process; None means no limit.
+        no_progress_seconds: Longest time without a new phase or step; None means no limit.
+        memory_bytes: Host memory of the trial's whole process tree; None means no limit.
     """
 
     wall_seconds: float | None = 3600.0
@@ -91,7 +91,7 @@ class TrialSpec:
         seed: Seed of the weights and of the batch.
         threads: CPU threads of the worker; None uses the cores that the engine assigns to the trial.
         gpus: Accelerators of the trial on each of its nodes; below 1, several trials share one.
-        cpus: Cores to reserve, with an engine that reserves cores (Slurm, Ray); None is the engine's default.
+        cpus: Cores to reserve, if the engine reserves cores (Slurm, Ray); None means the engine's default.
         options: Further arguments of the trainer, such as `max_grad_norm`.
         trace: Whether one step is recorded as a Kineto trace.
         limits: The limits at which the trial is killed.
@@ -99,7 +99,7 @@ class TrialSpec:
         processes: Worker processes on each node.
         layout: How several processes train together: `ddp` or `fsdp`; None for a single process.
         batch: `package.module:function` that returns the batch; None makes a dummy batch for the model.
-        micro_batch_size: Samples per forward pass, with gradient accumulation; None is the whole batch.
+        micro_batch_size: Samples per forward pass, with gradient accumulation; None means the whole batch.
         privacy: The full training for which epsilon is computed: `dataset_size` or `sample_rate`, `epochs` or `steps`,
             `delta`, `accountant`, `target_epsilon`; empty for a trainer without differential privacy.
     """
@@ -368,7 +368,7 @@ class TrialResult:
         phase: The phase in which the trial ended: `start`, `import`, `build`, `warmup`, `measure`, `memory`, `flops`,
             `privacy`, `trace` or `done`.
         step: The last step that the trial began in this phase; None if the phase has no steps.
-        measured: What was measured until then.
+        measured: What was measured until the trial ended.
         unix_time: When the trial started; None if it did not run.
         seconds: Run time of the worker process; None if the trial did not run.
         environment: Versions, host, device, clocks, git.
@@ -377,7 +377,7 @@ class TrialResult:
         stacks: The stacks of all threads, if the trial was killed because it made no progress.
         earlier_attempts: The attempts that were lost and repeated in the same run of the sweep, oldest first, each with
             `outcome`, `reason`, `host`, `unix_time`, `seconds` and `folder`.
-        attempt: A random name of the attempt, as in `spec.json`. It shows that a late result is from an earlier one.
+        attempt: A random name of the attempt, as in `spec.json`. A result of an earlier attempt has another name.
     """
 
     name: str
@@ -427,7 +427,7 @@ class TrialJob:
         environment: What is known before the trial runs, such as versions. The devices of the host that submits the
             trial are not included, because the trial may run on another host.
         cwd: The folder in which the sweep was started; paths of trainers, config files and scripts are relative to it.
-        attempt: A random name of this attempt. If it has changed, a supervisor that starts late does not run the trial.
+        attempt: A random name of this attempt. A late supervisor that finds another name here does not run the trial.
         retries: How often the trial may be repeated if it is lost.
         earlier_attempts: As in `TrialResult`.
     """

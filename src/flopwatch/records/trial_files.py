@@ -28,7 +28,7 @@ RUNNERS = "runners"
 RUNNER = "runner.json"
 RUNNER_LOG = "runner.log"
 LOCK = "lock"
-"""The lock file of flopwatch 0.1, which had no `runners`. It still shows that a folder belongs to a sweep."""
+"""The lock file of flopwatch 0.1, which had no folder `runners`. It still shows that a folder belongs to a sweep."""
 
 TRIALS, LOGS, RUNS, EARLIER = "trials", "logs", "runs", "earlier"
 
@@ -65,7 +65,7 @@ def run_folder(sweep: Path, name: str) -> Path:
 
 
 def of_rank(file: str, rank: int) -> str:
-    """The name of the file that a rank writes, where each rank of a trial writes one; rank 0 has no number.
+    """The name of a file that every rank writes for itself; the name for rank 0 has no number.
 
     >>> of_rank("measured.json", 0), of_rank("measured.json", 3)
     ('measured.json', 'measured-3.json')
@@ -85,7 +85,7 @@ def exception_file(rank: int) -> str:
 def write_json(file: Path, content: Any) -> None:
     """Write JSON to a temporary file and rename it, so that a reader never sees half a file.
 
-    There is no fsync, because 10,000 of them take minutes, and a power failure costs only that a trial runs again.
+    There is no fsync, because 10,000 of them take minutes. At worst, a trial must run again after a power failure.
     """
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     with open(beside, "w", encoding="utf-8") as stream:

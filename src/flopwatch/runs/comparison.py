@@ -153,13 +153,13 @@ def recompute_percent(log: RunLog) -> float | None:
 
 NO_DIFFERENCE = "no difference that can be told"
 TOO_FEW = "too few steps to tell"
-"""Both are values of the JSON, which scripts read, so their words must not change."""
+"""`NO_DIFFERENCE` and `TOO_FEW` must not change, because scripts read them in the JSON output."""
 CONFIDENCE = 0.99
 _DRAWS = 1000
 _MOST_STEPS_DRAWN = 50
 """Longer blocks of steps are thinned to this length, because sorting every step of a long run 1,000 times is slow."""
 _LEAST = 0.05
-"""A smaller change, in percent or percentage points, is printed as 0.0, so it is not called a difference."""
+"""A change below 0.05 percent or percentage points is printed as 0.0, so it is not called a difference."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,7 +313,7 @@ def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
 
 
 def _session_of(step: int, log: RunLog) -> int:
-    """Return the number of the last session that began before the step, because its result replaced earlier ones."""
+    """Return the number of the last session that ran the step, because its values replace those of earlier ones."""
     began = [start.resumed_after_step is None or start.resumed_after_step < step for start in log.starts]
     return max((number for number, is_before in enumerate(began, 1) if is_before), default=1)
 

@@ -42,7 +42,7 @@ def row_step(line: bytes) -> int | None:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Parse the JSON object on a line. The log has nan and inf as text; they become numbers."""
+    """Parse the JSON object on a line. NaN and infinity, which the log has as text, become numbers."""
     try:
         content = json.loads(line)
     except ValueError as error:
@@ -103,7 +103,7 @@ def lines_from_end(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes
     """Yield the lines of a file from the last to the first, without line breaks and without empty lines."""
     with path.open("rb") as file:
         position = file.seek(0, os.SEEK_END)
-        begun = b""  # The end of a line whose beginning is in a block that is not read yet.
+        begun = b""  # The end of a line whose beginning is in a block that was not read yet.
         while position > 0:
             size = min(block_bytes, position)
             position -= size
@@ -156,7 +156,7 @@ def find_log(run_dir: str | Path) -> Path:
 
 
 def _checked(path: Path) -> Path:
-    """Raise InputError if none of the first lines is a record. A file may be empty, because a run may just start."""
+    """Raise InputError if none of the first lines is a record. An empty file passes: its run may have just begun."""
     with path.open("rb") as file:
         lines = [line for _, line in zip(range(_LINES_LOOKED_AT), _whole_lines(file), strict=False)]
     if lines and not any(_is_record(line) for line in lines):

@@ -274,7 +274,7 @@ def _which_are(log: RunLog, step: int) -> str:
 MOST_ROWS = 2000
 """At most about this many rows are read from a long log, which is more than a screen has columns for a curve."""
 WHOLE_BYTES = 8 << 20
-"""In addition, every row in this many bytes at the end of the log is read."""
+"""Of a long log, every row in the last 8 MiB is read in addition to `MOST_ROWS` rows."""
 
 
 class LogFollower:

@@ -125,7 +125,7 @@ _MOST_NOTICES = 20
 _SHORTEST_SILENCE_SECONDS = 30.0
 _WINDOWS_OF_SILENCE = 3
 _PERCENTILE_STEPS = 512
-"""The metric `perf/step_time_p50` uses the same number of steps."""
+"""Percentiles are over this many steps, as in the metric `perf/step_time_p50`."""
 _TIMES = (
     *("train", "input_wait", "warm_up", "eval", "checkpoint", "pause", "count"),
     *("start_up", "restart", "rerun", "wall"),
@@ -298,7 +298,7 @@ class WatchedRun:
 
     def _name_of_the_rest(self) -> str:
         """Name the FLOPs that are neither useful nor recomputed."""
-        # Without padding, they are attention between different documents that are packed into one sample.
+        # If there is no padding, these are FLOPs of attention between documents that are packed into one sample.
         return "pairs across documents" if self.value("perf/padding_percent") == 0 else "padding"
 
     @property

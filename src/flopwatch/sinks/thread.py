@@ -13,6 +13,7 @@ from threading import Event, Thread
 from typing import Any, Final, cast
 
 from flopwatch.errors import InputError
+from flopwatch.records.reading import first_line
 from flopwatch.records.run import Record, Row
 from flopwatch.sinks.protocol import Sink
 
@@ -153,7 +154,7 @@ class SinkThread:
         return self._queue.get()
 
     def _switch_off(self, error: BaseException) -> None:
-        self.failed = f"{type(error).__name__}: {error}"
+        self.failed = f"{type(error).__name__}: {first_line(error)}"
         with suppress(Empty):
             while True:
                 waiting = self._queue.get_nowait()
@@ -212,7 +213,7 @@ def build_sinks(
         try:
             sinks.append(_make(want, output_dir, options.get(want, {})))
         except Exception as error:
-            failures[want] = str(error) or type(error).__name__
+            failures[want] = first_line(error)
     return sinks, failures
 
 

@@ -166,7 +166,7 @@ def test_a_count_that_contradicts_rows_that_were_called_exact_is_told_with_the_s
     records = [json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines()]
     (doubt,) = [record for record in records if record.get("code") == "rows_in_doubt"]
 
-    assert "a count of step 15" in doubt["message"]
+    assert "the FLOPs of step 15" in doubt["message"]
     assert "rows after step 12" in doubt["message"]
     assert records[-1]["exact"] is False, "the summary adds up rows that are in doubt"
     assert doubt["message"] in records[-1]["notes"]
