@@ -28,7 +28,7 @@ class NewerFormatError(FlopwatchError):
 
     def __init__(self, found: int) -> None:
         super().__init__(
-            f"the record has format {found} of a newer flopwatch; this version reads formats up to {FORMAT}"
+            f"a newer flopwatch wrote this record in format {found}; this one reads up to {FORMAT}: update flopwatch"
         )
         self.format = found
 
