@@ -20,6 +20,7 @@ from flopwatch.flops.tracing.counter import METADATA_OPS, CountingMode
 from flopwatch.flops.tracing.replica import ModuleStack
 from flopwatch.flops.tracing.tally import Phase
 from flopwatch.records.flops import AttentionConvention, PhaseFlops
+from flopwatch.records.reading import first_line
 from flopwatch.torch_internals import (
     ENGINE_CODE,
     OpOverload,
@@ -250,7 +251,7 @@ class _PassingMode(CountingMode):
         try:
             count(*call)
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = f"{type(error).__name__}: {first_line(error)}"
 
     def _count_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if op_name(func) in RISKY:
