@@ -52,19 +52,20 @@ class Text:
 
 
 def comments(text: str, place: str) -> Iterator[Text]:
-    """Comments; those on lines that follow each other are one."""
+    """Comments. Whole-line comments on lines that follow each other are one."""
     held: list[str] = []
     first = last = -1
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT or _DIRECTIVE.match(token.string):
             continue
-        if held and token.start[0] != last + 1:
+        is_alone = token.line.lstrip().startswith("#")
+        if held and not (is_alone and token.start[0] == last + 1):
             yield Text("comment", f"{place}:{first}", " ".join(held))
             held = []
         if not held:
             first = token.start[0]
         held.append(token.string.lstrip("# "))
-        last = token.start[0]
+        last = token.start[0] if is_alone else -1
     if held:
         yield Text("comment", f"{place}:{first}", " ".join(held))
 
