@@ -171,7 +171,7 @@ def map_tensors(
     path: str = "",
     depth: int = 0,
 ) -> Any:
-    """Return a copy of the batch with `change(path, tensor)` for every tensor and `change_other(value)` for the rest.
+    """Return a copy of the batch in which `change(path, tensor)` replaces tensors, `change_other(value)` other values.
 
     Lists, dicts and dataclasses are copied. Objects of other classes are not searched for tensors.
     """
@@ -267,7 +267,7 @@ def read_shape(batch: Any) -> BatchShape:
 
 
 def _items_of_lists(arguments: Mapping[str, Any]) -> int | None:
-    """Return the length of the first argument if it is a list with one entry per sample, as for detectors."""
+    """Return the length of the first argument if it is a list with one entry per sample, as object detectors take."""
     first = next(iter(arguments.values()), None)
     is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
     return len(first or ()) if is_list and tensors_of(first) else None

@@ -3,7 +3,7 @@
 Every size of a batch is a slot: one dimension of a tensor, or the length of a list. A layout gives some slots a
 variable (`n` is the number of samples, `s` the length of the main sequence, `t` and `u` are lengths of other sequences)
 and fixes all other slots at their size in the example batch. Layouts are guessed from argument names and equal sizes,
-so `fit.py` verifies them by counting batches with other values of the variables.
+so `fit.py` verifies them by counting the FLOPs of batches with other values of the variables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which variable each size of a batch follows.
+    """Says which variable determines each size of a batch.
 
     Attributes:
         slots: All sizes of the example batch, in the order of `Description.sizes`.
@@ -159,7 +159,7 @@ def _rows_per_sample(slot: Slot, batch_size: int) -> int | None:
     is_inside_list = slot.dim == 0 and "." in slot.path and slot.path.rpartition(".")[2].isdigit()
     if slot.size == batch_size and not is_inside_list:
         return 1
-    # Only tensors with 4 dimensions may have several rows per sample, because they hold images: one row per image.
+    # A tensor with 4 dimensions holds images, one per row. Only in such a tensor, a sample may have several rows.
     return slot.size // batch_size if slot.size % batch_size == 0 and slot.rank == 4 and not is_inside_list else None
 
 

@@ -241,7 +241,7 @@ def _weights_per_token(model: nn.Module, path: str, module: nn.Module, name: str
     if isinstance(module, _CONVOLUTIONS):
         return prod(weight.shape)
     if weight.dim() == 3:
-        # The first dimension is the number of stacked experts; if it is 1, this is a token or position table.
+        # If the first dimension is 1, this is a class token or a position table. Otherwise the weight stacks experts.
         return prod(weight.shape) * _active_share(model, weight.shape[0]) if weight.shape[0] > 1 else 0
     if ".experts." in f".{path}." and path.rpartition("experts.")[2][:1].isdigit():
         siblings = len(list(model.get_submodule(path.rpartition("experts.")[0] + "experts").children()))

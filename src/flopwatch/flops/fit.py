@@ -47,12 +47,11 @@ def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fracti
     return [row[-1] for row in rows]
 
 
-# The least difference between the longest and shortest tested length. It has room for three lengths to fit a quadratic
-# on, and for others to test it on.
+# The smallest range of lengths to test: it has room for three to fit a quadratic on, and for others to test it on.
 _SHORTEST_SPAN = 12
-# A setting with such a word in its name may be a length, beyond which the FLOPs follow another formula.
+# A model setting with such a word in its name may be a length beyond which the FLOPs follow another formula.
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")
-# How many window, chunk or block sizes of a model are tested at most. Each takes two more traces.
+# The maximum number of window, chunk or block sizes of a model that are tested. Each takes two more traces.
 _MOST_EDGES = 2
 # The number of samples in the largest tested batch. A trace of many samples takes no longer than one of few.
 _MANY = 16
@@ -130,7 +129,7 @@ def _first_that_holds(
             if coefficients and wrong is None:
                 return counts.law(coefficients, _dtype_coefficients(counts, attempt), _domain(attempt))
             reason = f"no polynomial predicts the FLOPs of the shape {wrong.values}" if wrong else reason
-        # The model accepts these shapes, but no formula holds. A layout with fewer variables would not help.
+        # The model accepts these shapes, but no formula predicts their FLOPs. Varying fewer sizes would not help.
         if takes_shapes:
             break
     note = f"no formula ({reason}): each shape is counted when needed, and the last {CACHED_SHAPES} counts are kept"
@@ -138,9 +137,9 @@ def _first_that_holds(
 
 
 def _with_steering_doubts(model: nn.Module, batch: Any, counts: ShapeCounts, law: FlopLaw, own: FlopCount) -> FlopLaw:
-    """Return the law, marked as not exact if tensor values or random draws change the FLOPs.
+    """Return the fitted formula, marked as not exact if tensor values or random draws change the FLOPs.
 
-    Code that reads a value may do so without changing the FLOPs, so this is tested with altered batches.
+    A value that the model's code reads need not change the FLOPs, so batches with other values are counted to find out.
     """
     steered = {*own.steered_by, *own.values_read}
     reason = None
@@ -209,7 +208,7 @@ def _longest_row(batch: Any, layout: Layout) -> int:
 
 
 def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_real: bool) -> Iterator[_Attempt]:
-    """Yield first the terms that nearly every model needs, then these and further terms that few models need."""
+    """Yield formulas to try: first with the terms that nearly every model needs, then with more terms."""
     layout = sample.layout
     if SAMPLES not in layout.sizes:
         return
@@ -217,7 +216,7 @@ def _attempts(model: nn.Module, sample: Sample, example: StepShape, *, runs_for_
     powers = _monomials(lengths)
     levels = {name: _levels(sample, name) for name in lengths}
     points = [{name: levels[name][power.get(name, 0)] for name in lengths} for power in powers]
-    first, second = (1, 2) if lengths else (2, 3)  # batch norm raises an error on a single sample
+    first, second = (1, 2) if lengths else (2, 3)  # batch norm without a sequence needs two samples
 
     def at(samples: int, point: dict[str, int]) -> StepShape:
         others = tuple((name, size) for name, size in point.items() if name != "s")

@@ -126,7 +126,7 @@ class FlopLaw:
         sample_grids: The image grids of one sample of the example, used for every sample if no grids are given.
         method: How the counts were made.
         coverage: The share of matmul-like op calls that had a formula; None if no op was seen.
-        notes: Sentences about the limits of the law.
+        notes: Sentences about the limits of the formula.
         layout: Which sizes of the batch are variables; all others must be the same as in the example.
         domain: The least and greatest value of each variable that was verified.
         doubts: Reasons why the counts are not exact; empty if they are.

@@ -1,4 +1,4 @@
-"""Counts one batch, padding included, by one of three methods: a trace with fake tensors, a real step, an estimate.
+"""Counts the FLOPs of one batch, padding included, by a trace with fake tensors, a real step or an estimate.
 
 A trace runs the model's own code on fake tensors, which have shapes but no values, so it needs neither weights nor a
 device. Models that need values are counted on a real step, which runs on a stand-in: a copy of the module tree
@@ -49,7 +49,7 @@ def count_by_step(
     training: bool,
     autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Count one real step. Raises InputError if one process cannot run the step, MeasurementError if the step fails.
+    """Count the FLOPs of a real step. Raises InputError if one process cannot run it, MeasurementError if it fails.
 
     `autocast` is the autocast state that the model runs under; None means the current one.
     """
@@ -97,7 +97,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientKeeper:
-    """Restores the gradients of live parameters that the step reaches without the stand-in, such as in a closure."""
+    """Restores the gradients of live parameters that the code reaches directly (in a closure), not through the copy."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -150,7 +150,7 @@ def count_by_trace(
     replay: bool = True,
     memory: ReplayMemory | None = None,
 ) -> FlopCount:
-    """Count a step on fake tensors. Raises UntraceableError if the model needs values, which these do not have.
+    """Count the FLOPs of a step on fake tensors. Raises UntraceableError if the model needs values, which they lack.
 
     `autocast` is the autocast state that the model runs under; None means the current one. With `replay`, only a few of
     the layers with equal structure run, which gives the same count. `memory` holds what earlier traces have proven
@@ -183,7 +183,7 @@ class _Trace:
     """Whether to count attention as one op where torch would decompose it; this takes longer."""
 
     def count(self, *, replay: bool) -> FlopCount:
-        """Count the step, and set `keep_whole` only if the result depends on it."""
+        """Count the step's FLOPs, and set `keep_whole` only if the result depends on it."""
         if self.attention == "causal" or device_type_of(self.model, self.autocast) != "cpu":
             return replace(self, keep_whole=True)._counted(replay=replay)
         try:
@@ -233,7 +233,7 @@ class _Trace:
             prepare(replica)
             fake_batch = copied_batch(self.batch, faker.tensor)
             steering.name_batch(fake_batch)
-            # In inference, torch runs an encoder layer as one op, but not under a function mode such as `PythonReads`.
+            # In inference, torch runs an encoder layer as one op unless a function mode (`PythonReads`) is active.
             reads = PythonReads(steering) if self.training else nullcontext()
             noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)
             # `whole_attention` must be the innermost mode, because it inspects its caller's frame.
@@ -267,7 +267,7 @@ def count_as_is(
     training: bool,
     autocast: AutocastState | None = None,
 ) -> FlopCount:
-    """Count all positions, padding included; `autocast` None means the current autocast state."""
+    """Count the FLOPs of all positions, padding included; `autocast=None` means the current autocast state."""
     if callable(method):
         return _count_by_user(method, batch, attention)
     if method not in get_args(MethodChoice):

@@ -1,4 +1,4 @@
-"""Counts batches of any shape, made from one sample: to fit a formula for the FLOPs, or because none is exact."""
+"""Counts the FLOPs of batches of any shape, made from one sample: to fit a formula, or because none is exact."""
 
 import weakref
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from flopwatch.records.flops import FlopCount, Method, PhaseFlops
 
 # The number of shapes whose FLOPs are kept. Each takes a few integers, and lengths often recur in a training.
 CACHED_SHAPES = 256
-# A FLOP law names the least reliable of the methods that its counts were made with.
+# A FLOP law (the fitted formula) names the least reliable of the methods that its counts were made with.
 _LEAST_RELIABLE_FIRST: tuple[Method, ...] = ("estimate", "step", "trace")
 
 
@@ -30,16 +30,16 @@ class _Cost:
 
 
 class ShapeCounts:
-    """Counts batches made from one sample, and keeps the most recently used results.
+    """Counts the FLOPs of batches of different shapes, all made from one sample, and caches the latest results.
 
     Attributes:
         sample: The sample that batches are made from.
         notes: The notes of all counts.
-        doubts: Reasons why a law that is fitted on these counts is not exact.
+        doubts: Reasons why a formula that is fitted on these counts is not exact.
     """
 
     def __init__(self, model: nn.Module, sample: Sample, options: dict[str, Any]) -> None:
-        # A law may live longer than its model, and must not keep the weights in memory.
+        # A FLOP law (the fitted formula) may live longer than its model, and must not keep the weights in memory.
         self._model = weakref.ref(model)
         self.sample = sample
         self._options = options
@@ -62,7 +62,7 @@ class ShapeCounts:
         return shape in self._known
 
     def add_example(self, batch: Any, shape: BatchShape) -> FlopCount:
-        """Count the user's own batch, unaltered. All other shapes will be counted with the same method."""
+        """Count the FLOPs of the user's own batch, unaltered. All other shapes will be counted with the same method."""
         count = self.count(batch)
         self._options = {**self._options, "method": count.method}
         self._example = shape, grids_of(batch)
@@ -113,7 +113,7 @@ class ShapeCounts:
         )
 
     def count(self, batch: Any) -> FlopCount:
-        """Count a batch, and add the count's notes to those of the law."""
+        """Count the FLOPs of a batch, and add the notes on this count to those of earlier counts."""
         model = self._model()
         if model is None:
             raise InputError(
@@ -128,7 +128,6 @@ class ShapeCounts:
             self._coverage = min(count.coverage, 1.0 if self._coverage is None else self._coverage)
         if count.method == "estimate":
             self.doubts["the FLOPs are estimates"] = None
-        # These notes say that the number of FLOPs may be wrong.
         for doubt in (ONE_RANKS_SHARE, MAY_RUN_AGAIN, CANNOT_TELL, NOT_FOLLOWED):
             if doubt in count.notes:
                 self.doubts[doubt] = None

@@ -92,7 +92,7 @@ class Steering:
             self.sizes |= origin
         plain = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor) and not _sized(value)]
         for leaf in out if isinstance(out, list | tuple) else (out,):
-            # A result with the shape of an input in `plain` has a size that does not depend on values either.
+            # The sizes in `plain` do not depend on values, so neither does the size of a result with the same shape.
             if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) not in plain:
                 _set_sized(leaf, origin)
 
@@ -105,7 +105,7 @@ class Steering:
             origin = origin | {CHANCE}
         if not origin:
             return
-        # The op is a comparison that has the same result for every draw, so chance decides nothing.
+        # A comparison that gives the same result for every random draw does not depend on chance.
         if _is_certain(func, args):
             origin = origin - {CHANCE}
         if op_name(func) in _PRODUCTS_BY_VALUE:
@@ -113,7 +113,7 @@ class Steering:
         if torch.Tag.data_dependent_output in tags or op_name(func) == "aten::_local_scalar_dense":
             self._note_read(origin)
         elif op_packet(func) is _aten.index:
-            pass  # only a mask as index makes the size depend on values, and `_follow_sizes` handles that
+            pass  # only a mask used as an index makes the size depend on values, and `_follow_sizes` handles that
         elif torch.Tag.dynamic_output_shape in tags or op_name(func) in _SIZES_BY_VALUE:
             _set_sized(out, origin)
             self.reads |= origin

@@ -162,13 +162,13 @@ def shapes_that_fit(device: torch.device, dtype: torch.dtype) -> list[Shape]:
 
 @contextmanager
 def plain_matmuls(device: torch.device, dtype: str) -> Iterator[None]:
-    """Switch off gradients and autocast, and set whether fp32 matmuls use TF32; restores torch's switches."""
+    """Switch gradients and autocast off and TF32 on or off in the block; restore the old settings after it."""
     backends: Any = torch.backends  # type checkers do not know its attributes, because torch creates them at run time
     backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
     before = backend.fp32_precision
     wanted = "tf32" if dtype == "tf32" else "ieee"
-    # The value "none" means full precision too. The switch is set only if necessary, because reading torch's older
-    # switches raises an error while they disagree with it.
+    # The value "none" means full precision too. `fp32_precision` is set only if necessary, because reading torch's
+    # older switches (such as `allow_tf32`) raises an error while they disagree with it.
     must_switch = dtype in ("fp32", "tf32") and wanted != before and not (wanted == "ieee" and before == "none")
     try:
         if must_switch:

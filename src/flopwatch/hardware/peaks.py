@@ -117,10 +117,10 @@ class Accelerator:
         name: The product's name as people write it.
         vendor: `nvidia`, `amd`, `intel`, `apple`, `huawei`, `google` or `aws`.
         match: Regular expressions for the names that the driver reports.
-        contains: Words in lower case; a name that matches contains one of them. They are checked first, because
+        contains: Words in lower case; every name that matches contains at least one. They are checked first, because
             compiling all regular expressions is slow. If empty, the expressions are always tried.
         when: Facts that distinguish this product from others with the same name; None if the name is enough.
-        is_default_for_name: Whether this product is chosen if no known fact distinguishes those of the same name.
+        is_default_for_name: Whether to choose this product if several have the same name and no fact tells them apart.
         generic_name: A name that many products report. It identifies this product only together with `generic_when`.
         generic_when: Facts that must all be known and match for `generic_name`.
         unit_count: Number of units of the whole product, as torch counts them.
@@ -197,7 +197,7 @@ _MATMUL_RATES = {"fp64": ("fp64_tensor", "fp64_matrix", "fp64"), "fp32": ("fp32_
 _RATES_BEHIND_A_DTYPE = {"fp64_tensor", "fp64_matrix", "fp32_matrix", "fp32_packed"}
 _USUAL_TRAINING_DTYPES = ("bf16", "fp16", "fp32")
 _MOST_SUGGESTIONS = 4
-# Only closer products are suggested. Closeness: number of shared words with a digit, and likeness of letters (0 to 1).
+# A product is suggested if its similarity (shared words with a digit, likeness of letters from 0 to 1) exceeds this.
 _TOO_FAR = (0, 0.5)
 
 

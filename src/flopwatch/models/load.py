@@ -84,7 +84,7 @@ def _builder(transformers: Any, settings: dict[str, Any], config: Any) -> Any:
 
 def _from_factory(spec: str, device: str) -> nn.Module:
     module_name, _, function_name = spec.partition(":")
-    sys.path.insert(0, "")  # imports find files in the working directory, as with `python -m`
+    sys.path.insert(0, "")  # so that imports find files in the working directory, as with `python -m`
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
@@ -194,7 +194,7 @@ class CausalAttention(nn.Module):
 
 
 def sinusoids(length: int, width: int, device: torch.device) -> torch.Tensor:
-    """Position signals without parameters (Vaswani et al., arXiv 1706.03762, §3.5)."""
+    """Return sinusoidal position encodings, which have no parameters (Vaswani et al., arXiv 1706.03762, §3.5)."""
     places = torch.arange(length, device=device)[:, None]
     rates = 10_000 ** -(torch.arange(0, width, 2, device=device) / width)
     return torch.cat([torch.sin(places * rates), torch.cos(places * rates)], dim=1)

@@ -46,7 +46,7 @@ IMAGE_PRESETS = {
     "resnet18-gn": ImagePreset(224, 1_000, (64, 128, 256, 512), 2, has_large_stem=True),  # ImageNet
 }
 MOST_PIXELS = 8192
-"""Largest side of an image; a larger number is taken for a typing error."""
+"""The largest allowed side of an image, in pixels. A larger number is taken for a typing error."""
 
 
 def image_preset(name: str) -> ImagePreset | None:
@@ -75,7 +75,7 @@ def check_model_name(spec: str) -> None:
             raise InputError(f"the model's config file {file} does not exist")
     elif spec.partition("@")[0] in IMAGE_PRESETS:
         if image_preset(spec) is None:
-            raise InputError(f"model {spec!r}: after @ must come the side of the images in pixels, 1 to {MOST_PIXELS}")
+            raise InputError(f"model {spec!r}: after @, write the side of the images in pixels, 1 to {MOST_PIXELS}")
     elif spec not in PRESETS and ":" not in spec:
         known = ", ".join((*PRESETS, *IMAGE_PRESETS))
         raise InputError(f"model {spec!r} must be a preset ({known}), a .json file or 'module:function'")

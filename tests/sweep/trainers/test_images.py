@@ -86,7 +86,7 @@ def test_another_side_is_named_behind_the_preset():
     assert trial_batch(load_model("resnet18-gn@64"), 2, 999, 0, "cpu")["pixel_values"].shape == (2, 3, 64, 64)
     assert dummy_batch(load_model("resnet18-gn"), 2, 999)["pixel_values"].shape == (2, 3, 224, 224)
     for wrong in ("resnet18-gn@0", "resnet18-gn@x", "resnet18-gn@99999", "resnet18-gn@"):
-        with pytest.raises(InputError, match="after @ must come the side"):
+        with pytest.raises(InputError, match="after @, write the side"):
             load_model(wrong)
 
 

@@ -266,7 +266,7 @@ _WHOLE_ATTENTION = "scaled_dot_product_attention"
 
 
 class WholeAttention(TorchFunctionMode):
-    """Replaces attention by a function that returns zeros of the right shape and passes its FLOPs to `add`.
+    """Replaces attention by a function that returns zeros of the right shape and passes attention's FLOPs to `add`.
 
     `scaled_dot_product_attention` is replaced where it has no fused kernel (dropout on the CPU, values of another width
     than queries) and would run as plain matrix products. Those do not show the mask, which a causal count needs, and

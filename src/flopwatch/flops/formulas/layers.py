@@ -35,7 +35,7 @@ def _convolution_backward(call: OpCall) -> int:
 
 @formula("aten::conv_tbc")
 def _conv_tbc(call: OpCall) -> int:
-    """The first dimension is time. Each kernel position takes a product over the steps where it is inside the input."""
+    """The first dimension is time. Each kernel position is multiplied with the steps where it is inside the input."""
     length, batch, _ = call.arguments["self"].shape
     taps, channels_in, channels_out = call.arguments["weight"].shape
     pad, out_length = call.arguments["pad"], call.out.shape[0]
@@ -82,9 +82,9 @@ def _mkldnn_rnn(call: OpCall) -> int:
 
 @formula("aten::mkldnn_rnn_layer_backward")
 def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
-    """The kernel computes all gradients, but the model needs only the requested ones and those of the states.
+    """The kernel computes all gradients. Those that the model does not need count as extra FLOPs.
 
-    All others follow from the gradients of the states. That of the initial state counts only if it is requested.
+    The hidden states' gradients are always needed, to compute the others; the initial state's only if it is requested.
     """
     data, into_gates, from_state = (call.arguments[name] for name in ("input", "weight1", "weight2"))
     tokens, samples = prod(data.shape[:-1]), call.arguments["hx_"].shape[-2]

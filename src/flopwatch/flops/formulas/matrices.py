@@ -15,7 +15,6 @@ def matmul_flops(rows: int, contracted: int, columns: int) -> int:
     return 2 * rows * contracted * columns
 
 
-# The names of the two factors in the schemas of dense products of matrices.
 _DENSE_FACTORS = {
     "aten::mm": ("self", "mat2"),
     "aten::_int_mm": ("self", "mat2"),
@@ -308,7 +307,7 @@ def _matrix_exponential(call: OpCall) -> int | None:
     """The number of products depends on the norm of each matrix, so the values are needed."""
     matrix = call.arguments["self"]
     if isinstance(matrix, FakeTensor) or matrix.device.type == "meta":
-        raise UntraceableError("the FLOPs of linalg_matrix_exp depend on its matrix, and a fake tensor has no values")
+        raise UntraceableError("the FLOPs of linalg_matrix_exp depend on its input's values; a fake tensor has none")
     largest = _LARGEST_NORMS.get(matrix.dtype)
     if largest is None or matrix.device.type != "cpu":
         return None  # the thresholds of other devices are not known

@@ -148,7 +148,7 @@ _NAMES = {
     torch.complex64: "fp32",
     torch.complex32: "fp16",
 }
-# Names of factors in op schemas. The first argument cannot be used, because it may be an addend of another type.
+# Names of a product's first factor in op schemas. It need not be the first argument, which may be an addend.
 _FACTORS = ("mat1", "batch1", "mat", "vec1", "self", "input", "query", "q")
 
 

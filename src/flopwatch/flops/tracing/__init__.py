@@ -1,1 +1,1 @@
-"""Runs one step on a copy of the model and counts it op by op."""
+"""Runs one step on a copy of the model and counts its FLOPs op by op."""

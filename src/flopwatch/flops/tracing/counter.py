@@ -1,6 +1,6 @@
-"""A dispatch mode that counts every op of a step, by phase (forward, backward, recomputation) and by module.
+"""A dispatch mode that counts the FLOPs of a step's ops by phase (forward, backward, recomputation) and by module.
 
-It also finds kernels that bypass torch's dispatcher (`Unwritten`), and prevents one rank from running a collective.
+The mode also finds kernels that bypass torch's dispatcher, and prevents one rank from running a collective alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +121,7 @@ class Unwritten:
 
 
 def _written_into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an op may write to; for an op outside torch all, because its schema may be wrong."""
+    """Yield the tensors that an op may write to: all, if the op is not torch's own, because its schema may be wrong."""
     if func.namespace != "aten":
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         return
@@ -138,7 +138,7 @@ def is_collective(func: Any) -> bool:
 
 
 def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:
-    """Raise NeedsOtherRanksError, except if all tensors are fake: then torch only computes shapes.
+    """Raise NeedsOtherRanksError for a collective, unless its tensors are fake, so that torch only computes shapes.
 
     A collective that one rank runs alone hangs, or is matched with the training's next collective and corrupts it.
     Wrappers such as DDP are removed before counting (see `replica`), so the model's own code calls this collective.
@@ -158,7 +158,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class CountingMode(TorchDispatchMode):
-    """Counts the ops that run while the mode is active, and adds them to `tally`.
+    """Counts the FLOPs of the ops that run while the mode is active, and adds them to `tally`.
 
     Args:
         stack: Says which module is running.
@@ -303,11 +303,11 @@ class CountingMode(TorchDispatchMode):
     def _phase(self) -> Phase:
         """Return the phase of the running op: forward outside autograd's engine, backward or recompute inside it.
 
-        In the backward pass of the step, grad mode is off and no module runs, except while checkpointing recomputes a
-        forward pass. Both are tested, because a custom autograd function or a nested checkpoint switches grad mode
-        off. A gradient may also be taken inside the forward pass (a gradient penalty, forces), where modules run
-        with grad mode on anyway. There, an op is recomputation only if autograd's engine has called the running module,
-        or if checkpointing's saved-tensor hook is running.
+        In the step's backward pass, grad mode is on or a module runs only while checkpointing recomputes a forward
+        pass. Grad mode alone is no sufficient test, because a custom autograd function or a nested checkpoint switches
+        it off. If the model takes a gradient inside its forward pass (a gradient penalty, forces), modules run with
+        grad mode on anyway. There, an op is recomputation only if autograd's engine has called the running module, or
+        if checkpointing's saved-tensor hook is running.
         """
         task = current_graph_task_id()
         if task == -1:

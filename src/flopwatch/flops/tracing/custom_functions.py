@@ -190,7 +190,7 @@ CANNOT_TELL = (
 )
 NOT_FOLLOWED = "products that a custom autograd function recomputes could not be recognised, so they count as needed"
 
-# The names of the two factors of a matrix product. An addend does not matter.
+# The names of the two factors of a matrix product. Addends are not listed, because they do not change the product.
 _FACTORS = {
     "aten::_addmm_activation": ("mat1", "mat2"),
     "aten::addmm": ("mat1", "mat2"),
@@ -236,8 +236,8 @@ class CustomFunctions:
         self.doubt: str | None = None
         self._values = Values()
         self._forward: dict[Hashable, None] = {}
-        # A key is one factor of a forward product with the size of the other factor. Its value says whether
-        # saved-tensor hooks were active.
+        # A key is one factor of a forward product with the size of the other factor. The value says whether
+        # saved-tensor hooks were active during that product.
         self._partners: dict[Hashable, bool] = {}
         self._packed_sizes: set[Hashable] = set()
         self._running: Hashable = None
@@ -264,7 +264,7 @@ class CustomFunctions:
         if call is None:
             self._values.note_outside(func, args, kwargs, out)
             return False
-        # These records are only valid within one call of a custom function, so the next call clears them.
+        # `_done_in_call` and the number of draws belong to one call of a custom function, so the next call resets them.
         if call.identity != self._running:
             self._running = call.identity
             self._done_in_call.clear()
@@ -299,7 +299,7 @@ class CustomFunctions:
             self._partners[key] = packs or self._partners.get(key, False)
 
     def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
-        """Return whether both factors are unknown, but sized like those of a product under saved-tensor hooks."""
+        """Return whether both factors are unknown, but as large as those of a product run under saved-tensor hooks."""
         return _sizes(factors) in self._packed_sizes and all(
             self._values.is_unknown(factor.tensor) for factor in factors
         )
@@ -346,7 +346,7 @@ class CustomFunctions:
 
 
 def _outermost_apply() -> tuple[int | None, int, bool]:
-    """Return the id of the outermost `apply` frame or None, the number of such frames, and whether it runs modules."""
+    """Return the id of the outermost `apply` frame or None, the nesting depth, and if modules run inside that frame."""
     frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
     while frame is not None and frame.f_code is not ENGINE_CODE:
         code = frame.f_code

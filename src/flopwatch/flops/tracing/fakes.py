@@ -1,4 +1,4 @@
-"""Makes fake tensors (shapes without storage) and runs ops on them, also ops that torch's fake tensors cannot run.
+"""Makes fake tensors (shapes without storage) and runs ops on them, even ops that torch's fake tensors cannot run.
 
 Parameters, floating-point buffers and floating-point inputs become fake. Everything else (token ids, grids, masks,
 random draws) stays real, because the model's control flow may need its values. Torch's fake mode is not entered: an op
@@ -60,8 +60,9 @@ tanh.default tanh_backward.default threshold_backward.default
 """
 ELEMENTWISE = {attrgetter(name)(_aten) for name in _ELEMENTWISE.split()}
 """Ops whose output is contiguous and of the inputs' type if all inputs are contiguous and of one floating type."""
-# Keyword arguments that do not change the type or shape of the output.
+# Keyword arguments of elementwise ops that do not change the type or shape of the output.
 _KEEP_THE_TYPE = {"alpha", "approximate"}
+# Keyword arguments that ops in `SHAPED_BY_TORCH` may have.
 _COPY_OPTIONS = {"dtype", "device", "memory_format", "non_blocking"}
 
 
@@ -138,7 +139,10 @@ def _layer_norm_backward(
 
 
 def _may_be_normed(tensor: Any, shape: list[int], weight: Any, bias: Any) -> bool:
-    """Return whether all types are fp32 and the shapes fit. Otherwise the kernel decides the type of the statistics."""
+    """Return whether all tensors are contiguous fp32, and weight and bias have the shape `shape`.
+
+    Then the outputs of the layer norm are all fp32. For other types, the kernel chooses the type of mean and rstd.
+    """
     if weight is None or bias is None or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
         return False
     fits = tuple(tensor.shape[-len(shape) :]) == tuple(weight.shape) == tuple(bias.shape) == tuple(shape)
@@ -243,7 +247,7 @@ class Faker:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
         if tree_any(lambda value: isinstance(value, FakeTensor), (args, kwargs)):
-            # torch would also turn real tensors into fake ones, but it would warn about those that are not leaves.
+            # torch would do this too, but it would warn about real tensors that are not leaves of the autograd graph.
             args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             answer = self._answer(func, args, kwargs)
             if answer is not None:

@@ -60,7 +60,7 @@ class HookNotCopyableError(Exception):
 
 
 class HookCopies:
-    """Copies the hooks of one model.
+    """Copies the hooks of one live model to its stand-in, the copy that is counted.
 
     Args:
         value: Returns the stand-in's version of an object of the live model.
@@ -75,13 +75,12 @@ class HookCopies:
         self._functions: dict[int, Any] = {}
 
     def tables(self, module: nn.Module) -> dict[str, Any]:
-        """Return the hook tables for the stand-in of a module."""
+        """Return the dicts of hooks that the copy of a module gets, by their names in `nn.Module`."""
         kept: dict[str, Any] = {}
         for table in _FORWARD_TABLES:
             hooks = getattr(module, table)
             copies = ((key, self._copy(hook)) for key, hook in hooks.items())
             kept[table] = OrderedDict((key, hook) for key, hook in copies if hook is not None)
-        # The options of hooks that were left out are left out too.
         runs = {key for table in _FORWARD_TABLES for key in kept[table]}
         for table in HOOK_OPTION_TABLES:
             entries = getattr(module, table)
@@ -90,7 +89,7 @@ class HookCopies:
             kept[table] = OrderedDict()
             for key, hook in getattr(module, table).items():
                 copy = self._per_sample(hook)
-                if copy is not None:  # a real backward hook would warn if no input needs a gradient
+                if copy is not None:  # torch warns about a backward hook if no input needs a gradient
                     kept[FORWARD_HOOKS][key] = functools.partial(_when_gradient_comes, copy)
                 elif not _is_quiet(hook):
                     self._left_behind.append(_name(hook))
@@ -123,7 +122,7 @@ class HookCopies:
             return None
 
     def _mapped(self, value: Any) -> Any:
-        """Return the stand-in's version of an object that a hook reaches."""
+        """Return the copy's version of an object of the live model that a hook reaches."""
         if isinstance(value, FunctionType):
             return value if _is_library(value.__module__) else self._function(value)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):

@@ -115,7 +115,7 @@ class LayerOutput:
             else:
                 return None
             if isinstance(result, torch.Tensor):
-                places.setdefault(id(result), -1)  # replay cannot return one new tensor twice
+                places.setdefault(id(result), -1)  # an output that has one new tensor twice cannot be replayed
         return None if -1 in described.inputs.values() else described
 
     @property

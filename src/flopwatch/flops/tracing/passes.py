@@ -44,7 +44,7 @@ def step_loss(output: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor, str | 
 
 
 def _losses_among(output: Any) -> dict[str, Any]:
-    """Return the outputs to use as the loss: trainable scalars, without those that are part of another one."""
+    """Return the outputs to use as the loss: scalars that need a gradient and are not part of another one."""
     if isinstance(output, torch.Tensor):
         return {"output": output}
     items = dict(_items(output))
@@ -59,7 +59,7 @@ def _losses_among(output: Any) -> dict[str, Any]:
         named = first
     trainable = {name: value for name, value in items.items() if _is_trainable(value)}
     if named is None and trainable:
-        return trainable  # the training computes its loss from them
+        return trainable  # the training computes its loss from these outputs
     if named is None:
         raise InputError(
             f"the model returned {type(output).__name__} without a loss; put labels into the batch, "
@@ -172,7 +172,7 @@ def under_autocast(state: AutocastState, device_type: str, *, stand_in: bool) ->
 
 
 def device_type_of(model: nn.Module, state: AutocastState) -> str:
-    """Return the type of the model's device; for a model on the meta device, a type with autocast on."""
+    """Return the type of the model's device; for a model on the meta device, a type for which autocast is on."""
     types = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
     accelerators = sorted(types - {"cpu"})
     if accelerators:
@@ -278,7 +278,7 @@ class _Followed:
 
 
 def _is_inside_mode(frame: FrameType | None) -> bool:
-    """Return whether a mode's handler is running. The mode cannot be left then, because torch has popped it."""
+    """Return whether a mode's handler is running. Then the mode cannot be exited, because torch has popped it."""
     while frame is not None:
         if frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__"):
             return True

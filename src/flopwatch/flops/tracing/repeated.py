@@ -21,14 +21,14 @@ from flopwatch.library_internals import CACHES, OUTPUT_CAPTURING
 from flopwatch.torch_internals import HOOK_TABLES, MODULE_STATE, FakeTensor, own_buffers, own_modules, own_parameters
 
 FEWEST_EQUAL = 6
-"""The least number of equal layers that replay is used for. Four of them always run, so fewer would save little."""
-# Real tensors with more elements are taken as different, because comparing them takes longer than tracing a layer.
+"""The least number of equal layers to replay (count without running). Four always run, so fewer would save little."""
+# Real tensors with more elements than this are not compared but taken as different, because tracing a layer is faster.
 _MOST_VALUES_COMPARED = 2**22
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PLAIN_TYPES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 # PEFT's setting with an adapter's path in the model. It differs between layers, but is not read when the adapter runs.
 _PATH_IN_PEFT = "target_name"
-# Tables in a config of transformers whose integer keys are not layer indices.
+# Dicts in transformers' configs whose integer keys are class ids, not layer indices.
 _NAMES_OF_CLASSES = {"id2label"}
 
 _Position = tuple[str, ...]
@@ -42,7 +42,7 @@ class Kind:
     Attributes:
         index_positions: Where the layers keep their own index.
         evidence: A description of the first and the last layer, which shows whether the model has changed.
-        obstacle: Why these layers cannot be replayed, found while they ran; empty if nothing was found.
+        obstacle: Why these layers cannot be replayed (counted without running); empty if no reason was found.
     """
 
     paths: tuple[str, ...]
@@ -221,11 +221,11 @@ class _EntriesPerLayer:
         self._known: dict[int, list[Any]] = {}
 
     def of(self, layer: nn.Module, indices: set[int]) -> tuple[str, ...]:
-        """Return the entries for a layer with these indices."""
+        """Return the entries at these indices of all lists with one entry per layer that `layer` holds."""
         return tuple(repr([_entry(entries, index) for index in sorted(indices)]) for entries in self._near(layer))
 
     def all_near(self, layer: nn.Module) -> str:
-        """Return the entries for all layers."""
+        """Return all lists with one entry per layer that `layer` holds, as one string."""
         return repr(list(self._near(layer)))
 
     def _near(self, layer: nn.Module) -> Iterator[Any]:

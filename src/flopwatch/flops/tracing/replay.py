@@ -1,4 +1,4 @@
-"""Counts layers of equal structure without running each of them.
+"""Counts the FLOPs of layers of equal structure without running each of them.
 
 Of a group of equal layers (a `Kind`), the first two, one in the middle and the last run normally. The others are
 replayed: they return fake outputs of the right shapes, through one autograd node, and the FLOPs of a layer that ran are
@@ -182,7 +182,7 @@ class Replay:
         return output
 
     def _run_again(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer for recomputation. It is never replayed, and its events are added to the layer's forward call."""
+        """Run a layer again because checkpointing recomputes it, and add its events to the layer's forward call."""
         return layer.call(*args, **kwargs) if layer.last is None else self._within(layer.last, args, kwargs)
 
     def _within(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

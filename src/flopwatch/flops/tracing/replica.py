@@ -69,7 +69,7 @@ class _Now(threading.local):
 
 
 class ModuleStack:
-    """Keeps the path of the running module (`""` is the model itself), and how the stand-in differs from the model."""
+    """Keeps the path of the running module (`""` is the model), and how the counted copy differs from the model."""
 
     def __init__(self) -> None:
         self._now = _Now()
@@ -78,7 +78,7 @@ class ModuleStack:
         self.failed_in: str | None = None
 
     def notes(self) -> Iterator[str | None]:
-        """Yield notes for the user on how the stand-in differs from the model."""
+        """Yield notes for the user on how the copy that is counted differs from the model."""
         yield left_hooks_note(self.left_hooks)
         if self.wrapped_weights:
             kinds = ", ".join(self.wrapped_weights)
@@ -158,11 +158,11 @@ class _Replicator:
 
     def copy_hooks(self) -> None:
         """Copy all hooks. This comes after the modules, because a hook may reach any module, even outside the tree."""
-        for original, twin in self._copied_modules:  # the list grows during the loop
+        for original, twin in self._copied_modules:  # the list grows, because a hook may reach further modules
             twin.__dict__.update(self._hooks.tables(original))
 
     def value(self, value: Any) -> Any:
-        """Return the stand-in's version of a tensor, a module or their container; other objects are shared."""
+        """Return a copy of a tensor, a module, a random generator or a container of these; other objects are shared."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, torch.Tensor):
@@ -187,7 +187,7 @@ class _Replicator:
         return own_generator(value)
 
     def _function(self, function: FunctionType) -> FunctionType:
-        """Return a function whose closure refers to the stand-in, not the live model (TRL's fused head needs this)."""
+        """Return a function whose closure refers to the copy, not the live model (TRL's fused head needs this)."""
         cells = function.__closure__ or ()
         try:
             contents = [cell.cell_contents for cell in cells]
@@ -264,7 +264,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Switch off hooks that are registered for all modules, because they would also run for the stand-in."""
+    """Switch off hooks that are registered for all modules, because they would also run for the copy of the model."""
     tables = global_hook_tables()
     saved = [OrderedDict(table) for table in tables]
     try:
@@ -294,8 +294,8 @@ def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
         stack.enter_context(without_global_hooks())
         # The user's own dispatch modes, such as another counter, would see our ops.
         stack.enter_context(disable_current_modes())
-        # A compiled function that first runs under a dispatch mode is never compiled again (pytorch issue 140909), so
-        # compiled functions run eagerly here, which does not change their state.
+        # A compiled function whose first run is under a dispatch mode is never compiled afterwards (pytorch issue
+        # 140909), so compiled functions run eagerly here, which does not change their state.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 

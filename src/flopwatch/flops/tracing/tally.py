@@ -40,7 +40,7 @@ class Tally:
         self.note(flops.note)
 
     def add_uncounted(self, op: str, module: str, tensors: Iterable[torch.Tensor]) -> None:
-        # Asking a nested tensor for its shape raises.
+        # Reading the shape of a nested tensor raises an error.
         self._uncounted[op, module, tuple(() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)] += 1
 
     def note(self, text: str | None) -> None:
@@ -54,7 +54,7 @@ class Tally:
             is_fused = any("attention" in op or "attn" in op for op in by_op)
             if not is_fused or any("bmm" in op for op in by_op):
                 self.note(UNMASKED_PRODUCTS)
-            # Without fused attention no masked pair was left out, so the result is not a causal count.
+            # Without fused attention no masked pair was left out, so the count is `full` and not `causal`.
             attention = "causal" if is_fused else "full"
         total = sum(by_op.values(), PhaseFlops())
         uncounted_calls = sum(self._uncounted.values())
