@@ -159,14 +159,14 @@ def test_it_knows_the_range_it_was_verified_on() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "says"),
     [
-        ((), {}, "pass batch_size"),
-        ((2,), {}, "pass seq_len"),
+        ((), {}, "pass `batch_size`"),
+        ((2,), {}, "pass `seq_len`"),
         ((2, 8), {"lengths": [3]}, "not both"),
-        ((), {"lengths": []}, "lengths is empty"),
+        ((), {"lengths": []}, "`lengths` is empty"),
         ((0, 8), {}, "batch_size must be a positive whole number, got 0"),
         ((2, 8.5), {}, "a length must be a positive whole number, got 8.5"),
         ((2, float("nan")), {}, "positive whole number, got nan"),
-        ((2, 8), {"image_grids": [(1, 2, 2)]}, "leave image_grids out"),
+        ((2, 8), {"image_grids": [(1, 2, 2)]}, "leave `image_grids` out"),
     ],
 )
 def test_shapes_that_are_none_are_refused(arguments: Any, options: Any, says: str) -> None:

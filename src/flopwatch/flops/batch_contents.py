@@ -77,7 +77,7 @@ def _described_list(items: Any, sizes: list[int], depth: int) -> Any:
     for item in items:
         own: list[int] = []
         apart.append((_described(item, own, depth + 1), own))
-    # At depth 0 the items are the model's arguments. They are never merged, because each has its own meaning.
+    # At depth 0 the items are the model's arguments. Each is described by itself, because each has its own meaning.
     if depth > 0 and apart and apart[0][1] and all(each == apart[0] for each in apart[1:]):
         sizes.append(len(apart))
         sizes.extend(apart[0][1])

@@ -131,7 +131,7 @@ def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None
 
 
 def suggest_layouts(batch: Any) -> list[Layout]:
-    """Return the layouts to try, the one with the most variables first; the last one fixes every length."""
+    """Return guesses at which sizes vary, the guess with the most variables first; the last one fixes all lengths."""
     slots = slots_of(batch)
     shape = read_shape(batch)
     variables: list[str | None] = [None] * len(slots)

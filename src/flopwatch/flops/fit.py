@@ -260,7 +260,7 @@ def _levels(sample: Sample, name: str) -> tuple[int, int, int]:
 def _held_out(
     model: nn.Module, sample: Sample, levels: dict[str, Any], at: Any, *, runs_for_real: bool
 ) -> list[StepShape]:
-    """Return the shapes to test on: the two longest lengths, the shortest, one in between, and window sizes."""
+    """Return the shapes to test on: the two longest lengths, the shortest, a middle one, and those at window sizes."""
     many = 3 if runs_for_real else max(_MANY, 2 * sample.layout.sizes[SAMPLES])
     if not levels:
         return [at(5, {}), at(7, {}), *([] if runs_for_real else [at(many, {}), at(many - 3, {})])]

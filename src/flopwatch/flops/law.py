@@ -314,9 +314,9 @@ class FlopLaw:
 
     def _sum_of_samples(self, batch_size: Any, seq_len: Any, lengths: Sequence[int], image_grids: Any) -> int:
         if batch_size is not None or seq_len is not None:
-            raise InputError("pass either lengths, or batch_size and seq_len, but not both")
+            raise InputError("pass either `lengths`, or `batch_size` and `seq_len`, but not both")
         if len(lengths) == 0:
-            raise InputError("lengths is empty: pass the length of each sample")
+            raise InputError("`lengths` is empty: pass the length of each sample")
         for length in lengths:
             _size("a length", length)
         rows = [{"s": length, **dict(self._other_lengths())} for length in lengths]
@@ -325,20 +325,20 @@ class FlopLaw:
             return cost.forward + cost.backward
         if image_grids is not None:
             raise InputError(
-                "leave image_grids out: this model is counted sample by sample, and the grids do not say which image "
+                "leave `image_grids` out: this model is counted sample by sample, and the grids do not say which image "
                 "belongs to which sample"
             )
-        # Each sample is counted alone, so FLOPs that compare samples with each other are missing.
+        # Each sample is counted alone, so the FLOPs of comparing samples with each other are missing.
         costs = [self.cost(self._shape(1, length, None)) for length in lengths]
         return sum(cost.forward + cost.backward for cost in costs)
 
     def _shape(self, batch_size: int | None, seq_len: int | None, image_grids: Sequence[Grid] | None) -> StepShape:
         if batch_size is None:
-            raise InputError("pass batch_size (and seq_len, for a text model), or the lengths of the samples")
+            raise InputError("pass `batch_size` (and `seq_len`, for a text model), or `lengths`")
         if self.seq_lens is None and seq_len is not None:
-            raise InputError(f"this model has no text sequence: leave seq_len out, got {seq_len!r}")
+            raise InputError(f"this model has no text sequence: leave `seq_len` out, got {seq_len!r}")
         if self.seq_lens is not None and seq_len is None:
-            raise InputError("the FLOPs of this model depend on the sequence length: pass seq_len, or lengths")
+            raise InputError("the FLOPs of this model depend on the sequence length: pass `seq_len` or `lengths`")
         samples = _size("batch_size", batch_size)
         grids = self._grids(image_grids, samples)
         length = None if seq_len is None else _size("a length", seq_len)
@@ -354,7 +354,7 @@ class FlopLaw:
         if image_grids is None:
             return self.sample_grids * samples
         if not self.sample_grids:
-            raise InputError("leave image_grids out: the batch this FLOP law was fitted on has no image_grid_thw")
+            raise InputError("leave `image_grids` out: this FLOP law was fitted on a batch without image_grid_thw")
         return tuple(map(_grid, image_grids))
 
     @cached_property

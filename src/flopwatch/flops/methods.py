@@ -134,7 +134,7 @@ _memories: "WeakKeyDictionary[nn.Module, ReplayMemory]" = WeakKeyDictionary()
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Let traces reuse what earlier ones found about the model. The caller must not change the model in the block."""
+    """In the block, traces reuse what earlier traces found about the model, so the caller must not change the model."""
     with _memories.setdefault(model, ReplayMemory()).unchanged():
         yield
 

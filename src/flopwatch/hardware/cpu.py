@@ -99,7 +99,7 @@ def _cgroup_folders(root: Path) -> list[Path]:
             continue
         mount = root / "sys/fs/cgroup" / controllers
         own = mount / group.strip("/")
-        # In a container, the group's path may not be mounted. Its limits are then in the files at the mount point.
+        # In a container, the control group's path may not be mounted. Then its limits are in files at the mount point.
         folders += [folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents]
     return folders
 

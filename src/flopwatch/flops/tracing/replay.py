@@ -55,7 +55,7 @@ class ReplayMemory:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Search for equal layers only once in the block. The caller must not change the model in it."""
+        """Search for equal layers only once in the block, so the caller must not change the model there."""
         self._is_unchanged = True
         try:
             yield
