@@ -303,11 +303,11 @@ class CountingMode(TorchDispatchMode):
     def _phase(self) -> Phase:
         """Return the phase of the running op: forward outside autograd's engine, backward or recompute inside it.
 
-        In the step's backward pass, grad mode is on or a module runs only while checkpointing recomputes a forward
-        pass. Grad mode alone is no sufficient test, because a custom autograd function or a nested checkpoint switches
-        it off. If the model takes a gradient inside its forward pass (a gradient penalty, forces), modules run with
-        grad mode on anyway. There, an op is recomputation only if autograd's engine has called the running module, or
-        if checkpointing's saved-tensor hook is running.
+        In the step's backward pass, an op is recomputation if grad mode is on or a module is running, because only
+        checkpointing causes either. Testing grad mode alone would not do, because a custom autograd function or a
+        nested checkpoint switches it off. If the model takes a gradient inside its forward pass (a gradient penalty,
+        forces), modules run with grad mode on anyway. There, an op is recomputation only if autograd's engine has
+        called the running module, or if checkpointing's saved-tensor hook is running.
         """
         task = current_graph_task_id()
         if task == -1:

@@ -221,7 +221,7 @@ class _EntriesPerLayer:
         self._known: dict[int, list[Any]] = {}
 
     def of(self, layer: nn.Module, indices: set[int]) -> tuple[str, ...]:
-        """Return the entries at these indices of all lists with one entry per layer that `layer` holds."""
+        """For each list with one entry per layer that `layer` holds, return the entries at these indices."""
         return tuple(repr([_entry(entries, index) for index in sorted(indices)]) for entries in self._near(layer))
 
     def all_near(self, layer: nn.Module) -> str:
