@@ -131,7 +131,7 @@ def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None
 
 
 def suggest_layouts(batch: Any) -> list[Layout]:
-    """Return guesses at which sizes of a batch vary: the one with most variables first, that with fixed lengths last."""
+    """Return guesses at which sizes of a batch vary: most variables first, the one with fixed lengths last."""
     slots = slots_of(batch)
     shape = read_shape(batch)
     variables: list[str | None] = [None] * len(slots)
