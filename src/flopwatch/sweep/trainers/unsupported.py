@@ -182,7 +182,7 @@ def path_of(trainer: str, layer: nn.Module) -> Path:
 
 
 def handled_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules to which Opacus adds hooks. A module that it handles with functorch includes its children."""
+    """The modules to which Opacus adds hooks; it adds none inside a module that it handles with functorch."""
     if any(parameter.requires_grad for parameter in model.parameters(recurse=False)):
         yield model
         if path_of("dpsgd", model) == "functorch":
