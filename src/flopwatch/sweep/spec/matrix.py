@@ -265,7 +265,7 @@ def _resolved(entry: TrainerEntry) -> tuple[str, str]:
     """The trainer's canonical name, and its label, with which the names of its trials begin."""
     if entry.command is not None:
         if entry.trainer != "command":
-            raise InputError(f"the trainer {entry.trainer!r} also has a command; leave out the name or the command")
+            raise InputError(f"the trainer {entry.trainer!r} has both a name and a command; leave one out")
         return "command", check_label(entry.label or "Command")
     if entry.trainer == "command":
         raise InputError("a trainer without a name needs a command: {label: mine, command: 'python train.py ...'}")
