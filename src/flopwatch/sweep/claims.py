@@ -41,7 +41,7 @@ def visible_seconds() -> float:
 
 
 def own_identity() -> dict[str, Any]:
-    """Identifies this process among the processes of all hosts, also after a reboot."""
+    """Identifies this process among the processes of all hosts, even after a reboot."""
     return {"host": os.uname().nodename, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), **_pid_scope()}
 
 

@@ -207,7 +207,7 @@ def _clear_folder(trial: Trial) -> None:
         raise InputError(
             f"{trial.name} still runs, see {folder / STARTED}; wait until it ends, then run the sweep again"
         )
-    # The job of an attempt that has not started may still be queued. `withdraw` keeps that job from starting it.
+    # The job of an attempt that has not started may still be queued. `withdraw` keeps that job from starting the trial.
     if _is_only_prepared(folder) and withdraw(folder):
         _discard(trial.sweep, folder)
     elif os.path.lexists(folder):
