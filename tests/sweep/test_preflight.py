@@ -204,7 +204,7 @@ def test_a_step_that_runs_and_clips_wrongly_is_unsupported(users_folder):
 
     assert found["standard"].supported
     assert not found["dpsgd"].supported
-    assert "from a loop over the samples" in found["dpsgd"].reason
+    assert "from those of a loop over the samples" in found["dpsgd"].reason
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])

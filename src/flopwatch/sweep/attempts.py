@@ -41,7 +41,7 @@ Attempt: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _AttemptFacts:
-    """The fields of an entry that must be readable, because the runner needs them to decide about another attempt."""
+    """The fields of an `Attempt` that must be readable, because the runner uses them to decide on a retry."""
 
     state: str | None = None
     host: str | None = None

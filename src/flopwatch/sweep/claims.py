@@ -24,9 +24,9 @@ BEAT_SECONDS = 5.0  # far below `visible_seconds`, so that a process does not lo
 WITHDRAWN = "withdrawn"
 """Value of `attempt` in a `started.json` that was written so that no supervisor starts the trial any more."""
 
-_GUARD_SECONDS = 1.0  # time between two bytes that a supervisor writes to its guard process
-_LIVENESS_BYTES = 160  # longer than any content, so that a rewrite overwrites all bytes of the content before it
-_HEARTBEAT_BYTES = 96  # also longer than any content
+_GUARD_SECONDS = 1.0  # how often a supervisor writes a byte to the process that kills the trial if the supervisor dies
+_LIVENESS_BYTES = 160  # longer than any content, so that a rewrite leaves no byte of the earlier content
+_HEARTBEAT_BYTES = 96  # longer than any content, so that a rewrite leaves no byte of the earlier content
 _ENDED = "ended"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -41,7 +41,7 @@ def visible_seconds() -> float:
 
 
 def own_identity() -> dict[str, Any]:
-    """Identifies this process among the processes of all hosts, also after a reboot."""
+    """Identifies this process among the processes of all hosts, even after a reboot."""
     return {"host": os.uname().nodename, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), **_pid_scope()}
 
 

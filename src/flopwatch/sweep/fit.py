@@ -78,17 +78,15 @@ MOST_BATCH = 4096  # the default for the largest batch to try
 
 _FIRST_BATCHES = (1, 8)
 _MOST_GROWTH = 16
-"""The next batch is at most this many times the largest batch that fitted, because a line through small batches is too
-inaccurate far beyond them.
-"""
+"""The next batch is at most this many times the largest that fitted, because the line is inaccurate far beyond it."""
 
 _NEAR_MISS = 1.1
-"""A prediction may be up to this many times the smallest batch that did not fit, because a trial cannot use quite all
-of the capacity.
+"""A prediction up to this many times the smallest batch that did not fit counts as nearly right, because a trial
+cannot use quite all of the capacity.
 """
 
 _PATIENCE = 8
-"""After this many trials the search stops using the curves and halves the bracket instead."""
+"""After this many trials the search no longer uses the line and the parabola, but halves the bracket."""
 
 _LEAST_NOISE = 0.02
 """Relative difference in throughput to expect between two processes, even if the steps within each are equally fast."""
@@ -224,7 +222,7 @@ def next_for_largest(probes: Sequence[Probe], max_batch: int, tolerance: float =
     high = max_batch + 1 if too_large is None else too_large
     if high - low <= 1 or (too_large is not None and low >= (1 - tolerance) * (high - 1)):
         return None
-    # Two small batches determine the first line. A third between them saved no trial (benchmarks/sweeps/fit_trials.py).
+    # The straight line needs two small batches first. A third one saved no trial (benchmarks/sweeps/fit_trials.py).
     first = next((size for size in _FIRST_BATCHES if low < size < high), None)
     guess = first or _guess(probes, fitting, too_large, tolerance)
     return max(low + 1, min(guess, high - 1))
@@ -257,10 +255,10 @@ def _just_closing(low: int, tolerance: float) -> int:
 
 
 def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int, tolerance: float) -> int:
-    """Guess by the line first, by the parabola after two trials that did not fit, and halve the bracket after three.
+    """Guess by the line; after two trials in a row that did not fit, by the parabola; after three, halve the bracket.
 
-    A curve is used if its prediction lies inside the bracket. If the prediction lies slightly above the bracket, trials
-    cannot use all of the capacity, so the guess is the batch that would end the search if it fits.
+    A curve is used if its prediction lies inside the bracket. If the prediction lies slightly above the bracket, which
+    happens if trials cannot use all of the capacity, the guess is the batch that would end the search if it fits.
     """
     low = fitting[-1].batch_size
     nearly = math.ceil((1 - tolerance) * (too_large - 1))  # the search ends if this batch fits
@@ -319,9 +317,9 @@ def _reach(probe: Probe) -> tuple[float, float]:
 
 
 def next_for_fastest(probes: Sequence[Probe]) -> int | None:
-    """The batch to try next: between the fastest batch so far and the next smaller one that was tried.
+    """The batch to try next: in the gap between the fastest batch so far and the next smaller one that was tried.
 
-    If the next larger one is much further away, between the fastest and that one. None if both are close.
+    The gap to the next larger one is used if it is more than twice as wide. None if the gap that is used is narrow.
     """
     fastest, _ = fastest_of(probes)
     if fastest is None:

@@ -60,7 +60,7 @@ from flopwatch.sweep.claims import (
 from flopwatch.sweep.host.environment import fingerprint
 
 _FOLDERS = (TRIALS, LOGS, RUNS, RUNNERS)
-_POLL_SECONDS = 0.5  # between two readings of another runner's heartbeat
+_POLL_SECONDS = 0.5  # time between two readings of another runner's heartbeat
 _WATCHER = LivenessWatcher()  # one for all supervisors, because it must remember when each heartbeat last changed
 
 
@@ -139,7 +139,7 @@ def _make_folders(sweep: Path) -> None:
 
 
 def _move_wrong_types_aside(sweep: Path) -> None:
-    """Move to `earlier/` a file in the place of a sweep's folder, or a folder in the place of a sweep's file."""
+    """Move a file that has the name of a sweep's folder, or a folder that has the name of a file, to `earlier/`."""
     for name in (EARLIER, *_FOLDERS):
         if os.path.lexists(sweep / name) and not (sweep / name).is_dir():
             _move_aside(sweep, sweep / name)
@@ -189,7 +189,7 @@ def prepare(trial: Trial) -> None:
         trial.spec,
         trial.name,
         trial.key,
-        # Without this host's devices, because an engine may choose another host.
+        # `is_here=False` leaves this host's devices out, because an engine may choose another host.
         environment=fingerprint(trial.spec, is_here=False),
         cwd=os.getcwd(),
         attempt=os.urandom(16).hex(),
@@ -207,7 +207,7 @@ def _clear_folder(trial: Trial) -> None:
         raise InputError(
             f"{trial.name} still runs, see {folder / STARTED}; wait until it ends, then run the sweep again"
         )
-    # The job of an attempt that has not started may still be queued. `withdraw` keeps that job from starting it.
+    # The job of an attempt that has not started may still be queued. `withdraw` keeps that job from starting the trial.
     if _is_only_prepared(folder) and withdraw(folder):
         _discard(trial.sweep, folder)
     elif os.path.lexists(folder):
@@ -239,7 +239,7 @@ def has_begun(sweep: Path, name: str) -> bool:
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
-    """Whether a supervisor of this trial may be alive. On another host, it is dead if silent for `visible_seconds`."""
+    """Whether this trial's supervisor seems to be alive. One on another host is judged by its heartbeat."""
     folder = trial_folder(sweep, name)
     return _WATCHER.is_alive(folder / STARTED, folder / SUPERVISOR_HEARTBEAT)
 

@@ -142,8 +142,8 @@ def run_preflight(
 ) -> dict[Pair, PreflightResult]:
     """Try every pair of trainer and model of these trials, write `preflight.json`, and return the results.
 
-    The trials of a pair that crashes or takes too long may run, because it is unknown whether they can. Trials that are
-    shell commands are not tried. The log is `logs/preflight.log`.
+    If a pair crashes or takes too long, its trials are not refused, because it is unknown whether they can run. Trials
+    that are shell commands are not tried. The log is `logs/preflight.log`.
 
     Args:
         sweep: The sweep's folder.

@@ -32,7 +32,7 @@ _MARGIN = 0.10  # share of the available memory left to other processes
 _LEAST_MARGIN_BYTES = 512 << 20  # the margin is at least this large
 
 OF_THIS_HOST = ("cpu", "gpus", "driver")
-"""Keys of the facts that may differ between the host that submits a trial and the host that runs it."""
+"""Keys of `machine()` whose values may differ between the host that submits a trial and the host that runs it."""
 
 _PACKAGES = ("torch", "opacus", "transformers")
 _SOURCES_LAST_SECONDS = 5.0
@@ -167,7 +167,7 @@ def available_bytes() -> int | None:
 
 
 def least_available(meminfo: Path, groups: Sequence[Path]) -> int | None:
-    """The least memory that is left in the machine and in each cgroup and its parents; None if all are unknown."""
+    """The memory left in the machine, a cgroup or a parent of one, whichever is least; None if all are unknown."""
     folders = {folder for group in groups for folder in (group, *group.parents)}
     found = [_of_machine(meminfo), *(_of_group(folder, *files) for folder in folders for files in _GROUP_FILES)]
     return min((size for size in found if size is not None), default=None)

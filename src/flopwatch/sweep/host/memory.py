@@ -41,7 +41,7 @@ one reading takes. The urgent values apply if the limit seems exceeded or large 
 """
 
 _WORTH_A_ROLLUP = 0.05
-"""The next reading of smaps_rollup is urgent if new processes have more than this share of the known memory."""
+"""The next reading of smaps_rollup is urgent if new processes have more than this share of the tree's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,14 +258,14 @@ def read_rollup(found: Mapping[int, Resident]) -> Rollup | None:
         return None
     files = sum(part.get(b"Pss_File", 0) for part in parts.values())
     others = sum(part[b"Pss"] for part in parts.values()) - files
-    # PSS divides the pages of a file among all processes that map it, also of other trials. Here they count in full.
+    # PSS divides the pages of a file among all processes that map it, even in other trials. Here they count in full.
     has_file_pss = any(b"Pss_File" in part for part in parts.values())
     whole = max((found[pid].file for pid in parts), default=0) if has_file_pss else 0
     return Rollup(others + max(files, whole), {pid: part.get(b"Anonymous", 0) for pid, part in parts.items()})
 
 
 def _rollup_of(pid: int) -> dict[bytes, int]:
-    """PSS and anonymous memory of a process in bytes; empty if the process is gone or may not be read."""
+    """PSS and anonymous memory of a process in bytes; empty if the process is gone or reading it is not allowed."""
     lines = _lines(f"/proc/{pid}/smaps_rollup", 8192)
     found = {key: _kibibytes(rest) for key, rest in lines if key in (b"Pss", b"Pss_File", b"Anonymous")}
     return found if b"Pss" in found else {}
@@ -352,7 +352,7 @@ class MemoryLimit:
 
 
 def limit_memory(limit_bytes: int | None, name: str) -> MemoryLimit:
-    """A cgroup with this limit if this process may create one, else a resource limit; `none` for no limit."""
+    """A cgroup with this limit if this process can create one, else a resource limit; None sets no limit."""
     if limit_bytes is None:
         return MemoryLimit("none", lambda: None)
     for parent in group_places():

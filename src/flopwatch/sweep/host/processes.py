@@ -51,7 +51,7 @@ def dies_with(parent: int) -> Callable[[], None]:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all its descendants that lose their parent, also after `setsid`."""
+    """Make this process the parent of all its descendants that lose their parent, even after `setsid`."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -145,7 +145,7 @@ def _all_pids() -> list[int]:
 
 
 def _read_stat(pid: int) -> tuple[int, int, str] | None:
-    """Pid, parent's pid and state. The name is in brackets and may contain brackets, so the last bracket ends it."""
+    """Pid, parent's pid and state. They follow the process's name, which may contain `)`, so the last `)` ends it."""
     try:
         state, parent = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:2]
     except (OSError, ValueError):

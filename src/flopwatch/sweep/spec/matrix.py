@@ -179,7 +179,7 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_canonical_keys(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each spelling by the setting's name, so that `batch_size` takes precedence over `batch_sizes`."""
+    """Replace each spelling by the setting's name, so that `batch_size` in a later layer overrides `batch_sizes`."""
     found: dict[str, Any] = {}
     for key, value in layer.items():
         name = _ALIASES.get(key, key)
@@ -244,7 +244,7 @@ def expand(matrix: Matrix) -> list[TrialSpec]:
 
 
 def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
-    """The values of each axis, by the names of `_spec`'s arguments."""
+    """The values of each axis. The keys are the names of `_spec`'s arguments."""
     entries = [(entry, *_resolved(entry)) for entry in matrix.trainers]
     check_privacy_used(matrix.privacy, [trainer for _, trainer, _ in entries])
     return {
@@ -262,10 +262,10 @@ def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
 
 
 def _resolved(entry: TrainerEntry) -> tuple[str, str]:
-    """The trainer's canonical name, and its label."""
+    """The trainer's canonical name, and its label, with which the names of its trials begin."""
     if entry.command is not None:
         if entry.trainer != "command":
-            raise InputError(f"the trainer {entry.trainer!r} also has a command; leave out the name or the command")
+            raise InputError(f"the trainer {entry.trainer!r} has both a name and a command; leave one out")
         return "command", check_label(entry.label or "Command")
     if entry.trainer == "command":
         raise InputError("a trainer without a name needs a command: {label: mine, command: 'python train.py ...'}")
@@ -328,7 +328,7 @@ def _spec(
 
 
 def _limits(settings: LimitSettings, *, is_command: bool) -> Limits:
-    """The limits of a trial. A command reports no progress, so only a user's own `no_progress_seconds` applies."""
+    """The limits of a trial. A command reports no progress, so `no_progress_seconds` has no default for commands."""
     is_set = "no_progress_seconds" in settings.model_fields_set
     silence = settings.no_progress_seconds if is_set or is_command else Limits().no_progress_seconds
     return Limits(settings.wall_seconds, silence, settings.memory)

@@ -23,7 +23,7 @@ from flopwatch.records.trial import COMMAND, LABELS, TrialSpec, content_key
 from flopwatch.sweep.spec.parsing import did_you_mean
 from flopwatch.sweep.trainers.options import read_options
 
-_WHOLE_KEY = 20  # digits of a content key
+_WHOLE_KEY = 20  # digits of a content key, which is a hash of a trial's settings
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 
 
@@ -52,7 +52,7 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
 
 
 def _digits(doubled: Sequence[tuple[str, str]]) -> int:
-    """The number of hash digits that makes equal names unique; six are not always enough for 20,000 trials."""
+    """The number of hash digits to append to equal names to make them unique; six may be too few for 20,000 trials."""
     digits = 6
     while digits < _WHOLE_KEY and len({(name, key[:digits]) for name, key in doubled}) < len(doubled):
         digits += 2
@@ -96,7 +96,7 @@ def _part(key: str, settings: Mapping[str, Any]) -> str:
     value = settings[key]
     if key == "ckpt":
         return "ckpt" if value else ""
-    if key in ("layout", "micro") and value is None:  # only one process, or the whole batch at once
+    if key in ("layout", "micro") and value is None:  # None is one process, or an undivided batch
         return ""
     if key == "model":
         return slug(_model_word(str(value)))
@@ -159,7 +159,7 @@ def _find(what: str, name: str, module: str) -> ModuleSpec | None:
             )
         place = found.submodule_search_locations
         if place is None and count < len(parts):
-            return None  # the rest may be an attribute of the module, such as `path` of `os`
+            return None  # the rest of the name may be an attribute of the module, such as `path` of `os`
     return found
 
 
@@ -205,7 +205,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
 _PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
-_ALIKE = 0.75  # similarity from which a word is a typo; with 0.6, difflib's default, {batch} and {date} would be typos
+_ALIKE = 0.75  # least similarity of a typo; with 0.6, difflib's default, {batch} and {date} would count as typos
 
 
 def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:
@@ -243,7 +243,7 @@ def _check_modules(specs: Sequence[TrialSpec]) -> None:
 
 
 def _check_placeholders(spec: TrialSpec) -> None:
-    """Raise InputError for a misspelt placeholder. Shell commands contain other braces, so only similar words count."""
+    """Raise InputError for a word in braces that is similar to a placeholder; other braces belong to the shell."""
     known = (*_PLACEHOLDERS, *spec.options)
     for word in _PLACEHOLDER.findall(spec.command or ""):
         near = difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)

@@ -139,7 +139,7 @@ _FIELDS = {field.name for field in fields(TrialSpec)}
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition such as `trainer=ghost seq_len>=1024`: parts of field, comparison and value, which all must hold."""
+    """A condition such as `trainer=ghost seq_len>=1024`. All parts (field, comparison, value) must hold."""
 
     parts: tuple[tuple[str, str, str], ...]
 
@@ -250,8 +250,8 @@ def needs_one_process(spec: TrialSpec) -> str | None:
     if spec.world_size == 1 or spec.trainer not in PRIVATE:
         return None
     return (
-        f"the trainer {spec.trainer} can run in one process only, and the trial has {spec.world_size}; leave nodes and "
-        "processes out for this trainer"
+        f"the trainer {spec.trainer} can run in one process only, and the trial has {spec.world_size}; do not "
+        "set `nodes` and `processes` for this trainer"
     )
 
 
@@ -259,7 +259,7 @@ def check_processes(spec: TrialSpec) -> None:
     """Raise InputError if the trial's processes cannot share its batch, or if a command has several nodes."""
     ranks = spec.world_size
     if spec.layout is not None and spec.layout not in LAYOUTS:
-        raise InputError(f"layout must be {' or '.join(LAYOUTS)}, got {spec.layout!r}")
+        raise InputError(f"`layout` must be {' or '.join(LAYOUTS)}, got {spec.layout!r}")
     if spec.trainer == "command":
         if spec.nodes > 1:
             raise InputError(f"a command can run on one node only, and the trial has {spec.nodes}; leave `nodes` out")
@@ -267,6 +267,6 @@ def check_processes(spec: TrialSpec) -> None:
     if spec.batch_size % ranks:
         raise InputError(
             f"{ranks} processes ({spec.nodes} x {spec.processes}) cannot share a batch of {spec.batch_size} samples, "
-            f"which is the batch of the whole trial; use multiples of {ranks}, or leave this trial out with exclude: "
-            f"batch_size={spec.batch_size} nodes={spec.nodes} processes={spec.processes}"
+            f"which is the batch of the whole trial; use multiples of {ranks}, or leave this trial out with "
+            f"`exclude: batch_size={spec.batch_size} nodes={spec.nodes} processes={spec.processes}`"
         )

@@ -145,10 +145,10 @@ def own_batch(function: str, model: nn.Module, batch_size: int, seq_len: int, se
 def _load(function: str) -> Any:
     module_name, colon, name = function.partition(":")
     if not colon or not module_name or not name:
-        raise InputError(f"batch must be 'package.module:function', got {function!r}")
+        raise InputError(f"`batch` must be 'package.module:function', got {function!r}")
     found = load_object("batch", function)
     if not callable(found):
-        raise InputError(f"batch {function!r} is a {type(found).__name__}; name a function instead")
+        raise InputError(f"`batch` names {function!r}, which is a {type(found).__name__}; name a function instead")
     return found
 
 
@@ -191,7 +191,7 @@ def _check_rows(function: str, batch: Mapping[str, Any], batch_size: int) -> Non
 
 
 def batch_rows(batch: Mapping[str, Any]) -> int:
-    """The number of samples: the rows of the first tensor that has several, because samples may share a single row."""
+    """The number of samples: the rows of the first tensor with more than one, because one row may serve all samples."""
     lengths = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
     return next((length for length in lengths if length > 1), 1)
 
@@ -218,5 +218,5 @@ def _part(name: str, value: Any, rows: int, begin: int, size: int) -> Any:
         return value
     raise UnsupportedError(
         f"the batch cannot be split into micro-batches, because {name} has {len(value)} rows for {rows} samples; leave "
-        "micro_batch_size out, or make a batch with one row for each sample"
+        "`micro_batch_size` out, or make a batch with one row for each sample"
     )

@@ -26,7 +26,7 @@ PerSampleLosses = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """A function of the model's output and the batch that returns the loss of each sample, of shape (batch size,)."""
 
 _IGNORED = -100  # the label that torch's cross-entropy ignores by default
-_SAME = 1e-3  # relative difference of equal losses; bf16 logits cause less, and a wrong shift of the labels more
+_SAME = 1e-3  # relative difference up to which losses count as equal; bf16 logits cause less, shifted labels more
 _ADVICE = "give the model a method per_sample_losses(output, batch) that returns one loss for each sample"
 
 

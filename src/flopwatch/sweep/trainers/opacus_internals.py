@@ -15,7 +15,7 @@ from flopwatch.optional import require
 CHECKED_VERSION = "1.6.0"
 
 MISSING_GRADIENT_SIGNS = ("NoneType", "not initialized", "_norm_sample")
-"""Parts of the messages of Opacus's exceptions if a trainable parameter got no gradient."""
+"""Texts in the messages of Opacus's exceptions which mean that a trainable parameter got no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def finish_gradients(optimizer: Any) -> None:
 
 
 def epsilon_spent(accountant: str, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """Epsilon after `steps` equal steps; sets the accountant's `history`, which is faster than `steps` calls."""
+    """Epsilon after `steps` equal steps. Setting the accountant's `history` is faster than recording each step."""
     ledger = _name("opacus.accountants", "create_accountant")(mechanism=accountant)
     _attribute(ledger, "history")
     ledger.history = [(noise_multiplier, sample_rate, steps)]

@@ -87,7 +87,7 @@ def enable_checkpointing(model: "nn.Module") -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise UnsupportedError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable(); leave checkpointing out, or add the method"
+            f"{type(model).__name__} has no gradient_checkpointing_enable(); add it, or leave `checkpointing` out"
         )
     try:
         enable()

@@ -24,7 +24,7 @@ _USUAL_DELTA = 1e-5
 
 
 class PrivacySettings(BaseModel):
-    """The planned training: size of the data set or sampling rate, length, and Opacus's accountant for epsilon."""
+    """The planned training: data set size or sampling rate, epochs or steps, and Opacus's accountant for epsilon."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -69,22 +69,22 @@ def check_privacy_used(privacy: PrivacySettings | None, trainers: Sequence[str])
     """Raise InputError if there are privacy settings, but no trainer is known to be private."""
     if privacy is not None and not any(trainer in PRIVATE for trainer in trainers):
         raise InputError(
-            f"the setting privacy needs one of the trainers {', '.join(PRIVATE)}, but the matrix has only "
-            f"{', '.join(dict.fromkeys(trainers))}; add a private trainer, or leave privacy out"
+            f"the setting `privacy` needs one of the trainers {', '.join(PRIVATE)}, but the matrix has only "
+            f"{', '.join(dict.fromkeys(trainers))}; add a private trainer, or leave `privacy` out"
         )
 
 
 _MOST_POINTS = 2_000_000
-"""Largest grid of the PRV accountant to compute; it takes up to 1 GB and some seconds, and both grow with the grid."""
+"""The maximum number of grid points of the PRV accountant. That many points take up to 1 GB and some seconds."""
 
 _TARGET_ERROR = 0.01
 """How far epsilon may be below the target; the default of Opacus's own search."""
 
 _MOST_TRIES = 12
-"""The search for the noise halves an interval from x / 2 to x this often, so its error is at most x / 8192."""
+"""The search for the noise halves the interval from x / 2 to x this many times, so its error is at most x / 8192."""
 
 _EPSILON_ERROR = 0.01
-"""The PRV accountant's default for its error of epsilon; together with steps and delta it determines the grid."""
+"""The error of epsilon that the PRV accountant allows by default; with steps and delta it determines the grid."""
 
 
 def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier: float) -> PrivacySpent:

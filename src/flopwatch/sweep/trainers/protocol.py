@@ -82,7 +82,7 @@ class Trainer(Protocol):
 
 
 def load_trainer(name: str) -> type[Trainer]:
-    """The class of a trainer: a built-in one, or `package.module:Class`, also from the working directory.
+    """The class of a trainer: a built-in one, or `package.module:Class`, whose module may be in the working directory.
 
     >>> load_trainer("standard").__name__
     'StandardTrainer'
@@ -98,7 +98,7 @@ def load_trainer(name: str) -> type[Trainer]:
 
 
 def load_object(kind: str, path: str) -> Any:
-    """Import the object of a `package.module:name`, also from the working directory; `kind` is for the message."""
+    """Import `package.module:name`, whose module may be in the working directory; `kind` is for the error message."""
     module_name, _, name = path.partition(":")
     sys.path.insert(0, "")  # the working directory, as `python -m` does, because a user's file may be there
     try:
@@ -130,7 +130,7 @@ def step_parts(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> list[S
     if len(batches) > 1 and accumulate is None:
         raise UnsupportedError(
             f"{type(trainer).__name__} cannot use micro-batches, because it has no method accumulate(); leave "
-            "micro_batch_size out, or add that method, which is called after the backward pass of every micro-batch "
+            "`micro_batch_size` out, or add that method, which is called after the backward pass of every micro-batch "
             "but the last"
         )
     parts: list[StepPart] = []

@@ -44,7 +44,7 @@ def obstacle(trainer: str, model: nn.Module) -> str | None:
     if tied:
         return (
             f"the weights {' and '.join(tied)} are tied, but ghost clipping computes the norm of each layer by "
-            "itself; untie them (tie_word_embeddings: false in the config) or use the trainer fast"
+            "itself; untie them (tie_word_embeddings: false in the config) or use the trainer `fast`"
         )
     return None
 
@@ -127,7 +127,7 @@ _MISLEADING = "Parameter tying is not supported"
 _MEANINGS = {
     _MISLEADING: (
         "a layer runs more than once in a step (a shared layer, or checkpointing in the model's own code), but ghost "
-        "clipping computes the norm of each run separately; use the trainer fast or dpsgd"
+        "clipping computes the norm of each run separately; use the trainer `fast` or `dpsgd`"
     ),
     "required positional argument": (
         "a layer with parameters takes more than one input (as in a mixture of experts), but Opacus passes only the "
@@ -182,7 +182,7 @@ def path_of(trainer: str, layer: nn.Module) -> Path:
 
 
 def handled_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules to which Opacus adds hooks. A module that it handles with functorch includes its children."""
+    """The modules to which Opacus adds hooks; it adds none inside a module that it handles with functorch."""
     if any(parameter.requires_grad for parameter in model.parameters(recurse=False)):
         yield model
         if path_of("dpsgd", model) == "functorch":

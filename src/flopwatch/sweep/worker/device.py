@@ -24,7 +24,7 @@ PARTS = ("forward", "backward", "optimizer")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 _LEAST_RESET_BYTES = 64 << 20
-"""The kernel updates its memory counters per core, so on machines with many cores they lag by up to this much."""
+"""A peak up to this much above the present size counts as reset, because the kernel's counters per core may lag."""
 
 
 def choose_device(name: str) -> torch.device:

@@ -54,7 +54,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """The outcome of a trial that raised this exception; out of memory also if that was the cause of the exception."""
+    """The outcome of a trial that raised this exception; out of memory if it or one of its causes reports that."""
     memory = next((outcome for link in _chain(error) if (outcome := _memory_outcome(link)) is not None), None)
     if memory is not None:
         return memory
@@ -80,7 +80,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _members(error: BaseException) -> list[BaseException]:
-    """The exceptions of an exception group. Python 3.10 has no class for groups, so `exceptions` identifies them.
+    """The exceptions of a group. Python 3.10 has no class for groups, so their attribute `exceptions` identifies them.
 
     A user's exception may have an attribute of that name with any content.
     """

@@ -107,7 +107,7 @@ def _try_trainer(result: PreflightResult, request: Request) -> PreflightResult:
             _run_step("standard", copy.deepcopy(tiny), request if is_ours else {**request, "options": {}})
         except UnsupportedError:
             raise
-        except Exception as error:  # the smaller sizes may not fit together; try the next copy
+        except Exception as error:  # the smaller sizes may contradict each other; try the next copy
             problem = f"a standard training step of a tiny copy failed: {_said(error)}"
             continue
         return _try_on(tiny, result, request)
@@ -163,10 +163,11 @@ def _compared(tiny: nn.Module, result: PreflightResult, request: Request) -> Pre
     if difference <= _SAME_GRADIENTS:
         return replace(result, difference=difference)
     if _is_random(tiny, batch):
-        return replace(result, reason="the trainer runs, but its gradients were not checked, as the model is random")
+        return replace(result, reason="the trainer runs; its gradients were not checked, because the model is random")
     raise UnsupportedError(
-        f"the trainer runs, but its clipped gradients differ by {difference:.1%} from a loop over the samples, because "
-        "Opacus does not separate the samples of this model correctly, so the training would not be private"
+        f"the trainer runs, but its clipped gradients differ by {difference:.1%} from those of a loop over the "
+        "samples: Opacus does not separate the samples of this model correctly, so the training would not be private; "
+        "use another trainer or model"
     )
 
 

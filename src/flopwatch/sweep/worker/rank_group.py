@@ -22,7 +22,7 @@ from flopwatch.sweep.spec.parsing import check_processes, needs_one_process
 from flopwatch.sweep.trainers.batch import batch_rows, micro_batches
 
 _LEAST_TIMEOUT_SECONDS = 1800.0
-"""Least timeout of collectives, torch's default for gloo. It is long, so that the supervisor ends a hang first."""
+"""The shortest timeout of collectives: torch's default for gloo, so long that the supervisor ends a hang first."""
 
 
 class RankGroup:
@@ -89,7 +89,7 @@ class ManyRanks(RankGroup):
         if rows != batch_size:
             raise UnsupportedError(
                 f"{self.size} processes cannot share the batch, because it has {rows} rows for {batch_size} samples; "
-                "make a batch with one row for each sample, or leave nodes and processes out"
+                "make a batch with one row for each sample, or do not set `nodes` and `processes`"
             )
         part = micro_batches(batch, self.share(batch_size))[self.rank]
         # Clones, because views would keep the whole batch in memory.
@@ -102,7 +102,7 @@ class ManyRanks(RankGroup):
         # Imported here, because it imports torch.distributed.fsdp, which takes a second.
         from flopwatch.monitor.ranks.group import device_identity
 
-        # If several processes share a device, only the first measures its peak, with the threads of all of them.
+        # If several processes share a device, only the first measures its peak, using the threads of all.
         mine = device_identity(device)
         devices = self.gathered((mine, torch.get_num_threads()))
         first = [identity for identity, _ in devices].index(mine) == self.rank
@@ -131,7 +131,7 @@ def rank_group(spec: TrialSpec) -> RankGroup:
 
 
 class ReplicatedModel(DistributedDataParallel):
-    """DDP that also has the attributes of its model, because trainers read `per_sample_losses` and `config`."""
+    """DDP with the attributes of the wrapped model, because trainers read its `per_sample_losses` and `config`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -149,7 +149,7 @@ def distributed(model: nn.Module, layout: str | None, device: torch.device) -> n
     if layout == "ddp":
         return ReplicatedModel(model, device_ids=None if device.type == "cpu" else [device])
     if layout != "fsdp":
-        raise InputError(f"layout must be ddp or fsdp, got {layout!r}")
+        raise InputError(f"`layout` must be ddp or fsdp, got {layout!r}")
     # Imported here, because torch.distributed.fsdp takes a second to import and a trial of one process does not use it.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
