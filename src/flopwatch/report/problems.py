@@ -189,7 +189,7 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ..
             "Try dpsgd: it may need less memory, because ghost stores a sequence x sequence matrix per sample."
         )
     if spec.layout == "ddp":
-        advice.append("Use layout: fsdp, where each process holds a part of the model; with ddp each holds all of it.")
+        advice.append("Use `layout: fsdp`: each process holds a part of the model; with `ddp` each holds all of it.")
     if spec.trainer != "command" and spec.layout is None:  # `flopwatch fit` supports only a single process.
         advice.append(f"Find the largest batch: {_fit_command(spec)}")
     return tuple(advice)

@@ -121,7 +121,7 @@ def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
 
 
 _SLURM: dict[str, tuple[Outcome, str]] = {
-    "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; use a larger time_minutes"),
+    "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; increase `time_minutes`, an option of the engine"),
     "DEADLINE": ("timeout", "Slurm ended the job at its deadline"),
     "OUT_OF_MEMORY": ("oom_host", "Slurm ended the job because it ran out of host memory; request more memory"),
     "CANCELLED": ("cancelled", "the job was cancelled"),
