@@ -103,7 +103,7 @@ class RunnerState:
     """The content of `runner.json`.
 
     Attributes:
-        process_start: Start time of the runner (see `process_start`). It shows whether `pid` still is the runner's.
+        process_start: Start time of the runner (see `process_start`). It shows whether `pid` is still the runner's.
         engine_state: What `Engine.state` returned, such as `3 queued`.
         running: For at most 100 running trials, by name: seconds since the trial started.
         waiting: Number of trials that the engine has not been given yet.

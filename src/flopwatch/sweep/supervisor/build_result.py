@@ -1,6 +1,6 @@
 """Builds the result of a trial from its worker's exit status and from the files that the worker wrote.
 
-It imports only the standard library, because every supervisor imports this module and must start quickly.
+The module imports only the standard library, because every supervisor imports this module and must start quickly.
 """
 
 import contextlib

@@ -35,7 +35,7 @@ LISTENER = "FLOPWATCH_NODE_LISTENER"
 
 Message: TypeAlias = dict[str, Any]
 
-_LONGEST_LINE = 4 << 20  # in bytes; the longest message contains the stacks of all ranks of a node
+_LONGEST_LINE = 4 << 20  # in bytes; enough for the longest message, the stacks of all ranks of a node
 
 
 def encoded(message: Message) -> bytes:

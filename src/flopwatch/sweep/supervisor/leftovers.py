@@ -35,7 +35,7 @@ def become_guarded(sweep: Path, name: str) -> int | None:
     """
     if sys.platform != "linux":
         return None
-    adopt_orphans()  # the guard keeps this setting after exec, but its child does not inherit it
+    adopt_orphans()  # stays in effect in the guard after exec; the supervisor (its child) does not inherit it
     reads, writes = os.pipe()
     parent = os.getpid()
     # Block signals until the guard has installed its handlers.
