@@ -114,7 +114,7 @@ def follow_results(folder: Path, offset: int, is_over: Callable[[], bool]) -> It
     """
     rest = b""
     while True:
-        was_over = is_over()  # Checked before reading, so that the last results are not missed.
+        was_over = is_over()  # This is checked before reading, so that the last results are not missed.
         content, offset = _appended(folder / RESULTS, offset)
         *lines, rest = (rest + content).split(b"\n")
         for line in lines:

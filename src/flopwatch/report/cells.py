@@ -117,11 +117,11 @@ FEWEST_STEPS = 6
 """Fewer steps have no 95 % interval: the range of 5 steps contains the true median with a probability of only 94 %."""
 
 MOST_FINITE = sys.float_info.max
-"""JSON may contain larger integers, but Python cannot convert them to float."""
+"""The largest float. JSON may contain larger integers, which Python cannot convert to float."""
 
 
 def make_cell(result: TrialResult, column: str) -> Cell:
-    """Collect the measurements of a trial; none if it is not `ok`, because it may have ended before its peak."""
+    """Collect the measurements of a trial; none if it is not `ok`, because it may have ended before its memory peak."""
     spec, measured = result.spec, result.measured
     place = (result.name, column, privacy_of(spec), spec.batch_size, spec.seq_len, str(result.outcome))
     if result.outcome != "ok":
@@ -176,7 +176,7 @@ def positive(value: Any) -> Any:
 
 
 def _knows_peak(result: TrialResult) -> bool:
-    """Whether the peak was measured on the device of the trial. A peak of host memory says nothing about a GPU."""
+    """Whether the memory peak was measured on the trial's device. A peak of host memory says nothing about a GPU."""
     on_cpu = str(result.environment.get("device", "cpu")).startswith("cpu")
     return on_cpu or result.measured.memory.reserved_bytes is not None
 

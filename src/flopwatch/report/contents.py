@@ -315,7 +315,7 @@ class Metric(NamedTuple):
         key: Name of the metric for `--metric`.
         value: Reads the value from a cell; None if it is unknown.
         text: Writes the value for display.
-        better: `min` or `max`, to find the best cell of a row; None for HFU, because recomputation raises it.
+        better: `min` or `max`, to select the best value; None for HFU: recomputation raises HFU but not the speed.
         quantity: `time` or `memory`: the measurement that decides whether two cells differ measurably.
     """
 
@@ -372,7 +372,7 @@ def throughput_metric(group: Group) -> Metric:
 
 
 def factors_by_place(group: Group) -> tuple[dict[tuple[int, int], dict[str, CostFactor]], list[str]]:
-    """Index cost factors by (sequence length, batch size) and trainer; return also the trainers that have some."""
+    """Return the cost factors by (sequence length, batch size) and trainer, and the trainers that have any."""
     by_place: dict[tuple[int, int], dict[str, CostFactor]] = {}
     for one in group.cost_factors:
         by_place.setdefault((one.seq_len, one.batch_size), {})[one.trainer] = one

@@ -39,7 +39,7 @@ def group_failures(results: Iterable[TrialResult], largest_ok: Mapping[tuple[Any
 
     Args:
         results: All results of the sweep.
-        largest_ok: For each `place_key`, the largest batch that ran, which the advice names.
+        largest_ok: The largest batch that ran, by `place_key` (all settings but the batch size). The advice names it.
     """
     alike: dict[tuple[str, str], list[TrialResult]] = defaultdict(list)
     for result in results:
@@ -50,7 +50,7 @@ def group_failures(results: Iterable[TrialResult], largest_ok: Mapping[tuple[Any
 
 
 def cause_of(result: TrialResult) -> str:
-    """Return the cause of a failure. Trials whose log mentions memory are a separate cause with separate advice."""
+    """Return the cause of a failure. Failures whose log mentions memory get a cause and advice of their own."""
     hint = "; its log mentions memory" if result.evidence.get("hint") else ""
     return _cause(result) + hint
 
@@ -58,7 +58,7 @@ def cause_of(result: TrialResult) -> str:
 def _cause(result: TrialResult) -> str:
     evidence = result.evidence
     exception = evidence.get("exception")
-    if result.outcome in ("timeout", "hang", "cancelled"):  # flopwatch killed the trial, so the signal is not a cause.
+    if result.outcome in ("timeout", "hang", "cancelled"):  # flopwatch killed the trial; the signal is not the cause.
         return f"in phase {result.phase}"
     if isinstance(exception, Mapping) and exception.get("type"):
         return normalised(f"{exception['type']}: {exception.get('message') or ''}").rstrip(": ")
@@ -128,7 +128,7 @@ def _urgency(outcome: str) -> int:
 
 
 _BY_SIGNAL = {
-    "SIGKILL": "Not sent by flopwatch, but often by the kernel for lack of memory: dmesg | grep -i 'killed process'",
+    "SIGKILL": "flopwatch did not send it. See if the kernel did, to free memory: dmesg | grep -i 'killed process'",
     "SIGSEGV": "Native code crashed. Run the command below with PYTHONFAULTHANDLER=1 to see the line of Python.",
     "SIGABRT": "Native code called abort(); its message is at the end of the log.",
     "SIGBUS": "Often /dev/shm is full. Check it with df -h /dev/shm, or use no data loader workers.",
@@ -189,7 +189,7 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> tuple[str, ..
             "Try dpsgd: it may need less memory, because ghost stores a sequence x sequence matrix per sample."
         )
     if spec.layout == "ddp":
-        advice.append("Use layout: fsdp, where each process holds a part of the model; with ddp each holds all of it.")
+        advice.append("Use `layout: fsdp`: each process holds a part of the model; with `ddp` each holds all of it.")
     if spec.trainer != "command" and spec.layout is None:  # `flopwatch fit` supports only a single process.
         advice.append(f"Find the largest batch: {_fit_command(spec)}")
     return tuple(advice)
@@ -356,7 +356,7 @@ def peak_warnings(results: Sequence[TrialResult]) -> tuple[str, ...]:
     if above:
         trial, name, value = max(above, key=lambda one: one[2])
         mixed.append(
-            f"{name} of {trial} is {percent(value, decimals=0)}, more than any device can do: the peak is wrong"
+            f"{name} of {trial} is {percent(value, decimals=0)}, which is impossible: the peak or the FLOPs are wrong"
         )
     return (*mixed, *_command_notes(results))
 

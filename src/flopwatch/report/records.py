@@ -230,7 +230,7 @@ class PrivacyRow:
 
     Attributes:
         batch_size: Samples in a logical batch, which may consist of several micro-batches.
-        trainers: The trainers for which this holds.
+        trainers: The trainers that would spend this budget.
         spent: Epsilon, and the settings of the training for which it was computed.
     """
 
@@ -256,7 +256,7 @@ class Group:
             throughput and less memory.
         denominators: The peak FLOP/s of which MFU and HFU are shares, as text.
         warnings: Reasons why comparisons within the group may mislead.
-        privacy_spent: Epsilon of each batch size, the smallest first; empty unless the sweep's matrix asks for it.
+        privacy_spent: Epsilon of each batch size, the smallest first; empty unless the sweep has the setting `privacy`.
     """
 
     title: str

@@ -181,7 +181,7 @@ BASELINE = "standard"
 def cost_factors(cells: Iterable[Cell]) -> tuple[CostFactor, ...]:
     """Divide the costs of each trainer by those of `standard` at the same batch size and sequence length."""
     ran = [cell for cell in cells if cell.outcome == "ok"]
-    # If `standard` has several columns because seeds or options vary, only the column `standard` is the baseline.
+    # If seeds or options vary, `standard` has several columns. Then only the column named `standard` is the baseline.
     columns = {cell.trainer for cell in ran if cell.privacy == "not private"}
     baseline = next(iter(columns)) if len(columns) == 1 else BASELINE
     standard = {(cell.seq_len, cell.batch_size): cell for cell in ran if cell.trainer == baseline}

@@ -103,7 +103,7 @@ def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
 
 
 def _settings(spec: TrialSpec) -> dict[str, str]:
-    """Return the settings that affect a measurement, as JSON text. Those that an old sweep lacks have defaults."""
+    """Return the settings that affect a measurement, as JSON text. Settings that an old sweep lacks have defaults."""
     found = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name not in _NO_SETTINGS}
     found["memory_bytes"] = spec.limits.memory_bytes
     options = spec.options if isinstance(spec.options, Mapping) else {}
@@ -176,7 +176,7 @@ _MOST_VALUES = 3
 
 
 def environment_differences(a: Sequence[TrialResult], b: Sequence[TrialResult]) -> tuple[Difference, ...]:
-    """Return the versions, devices, hosts, user files and peaks that differ between the sweeps.
+    """Return the versions, devices, hosts, user files and peak FLOP/s that differ between the sweeps.
 
     If one sweep has several values, each is followed by its number of trials.
     """

@@ -61,8 +61,8 @@ class Pair:
         ratios: The ratio of each quantity; empty unless both trials are `ok`.
         differences: Settings that differ between these two trials, without `SweepComparison.settings`. Empty unless the
             trials were paired by their names.
-        is_unstable: True if the 95 % interval of one of the step times is wider than 5 % of the median, because
-            something else used the machine.
+        is_unstable: True if the 95 % interval of one of the step times is wider than 5 % of the median. The usual
+            cause is another program on the same machine.
     """
 
     trial: str

@@ -42,7 +42,7 @@ class Slot:
     Attributes:
         gpus: Device numbers of its GPUs.
         share: The trial's share of its GPU, below 1.0 if several trials share the GPU.
-        cores: The cores that the trial is pinned to; empty does not pin it.
+        cores: The cores that the trial is pinned to; if empty, the trial is not pinned.
     """
 
     gpus: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class SlotPool:
         if wanted > len(self._free_share):
             raise InputError(
                 f"a trial needs {wanted:g} GPUs, but this machine has {len(self._free_share)}; "
-                "use fewer GPUs per trial, or --engine ray or slurm"
+                "use fewer GPUs per trial, --engine ray or --engine slurm"
             )
         if wanted < 1.0:
             return self._take_share(wanted)
@@ -217,8 +217,7 @@ def check_gpus(gpus: Sequence[str]) -> None:
 
 
 _UNCOUNTED = ("/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/nvidiactl")
-"""If one of these exists, there is an accelerator that /proc/driver/nvidia does not list, such as an AMD GPU or one in
-WSL."""
+"""If one of these device files exists, there is an accelerator that /proc/driver/nvidia does not list (AMD, WSL)."""
 
 
 def core_sets(jobs: int) -> list[tuple[int, ...]]:
@@ -301,7 +300,7 @@ class LocalEngine:
         """Wait until the supervisors of an earlier runner, which end together with that runner, have ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
         for trial in unfinished:
-            is_supervised(sweep, trial.name)  # starts to observe this heartbeat, so that all are observed at once
+            is_supervised(sweep, trial.name)  # begins to observe the heartbeat, so that all are observed at once
         deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
         for trial in unfinished:
             while is_supervised(sweep, trial.name) and time.monotonic() < deadline:
@@ -312,7 +311,7 @@ class LocalEngine:
         if next_up.nodes > 1:
             raise InputError(
                 f"a trial needs {next_up.nodes} nodes, but --engine local runs on one machine; use --engine slurm "
-                "or ray, or remove `nodes` from the configuration"
+                "or --engine ray, or remove `nodes` from the configuration"
             )
         if self._next_slot is None:
             a_gpu_each = next_up.processes if self._gpus and next_up.processes > 1 else 0.0

@@ -121,7 +121,7 @@ def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
 
 
 _SLURM: dict[str, tuple[Outcome, str]] = {
-    "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; use a larger time_minutes"),
+    "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; increase `time_minutes`, an option of the engine"),
     "DEADLINE": ("timeout", "Slurm ended the job at its deadline"),
     "OUT_OF_MEMORY": ("oom_host", "Slurm ended the job because it ran out of host memory; request more memory"),
     "CANCELLED": ("cancelled", "the job was cancelled"),
@@ -150,15 +150,15 @@ _SLURM_SAYS = "slurmstepd"
 _OVER_MEMORY = ("exceeded memory limit", "exceeded job memory limit", "oom-kill", "oom_kill")
 
 _NO_OUTPUT_FILE = 53
-"""Slurm reports the exit code 0:53 if it could not open the file for the job's output. 53 is in the signal's place."""
+"""Slurm reports `0:53` (exit code 0, signal 53) if it could not open the file for the job's output."""
 
 
 def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
-    """Return the outcome and the reason in one line of a trial whose supervisor ended without a `result.json`.
+    """Return the outcome of a trial whose supervisor ended without a `result.json`, and the reason in one line.
 
     Args:
         evidence: What is known about the end. Keys: `state` (of the Slurm job), `error` (class of Ray's exception),
-            `detail` (message of either), `exit_code` and `signal` of the supervisor, `log` (the end of its output),
+            `detail` (Slurm's or Ray's message), `exit_code` and `signal` of the supervisor, `log` (end of its output),
             `host`, `stuck` (why a supervisor that did not respond was killed).
 
     >>> ending_from_evidence({"state": "NODE_FAIL", "host": "n1"})

@@ -74,7 +74,7 @@ class RayEngine:
         self._address, self._local = address, (cpus, gpus)
         self._cpus_per_trial, self._gpus_per_trial = cpus_per_trial, gpus_per_trial
         self._token = uuid.uuid4().hex
-        self._unsent: list[Trial] = []  # Trials that were submitted during an outage.
+        self._unsent: list[Trial] = []  # Trials that were submitted while Ray did not answer.
         self._references: dict[Any, str] = {}  # The name of the trial of each Ray task that has not ended.
         self._leaving: dict[str, _Leaving] = {}
         self._trials: dict[str, Trial] = {}  # All trials in `_references` and `_leaving`, by name.
@@ -153,7 +153,7 @@ class RayEngine:
         return max(0, capacity - len(self._groups))
 
     def submit(self, trials: Sequence[Trial]) -> None:
-        """Create the tasks of these trials. During an outage they are kept until Ray answers again."""
+        """Create the tasks of these trials. If Ray does not answer, keep the trials until it answers again."""
         self._unsent += trials
         while self._unsent and self._outage.since is None:
             with self._outage.tolerated():
@@ -246,7 +246,7 @@ class RayEngine:
         return [Ended(name, self._leaving.pop(name).evidence) for name in names]
 
     def _give_up_dead_nodes(self) -> None:
-        """End the tasks of dead nodes, because Ray may take too long (2.60 needs over 90 s for a disconnected node)."""
+        """Report the tasks of dead nodes as ended, because Ray takes too long to do so (over 90 s in Ray 2.60)."""
         if not self._refresh_nodes_if_old():
             return
         dead = {node["NodeID"]: node["NodeManagerAddress"] for node in self._nodes if not node["Alive"]}
@@ -345,7 +345,7 @@ def fits_spread(nodes: int, per_node: Sequence[int]) -> int:
 
 
 def spare(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]], taken: Iterable[Mapping[str, float]]) -> int:
-    """Return for how many more trials with this need the nodes have resources; negative if trials are waiting.
+    """Return how many more trials with this need can run now; negative if trials are waiting for resources.
 
     >>> spare({"CPU": 1, "GPU": 1}, [{"CPU": 8, "GPU": 4}], [{"CPU": 1, "GPU": 2}, {"CPU": 1, "GPU": 0.5}])
     1

@@ -4,7 +4,7 @@ When Ray ends a worker, it sends SIGKILL to the worker's child processes (seen w
 a child, the processes of its trial would stay behind. Therefore this process is the Ray worker's child, and the command
 is a child of this process. When this process is killed, the command receives SIGTERM and can end its trial.
 
-Standard library only, without flopwatch, so that it starts in 20 ms.
+This script imports only the standard library, not flopwatch, so that it starts in 20 ms.
 """
 
 import ctypes

@@ -32,7 +32,7 @@ from flopwatch.optional import require
 _PATIENCE_SECONDS = 24 * 3600.0  # an unreachable cluster is waited for at most one day
 
 _OUTAGE_ERRORS = ("RpcError", "RaySystemError", "GetTimeoutError")
-"""Ray's exceptions that can mean that the head node does not answer. They are names, to avoid importing Ray here."""
+"""Exceptions that can mean that Ray's head node does not answer, by name, so that Ray need not be imported here."""
 
 
 def import_ray() -> Any:

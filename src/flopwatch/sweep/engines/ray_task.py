@@ -108,7 +108,7 @@ def _result(name: str) -> Path:
 
 
 def _with_evidence(files: dict[str, bytes], path: str, missing: Mapping[str, Any]) -> dict[str, bytes]:
-    """Add the list of files that were not returned to the evidence in the result file."""
+    """Add `missing`, which lists the files that were not returned, to the evidence in the result file."""
     try:
         content = json.loads(files[path])
         content["evidence"] = {**content.get("evidence", {}), **missing}
@@ -147,7 +147,7 @@ def _call_guarded(
         cwd=order.cwd if os.path.isdir(order.cwd) else None,
         env={**os.environ, **environment},
         pass_fds=sockets,
-        start_new_session=True,  # Ray also sends SIGKILL to the process group of the worker
+        start_new_session=True,  # so that this process survives Ray's SIGKILL to the process group of the worker
     )
 
 
@@ -244,7 +244,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def placed_agents(order: Order) -> Iterator[Meeting]:
-    """Start the tasks of the other nodes, which connect to the yielded socket. Runs in the first node's task."""
+    """In the first node's task, start the tasks of the other nodes. Their agents connect to the yielded socket."""
     import ray
 
     own, token = listener(""), secrets.token_hex(16)

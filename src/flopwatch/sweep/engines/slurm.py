@@ -70,7 +70,7 @@ class SlurmEngine:
         cpus_per_trial: Number of cores of a trial whose configuration does not set it.
         memory_megabytes: Host memory; None means the trial's limit plus 256 MB, or the site's default if there is none.
         array_parallelism: Largest number of tasks of one array that run at once.
-        queue_ahead: Number of trials to keep waiting in Slurm's queue, or as many as are running if that is more.
+        queue_ahead: Number of trials to keep waiting in Slurm's queue, but at least as many as are running.
         extra: Further options of sbatch: `{"account": "lab", "qos": "long", "exclusive": True}`.
         patience_hours: How long a failing submission is retried. After that its trials are recorded as lost.
     """
@@ -252,7 +252,8 @@ class SlurmEngine:
         found = known.get(task.task)
         is_patient = now - (task.gone_since or now) < _GIVE_UP_SECONDS
         name = task.trial.name
-        # COMPLETED without a result: another job, of an earlier runner, has claimed this trial and may still run it.
+        # A job that is COMPLETED without a result exited because a job of an earlier runner had claimed the trial.
+        # That job may still be running.
         is_elsewhere = found is not None and found.state == "COMPLETED"
         if (is_patient or is_elsewhere) and is_supervised(self._sweep, name):
             return None
@@ -270,7 +271,7 @@ class SlurmEngine:
         slurm_commands.cancel(self._tasks[name].task for name in names if name in self._tasks)
 
     def withdraw(self) -> Sequence[str]:
-        """Remove pending tasks from Slurm's queue. A task that starts meanwhile runs on or ends as `cancelled`."""
+        """Remove pending tasks from Slurm's queue. A task that starts meanwhile continues or ends as `cancelled`."""
         back = [trial.name for trial in self._take_back()]
         pending = [task for task in self._tasks.values() if task.is_pending]
         if not pending or time.monotonic() < self._next_withdrawal:

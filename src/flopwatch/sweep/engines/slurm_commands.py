@@ -32,8 +32,8 @@ class Queued:
 class Accounted:
     """How the batch script of a task ended according to Slurm. None means unknown.
 
-    `state` is for example `COMPLETED`, `FAILED`, `TIMEOUT` or `NODE_FAIL`. `max_rss_bytes` is the largest memory of one
-    of the task's steps.
+    `state` is for example `COMPLETED`, `FAILED`, `TIMEOUT` or `NODE_FAIL`. `max_rss_bytes` is the largest memory
+    use of one of the task's job steps.
     """
 
     state: str
@@ -164,7 +164,7 @@ _QUEUE_FULL = re.compile("maxsubmitjob|job submit limit")
 
 
 class QueueFullError(Exception):
-    """Slurm accepts no more jobs of this user, because the user has reached a limit of jobs."""
+    """Slurm accepts no more jobs of this user, because the user has reached the limit on the number of jobs."""
 
 
 class RefusedError(Exception):
@@ -216,7 +216,7 @@ def submit(script: Path, job_name: str, *, may_have_arrived: bool) -> str:
             that it does not run twice.
 
     Raises:
-        QueueFullError: The user has reached a limit of jobs.
+        QueueFullError: The user has reached the limit on the number of jobs.
         RefusedError: The request is wrong.
         NotNowError: Any other error.
     """

@@ -23,8 +23,8 @@ _TIME_MARGIN_SECONDS = 120.0
 _MEMORY_MARGIN_BYTES = 256 << 20
 """Slurm's memory limit is this much larger than the trial's own, because the supervisor needs memory too."""
 
-_FULL_PAUSE_SECONDS = 20.0  # Time until the next submission if the user has reached a limit of jobs.
-_FIRST_PAUSE_SECONDS = 2.0  # Time after the first other error. It doubles with each further error.
+_FULL_PAUSE_SECONDS = 20.0  # Time until the next submission if the user has too many jobs.
+_FIRST_PAUSE_SECONDS = 2.0  # Time until the next submission after any other error. Each further error doubles it.
 _LONGEST_PAUSE_SECONDS = 300.0
 
 
@@ -133,7 +133,7 @@ class Array:
         names: Path of the file with their names. The script is in the same folder.
         write_script: Writes the script. The argument says whether to exclude the nodes of failed attempts.
         tries: Number of failed submissions, of which the first was at the time `since`.
-        is_full: Whether the last error was a limit of the user's jobs. Then the submission is retried without end.
+        is_full: Whether the last error was that the user has too many jobs. Then the submission is retried without end.
     """
 
     trials: Sequence[Trial]

@@ -95,7 +95,7 @@ class SafeObserver:
 
 
 _WRITE_SECONDS = 1.0  # This is the time between two writes of `runner.json`.
-_MOST_NAMES = 100  # The file names at most this many running trials.
+_MOST_NAMES = 100  # `runner.json` lists at most this many running trials.
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class RunnerState:
     """The content of `runner.json`.
 
     Attributes:
-        process_start: Start time of the runner (see `process_start`), because the kernel may reuse its pid.
+        process_start: Start time of the runner (see `process_start`). It shows whether `pid` is still the runner's.
         engine_state: What `Engine.state` returned, such as `3 queued`.
         running: For at most 100 running trials, by name: seconds since the trial started.
         waiting: Number of trials that the engine has not been given yet.
@@ -127,7 +127,7 @@ def read_runner(sweep: Path) -> RunnerState | None:
         state = read_record(RunnerState, read_json(sweep / RUNNER))
     except BrokenRecordError:
         return None
-    # Without the start time we could not tell whether the pid belongs to another process by now.
+    # A state without the start time is ignored, because its pid may belong to another process by now.
     is_marked = bool(state.process_start) or not process_start(os.getpid())
     return state if state.pid > 0 and is_marked else None
 
@@ -217,7 +217,7 @@ class RunnerFile:
 
 @contextlib.contextmanager
 def runner_file(sweep: Path) -> Iterator[RunnerFile]:
-    """Write `runner.json` at the start, and at the end with `stopping` set to `over`."""
+    """Write `runner.json` when the context begins. When it ends, write it with `stopping` set to `over`."""
     file = RunnerFile(sweep)
     file.write("getting ready")
     try:

@@ -139,7 +139,7 @@ def _is_wanted(result: TrialResult | None, only: str | None) -> bool:
 
 
 def _check_unchanged(sweep: Path, trials: Sequence[Trial], listed: TrialList, *, may_change: frozenset[str]) -> None:
-    """Raise InputError if a trial in the folder has the same name but another configuration than now.
+    """Raise InputError if the folder has a trial with the name of a planned trial but another configuration.
 
     Otherwise the sweep's table would mix two experiments.
     """

@@ -84,7 +84,7 @@ def _may_have_begun_elsewhere(folder: Path) -> bool:
     """Whether a supervisor on another host may have started this trial."""
     claimed = read_json(folder / STARTED)
     if not isinstance(claimed, dict):
-        # `withdraw` prevents any supervisor from starting the trial. It returns False if one has already started it.
+        # `withdraw` prevents any supervisor from starting the trial. It returns False if the trial has already started.
         return not withdraw(folder)
     return not is_withdrawn(claimed) and is_alive_here(claimed) is None
 
@@ -257,7 +257,7 @@ class _Run:
 
     Attributes:
         waiting: Trials that the engine has not been given yet, in the order in which they start.
-        elsewhere: Trials of an earlier runner that the engine does not know and whose supervisors may still run.
+        elsewhere: Trials of an earlier runner that the engine does not know and whose supervisors may still be running.
         out_of_memory: Results which prove that larger trials would run out of memory too.
     """
 
@@ -300,7 +300,7 @@ class _Run:
         self._reclaim_ended()
 
     def _with_attempts(self, trial: Trial) -> Trial:
-        """Add the attempts of an earlier runner that was killed to the trial, so that they count as retries."""
+        """Add the attempts that an earlier, killed runner made of this trial, so that they count as retries."""
         if trial.name in self.plan.again:  # the user runs a finished trial again, so its retries count from 0
             return trial
         attempts = listed_attempts(trial.sweep, trial.name, trial.key)
@@ -355,7 +355,7 @@ class _Run:
             self.waiting = deque(sorted(self.waiting, key=lambda trial: order[trial.name]))
 
     def _wind_down(self) -> None:
-        """Withdraw the trials that are queued in the engine; with `stop.kill` also kill the running ones."""
+        """Withdraw the trials that are queued in the engine. If `stop.kill` is set, kill the running ones too."""
         withdraw = getattr(self.engine, "withdraw", None)  # a user's own engine need not have this method
         for name in withdraw() if withdraw is not None else ():
             if (trial := self.running.pop(name, None)) is not None:

@@ -1,1 +1,1 @@
-"""Runs one trial: starts its worker process, enforces its limits and writes its result. Standard library only."""
+"""Runs one trial: starts its worker process, enforces its limits and writes its result. Uses no third-party package."""

@@ -1,6 +1,6 @@
 """Builds the result of a trial from its worker's exit status and from the files that the worker wrote.
 
-Standard library only, because every supervisor imports this module and must start quickly.
+The module imports only the standard library, because every supervisor imports this module and must start quickly.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ _LONGEST_TEXT = 20_000  # longer tracebacks are cut to this number of characters
 _PHASES = ("forward", "backward", "optimizer")
 _LARGEST_NUMBER = 1e300  # sums and products of larger numbers would overflow
 _MOST_OF_PEAK = 1.05
-"""The largest MFU or HFU that is accepted from a command. It is above 1 because datasheet peaks are not exact."""
+"""The largest MFU or HFU that a user's command may report. It is above 1 because datasheet peaks are not exact."""
 
 _MOST_NUMBERS = 500
 """At most this many numbers of a command's `metrics.json` are kept, so that `results.jsonl` stays small."""
@@ -270,7 +270,7 @@ def _read_measured(trial_dir: Path) -> _MeasuredFile:
 
 
 def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
-    """Fill `not_measured` of a trial that ended after its steps: the reason for each phase that was not measured."""
+    """For a trial that ended after its steps, record in `not_measured` why later phases were not measured."""
     is_wanted = {"trace": spec.trace, "privacy": bool(spec.privacy)}
     is_measured = {
         "memory": "optimizer" in measured.memory.by_phase,
@@ -284,7 +284,7 @@ def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress,
 
 
 def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
-    """Take the larger of two peaks: the worker's exact one, and that of all processes, which the supervisor sampled."""
+    """Set the peak host memory to the larger of the worker's exact peak and the sampled peak of all processes."""
     if sampled.bytes is None:
         return memory
     is_more = memory.host_bytes is None or sampled.bytes > memory.host_bytes
@@ -316,7 +316,7 @@ def _with_steps(measured: Measured, rows: list[dict[str, Any]], spec: TrialSpec)
 
 
 def _readable_steps(rows: list[dict[str, Any]]) -> list[_StepLine]:
-    """Return the valid lines of `steps.jsonl`. A worker may have been killed while it wrote the last one."""
+    """Return the valid lines of `steps.jsonl`. The last line may be incomplete if the worker was killed."""
     found = []
     for row in rows:
         with contextlib.suppress(BrokenRecordError):

@@ -105,7 +105,7 @@ def _by_memory(facts: ExitFacts) -> tuple[Outcome, str] | None:
     if facts.limit_bytes is None or facts.held_bytes is None or facts.exception is not None:
         return None
     held = f"it used {facts.held_bytes / 2**20:,.0f} MiB of its limit of {facts.limit_bytes / 2**20:,.0f} MiB"
-    is_aborted = facts.signal_number == signal.SIGABRT  # C++ sends it after an uncaught std::bad_alloc
+    is_aborted = facts.signal_number == signal.SIGABRT  # C++ aborts the process after an uncaught std::bad_alloc
     if (is_killed or is_aborted) and facts.held_bytes > NEAR_LIMIT * facts.limit_bytes:
         return "oom_host", f"ended by {'SIGKILL' if is_killed else 'SIGABRT'} while {held}"
     if facts.signal_number is None and facts.held_bytes > facts.limit_bytes:

@@ -35,7 +35,7 @@ LISTENER = "FLOPWATCH_NODE_LISTENER"
 
 Message: TypeAlias = dict[str, Any]
 
-_LONGEST_LINE = 4 << 20  # bytes, which is enough for the longest message: the stacks of all ranks of a node
+_LONGEST_LINE = 4 << 20  # in bytes; enough for the longest message, the stacks of all ranks of a node
 
 
 def encoded(message: Message) -> bytes:
@@ -86,8 +86,8 @@ _LONGEST_GREETING = 4096  # A connection that sends more bytes than this without
 _MOST_STRANGERS = 256  # At most this many connections that have not sent the secret are open at once.
 _CONNECT_SECONDS = 600.0  # Slurm and Ray may take minutes to start the agents on all nodes.
 _REPORTS_SECONDS = 5.0  # The supervisor waits this long for reports of other nodes, which may show an earlier failure.
-_EXIT_SECONDS = 12.0  # An agent needs up to 10 s to kill its processes.
-_STACKS_SECONDS = 5.0  # An agent waits 2 s for the stacks of its ranks.
+_EXIT_SECONDS = 12.0  # The supervisor waits this long for the agents to exit. Killing their processes takes up to 10 s.
+_STACKS_SECONDS = 5.0  # The supervisor waits this long for the stacks. An agent needs up to 2 s to collect them.
 
 
 @dataclass
@@ -215,7 +215,7 @@ class JobNodes:
 
     def finish(self, *, at_once: bool = False) -> JobEnd:
         """End all agents and return how the ranks ended. With `at_once`, do not wait for reports of the nodes."""
-        for _ in range(3):  # an agent may have connected, sent its report and exited since the last poll
+        for _ in range(3):  # one poll each to accept a connection, read its agent's report and notice the agent's exit
             self.poll()
         if not at_once:
             self._poll_until(self._is_decided, _REPORTS_SECONDS)
@@ -350,7 +350,7 @@ def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd
     secret = {TOKEN: nodes.token}
     agent = start_worker(sweep, name, spec, limit, cwd, nodes.agent_command(folder, 0), secret)
     running = RunningNodes(folder, nodes, agent)
-    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):  # a Ray task has started the other agents
+    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):  # under Ray (LISTENER is set), tasks start the other agents
         return running
     if "SLURM_JOB_ID" not in os.environ:
         nodes.give_up(f"a trial with {spec.nodes} nodes needs --engine slurm or --engine ray")
@@ -370,6 +370,6 @@ def srun_command(spec: TrialSpec) -> list[str]:
     return [
         *("srun", f"--nodes={others}", f"--ntasks={others}", "--ntasks-per-node=1", "--relative=1"),
         *("--input=none", "--unbuffered", "--mpi=none", "--kill-on-bad-exit=0"),
-        # Since Slurm 22.05 srun does not inherit --cpus-per-task from its job.
+        # Since Slurm 22.05, srun does not inherit `--cpus-per-task` from its job.
         *([f"--cpus-per-task={cpus}"] if cpus else []),
     ]

@@ -31,11 +31,11 @@ def become_guarded(sweep: Path, name: str) -> int | None:
     must end its trial first.
 
     Returns:
-        The file descriptor of the pipe to the guard; None if this is not Linux, where there is no guard.
+        The file descriptor of the pipe to the guard; None on systems other than Linux, where no guard is used.
     """
     if sys.platform != "linux":
         return None
-    adopt_orphans()  # the guard keeps this setting after exec, but its child does not inherit it
+    adopt_orphans()  # stays in effect in the guard after exec; the supervisor (its child) does not inherit it
     reads, writes = os.pipe()
     parent = os.getpid()
     # Block signals until the guard has installed its handlers.
@@ -98,7 +98,7 @@ def _remove_group(folder: Path) -> None:
 
 
 def main(sweep: Path, name: str, supervisor: int, status: int, reason: str) -> None:
-    """Kill what is left of an attempt, then exit like its supervisor.
+    """Kill what is left of an attempt, then exit with the exit status of its supervisor.
 
     The guard calls this with exec, so all processes of the trial that lost their parent are children of this process.
     """
@@ -111,7 +111,7 @@ def main(sweep: Path, name: str, supervisor: int, status: int, reason: str) -> N
 
 
 def _clear_attempt(folder: Path, attempt: str, reason: str) -> None:
-    """Kill what is left of this attempt, but not of the next one, which may already run."""
+    """Kill what is left of this attempt, but not of the next one, which may already be running."""
     kill_marked(folder, attempt=attempt)
     for group in _groups(group_name(folder, attempt)):
         _remove_group(group)

@@ -60,7 +60,7 @@ _GUARD_PATIENCE_SECONDS = 30.0
 """The guard kills a supervisor that wrote no heartbeat for `allowed_silence` plus this time."""
 
 _SLURM_SIGNAL_SECONDS = 0.5  # The supervisor waits this long for Slurm's SIGTERM after its worker has failed.
-_SLURM_SUCCESS_SECONDS = 0.05  # It waits this long after its worker has exited with code 0.
+_SLURM_SUCCESS_SECONDS = 0.05  # The supervisor waits this long for SIGTERM if its worker has exited with code 0.
 
 
 class AlreadyStartedError(Exception):
@@ -202,7 +202,7 @@ def _read_job(folder: Path) -> TrialJob:
 
 @contextlib.contextmanager
 def _claimed(folder: Path, attempt: str) -> Iterator[int]:
-    """Claim the trial. Keep the claim's file open to find out later whether the trial deleted it."""
+    """Create the file that claims the trial. Keep it open to find out later whether the trial deleted it."""
     if not claim(folder, attempt, slurm_job()):
         raise AlreadyStartedError(f"this trial was already started: {folder / STARTED} exists")
     handle = os.open(folder / STARTED, os.O_RDONLY)
@@ -246,7 +246,7 @@ def _run_worker(trial: _Supervised) -> WorkerExit:
 
 
 def _start_nodes(trial: _Supervised, limit: MemoryLimit) -> "RunningNodes | None":
-    """Start a trial with several processes; None for one process and for a command, which starts its own processes."""
+    """Start a trial with several processes. Return None for one process, and for a command, which starts its own."""
     if trial.spec.world_size == 1 or trial.spec.trainer == "command":
         return None
     from flopwatch.sweep.supervisor.job_nodes import start_nodes

@@ -5,10 +5,10 @@ forwards signals to the supervisor, and every process of the trial that loses it
 If the supervisor is killed, or writes nothing to the pipe for longer than allowed, the guard kills all processes of the
 trial and exits only after that. So an engine never sees the end of a trial while one of its processes still runs.
 
-If the guard itself is killed, the kernel sends SIGTERM to the supervisor, which then ends the trial. Ray does so: it
-sends SIGKILL to the children of its workers (seen with Ray 2.60).
+If the guard itself is killed, the kernel sends SIGTERM to the supervisor, which then ends the trial. This
+happens with Ray, which sends SIGKILL to the children of its workers (seen with Ray 2.60).
 
-Standard library only, without flopwatch, so that it starts in 20 ms and uses 6 MB.
+The guard imports only the standard library, not flopwatch, so that it starts in 20 ms and uses 6 MB.
 """
 
 import os
