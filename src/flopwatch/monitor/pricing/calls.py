@@ -232,7 +232,7 @@ def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         if parameter.kind is parameter.VAR_KEYWORD and name in bound:
             bound |= bound.pop(name)
         elif parameter.kind is parameter.VAR_POSITIONAL and name in bound:
-            raise InputError("cannot count a model call with both *args and named arguments; use only one of the two")
+            raise InputError("cannot count the FLOPs of a call with both *args and named arguments; use one of the two")
     return bound
 
 

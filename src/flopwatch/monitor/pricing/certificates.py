@@ -24,7 +24,7 @@ _MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
 _MOST_WAITING = 64
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
-"""This many counted steps of a pattern must agree with the FLOP formulas before its other steps are called exact."""
+"""This many counted steps must agree with the FLOP formulas before other steps with the same calls are exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,9 @@ class Verdict:
     """What the counted FLOPs of earlier steps show about the FLOPs of a step.
 
     Attributes:
-        finding: `agrees`: counted steps of the same pattern agree with the laws. `counted`: counted steps of the same
-            kind differ from the laws. `differs`: other counted steps of the pattern differ. `unseen`: none was counted.
+        finding: How counted FLOPs compare with those by the formulas. `agrees`: equal in all steps with the same calls.
+            `counted`: different in steps with the same calls and sizes. `differs`: different in steps with the same
+            calls but other sizes. `unseen`: no step with the same calls was counted.
         count: With finding `counted`, the last count of this kind of step.
         reason: Why the step's FLOPs are not exact; None if they are.
     """
@@ -45,7 +46,7 @@ class Verdict:
 
 @dataclass
 class _Ratios:
-    """Range of the ratio of counted FLOPs to FLOPs by formula, over the counted steps of one pattern."""
+    """Range of the ratio of counted FLOPs to FLOPs by formula, over the counted steps with the same calls."""
 
     steps: int = 0
     unknown: int = 0
@@ -200,8 +201,8 @@ class StepCalls:
         own_prices: For each call, its FLOPs if the call was counted separately, otherwise None.
         doubt: Why the calls are not fully known; None if they are.
         count: FLOPs of the step, if it was counted as it ran.
-        book: The laws at the time of the step.
-        certificates: Results of counted steps at that time.
+        book: The FLOP formulas (laws) at the time of the step.
+        certificates: Results of steps whose FLOPs were counted until then.
         nodes: Number of operations that autograd recorded, and how often some parameters received a gradient.
         outside: Hashes of the other modules that the step called.
     """

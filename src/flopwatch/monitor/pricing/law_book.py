@@ -29,7 +29,7 @@ _SHARE_FOR_NEW_SHAPES = 0.01
 _LEAST_ALLOWANCE_SECONDS = 10.0
 _SHARE_FOR_CHECKS = 0.0005
 _DRAWS = 8
-"""How often a model with random FLOPs is counted, to estimate their mean and range."""
+"""If a model's FLOPs are random, they are counted this often, to estimate their mean and range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +141,11 @@ class LawBook:
         return LawOffer({family: own for family, own in laws.items() if own}, self._packed_runs_apart)
 
     def adopt(self, offer: LawOffer) -> None:
-        """Use the FLOP formulas (laws) of another rank."""
         self._laws |= {family: list(laws) for family, laws in offer.laws.items()}
         self._packed_runs_apart = offer.packed_runs_apart
 
     def renewed(self) -> "LawBook":
-        """Return a book without laws, for a changed model, that keeps the time used for counting so far."""
+        """Return a `LawBook` without laws, for a changed model, that keeps the time used for counting so far."""
         book = LawBook(self._clock, **self._options)
         book._began, book._first_seconds, book._check_seconds = self._began, self._first_seconds, self._check_seconds
         book.count_seconds, book.refused = self.count_seconds, self.refused

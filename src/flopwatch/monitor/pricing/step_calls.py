@@ -241,7 +241,7 @@ class StepNoter:
         Args:
             readings: Sizes of the batches that the loop has given.
             step: The step's number.
-            settle_earlier_windows: Ends the logging window; called before laws change, so that no row mixes two laws.
+            settle_earlier_windows: Ends the logging window; called before FLOP formulas change, so that no row uses both.
             loss: The step's loss, with its autograd graph.
         """
         self._steps += 1
@@ -363,7 +363,7 @@ class StepNoter:
             self._notify(*self.doubt)
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
-        # Until a counted step ran matrix products outside the model, the number of autograd nodes is enough to see them.
+        # Until a counted step ran matrix products outside the model, the number of autograd nodes suffices to see them.
         self._outside.has_intervals = certificates.runs_more
 
     def _keep_example(self, keeps: bool) -> None:
