@@ -192,7 +192,7 @@ class MonitoredRun:
         lengths: Sequence[int] | None,
         more: dict[str, Any],
     ) -> None:
-        """Keep what is known when a step ends. An ordinary step reads nothing from the device and never waits."""
+        """Keep what is known when a step ends; on an ordinary step, without reading the device, writing or waiting."""
         segments, waits = self.step_clock.end_step()
         step = int(step)
         if not self._has_started:

@@ -116,7 +116,7 @@ class Certificates:
         is_whole = not count.uncounted and count.failure is None
         ratio = count.phases.total / total if total and is_whole else None
         if pattern not in self._patterns and len(self._patterns) >= _MOST_PATTERNS:
-            del self._patterns[next(iter(self._patterns))]  # the oldest pattern; its steps are inexact from now on
+            del self._patterns[next(iter(self._patterns))]  # drop the oldest, whose steps are inexact from now on
         self._patterns.setdefault(pattern, _Ratios()).add(ratio)
         self.runs_more = self.runs_more or ratio != 1
 

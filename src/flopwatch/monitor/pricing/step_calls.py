@@ -241,7 +241,7 @@ class StepNoter:
         Args:
             readings: Sizes of the batches that the loop has given.
             step: The step's number.
-            settle_earlier_windows: Ends the logging window; called before FLOP formulas change, so that no row uses both.
+            settle_earlier_windows: Ends the window before FLOP formulas change, so that no row mixes old and new ones.
             loss: The step's loss, with its autograd graph.
         """
         self._steps += 1
