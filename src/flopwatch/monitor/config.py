@@ -135,7 +135,7 @@ def refuse_problems(problems: list[str]) -> None:
 
 
 _SECTIONS = ("flopwatch", "monitoring", "monitor")
-"""Sections that only flopwatch reads, so an unknown key in them is reported as a mistake."""
+"""Sections of a configuration file that only flopwatch reads, so an unknown key in them is reported as a mistake."""
 
 # Other names that a configuration file may use for settings of `MonitorConfig`; most are from docs/requirements.md.
 _MONITORING = {
@@ -152,7 +152,7 @@ _MONITORING = {
     },
     "freq.flops_profile_freq": "flops_profile_freq",
     "measure_flops_frequency": "flops_profile_freq",
-    # These two names are used by the sweep and the command line.
+    # The sweep and the command line use the next two names for these settings.
     "seq_len": "seq_length",
     "warmup_steps": "warm_up_steps",
 }

@@ -76,13 +76,13 @@ class MeasuredStep(NamedTuple):
 def window_values(
     steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, device_count: int = 1, world_size: int = 1
 ) -> dict[str, Number]:
-    """Compute the metrics of a window, by their keys in `flopwatch.records.metrics`; unknown ones have no key.
+    """Compute the metrics of a window; the keys are those of `flopwatch.records.metrics`, without unknown metrics.
 
     Args:
         steps: The window's steps, as this process has measured them.
         peak_flops_per_s: Peak of one device.
         device_count: Devices that work on this process's batch.
-        world_size: Processes of the training. With more than one, metrics of the whole training are left out, because
+        world_size: Number of processes. With more than one, metrics of the whole training are left out, because
             these steps show only the rates of this process.
 
     Example:
@@ -243,7 +243,7 @@ class Ledger:
     Attributes:
         steps: Number of optimizer steps; repeated steps count once.
         totals: Samples, tokens and FLOPs of the steps; amounts that were never known are missing.
-        seconds: Time by class, such as `train` and `eval`; `wall` is the time from the run's start to its newest row.
+        seconds: Time by use, such as `train` and `eval`; `wall` is the time from the run's start to its newest row.
         first_start_unix_time: When the run's first process started; None if the log does not contain it.
     """
 
@@ -252,10 +252,10 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=dict)
     first_start_unix_time: float | None = None
     _not_compared: list[float] = field(default_factory=list, repr=False)
-    """`work_seconds` of warm-up steps. The lost part is computed as soon as the time of a typical step is known."""
+    """`work_seconds` of warm-up steps whose lost time is unknown until the time of a typical step is known."""
 
     def add_steps(self, steps: Iterable[MeasuredStep], typical_seconds: float | None = None) -> None:
-        """Add steps. If a warm-up or stalled step took longer than `typical_seconds`, the rest counts as lost time."""
+        """Add steps. If a warm-up or stalled step took longer than `typical_seconds`, the excess is lost time."""
         for step in steps:
             self.steps += 1
             self.add_amounts({name: amount for name in _TOTALS if (amount := getattr(step, name)) is not None})
@@ -305,7 +305,7 @@ class Ledger:
             self.seconds["wall"] = unix_time - self.first_start_unix_time
 
     def values(self) -> dict[str, Number]:
-        """The totals, by their keys in `flopwatch.records.metrics`."""
+        """The totals as metrics; the keys are those of `flopwatch.records.metrics`."""
         values: dict[str, Number] = {
             "total/steps": self.steps,
             **{f"total/{name}": total for name, total in self.totals.items()},

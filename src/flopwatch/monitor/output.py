@@ -25,11 +25,11 @@ from flopwatch.sinks.protocol import Sink
 from flopwatch.sinks.thread import SinkThread, build_sinks
 
 Notify = Callable[[Level, str, str], None]
-"""A function that takes a level, a code and a message, and sends each code once."""
+"""A function that takes a level, a code and a message, and sends only the first message of each code."""
 
 
 class NoticeText(NamedTuple):
-    """A notice without its step. Each code is sent once, so variants of a notice get a suffix after a colon."""
+    """A notice without its step. Each code is sent once, so the codes of variants end with a colon and a suffix."""
 
     level: Level
     code: str
@@ -248,7 +248,7 @@ class Outlets:
     """Sends records to the sinks, with one thread per sink. Records wait until `start` has sent the `RunStart` record.
 
     Attributes:
-        failed_parts: Parts of the monitor that were switched off, each with the first reason.
+        failed_parts: Parts of the monitor that were switched off, each with its first error.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, is_quiet: bool = False) -> None:

@@ -97,7 +97,7 @@ class RowMaker:
         self._held.append(window)
 
     def windows_past_warm_up(self, *, flush: bool) -> list[PricedWindow]:
-        """Return the windows that can become rows. With `flush` these are all, even if warm-up may still go on."""
+        """Return the windows that can become rows. With `flush`, return all, even if warm-up may not be over."""
         must_wait = not self._is_warm_up_known and self._config.warm_up_steps == "auto" and not flush
         if must_wait and sum(len(window.steps) for window in self._held) < _STEPS_TO_SEE_WARM_UP:
             return []
@@ -143,7 +143,7 @@ class RowMaker:
         """Make a partial row of all steps that are in no row yet, with the totals after them. Changes no state.
 
         Args:
-            begun: Steps of the window that has not ended. The row begins with the windows that were added earlier.
+            begun: Steps of the window that has not ended. Earlier windows that are in no row yet come first in the row.
         """
         steps = [*(step for window in self._held for step in window.steps), *begun]
         if not self._is_warm_up_known:
@@ -214,7 +214,7 @@ class RowMaker:
         return self._session.book(steps, job_totals(report, self.layout.data_parallel_size), later_seconds)
 
     def _rates(self, steps: Sequence[MeasuredStep], peak: Peak | None, report: RankReport | None) -> dict[str, Number]:
-        """Compute this rank's metrics; without those under perf/ if `report` has them for all ranks."""
+        """Compute this rank's metrics; without those under `perf/` if `report` has them for all ranks."""
         self._recent_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
         flops_per_s = None if peak is None else peak.flops_per_s
         self._sums.add(steps, flops_per_s)
@@ -314,7 +314,7 @@ def _denominator(steps: Sequence[MeasuredStep], peak: Peak | None) -> dict[str, 
 
 
 def _reasons_of_ranks(report: RankReport | None, world_size: int) -> tuple[str, ...]:
-    """For FLOPs that are exact on this rank, the reasons why they are not exact on all ranks; empty if they are."""
+    """Return why FLOPs that are exact on this rank are not exact on all ranks; empty if they are."""
     if report is None or report.ranks < world_size:
         return (f"only {0 if report is None else report.ranks} of {world_size} ranks have reported these steps",)
     if report.exact_ranks < world_size:

@@ -48,9 +48,9 @@ from flopwatch.sinks.protocol import Sink
 _MFU_ALARM = 1.05
 """An MFU above this cannot be an error of the measured time, so the peak must be wrong."""
 _LEAST_STALL_SECONDS, _LEAST_OUTSIDE_SECONDS = 0.5, 0.2
-"""Stalls and time outside steps are reported only if their sum in a session is larger: a busy machine causes some."""
+"""Stalls and time outside steps of a session are reported only above these sums, because a busy machine causes some."""
 _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
-"""If a rank has waited this long for the plan of the logging rank (the length of windows), it stops reporting."""
+"""A rank that has waited this many windows, steps and seconds for the logging rank's plan stops reporting."""
 DEVICE_SECONDS = 60.0
 """How long a checkpoint and the end of a run wait for a device that has work queued."""
 _CHECKPOINT_SECONDS = 2.0
@@ -58,7 +58,7 @@ _CHECKPOINT_SECONDS = 2.0
 _CLOSE_RANKS_SECONDS = 5.0
 """How long the end of a run waits for the other ranks."""
 _CLOSE_AFTER_ERROR_SECONDS = 0.5
-"""How long the end waits after an error: briefly, as other ranks may block in a collective until this process exits."""
+"""How long the end of a run waits after an error: briefly, because other ranks may block until this process exits."""
 
 
 class _LateWindow(NamedTuple):
@@ -88,7 +88,7 @@ class MonitoredRun:
         noter: Finds out which calls of the model a step makes.
         costs: The FLOPs of each call that was counted so far.
         pricer: Computes the FLOPs of a step from its calls.
-        assumed_batch: Batch of the size set by batch_size and seq_length, for steps that are logged without a batch.
+        assumed_batch: Batch of the size `batch_size` x `seq_length`, for steps that are logged without a batch.
         last_step: Number of the newest step.
         count_seconds: Time that the training's thread has spent counting FLOPs.
         is_off: True when this rank has stopped reporting to the logging rank.
@@ -192,7 +192,7 @@ class MonitoredRun:
         lengths: Sequence[int] | None,
         more: dict[str, Any],
     ) -> None:
-        """Keep what is known when a step ends. On an ordinary step, this never reads the device, writes or waits."""
+        """Keep what is known when a step ends; on an ordinary step, without reading the device, writing or waiting."""
         segments, waits = self.step_clock.end_step()
         step = int(step)
         if not self._has_started:
@@ -293,7 +293,7 @@ class MonitoredRun:
             self._begun[-1] = last._replace(measured=last.measured._replace(**known), learning_rate=rate)
 
     def _is_window_full(self, step: int, previous: int | None) -> bool:
-        """Whether the window ends with this step, by the plan of the logging rank or by log_every and log_seconds."""
+        """Whether the window ends with this step, by the logging rank's plan or by `log_every` and `log_seconds`."""
         if self.ranks.window_steps is not None:
             return ends_window(step, previous, self.ranks.window_steps)
         if self.ranks.waits_for_plan:

@@ -53,7 +53,7 @@ class WallClock:
         return self.at(self._clock())
 
     def go_on_from(self, unix_time: float) -> None:
-        """Advance the clock to the end of the earlier session, if this host's clock is behind that."""
+        """Advance the clock to the end of the earlier session, if this host's clock is behind that time."""
         self._offset_seconds += max(unix_time - self.unix_time(), 0.0)
 
     def at(self, clock_seconds: float) -> float:
@@ -331,10 +331,10 @@ class Session:
         Totals are continued from the log if it has later steps than the checkpoint.
 
         Args:
-            first_step: Number of the step.
+            first_step: Number of the first step.
             environment: Description of this process; shows whether torchelastic has restarted the job.
-            first_step_began: When the step was opened, by the monitor's clock; None if it was not opened.
-            seconds_before_first_step: Time of phases before the step, which the ledger already contains.
+            first_step_began: When the first step was opened, by the monitor's clock; None if it was not opened.
+            seconds_before_first_step: Time of phases before the first step, which the ledger already contains.
         """
         if self.resumed_after is None or self.resumed_after + 1 < first_step:
             self._resume_from_log(first_step, environment)

@@ -139,7 +139,7 @@ class UsualGaps:
             self._cpu_at_gap = self._cpu_seconds()
 
     def leave_gap(self) -> None:
-        """Begin a phase inside the gap. Its processor time does not belong to the gap."""
+        """Begin a phase inside the gap. The phase's processor time does not belong to the gap."""
         if self._has_workers:
             self._cpu_at_phase = self._cpu_seconds()
 

@@ -183,7 +183,7 @@ class TrainingMonitor:
         dtype: Compute type whose peak is used for MFU; by default the type in which the model computes.
         log_every: Steps per row.
         total_steps: Planned steps, for progress and time left.
-        preset: `production`, `research`, `prototype` or `complex`.
+        preset: A set of defaults: `production`, `research`, `prototype` or `complex`.
         logging_rank: The rank that writes the log and the sinks for all ranks; -1 is the last one.
         data_parallel_size: Number of different batches per step, if ranks share batches (tensor, context or pipeline
             parallel). Tensor parallelism with DTensor is found without it.

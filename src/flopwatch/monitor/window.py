@@ -1,4 +1,4 @@
-"""A window: the steps of one row. Their values stay on the device until it ends; then one copy fetches all of them."""
+"""A window: the steps of one row. Their values stay on the device until the window ends; then one copy fetches all."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic, sleep
@@ -206,7 +206,7 @@ class DatasetMetrics:
             arrived, self._late = self._values(self._late.read()[0]), None
         if self._sums is not None and self._late is None:
             self._late, self._sums = LateValues([self._sums]), None
-            if not arrived and self._late.are_there():  # on a CPU, the sums need no copy
+            if not arrived and self._late.are_there():  # on a CPU the sums are there at once
                 arrived, self._late = self._values(self._late.read()[0]), None
         return arrived
 
@@ -329,7 +329,7 @@ class Window:
         timer: StepTimer,
         look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
     ) -> None:
-        """Begin to copy the values to the host. `look_at` computes sizes of batches that log_step only referenced."""
+        """Begin to copy the values to the host. `look_at` computes the sizes of batches that `log_step` only kept."""
         self.steps = steps
         self._timer = timer
         self._look_at = look_at
@@ -345,7 +345,7 @@ class Window:
         """Compute the sizes of a step's batches; None if one of them was overwritten or cannot be read."""
         try:
             looked_at = [self._look_at(reading) for reading in readings]
-        except Exception as error:  # such as a dtype or tensor class that does not support an op used here
+        except Exception as error:  # for example, a dtype or tensor class does not support an op used here
             self._batch_failure = error
             return None
         known = [reading for reading in looked_at if reading is not None]
@@ -411,7 +411,7 @@ def passed_seconds(steps: Sequence[NotedStep], timer: StepTimer) -> float:
 
 
 def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -> PricedStep:
-    """Combine a step with its FLOPs; `doubt` says why the FLOPs of its window are not exact, None if they may be."""
+    """Combine a step with its FLOPs; `doubt` says why those of its window are not exact; None if no reason is known."""
     noted, works, values = settled.noted, settled.works or [], dict(settled.values)
     flops, is_watched = cost.flops, noted.calls.count is not None
     measured = MeasuredStep(

@@ -1,1 +1,1 @@
-"""Computes the FLOPs of each step from its calls of the model, and checks them by counting some steps as they run."""
+"""Computes each step's FLOPs from its model calls, and checks them by counting the FLOPs of some steps as they run."""

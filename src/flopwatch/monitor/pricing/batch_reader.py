@@ -35,7 +35,7 @@ _MOST_PLANS = 4096
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """The sizes of all batches of one shape, and the names of the tensors to read in them."""
+    """The sizes that all batches of one shape share, and the names of the tensors from which other sizes are read."""
 
     batch_size: int
     seq_len: int | None
@@ -132,7 +132,7 @@ class BatchReader:
         self._reads_targets = False
 
     def read_targets(self, reads: bool) -> None:
-        """If True, read the lengths of labels from now on, because the FLOPs depend on them."""
+        """Set whether the lengths of labels are read from now on; they are needed if the FLOPs depend on them."""
         self._reads_targets = self._reads_targets or reads
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
@@ -237,7 +237,7 @@ def _two_dimensional(tensors: Mapping[str, Any], name: str, seq_len: int | None)
 
 
 def _inner_sizes(value: Any) -> Any:
-    """Sizes of nested values, such as a list of images or targets in dicts."""
+    """Return the sizes inside a list, tuple or dict, such as a list of images; None for other values."""
     return describe(value).sizes if isinstance(value, list | tuple | Mapping) else None
 
 

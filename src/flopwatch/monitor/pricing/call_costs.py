@@ -1,4 +1,4 @@
-"""The FLOPs of calls of the model: counts new kinds of calls, checks earlier counts, and detects a changed model."""
+"""The FLOPs of model calls: counts those of new kinds of calls, checks earlier counts, and detects a changed model."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,11 +25,11 @@ from flopwatch.torch_internals import (
 )
 
 _LARGE_PARAMETERS = 50_000_000
-"""Counting the FLOPs of a model with more parameters takes some seconds, so the user is told beforehand."""
+"""Counting the FLOPs of a model with more parameters than this takes some seconds, so the user is told beforehand."""
 _MOST_WAITING = 64
-"""Most kinds of calls whose arguments are kept while another rank counts FLOPs."""
+"""The maximum number of kinds of calls whose arguments are kept while another rank counts FLOPs."""
 _LOOK_ALLOWANCE_SECONDS, _SHARE_FOR_LOOKS = 1.0, 0.0005
-"""Limit of the time for checking whether the model has changed: 1 s plus 0.05 % of the run's time. One check of a large
+"""Limit on the time for checking whether the model has changed: 1 s plus 0.05 % of the run's time. One check of a large
 model takes some milliseconds."""
 
 CHANGED = "the model has changed (parameters, what requires a gradient, checkpointing), so its FLOPs are counted again"
@@ -43,7 +43,7 @@ class ModelChange(NamedTuple):
     Attributes:
         doubt: Why the FLOPs of the logging window are not exact; None if nothing has changed.
         is_counted_anew: Whether all earlier counts were dropped.
-        needs_example: Whether the next call must be counted, to see whether changed settings affect the FLOPs.
+        needs_example: Whether the FLOPs of the next call must be counted, to see whether changed settings affect them.
     """
 
     doubt: str | None = None
@@ -63,7 +63,7 @@ class CallCosts:
         certificates: How the FLOPs of steps that were counted as they ran compare with the laws.
         has_given_up: True if the rank that writes the log has no laws, so that no step of this rank has FLOPs.
         waits_for_laws: True while this rank waits for the laws of the rank that writes the log.
-        check_every: Steps between two checks of a law; 0 means never. An attribute, because it is read on every step.
+        check_every: Steps between two checks of a law; 0 means never. Not a property, because it is read on every step.
         version: Increased whenever results of earlier steps can no longer be used for later steps with the same calls.
         facts_version: Increased whenever the log's record of how FLOPs are found may have changed.
     """
@@ -115,7 +115,7 @@ class CallCosts:
 
     @property
     def reads_targets(self) -> bool:
-        """Whether one of the laws depends on the length of the labels."""
+        """Whether one of the formulas for the FLOPs depends on the length of the labels."""
         book = self.mode.book
         return book is not None and any(
             law.layout is not None and "t" in law.layout.lengths and "labels" in law.layout.paths_along("t")
@@ -123,7 +123,7 @@ class CallCosts:
         )
 
     def set_model(self, model: nn.Module) -> None:
-        """Set the model, and drop the laws of an earlier one."""
+        """Set the model, and drop the FLOP formulas of an earlier model."""
         if self.model is not None and self.model is not model:
             self._forget()
         self.model = model
@@ -135,11 +135,11 @@ class CallCosts:
         self.version += 1
 
     def see_calls(self) -> None:
-        """Note that calls are recorded. They show which weights are trained, so `look_at_model` need not check that."""
+        """Note that calls are recorded. They show which weights are trained, so `look_at_model` need not check it."""
         self._sees_calls = True
 
     def keep_waiting(self, kinds: Sequence[CallKind]) -> None:
-        """Keep the arguments of at most 64 kinds of calls while another rank counts; drop those of other kinds."""
+        """Keep the arguments of up to 64 kinds of calls while another rank counts FLOPs; drop those of other kinds."""
         for kind in kinds:
             if len(self._waiting) < _MOST_WAITING:
                 self._waiting.add(kind)
@@ -147,7 +147,7 @@ class CallCosts:
                 kind.example = None
 
     def learn(self, kind: CallKind, example: Any = None) -> CallPrice | None:
-        """Count a kind of call if it is new.
+        """Count the FLOPs of a kind of call if it is new.
 
         Returns:
             The FLOPs of this one call, if each call of its kind must be counted separately; otherwise None.
@@ -168,7 +168,7 @@ class CallCosts:
             self._notify(*notices.counting())
         try:
             return self._learn_new(model, book, kind)
-        except Exception as error:  # the model's code may raise anything; without `example` it does not run again
+        except Exception as error:  # the model's code may raise anything; without `example` it is not run again
             kind.example = None
             if kind.has_grad:
                 self._notify(*notices.flops_unknown(error))
@@ -188,25 +188,25 @@ class CallCosts:
         return price if kind.is_per_batch else None
 
     def needs_example_after(self, step: int) -> bool:
-        """Whether the arguments of the next step's call must be kept for a check."""
+        """Whether the arguments of the next step's model call must be kept, to check the FLOP formula with them."""
         return self.mode.is_check_due(step + 1) or bool(self._changed_settings)
 
     def why_count_anew(self, kind: CallKind, example: Any, step: int) -> str | None:
-        """Check the laws if a check is due with this step; return why the model must be counted again, or None."""
+        """If a check is due with this step, check the FLOP formula; return why FLOPs must be counted again, or None."""
         if self._changed_settings and example is not None:
             return self._check_settings(kind, example)
         return self._check(kind, example) if self.mode.is_check_due(step) else None
 
     def _check(self, kind: CallKind, example: Any) -> str | None:
-        """Count this call and compare the result with the law."""
+        """Count this call's FLOPs and compare them with the formula; return why to count again, or None."""
         if self.mode.later is not None:
             return _ESTIMATED_SO_FAR
         if self._agrees(kind, example, within_allowance=self.mode.within_allowance) is False:
-            return "a count of this batch differs from the FLOP law, so the model's FLOPs are counted again"
+            return "the FLOPs counted for this batch differ from the formula, so the model's FLOPs are counted again"
         return None
 
     def _check_settings(self, kind: CallKind, example: Any) -> str | None:
-        """Count this call after settings of the model have changed, and compare the result with the law."""
+        """The same as `_check`, but regardless of the time for checks, because settings of the model have changed."""
         changed, self._changed_settings = self._changed_settings, set()
         agrees = self._agrees(kind, example, within_allowance=False)
         self._harmless_settings |= changed if agrees else set()
@@ -220,7 +220,7 @@ class CallCosts:
             return book.check(model, kind, example, within_allowance=within_allowance)
 
     def count_anew(self, kind: CallKind, example: Any, why: str) -> None:
-        """Drop the laws, and count this call first."""
+        """Drop all FLOP formulas, and begin again with the FLOPs of this call."""
         if why == _ESTIMATED_SO_FAR:
             self.mode.book, self.mode.later = self.mode.later, None
         self._forget()
@@ -230,7 +230,7 @@ class CallCosts:
             self.learn(kind)
 
     def _forget(self) -> None:
-        """Drop all laws. Earlier steps whose FLOPs are not computed yet keep a reference to the old laws."""
+        """Drop all FLOP formulas. Earlier steps whose FLOPs are not computed yet keep a reference to the old ones."""
         if self.mode.book is not None:
             self.mode.book = self.mode.book.renewed()
         self.certificates = Certificates()
@@ -270,11 +270,11 @@ class CallCosts:
         self._settings = settings_of(model)
 
     def offer(self) -> LawOffer | None:
-        """The laws for the other ranks; None if there are none."""
+        """The FLOP formulas to send to the other ranks; None if there are none."""
         return None if self.has_given_up or self.mode.book is None else self.mode.book.offer()
 
     def adopt(self, offer: LawOffer | None) -> None:
-        """Use the logging rank's laws. Calls that they do not cover are counted on this rank."""
+        """Use the logging rank's FLOP formulas (laws). This rank counts the FLOPs of calls that they do not cover."""
         self.waits_for_laws = False
         self._waiting.clear()
         self.version += 1
@@ -285,7 +285,7 @@ class CallCosts:
             self.has_given_up = self.mode.name != "flops_fn"
 
     def learn_kept(self, calls: StepCalls) -> None:
-        """Count the kinds of calls that were made while this rank waited for the logging rank's laws."""
+        """Count the FLOPs of calls that were made while this rank waited for the logging rank's FLOP formulas."""
         if self.mode.book is not None and self.model is not None:
             for kind in calls.kinds:
                 self.learn(kind)

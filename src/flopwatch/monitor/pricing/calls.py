@@ -41,11 +41,11 @@ PACKING = (
     "max_length_k",
     "position_ids",
 )
-"""Arguments that separate packed documents. Calls that differ only in these are of one kind, because the lengths of
-documents are read from the batch."""
+"""Names of arguments that say where packed documents begin and end. Calls that differ only in these are of one kind,
+because the lengths of documents are read from the batch."""
 _tensor_facts = attrgetter("shape", "dtype", "requires_grad", "layout")
 _LISTENED_PARAMETERS = 4
-"""Number of parameters with a gradient hook: the first, the last and two between show which parts are trained."""
+"""Number of parameters with a gradient hook. The first, the last and two in between show which parts are trained."""
 _MOST_BACKWARDS = 1 << 12
 _MOST_KINDS = 4096
 _MOST_PARAMETERS = 4096
@@ -53,7 +53,7 @@ _MOST_PARAMETERS = 4096
 
 @dataclass(eq=False)
 class CallKind:
-    """All calls of the model with the same arguments, apart from the values in tensors.
+    """A kind of call: all calls of the model whose arguments are equal, apart from the values in tensors.
 
     Other classes keep only weak references to kinds, so that memory is freed when `CallListener` drops a kind.
 
@@ -63,8 +63,8 @@ class CallKind:
         is_training: The model's `training` flag.
         autocast: The autocast state around the call; None if unknown.
         trainable: A hash of which parameters require a gradient.
-        example: The arguments of the first such call, until it was counted.
-        is_per_batch: True if each call must be counted separately, because its FLOPs depend on values.
+        example: The arguments of the first such call, kept until its FLOPs are counted.
+        is_per_batch: True if FLOPs must be counted for each call separately, because they depend on values.
     """
 
     description: Description
@@ -77,7 +77,7 @@ class CallKind:
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """The properties that are equal for all calls with the same FLOP law."""
+        """The properties that are equal for all calls whose FLOPs follow the same formula (law)."""
         return self.description.structure, self.has_grad, self.is_training, self.autocast, self.trainable
 
 
@@ -99,7 +99,7 @@ class CallListener:
         self.unseen = 0
         self.has_been_called = False
         self.keeps_next = False
-        """True keeps the arguments of the next call, for a check."""
+        """Whether the arguments of the next call are kept, to check the FLOP formula with them."""
         self.calls: list[tuple[CallKind, Any]] = []
         """Calls since the step began, with their arguments if these are needed, otherwise None."""
         self.backwards = 0
@@ -120,7 +120,7 @@ class CallListener:
         self.forget()
         self.look_at_parameters()
         if compiled_call(model) is not None and type(model).__module__.startswith("torch.nn"):
-            # A hook on a container of torch that was compiled in place would change how the container is compiled.
+            # A hook on a compiled module of torch, such as Sequential, would change how the module is compiled.
             self.is_compiled = True
             return
         self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
@@ -232,12 +232,12 @@ def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         if parameter.kind is parameter.VAR_KEYWORD and name in bound:
             bound |= bound.pop(name)
         elif parameter.kind is parameter.VAR_POSITIONAL and name in bound:
-            raise InputError("a call with both *args and named arguments cannot be counted; use only one of the two")
+            raise InputError("cannot count the FLOPs of a call with both *args and named arguments; use one of the two")
     return bound
 
 
 def has_image_axes(positions: Any) -> bool:
-    """Whether a packing argument is a tensor of position ids with a dimension for the axes of images."""
+    """Whether position ids have a third dimension, for the axes of images (time, height and width)."""
     return isinstance(positions, torch.Tensor) and positions.dim() > 2
 
 
@@ -286,7 +286,7 @@ def _note_compilation(hook: _Hook) -> int:
 
 
 _MOST_NOTED = 4096
-"""Most calls of other modules that are recorded in one step; further ones are ignored."""
+"""The maximum number of calls of other modules that are recorded in one step; further calls are ignored."""
 
 
 class OutsideWork:
@@ -304,7 +304,7 @@ class OutsideWork:
         self.unsized = unsized
 
     def add_products(self, products: int) -> None:
-        """Add a hash of the matrix products between the model and the loss; 0 if there are none."""
+        """Add `products`, a hash of the matrix products between the model and the loss; it is 0 if there are none."""
         if products:
             self.sized = hash((self.sized, products))
 
@@ -312,8 +312,8 @@ class OutsideWork:
 class OutsideCalls:
     """Records which other modules a step calls besides the model, such as a teacher, a head or a reward model.
 
-    A public hook for all modules is set during a step, in the thread that has opened it. While the model runs, the hook
-    is removed, so that it does not slow down the model's own submodules.
+    During a step, a public torch hook for all modules is set in the thread that opened the step. While the model runs,
+    the hook is removed, so that the model's own submodules are not slowed down.
 
     Attributes:
         is_listening: False in phases such as evaluation.
@@ -412,7 +412,7 @@ def _facts(value: Any) -> Iterator[Any]:
 
 
 class _Place(NamedTuple):
-    """A hook's slot in torch's table of hooks. Setting and clearing it is ten times as fast as registering the hook."""
+    """A hook's entry in torch's dict of hooks. Writing the entry is ten times as fast as registering the hook."""
 
     table: Any
     key: int

@@ -18,22 +18,23 @@ from flopwatch.records.flops import PhaseFlops
 Finding = Literal["agrees", "counted", "differs", "unseen"]
 _MOST_KINDS, _MOST_PATTERNS = 512, 4096
 _FIRST_ADAPTIVE = 6
-"""After this many steps of a session, steps outside the schedule may be counted too."""
+"""After this many steps of a session, FLOPs may be counted in steps outside the schedule (see `is_watched`) too."""
 _MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
-"""Once 24 steps plus 0.2 % of all steps were counted, only steps of the schedule are counted."""
+"""Once FLOPs were counted in 24 steps plus 0.2 % of all steps, they are counted only in steps of the schedule."""
 _MOST_WAITING = 64
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
-"""Counted steps of a pattern that must agree with the laws before other steps of the pattern are exact."""
+"""This many counted steps must agree with the FLOP formulas before other steps with the same calls are exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What counted steps show about the FLOPs of a step.
+    """What the counted FLOPs of earlier steps show about the FLOPs of a step.
 
     Attributes:
-        finding: `agrees`: counted steps of the same pattern agree with the laws. `counted`: counted steps of the same
-            kind differ from the laws. `differs`: other counted steps of the pattern differ. `unseen`: none was counted.
+        finding: How counted FLOPs compare with those by the formulas. `agrees`: equal in all steps with the same calls.
+            `counted`: different in steps with the same calls and sizes. `differs`: different in steps with the same
+            calls but other sizes. `unseen`: no step with the same calls was counted.
         count: With finding `counted`, the last count of this kind of step.
         reason: Why the step's FLOPs are not exact; None if they are.
     """
@@ -45,7 +46,7 @@ class Verdict:
 
 @dataclass
 class _Ratios:
-    """Range of the ratio of counted FLOPs to FLOPs by the laws, over the counted steps of one pattern."""
+    """Range of the ratio of counted FLOPs to FLOPs by formula, over the counted steps with the same calls."""
 
     steps: int = 0
     unknown: int = 0
@@ -67,20 +68,20 @@ class _Counted:
 
 
 class Certificates:
-    """Keeps the results of all counted steps of a run."""
+    """Keeps the results of all steps of a run whose FLOPs were counted as they ran."""
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Counted] = {}
         self._patterns: dict[Hashable, _Ratios] = {}
         self.runs_more = False
-        """True once the FLOPs of a counted step differed from the laws."""
+        """True once the counted FLOPs of a step differed from those by the formulas (laws)."""
         self.version = 0
-        """Increased whenever a verdict may change."""
+        """Increased whenever the result of `verdict` may change."""
         self._graphs: dict[Hashable, int] = {}
         self._other_graphs: set[Hashable] = set()
 
     def look_at_graph(self, kind: Hashable, products: int, *, is_counted: bool) -> None:
-        """Compare the matrix products in a loss's autograd graph with those of a counted step of this kind."""
+        """Compare the matrix products in a loss's autograd graph with those in a step of this kind that was counted."""
         if is_counted and len(self._graphs) < _MOST_KINDS:
             self._graphs[kind] = products
         elif self._graphs.get(kind, products) != products:
@@ -96,7 +97,7 @@ class Certificates:
         *,
         calls_are_sure: bool = True,
     ) -> None:
-        """Add a step that was counted as it ran.
+        """Add a step whose FLOPs were counted as it ran.
 
         Args:
             kind: The calls of the step, with sizes.
@@ -115,12 +116,12 @@ class Certificates:
         is_whole = not count.uncounted and count.failure is None
         ratio = count.phases.total / total if total and is_whole else None
         if pattern not in self._patterns and len(self._patterns) >= _MOST_PATTERNS:
-            del self._patterns[next(iter(self._patterns))]  # the oldest pattern, whose steps are inexact from now on
+            del self._patterns[next(iter(self._patterns))]  # drop the oldest, whose steps are inexact from now on
         self._patterns.setdefault(pattern, _Ratios()).add(ratio)
         self.runs_more = self.runs_more or ratio != 1
 
     def needs_another(self, kind: Hashable, pattern: Hashable) -> bool:
-        """Whether one more count of a step of this kind could make its FLOPs exact."""
+        """Whether counting one more step of this kind could make the FLOPs of such steps exact."""
         known = self._kinds.get(kind)
         if known is not None and _differs(known):
             return len(known.counts) < _ENOUGH_COUNTS
@@ -200,8 +201,8 @@ class StepCalls:
         own_prices: For each call, its FLOPs if the call was counted separately, otherwise None.
         doubt: Why the calls are not fully known; None if they are.
         count: FLOPs of the step, if it was counted as it ran.
-        book: The laws at the time of the step.
-        certificates: Results of counted steps at that time.
+        book: The FLOP formulas (laws) at the time of the step.
+        certificates: Results of steps whose FLOPs were counted until then.
         nodes: Number of operations that autograd recorded, and how often some parameters received a gradient.
         outside: Hashes of the other modules that the step called.
     """
@@ -235,30 +236,30 @@ NO_CALLS = StepCalls()
 
 
 class WatchPlan:
-    """Decides which steps of a session are counted as they run: some by a schedule, others to make their FLOPs exact.
+    """Chooses the steps whose FLOPs are counted as they run: some by a schedule, others to make their FLOPs exact.
 
     Attributes:
         not_before: Index of the next step to be counted, unless the step before it requests a count.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
-        """With several ranks (`is_alone` False) only the schedule decides, so that all ranks count the same steps."""
+        """With several ranks (`is_alone` False), only the schedule chooses, so that all ranks count the same steps."""
         self._is_alone = is_alone
         self.not_before = 0
         self._watches = self._futile_watches = 0
         self._settled: tuple[Any, ...] = ()
-        """The newest kind of step that needs no further count."""
+        """The newest kind of step whose FLOPs need not be counted again."""
         self._last_met: dict[Any, int] = {}
-        """For each kind of step that needs another count, the index of its last step."""
+        """For each kind of step whose FLOPs must be counted again, the index of its last step."""
         self._due: set[int] = set()
-        """Indices of steps at which a kind that needs another count is expected again."""
+        """Indices of later steps to count, because a kind of step in `_last_met` is expected there."""
 
     def forget(self) -> None:
-        """Allow another count of every kind of step, because the laws have changed."""
+        """Allow every kind of step to be counted again, because the FLOP formulas have changed."""
         self._settled = ()
 
     def take_turn(self, index: int, *, wants_next: bool) -> bool:
-        """Whether the step that begins must be counted. `wants_next`: whether the step before has requested a count."""
+        """Whether FLOPs must be counted in the step that begins; `wants_next` is True if the last step requested it."""
         is_scheduled = is_watched if self._is_alone else is_watched_by_ranks
         if is_scheduled(index) or (self._is_alone and (wants_next or index in self._due)):
             self._due.discard(index)
@@ -270,11 +271,11 @@ class WatchPlan:
         self._watches += 1
 
     def note_futile(self) -> None:
-        """Note that the model did not run in a counted step; after two such steps, only the schedule decides."""
+        """Note that the model did not run in a counted step; after two such steps, only the schedule chooses steps."""
         self._futile_watches += 1
 
     def would_another_count_help(self, calls: StepCalls, certificates: Certificates, steps: int) -> bool:
-        """Whether the next step should be counted as it runs, because too few steps like the last one were counted.
+        """Whether FLOPs should be counted in the next step, because too few steps like the last one were counted.
 
         `calls` are the calls of the last step, `steps` is the number of steps so far.
         """
@@ -291,7 +292,7 @@ class WatchPlan:
         return self._is_met_in_a_row(calls.kind, steps)
 
     def _is_met_in_a_row(self, kind: Any, steps: int) -> bool:
-        """Whether the kind is new or occurred one step before. If it recurs at intervals, plan its next count."""
+        """Whether this kind of step is new or was also the last one. If it recurs at intervals, plan its next count."""
         if len(self._last_met) >= _MOST_WAITING:
             self._last_met, self._due = {}, set()
         gap = steps - self._last_met.get(kind, steps)

@@ -29,7 +29,7 @@ _SHARE_FOR_NEW_SHAPES = 0.01
 _LEAST_ALLOWANCE_SECONDS = 10.0
 _SHARE_FOR_CHECKS = 0.0005
 _DRAWS = 8
-"""How often a model with random FLOPs is counted, to estimate their mean and range."""
+"""If a model's FLOPs are random, they are counted this often, to estimate their mean and range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class CallPrice:
 
 @dataclass(frozen=True, slots=True)
 class LawOffer:
-    """The laws that the logging rank sends to the other ranks."""
+    """The FLOP formulas (laws) that the logging rank sends to the other ranks."""
 
     laws: Mapping[Any, Sequence[FlopLaw]]
     packed_runs_apart: bool | None
@@ -65,8 +65,8 @@ class LawBook:
     """Holds the laws (formulas for the FLOPs of calls), and the FLOPs of every kind of call.
 
     Counting slows the training down, so its time is limited. The first law may take any time. All later counts together
-    may take as long as the first (at least 10 s) plus 1 % of the run's time, and checks 0.05 % of it. Calls that are
-    not counted because the time is used up have no FLOPs.
+    may take as long as the first (at least 10 s) plus 1 % of the run's time, and checks 0.05 % of that time. Calls that
+    are not counted because the time is used up are logged without FLOPs.
 
     Attributes:
         count_seconds: Time spent counting so far.
@@ -85,7 +85,7 @@ class LawBook:
         self._began = clock()
         self._options: dict[str, Any] = {"method": method, "attention": attention, "loss_fn": loss_fn}
         self._laws: dict[Any, list[FlopLaw]] = {}
-        # The keys are weak, because a kind that `CallListener` has dropped is never used again.
+        # The keys are weak references, because a kind of call that `CallListener` has dropped is never used again.
         self._prices: WeakKeyDictionary[CallKind, CallPrice] = WeakKeyDictionary()
         self._spreads: WeakKeyDictionary[CallKind, tuple[int, int]] = WeakKeyDictionary()
         self._costs_by_nodes: WeakKeyDictionary[CallKind, dict[int, int]] = WeakKeyDictionary()
@@ -101,7 +101,7 @@ class LawBook:
         return [law for laws in self._laws.values() for law in laws]
 
     def price(self, kind: CallKind) -> CallPrice | None:
-        """FLOPs of a call of this kind; None if they are not known without counting the call."""
+        """FLOPs of a call of this kind; None if they are unknown, so that they must be counted."""
         known = self._prices.get(kind)
         if known is None:
             known = self._by_known_law(kind)
@@ -110,11 +110,11 @@ class LawBook:
         return known
 
     def is_per_batch(self, kind: CallKind) -> bool:
-        """Whether each call must be counted separately, because its FLOPs depend on values."""
+        """Whether FLOPs must be counted for each call separately, because they depend on values."""
         return any(law.per_batch for law in self._laws.get(kind.family, ()))
 
     def learn(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
-        """Count this call and fit a law to it; None if the time for counting is used up."""
+        """Count the FLOPs of this call and fit a law (formula); None if the time for counting is used up."""
         if not self._may_count():
             self.refused += 1
             return None
@@ -125,7 +125,7 @@ class LawBook:
         return price
 
     def count_call(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
-        """Count one call whose FLOPs depend on values; if the time for counting is used up, return an estimate."""
+        """Count the FLOPs of one call, which depend on values; estimate them if the time for counting is used up."""
         if not self._may_count():
             return self._spread_price(kind)
         with self._paid():
@@ -133,7 +133,7 @@ class LawBook:
         return self._noted_count(kind, count)
 
     def offer(self) -> LawOffer:
-        """Return the laws for the other ranks, without those that have no formula."""
+        """Return the laws to send to the other ranks: all that have a formula."""
         laws = {
             family: [replace(law, count_shape=None) for law in laws if law.coefficients]
             for family, laws in self._laws.items()
@@ -141,19 +141,18 @@ class LawBook:
         return LawOffer({family: own for family, own in laws.items() if own}, self._packed_runs_apart)
 
     def adopt(self, offer: LawOffer) -> None:
-        """Use the laws of another rank."""
         self._laws |= {family: list(laws) for family, laws in offer.laws.items()}
         self._packed_runs_apart = offer.packed_runs_apart
 
     def renewed(self) -> "LawBook":
-        """Return a book without laws, for a changed model, that keeps the time used for counting so far."""
+        """Return a `LawBook` without laws, for a changed model, that keeps the time used for counting so far."""
         book = LawBook(self._clock, **self._options)
         book._began, book._first_seconds, book._check_seconds = self._began, self._first_seconds, self._check_seconds
         book.count_seconds, book.refused = self.count_seconds, self.refused
         return book
 
     def check(self, model: nn.Module, kind: CallKind, example: Any, *, within_allowance: bool) -> bool | None:
-        """Count this call; return whether the law gives the same FLOPs, or None without an exact law or time left."""
+        """Count this call's FLOPs and return whether its law agrees; None if there is no exact law or no time left."""
         price = self.price(kind)
         if price is None or price.reason or (within_allowance and not self._may_check()):
             return None
@@ -183,7 +182,7 @@ class LawBook:
         executed, law, shape = price.executed, price.law, price.shape
         if work.documents is None:
             return executed, executed, None
-        unclear = "model FLOPs include padding and attention across packed documents, because no law separates them"
+        unclear = "model FLOPs include padding and attention across packed documents, as no formula separates them"
         if law is None or shape is None or shape.seq_len is None or not law.coefficients:
             return executed, executed, unclear
         grids = shape.grids or None
@@ -245,7 +244,7 @@ class LawBook:
             return self._count(model, kind, batch)
 
     def _noted_count(self, kind: CallKind, count: FlopCount) -> CallPrice:
-        """Return the FLOPs of a count that is valid for its own batch only, and extend its kind's range of counts."""
+        """Return this count's FLOPs, valid for one batch only, and extend the range of FLOPs of this kind of call."""
         total = count.forward_flops + count.backward_flops
         low, high = self._spreads.get(kind, (total, total))
         self._spreads[kind] = min(low, total), max(high, total)
@@ -261,7 +260,7 @@ class LawBook:
         return price
 
     def _spread_price(self, kind: CallKind) -> CallPrice | None:
-        """The last count of this kind, as an estimate; None without one."""
+        """The FLOPs of the last counted call of this kind, as an estimate; None if none was counted."""
         known = self._prices.get(kind)
         if known is None:
             self.refused += 1
@@ -285,7 +284,7 @@ class LawBook:
     def _widened(
         self, law: FlopLaw, model: nn.Module, kind: CallKind, batch: Any, values: Mapping[str, int]
     ) -> FlopLaw | None:
-        """Extend a law to twice these sizes, so that growing sizes need few counts; odd and even sizes are tried."""
+        """Extend a law to twice these sizes if counts at odd and even sizes agree; so growing sizes need few counts."""
         if _phases(self._count(model, kind, batch)) != _formula(law, _shape(law, values)):
             return None
         domain = dict(law.domain)
@@ -357,12 +356,12 @@ def _shape(law: FlopLaw, values: Mapping[str, int]) -> StepShape:
 
 
 def _formula(law: FlopLaw, shape: StepShape) -> PhaseFlops:
-    """The law's FLOPs, also for sizes outside the range for which it is valid."""
+    """Evaluate the law (formula), even for sizes outside the range for which it is valid."""
     return replace(law, domain={}).cost(shape)
 
 
 def _price_by(law: FlopLaw, shape: StepShape) -> CallPrice:
-    reason = None if law.exact else "; ".join(law.doubts) or "the law is not exact"
+    reason = None if law.exact else "; ".join(law.doubts) or "the formula for the FLOPs is not exact"
     return CallPrice(law.cost(shape), law.cost_by_dtype(shape), law, shape, reason)
 
 
@@ -412,7 +411,7 @@ class FlopMode:
         book: The FLOP laws; None if flopwatch counts nothing.
         frequency: Steps between two checks of a law; 0 means never.
         within_allowance: Whether the time for checks is limited.
-        later: An empty book that replaces a `book` of estimates at the first check; None if `book` has no estimates.
+        later: An empty book that replaces `book` at the first check if `book` has only estimates; otherwise None.
         method: The name of the method for the log if there are no laws.
         notes: Remarks for the log's record of how FLOPs are found.
     """
@@ -468,7 +467,7 @@ def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> Fl
     if config.mode == "hybrid":
         reason = "mode hybrid: this version reads no hardware counters"
         if not config.fallback_to_profiler:
-            raise InputError(f"{reason}, and fallback_to_profiler is off; switch it on or choose another mode")
+            raise InputError(f"{reason}, and fallback_to_profiler is off; set it to true or choose another mode")
         note = f"{reason}; FLOPs are counted as in mode profiler"
         return FlopMode("hybrid", book("auto"), config.flops_profile_freq, within_allowance=False, notes=(note,))
     frequency = config.recalibration_frequency if config.calibration_enabled else 0
@@ -478,7 +477,7 @@ def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> Fl
 
 
 def _is_exact(law: FlopLaw) -> bool:
-    """Whether the law's FLOPs are exact. A law without a formula can be exact, because each shape is counted then."""
+    """Whether the law's FLOPs are exact. Without a formula they can be exact, because each shape is then counted."""
     is_counted = not law.coefficients and law.method != "estimate" and law.coverage in (None, 1.0)
     return law.exact or (is_counted and not law.per_batch and not law.doubts)
 

@@ -50,7 +50,7 @@ SeenCalls = Sequence[tuple[CallKind, Any]]
 
 
 class StepNoter:
-    """Reads the batches of a step, records its calls of the model, and has new kinds of calls counted.
+    """Reads the batches of a step, records its calls of the model, and has the FLOPs of new kinds of calls counted.
 
     `begin_step`, `read` and `end_step` run on every step. They contain code that could be separate functions, because
     right after a training step each call of a Python function costs about a microsecond.
@@ -68,7 +68,7 @@ class StepNoter:
         on_other_work: Callable[[], None],
         notify: Notify,
     ) -> None:
-        """`on_other_work` is called when the model runs without gradients: this time is not spent waiting for input."""
+        """`on_other_work` is called when the model runs without gradients, because this time is no input wait."""
         self._attention = config.attention
         self._costs = costs
         self._is_alone = is_alone
@@ -86,7 +86,7 @@ class StepNoter:
         self._nodes_apart = 0
         self._watches_next = False
         self._counted_at: dict[Any, int] = {}
-        """The last step that was counted as it ran, by pattern (the step's calls without sizes)."""
+        """The last step whose FLOPs were counted as it ran, by pattern (the step's calls without sizes)."""
         self._known_steps: dict[Any, StepCalls] = {}
         """For calls of earlier steps, the result that later steps with the same calls can use."""
         self._known_version = 0
@@ -96,7 +96,7 @@ class StepNoter:
         self._given: list[Any] = []
         """For each batch of the step, its arguments for the model if they are needed, otherwise None."""
         self._declared: dict[int, tuple[BatchLayout, CallKind, str | None]] = {}
-        """For each layout of batches, by its id: the model call to expect, and why it is not certain."""
+        """By the id of a `BatchLayout`: the layout, the model call to expect, and why that call is not certain."""
         self._undeclared: dict[int, BatchLayout] = {}
         """Layouts of batches that came before a model was given."""
 
@@ -160,7 +160,7 @@ class StepNoter:
         return self._reader.look_at_held(reading)
 
     def begin_step(self) -> None:
-        """Begin a step that the loop has opened; drop earlier calls, and count the step as it runs if that is due."""
+        """Begin a step that the loop has opened; drop earlier calls, and count FLOPs in this step if that is due."""
         if self._is_in_step:  # the next micro-batch of the same step
             return
         self._is_in_step = True
@@ -236,12 +236,12 @@ class StepNoter:
     def end_step(
         self, readings: Sequence[Reading], step: int, settle_earlier_windows: Callable[[], None], loss: Any = None
     ) -> StepCalls:
-        """End a step; return its calls of the model, after new kinds of calls were counted.
+        """End a step; count the FLOPs of new kinds of calls, and return all its calls of the model.
 
         Args:
             readings: Sizes of the batches that the loop has given.
             step: The step's number.
-            settle_earlier_windows: Ends the logging window; called before laws change, so that no row mixes two laws.
+            settle_earlier_windows: Ends the window before FLOP formulas change, so that no row mixes old and new ones.
             loss: The step's loss, with its autograd graph.
         """
         self._steps += 1
@@ -304,7 +304,7 @@ class StepNoter:
             self._certify(calls, count, step, calls_are_sure=bool(seen))
         self._watches_next = self._plan.would_another_count_help(calls, costs.certificates, self._steps)
         if not self._opens_steps:
-            # The loop does not mark where steps begin. Counting would go on after the last one, so none is counted.
+            # The loop does not mark where steps begin. A count would go on after the last step, so no step is counted.
             self._nodes_before, self._nodes_apart = recorded_operations(), 0
             self.why_not_watched = NOT_OPENED
         if self._needs_no_second_look(calls, seen):
@@ -312,7 +312,7 @@ class StepNoter:
         return calls
 
     def _check(self, kind: CallKind, example: Any, step: int, settle_earlier_windows: Callable[[], None]) -> None:
-        """If a check is due, check the laws with this call; if they are wrong, count the model again."""
+        """If a check is due, check the FLOP formulas (laws) with this call; if they are wrong, count FLOPs again."""
         why = self._costs.why_count_anew(kind, example, step)
         if why is not None:
             settle_earlier_windows()
@@ -329,7 +329,7 @@ class StepNoter:
     def _needs_no_second_look(self, calls: StepCalls, seen: SeenCalls) -> bool:
         """Whether later steps with the same calls can use this result.
 
-        They can if no call must be counted and no step must be counted as it runs.
+        They cannot if the FLOPs of a call, or of one more such step as it runs, still have to be counted.
         """
         if calls.count is not None or calls.doubt is not None:
             return False
@@ -348,7 +348,7 @@ class StepNoter:
             calls.certificates.look_at_graph(calls.kind, products, is_counted=calls.count is not None)
 
     def _certify(self, calls: StepCalls, count: StepCount, step: int, *, calls_are_sure: bool) -> None:
-        """Compare the count of a step with the FLOPs by the laws, and warn if earlier rows of the log may be wrong."""
+        """Compare a step's counted FLOPs with those by formula, and warn if earlier rows of the log may be wrong."""
         if count.optimizer:
             self._notify(*notices.optimizer_products(count.optimizer))
         self._known_steps.clear()
@@ -363,11 +363,11 @@ class StepNoter:
             self._notify(*self.doubt)
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
-        # While no counted step has matrix products outside the model, the number of autograd nodes reveals new ones.
+        # Until a counted step ran matrix products outside the model, the number of autograd nodes suffices to see them.
         self._outside.has_intervals = certificates.runs_more
 
     def _keep_example(self, keeps: bool) -> None:
-        """Set whether the arguments of the next call and the next batch are kept, for a check."""
+        """Set whether the next call's arguments and the next batch are kept, to check the FLOP formula with them."""
         self._keeps_example = self._listener.keeps_next = keeps
 
     def _calls(
@@ -403,7 +403,7 @@ class StepNoter:
         return change.doubt
 
     def _forget_calls(self) -> None:
-        """Drop all kinds of calls, so that each is seen again with its arguments and can be counted again."""
+        """Drop all kinds of calls, so that each is seen again with its arguments and its FLOPs can be counted again."""
         self._plan.forget()
         self._listener.forget()
         self._declared.clear()

@@ -268,7 +268,7 @@ class Peaks:
         """Peak of one rank's share of the device, by compute type."""
 
     def look_ahead(self) -> None:
-        """Look up the usual compute types now, because this reads files and should not happen during the training."""
+        """Look up the peaks of usual compute types now, because this reads files, which must not delay the training."""
         for name in (self._dtype,) if self._dtype else _USUAL_TYPES:
             self._ask(name)
 

@@ -1,8 +1,8 @@
 """Counts all ops of a training step as it runs, inside and outside the model.
 
 A dispatch mode counts each op and runs it unchanged. It is active for a few steps of a run, but never around compiled
-code (a function that first runs under a mode is never compiled again, pytorch issue 140909) or while a CUDA graph is
-captured.
+code (a function that first runs under a mode is not compiled afterwards, pytorch issue 140909) or while a CUDA graph
+is captured.
 """
 
 import sys
@@ -105,7 +105,7 @@ def is_watched_by_ranks(index: int) -> bool:
 
 
 def next_watched(index: int, is_turn: Callable[[int], bool] = is_watched) -> int:
-    """Index of the next counted step, or of an earlier step at which to ask again; so no check is needed in between.
+    """Return the index of the next counted step, or of an earlier step at which to call this again.
 
     >>> next_watched(13)
     15
@@ -197,7 +197,7 @@ class WatchedStep:
 
 
 _left_behind: list[Any] = []
-"""Our finished dispatch modes that lie below modes of the training; they are removed once they are on top."""
+"""Our finished dispatch modes that lie below the training's on torch's stack; they are removed once they are on top."""
 
 
 def clear_left_behind() -> None:
@@ -329,7 +329,7 @@ _PRODUCTS = (
 )
 _MOST_NODES = 50_000
 _MOST_OUTSIDE = 256
-"""Most autograd nodes that `products_outside` visits per step."""
+"""The maximum number of autograd nodes that `products_outside` visits per step."""
 
 
 def _last_node(loss: Any) -> Any:

@@ -42,7 +42,7 @@ def is_possible() -> bool:
 
 
 def open_job_store() -> Any:
-    """Open the key-value store of this job's process group; all keys get the prefix flopwatch."""
+    """Open the key-value store of this job's process group; all keys get the prefix `flopwatch`."""
     # `clone` opens a second connection, because waiting on the training's connection would block the training.
     return PrefixStore("flopwatch", default_store().clone())
 
@@ -89,9 +89,9 @@ def find_run(job_store: Any, key: RunKey, rank: int, has_plan: str) -> str | Non
 
     The right run has the same log path. If ranks write to different paths (`out/rank3`, a disk of the node), the n-th
     monitor of a rank belongs to the n-th run of the logging rank. This order leaves out runs that have ended, that this
-    rank has joined before, or whose log belongs to another monitor of this process. It is uncertain if some monitors
-    exist only on the logging rank. So it is used only once the logging rank can send its plan (window length and FLOP
-    formulas), because by then all monitors that were started together are published.
+    rank has joined before, or whose log belongs to another monitor of this process. The order is uncertain if some
+    monitors exist only on the logging rank. So it is used only once the logging rank can send its plan (window
+    length and FLOP formulas), because by then all monitors that were started together are published.
     """
     if is_set(job_store, _by_log(key)):
         return str(job_store.get(_by_log(key)).decode())
@@ -234,7 +234,7 @@ def device_identity(device: torch.device) -> str:
     if device.type == "cpu":
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ["all"]
         return f"{host}/cpu/{','.join(map(str, cores))}"
-    # The index alone is not enough: with one visible device per rank, each rank's device has index 0.
+    # The device's index alone is not enough: with one visible device per rank, each rank's device has index 0.
     return f"{host}/{device}/{_uuid(device) or os.environ.get('LOCAL_RANK', '')}"
 
 
@@ -246,7 +246,7 @@ def _uuid(device: torch.device) -> str | None:
 
 
 def ranks_by_launcher(device_type: str, environment: Mapping[str, str] = os.environ) -> int:
-    """How many ranks share the device by the launcher's environment variables: all ranks of a host share its CPU.
+    """How many ranks share the device according to the launcher's variables: all ranks of a host share its CPU.
 
     >>> ranks_by_launcher("cpu", {"LOCAL_WORLD_SIZE": "4"}), ranks_by_launcher("cuda", {"LOCAL_WORLD_SIZE": "4"})
     (4, 1)
@@ -276,7 +276,7 @@ def data_parallel_size(model: nn.Module | None, world_size: int) -> int:
     """Find out from the model's parameters how many ranks have different batches.
 
     This detects tensor parallelism (DTensor parameters on a mesh that is not FSDP2's). Context and pipeline parallelism
-    do not change the parameters, so users pass `data_parallel_size`.
+    do not change the parameters, so users must pass `data_parallel_size`.
     """
     parameter = next((p for p in model.parameters() if isinstance(p, DTensor)), None) if model is not None else None
     if model is None or parameter is None:

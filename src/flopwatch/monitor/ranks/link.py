@@ -24,7 +24,7 @@ from flopwatch.records.reading import first_line
 _PLAN_TAG, _REPORT_TAG, _END_TAG = 1, 2, 3
 _LENGTH_BYTES = 8
 _MOST_WAITING = 64
-"""Most reports that wait to be sent; each further report is joined with the last one."""
+"""The maximum number of reports that wait to be sent; each further report is joined with the last one."""
 _CHILD_SECONDS = 30.0
 """How long a rank that has the plan waits for a child to join the run; a child that joins later is left out."""
 _END_SECONDS = 1.0
@@ -182,7 +182,7 @@ class RankLink:
         has_plan = _has_plan(self._key.logging_rank)
         while (run := ranks_group.find_run(job_store, self._key, self._rank, has_plan)) is None:
             if self._is_given_up.wait(next(pauses)):
-                raise FlopwatchError(f"rank {self._key.logging_rank} has no matching monitor; start one on every rank")
+                raise FlopwatchError(f"rank {self._key.logging_rank} has no monitor of this run; add one on every rank")
             self._look_at_devices()
         store = ranks_group.join_run(job_store, run, self._rank)
         if run != self._key.run:
@@ -229,7 +229,7 @@ class RankLink:
             if ranks_group.is_set(store, _has_plan(sender)):
                 break
             if self._is_given_up.wait(pause):
-                raise FlopwatchError(f"rank {sender} has not sent the FLOP formulas; check that it still runs")
+                raise FlopwatchError(f"rank {sender} has not sent the FLOP formulas; check that this rank is running")
             self._look_at_devices()
         store.set(_listens(self._rank), "")
         size = int.from_bytes(self._receive(group, sender, _LENGTH_BYTES, _PLAN_TAG), "little")
@@ -282,7 +282,7 @@ def _has_plan(rank: int) -> str:
 
 
 FAN_OUT = 8
-"""Most children of a rank in the tree; with 8, a tree of 16,384 ranks has five levels below the root."""
+"""The maximum number of children of a rank in the tree. With 8, 16,384 ranks have five levels below the root."""
 
 
 def parent(rank: int, root: int, world_size: int) -> int | None:

@@ -24,7 +24,7 @@ _runs_in: Counter[str] = Counter()
 _known_logs: set[str] = set()
 """Log paths of all monitors of this process, each with a number appended."""
 _MOST_INCOMPLETE = 200
-"""Most windows that the logging rank keeps while it waits for other ranks; with more, it continues without them."""
+"""How many windows the logging rank keeps at most while it waits for other ranks; then it continues without them."""
 
 
 class HasMeasured(Protocol):
@@ -104,7 +104,7 @@ class Rank(Generic[Step]):
         return sum(thread.cpu_seconds for thread in threads if thread is not None)
 
     def plan(self, steps: Sequence[Step], log_every: int, log_seconds: float, laws: Any) -> None:
-        """On the logging rank, send the window length and the FLOP laws to the other ranks, once."""
+        """On the logging rank, send the window length and the FLOP formulas to the other ranks, once."""
         if self.link is None or not self.is_logging or self.window_steps is not None:
             return
         seconds = [step.measured.seconds for step in steps if step.measured.seconds and not step.measured.is_warm_up]

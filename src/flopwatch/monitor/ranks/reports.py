@@ -63,7 +63,7 @@ class RankReport:
         timed: Amounts of the timed steps: those that have a time and are not warm-up.
         timed_steps: Number of timed steps.
         seconds: Time of the timed steps.
-        input_wait: Nanoseconds of `seconds` spent waiting for batches.
+        input_wait: The part of `seconds` spent waiting for batches, in nanoseconds.
         known_seconds: Time of the timed steps in which an amount is known, in the order of `RATED`.
         batch_steps: Number of steps, timed or not, whose batch is known.
         counted_steps: Number of steps, timed or not, whose FLOPs are known.
@@ -185,7 +185,7 @@ def report_of(
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
     seconds = sum([step.seconds or 0.0 for step in timed])
     waiting = input_wait_share(timed)  # Steps whose wait is unknown are assumed to wait as long as the others.
-    # MFU uses only steps with known FLOPs. A rank without any, such as a pipeline stage, counts with all timed steps.
+    # MFU uses only steps with known FLOPs. If a rank has none, such as a pipeline stage, all its timed steps are used.
     counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
     counted_seconds = sum(counted) if counted else seconds
     return RankReport(
