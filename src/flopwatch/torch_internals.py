@@ -130,7 +130,7 @@ def python_body(op: OpOverload[Any, Any]) -> Callable[..., Any] | None:
     return cast("Callable[..., Any] | None", getattr(definition, "_init_fn", None))
 
 
-# This saves one check per device type in every call of the model; in torch releases without it, each type is checked.
+# One call instead of a check per device type. In torch releases without this function, each device type is checked.
 is_any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ def input_metadata(node: Any) -> Any:
 AnyBatchNorm = nn.modules.batchnorm._BatchNorm
 AnyDropout = nn.modules.dropout._DropoutNd
 
-# A module's own parameters, buffers and children by name. Unlike the public iterators, the tables include None values
-# and leave out those of the children.
+# A module's own parameters, buffers and children by name. Unlike the public iterators, these dicts include None values
+# and nothing of the children.
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")

@@ -258,7 +258,7 @@ def _takes_anything(module: nn.Module, batch: Any) -> bool:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """A copy with the `forward` of the class, if `torch.compile` has put a compiled `forward` on the object."""
+    """The module; if the object has a compiled `forward` of its own, a copy with the `forward` of the class."""
     if "forward" not in vars(module):
         return module
     plain = copy.copy(module)

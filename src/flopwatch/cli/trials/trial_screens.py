@@ -31,7 +31,7 @@ def outcome_text(outcome: str) -> Text:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], str | None]]:
-    """Catch SIGINT, SIGTERM and SIGHUP. Yields a function that returns why to stop, or None before a signal."""
+    """Catch SIGINT, SIGTERM and SIGHUP. Yields a function that returns the reason to stop; None before a signal."""
     asked: list[str] = []
     words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
