@@ -186,9 +186,9 @@ _top_saved_tensors_hooks = required(
 engine_run_backward = required(torch.autograd.graph, "_engine_run_backward", "to run the backward pass")
 
 ENGINE_CODE: CodeType | None = getattr(engine_run_backward, "__code__", None)
-"""Code of the frame in which a backward pass begins. In torch releases without it, the whole stack is searched."""
+"""Code object of the frame where a backward pass begins. In torch releases without it, the whole stack is searched."""
 APPLY_CODE: CodeType = cast("Any", torch.autograd.Function.apply).__func__.__code__
-"""Code of the frame in which the forward pass of a custom autograd function begins."""
+"""Code object of the frame where the forward pass of a custom autograd function begins."""
 
 
 def saved_tensor_hooks() -> Any:
@@ -313,7 +313,7 @@ def is_flex_device_check(frame: FrameType) -> bool:
 def compile_tables() -> tuple[Mapping[Any, Any], Mapping[str, Any]] | None:
     """Torch's table of requested compilations, and its counters of finished ones; None if the compiler is not loaded.
 
-    In torch releases without `cached_backends` or `counters`, the table is empty.
+    In torch releases without `cached_backends` or `counters`, the missing mapping is empty.
     """
     if "torch._dynamo.eval_frame" not in sys.modules or "torch._dynamo.utils" not in sys.modules:
         return None

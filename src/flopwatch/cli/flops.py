@@ -35,7 +35,7 @@ def flops(
     batch_size: Annotated[int, flag("Samples per step.")] = 1,
     seq_len: Annotated[int, flag("Sequence length: tokens of each sample.")] = 1024,
     checkpoint: Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")] = False,
-    attention: Annotated[str, flag("full counts all token pairs in attention, causal counts unmasked ones.")] = "full",
+    attention: Annotated[str, flag("full counts all token pairs in attention, causal only unmasked ones.")] = "full",
     method: Annotated[str, flag("How to count FLOPs: auto, trace, step or estimate.")] = "auto",
     device: Annotated[str | None, flag('Device for the MFU, such as "NVIDIA H100 80GB HBM3"; see --step-time.')] = None,
     dtype: Annotated[str | None, flag("Compute type for the peak of --device. Default: bf16.")] = None,

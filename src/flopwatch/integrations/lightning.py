@@ -168,7 +168,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     @harmless
     def _end(self) -> None:
-        self._note_totals()  # for a checkpoint that Lightning may save after this
+        self._note_totals()  # because Lightning saves some checkpoints after this
         self._phases.close()
         while self._put_back:
             self._put_back.pop()()

@@ -40,7 +40,7 @@ class JsonlSink:
         flush_seconds: float = 5.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        # If this were `flush_seconds`, the first row of each group would already be due and be flushed alone.
+        # If this were `flush_seconds`, the first row of each gathered group would already be due and be flushed alone.
         self.gather_seconds = 0.8 * flush_seconds
         self._path = Path(path)
         self._flush_steps = flush_steps

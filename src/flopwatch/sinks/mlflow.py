@@ -44,7 +44,7 @@ class Tracking(Protocol):
     """The requests that the sink sends to MLflow."""
 
     def start_run(self, experiment: str | None) -> str:
-        """Start a run and return its id. None takes `MLFLOW_EXPERIMENT_NAME`, else the default experiment."""
+        """Start a run and return its id. `experiment=None` takes `MLFLOW_EXPERIMENT_NAME`, else the default."""
 
     def log_batch(self, run_id: str, batch: Batch) -> None: ...
 
@@ -184,7 +184,7 @@ class MlflowSink:
         patience_seconds: float = 60.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        # If this were `send_seconds`, the first row of each group would already be due and be sent alone.
+        # If this were `send_seconds`, the first row of each gathered group would already be due and be sent alone.
         self.gather_seconds = 0.8 * send_seconds
         self._send_seconds = send_seconds
         self._output_dir = Path(output_dir)

@@ -34,7 +34,7 @@ class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, log_dir: Path | str, flush_seconds: float = 30.0, clock: Clock = monotonic_seconds) -> None:
-        # If this were `flush_seconds`, the first row of each group would already be due and be flushed alone.
+        # If this were `flush_seconds`, the first row of each gathered group would already be due and be flushed alone.
         self.gather_seconds = 0.8 * flush_seconds
         self._log_dir = Path(log_dir) / "flopwatch"
         self._flush_seconds = flush_seconds

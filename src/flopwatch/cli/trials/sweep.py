@@ -58,7 +58,7 @@ def sweep(
     only: Annotated[str | None, flag("Run only these trials: failed, oom or missing.")] = None,
     limit: Annotated[str | None, flag("Run a part of the matrix: 20 (the first 20 trials), or 100:200.")] = None,
     retries: Annotated[int | None, flag("Retries of a trial that was lost or preempted. Default: 2.")] = None,
-    retry_on: Annotated[str | None, flag("Outcomes to retry besides lost: error,crash,timeout,hang.")] = None,
+    retry_on: Annotated[str | None, flag("Outcomes to retry besides 'lost': error,crash,timeout,hang.")] = None,
     budget: Annotated[str | None, flag("Start no new trial after this time, such as 8h or 90m.")] = None,
     detach: Annotated[bool, flag("Run in the background; `flopwatch sweep attach` shows it.", "--detach")] = False,
     order_seed: Annotated[int, flag("Seed of the random order in which trials run.", "--order-seed")] = 0,

@@ -136,7 +136,7 @@ def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[Tria
     if mlflow is not None:
         from flopwatch.sinks.mlflow import MlflowTrials
 
-        # MLflow retries for four minutes by default. Only flopwatch uses MLflow in this process, so it may change that.
+        # MLflow retries for four minutes by default. Only flopwatch uses MLflow in this process, so less is set here.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         logs.append(MlflowTrials(mlflow, folder))
