@@ -182,7 +182,7 @@ class OldModules:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        # Any, because ModuleSpec is annotated with importlib's base class, but only needs an object with two methods.
+        # The type is Any, because ModuleSpec only needs an object with two methods, but is annotated with a base class.
         loader: Any = _MovedModule(MOVED_MODULES[name]) if name in MOVED_MODULES else None
         return ModuleSpec(name, loader) if loader is not None else None
 

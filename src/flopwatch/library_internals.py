@@ -20,8 +20,8 @@ that flopwatch does not know."""
 CACHES = "transformers.cache_utils"
 """The module of the key-value caches, which use the index of a layer only to select the entry of that layer."""
 SHARDED_FORWARDS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
-"""Modules that replace `forward` on instances of a model with a sharded version. The class keeps the complete one. If
-these modules are missing, `forward` is never replaced."""
+"""Modules that replace `forward` on instances of a model with a sharded version. The class keeps the complete
+`forward`. If these modules are missing, `forward` is never replaced."""
 
 
 def outputs_are_captured() -> bool:
@@ -79,8 +79,8 @@ def guarded_part(trainer: Any) -> str:
     """The name of the `Trainer` method to wrap, so that an exception in it closes the monitor.
 
     Exceptions of the data loader and of other callbacks pass through `_run_epoch` too. Without `_run_epoch` only
-    exceptions in the public `training_step` close the monitor at once; after others it is closed when the next training
-    begins.
+    exceptions in the public `training_step` close the monitor at once; after other exceptions it is closed when the
+    next training begins.
     """
     return "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
 

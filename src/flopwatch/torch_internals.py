@@ -130,7 +130,7 @@ def python_body(op: OpOverload[Any, Any]) -> Callable[..., Any] | None:
     return cast("Callable[..., Any] | None", getattr(definition, "_init_fn", None))
 
 
-# This saves one check per device type in every call of the model; in torch releases without it, each type is checked.
+# One call instead of a check per device type. In torch releases without this function, each device type is checked.
 is_any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -186,9 +186,9 @@ _top_saved_tensors_hooks = required(
 engine_run_backward = required(torch.autograd.graph, "_engine_run_backward", "to run the backward pass")
 
 ENGINE_CODE: CodeType | None = getattr(engine_run_backward, "__code__", None)
-"""Code of the frame in which a backward pass begins. In torch releases without it, the whole stack is searched."""
+"""Code object of the frame where a backward pass begins. In torch releases without it, the whole stack is searched."""
 APPLY_CODE: CodeType = cast("Any", torch.autograd.Function.apply).__func__.__code__
-"""Code of the frame in which the forward pass of a custom autograd function begins."""
+"""Code object of the frame where the forward pass of a custom autograd function begins."""
 
 
 def saved_tensor_hooks() -> Any:
@@ -222,8 +222,8 @@ def input_metadata(node: Any) -> Any:
 AnyBatchNorm = nn.modules.batchnorm._BatchNorm
 AnyDropout = nn.modules.dropout._DropoutNd
 
-# A module's own parameters, buffers and children by name. Unlike the public iterators, the tables include None values
-# and leave out those of the children.
+# A module's own parameters, buffers and children by name. Unlike the public iterators, these dicts include None values
+# and nothing of the children.
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
@@ -313,7 +313,7 @@ def is_flex_device_check(frame: FrameType) -> bool:
 def compile_tables() -> tuple[Mapping[Any, Any], Mapping[str, Any]] | None:
     """Torch's table of requested compilations, and its counters of finished ones; None if the compiler is not loaded.
 
-    In torch releases without `cached_backends` or `counters`, the table is empty.
+    In torch releases without `cached_backends` or `counters`, the missing mapping is empty.
     """
     if "torch._dynamo.eval_frame" not in sys.modules or "torch._dynamo.utils" not in sys.modules:
         return None

@@ -314,7 +314,7 @@ def test_a_run_without_a_window_yet_says_so(flopwatch, tmp_path):
     write_log(tmp_path / LOG, [RunStart("s", 0.0, "out")])
     status, _, err = flopwatch("explain", str(tmp_path))
     assert status == 2
-    assert "has no logging window yet" in err
+    assert "has no row of metrics yet" in err
 
 
 def test_as_a_process_a_folder_without_a_log_ends_with_status_2_and_a_message(tmp_path):

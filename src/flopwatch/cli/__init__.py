@@ -65,14 +65,14 @@ def _leave_without_output(error: OSError) -> None:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Send the stream to /dev/null, because at exit Python writes the rest of its buffer and would fail again."""
+    """Send the stream to /dev/null, because at exit Python would write the rest of the buffer and fail again."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def flag(text: str, *names: str, metavar: str | None = None) -> Any:
-    """A command-line option with its help text. Without `names`, its name is that of the parameter."""
+    """A command-line option with its help text. Without `names`, the option is named after the parameter."""
     return typer.Option(*names, help=text, metavar=metavar)
 
 

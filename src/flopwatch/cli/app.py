@@ -46,7 +46,7 @@ def selftest() -> None:
 
 
 def _check_count() -> tuple[bool, str]:
-    """Check the FLOPs of a linear layer: 2 x samples x inputs x outputs forward, as many for the weight gradient."""
+    """Check the FLOPs of a linear layer: 2 x samples x inputs x outputs forward, the same for the weights' gradient."""
     import torch
 
     from flopwatch.flops.count import count_flops

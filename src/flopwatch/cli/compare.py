@@ -32,7 +32,7 @@ def compare(
     md: Annotated[str | None, flag("Write the comparison of two sweeps as Markdown.", metavar="PATH")] = None,
     fail_if_slower: Annotated[
         float | None,
-        flag("Exit with status 1 if B is slower than A by more than this, and not only by noise.", metavar="PERCENT"),
+        flag("Exit with status 1 if B is slower than A by more than PERCENT, and not by chance.", metavar="PERCENT"),
     ] = None,
 ) -> None:
     """Compare the step time, rates and MFU of two runs or two sweeps, and tell differences from noise."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def explain(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, or its log file.")],
-    step: Annotated[int | None, flag("The step to explain. Default: the newest logging window.")] = None,
+    step: Annotated[int | None, flag("The step to explain. Default: the steps of the newest log row.")] = None,
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
 ) -> None:
     """Print how a logged MFU was calculated: the FLOPs, the seconds, the peak, and the division."""
@@ -29,7 +29,7 @@ def explain(
 
     log = read_around(find_log(run_dir), step)
     if step is None and not log.rows:
-        raise InputError(f"{str(log.path)!r} has no logging window yet; try again after log_every steps")
+        raise InputError(f"{str(log.path)!r} has no row of metrics yet; the first one is written after log_every steps")
     explanation = explain_window(log, log.rows[-1]) if step is None else explain_step(log, step)
     if as_json:
         print_json(explanation.to_json())

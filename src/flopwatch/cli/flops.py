@@ -35,7 +35,7 @@ def flops(
     batch_size: Annotated[int, flag("Samples per step.")] = 1,
     seq_len: Annotated[int, flag("Sequence length: tokens of each sample.")] = 1024,
     checkpoint: Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")] = False,
-    attention: Annotated[str, flag("full counts all pairs in attention, causal only pairs not masked.")] = "full",
+    attention: Annotated[str, flag("full counts all token pairs in attention, causal only unmasked ones.")] = "full",
     method: Annotated[str, flag("How to count FLOPs: auto, trace, step or estimate.")] = "auto",
     device: Annotated[str | None, flag('Device for the MFU, such as "NVIDIA H100 80GB HBM3"; see --step-time.')] = None,
     dtype: Annotated[str | None, flag("Compute type for the peak of --device. Default: bf16.")] = None,
@@ -60,7 +60,7 @@ def flops(
 
 
 def _quiet_transformers() -> None:
-    """Hide advice of transformers about training options. The import of transformers reads this variable."""
+    """Hide advice of transformers about training options; call this before transformers is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
@@ -188,7 +188,7 @@ def _modules(count: "FlopCount") -> "Table":
 
 
 def _without_numbers(path: str) -> str:
-    """Replace the numbers of the layer and the expert: `model.layers.3.mlp.0` becomes `model.layers.*.mlp.0`."""
+    """Replace only the numbers of layer and expert: `model.layers.3.mlp.0` becomes `model.layers.*.mlp.0`."""
     without_layer = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path, count=1)
     return re.sub(r"\bexperts\.\d+", "experts.*", without_layer) or "(the model itself)"
 
@@ -218,11 +218,11 @@ def _share(flops: int, whole: int) -> str:
 
 def peak(
     name: Annotated[str | None, flag('Look up a device by its name, such as "NVIDIA H100 80GB HBM3".')] = None,
-    device: Annotated[str | None, flag("A device of this machine. Default: the accelerator, else cpu.")] = None,
-    dtype: Annotated[str | None, flag("Compute type, such as bf16. Default: all types of the table.")] = None,
-    measure: Annotated[bool, flag("Run matmuls on the device and print the best rate.", "--measure")] = False,
+    device: Annotated[str | None, flag("A device of this machine. Default: its accelerator; without one, cpu.")] = None,
+    dtype: Annotated[str | None, flag("Compute type, such as bf16. Default: all types with a known peak.")] = None,
+    measure: Annotated[bool, flag("Run matmuls on the device and print the highest FLOP/s.", "--measure")] = False,
     seconds: Annotated[float, flag("Seconds that --measure takes.")] = 3.0,
-    measure_again: Annotated[bool, flag("With --measure: ignore an earlier measurement.", "--measure-again")] = False,
+    measure_again: Annotated[bool, flag("With --measure: ignore the stored result.", "--measure-again")] = False,
     as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
 ) -> None:
     """Print the peak FLOP/s of a device from its datasheet, or measure it with --measure."""

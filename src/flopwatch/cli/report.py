@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 def report(
     directory: Annotated[str | None, typer.Argument(metavar="[DIR]", help="The folder of a sweep.")] = None,
-    logs_dir: Annotated[str | None, flag("The logs folder of a sweep, DIR/logs, instead of DIR.")] = None,
+    logs_dir: Annotated[str | None, flag("The folder DIR/logs of a sweep; may be given instead of DIR.")] = None,
     html: Annotated[str | None, flag("Write one self-contained HTML page.", metavar="PATH")] = None,
     md: Annotated[str | None, flag("Write Markdown.", metavar="PATH")] = None,
     as_json: Annotated[bool, flag("Print JSON instead of text.", "--json")] = False,
     output: Annotated[str | None, flag("Write the JSON to a file.", metavar="PATH")] = None,
-    csv: Annotated[str | None, flag("Write one row per trial as CSV; - is standard output.", metavar="PATH")] = None,
-    parquet: Annotated[
-        str | None, flag("Write the same rows as Parquet; - is standard output.", metavar="PATH")
+    csv: Annotated[str | None, flag("Write one row per trial as CSV; - is stdout.", metavar="PATH")] = None,
+    parquet: Annotated[str | None, flag("Write one row per trial as Parquet; - is stdout.", metavar="PATH")] = None,
+    wandb: Annotated[str | None, flag("Log every trial to W&B; update those logged before.", metavar="PROJECT")] = None,
+    mlflow: Annotated[
+        str | None, flag("Log every trial to MLflow; update those logged before.", metavar="EXPERIMENT")
     ] = None,
-    wandb: Annotated[str | None, flag("Log every trial to W&B, or update it.", metavar="PROJECT")] = None,
-    mlflow: Annotated[str | None, flag("Log every trial to MLflow, or update it.", metavar="EXPERIMENT")] = None,
     metric: Annotated[str | None, flag("Tables to print, such as memory,time,tokens,samples,mfu,hfu.")] = None,
 ) -> None:
     """Print the results of a sweep: the best configuration, memory, time and MFU of each trainer, and failures."""
@@ -78,7 +78,7 @@ def _sweep_folder(directory: str | None, logs_dir: str | None) -> Path:
     folder = Path(directory or logs_dir or "").expanduser()
     if not folder.is_dir():
         raise InputError(f"{str(folder)!r} is not a folder; name the folder that `flopwatch sweep` wrote")
-    # --logs-dir is meant for DIR/logs (docs/requirements.md), but DIR itself is accepted too.
+    # `--logs-dir` is meant for DIR/logs (docs/requirements.md), but DIR itself is accepted too.
     return folder if directory is not None or is_sweep_folder(folder) else folder.resolve().parent
 
 

@@ -169,7 +169,7 @@ def _part_name(key: str) -> str:
 
 
 def _goodput(run: WatchedRun, width: int) -> list[Text]:
-    """A line with the goodput and its largest losses; empty if the log has no goodput."""
+    """A line with the goodput and the largest causes of lost time; empty if the log has no goodput."""
     goodput = goodput_of(run.row.ledger.get("seconds", {})) if run.row is not None else None
     if goodput is None:
         return []

@@ -77,7 +77,7 @@ def _words(run: WatchedRun, state: State, unix_time: float) -> str:
 
 
 def _facts(run: WatchedRun, width: int) -> Text:
-    """One line with device, peak and method, the most important first, as far as they fit."""
+    """One line with device, peak and how FLOPs are counted, the most important first, as far as they fit."""
     facts: list[str] = [*_device(run), *_counting(run)]
     if run.sessions > 1:
         facts.append(f"{run.sessions} sessions")

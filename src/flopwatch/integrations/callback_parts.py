@@ -111,7 +111,7 @@ _GROUPS = ("perf", "total", "time", "ranks")
 
 
 def framework_metrics(values: Mapping[str, Number], selection: Selection) -> dict[str, float]:
-    """The values to add to a log row of the framework, as floats, because FLOPs exceed the integers of most trackers.
+    """The values to add to a log row of the framework, as floats, because FLOPs can exceed a 64-bit integer.
 
     >>> framework_metrics({"training/loss": 2.0, "perf/mfu": 0.4, "total/model_flops": 10**21}, "basic")
     {'perf/mfu': 0.4}

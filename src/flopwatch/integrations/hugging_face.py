@@ -25,8 +25,8 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
     resumed from a checkpoint continues its totals.
 
     A `Trainer` passes neither the batch nor itself to its callbacks. So the callback finds the `Trainer` on the call
-    stack, moves itself to the front of its callbacks, and replaces `training_step` on this one object, until the
-    training ends, to read each batch.
+    stack and moves itself to the front of the `Trainer`'s callbacks. To read each batch, it replaces `training_step`
+    on this one object until the training ends.
 
     Args:
         output_dir: The run's folder; by default `flopwatch` in the `Trainer`'s `output_dir`.
@@ -102,7 +102,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
     @harmless
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.monitor is None or not logs or "loss" not in logs or not self._steps_to_log:
-            return  # a row of an evaluation or of the user
+            return  # this row is from an evaluation or from code of the user
         self._steps_to_log = 0
         # Waiting for the device takes no time here, because the Trainer has just read the loss from it.
         values = self.monitor.log_now(

@@ -168,7 +168,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     @harmless
     def _end(self) -> None:
-        self._note_totals()  # for a checkpoint that Lightning may save after this
+        self._note_totals()  # because Lightning saves some checkpoints after this
         self._phases.close()
         while self._put_back:
             self._put_back.pop()()
@@ -258,7 +258,7 @@ def _takes_anything(module: nn.Module, batch: Any) -> bool:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """A copy with the `forward` of the class, if `torch.compile` has put a compiled `forward` on the object."""
+    """The module; if the object has a compiled `forward` of its own, a copy with the `forward` of the class."""
     if "forward" not in vars(module):
         return module
     plain = copy.copy(module)

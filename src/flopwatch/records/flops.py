@@ -14,7 +14,7 @@ class Peak:
     """The peak FLOP/s of a device for one compute type, and where the figure comes from.
 
     Attributes:
-        flops_per_s: Dense FLOP/s of one device, where a device is what torch lists as one.
+        flops_per_s: Dense FLOP/s of one torch device.
         device: The product, or the name that the device reports.
         dtype: The compute type: `bf16`, `fp16`, `tf32`, `fp32`, `fp8`, ...
         source: Where the figure comes from, as a text for people.

@@ -145,7 +145,7 @@ APART = ("eval", "checkpoint", "pause", "count", "outside")
 LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun")
 """Every class of unproductive time except `other`, which is the remainder."""
 _OF_STEPS = ("train", "input_wait", "warm_up", "compile", "stall")
-"""Classes that are set back to their value at the checkpoint when a run resumes from it; the others keep growing."""
+"""Classes of time that a resume sets back to their value at the checkpoint; the other classes keep growing."""
 _STALL_FACTOR = 5.0
 """A step that takes this many times the median counts as stalled, for example by a hung file system."""
 

@@ -354,7 +354,7 @@ def _is_short(value: Any) -> bool:
 
 
 # Texts: messages, names and log lines from trials, schedulers and files pass through these functions before they are
-# shown or stored. They are printed with rich as `Text`, never as markup, because they may contain square brackets.
+# shown or stored. The texts are printed with rich as `Text`, never as markup, because they may contain square brackets.
 
 _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # Characters that are escaped: C0 and C1 control codes except tab and newline, direction marks (they reorder the text

@@ -127,7 +127,7 @@ class Row:
 
     @property
     def steps_done(self) -> int:
-        """Steps done: the larger of step number and total, because numbers may begin at 0 and totals may be lost."""
+        """The larger of step number and total of steps, because numbers may begin at 0 and totals may be lost."""
         return max(self.step, int(self.ledger.get("steps", 0)))
 
     def to_json(self) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class SweepResults:
         results: The newest readable result of every trial, by name.
         unlisted: Names of trials whose result is not in `results.jsonl`, because their runner died before writing it.
         damaged: Names of trials whose result cannot be read, with the reason.
-        newer: Names of trials whose result a newer flopwatch wrote, with its format. It is not read or overwritten.
+        newer: Names of trials with results of a newer flopwatch, and its format. They are not read or overwritten.
         broken_lines: Numbers of the lines of `results.jsonl` that cannot be read.
         list_trouble: Why `results.jsonl` as a whole cannot be read.
     """
@@ -217,7 +217,7 @@ def _read_list(file: Path, found: SweepResults) -> set[tuple[str, str, float | N
 
 
 def _worth_opening(sweep: Path, found: SweepResults) -> list[str]:
-    """Names of trials whose `result.json` may be newer than `results.jsonl`; opening 10,000 files is slow."""
+    """Names of trials whose `result.json` may be newer than `results.jsonl`; opening those of all trials is slow."""
     try:
         index_changed = (sweep / RESULTS).stat().st_mtime
     except OSError:

@@ -317,7 +317,7 @@ class PrivacySpent:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured in a trial. A trial that failed has the values that were measured before.
+    """What was measured in a trial. A trial that failed has the values that were measured before it failed.
 
     Attributes:
         parameters: Number of the model's parameters.

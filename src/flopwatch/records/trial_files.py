@@ -34,7 +34,7 @@ TRIALS, LOGS, RUNS, EARLIER = "trials", "logs", "runs", "earlier"
 
 SPEC = "spec.json"
 STARTED = "started.json"
-"""Written by the supervisor process that runs the trial, so that no second one starts it."""
+"""Written by the supervisor process that runs the trial, so that no other supervisor starts the same trial."""
 SUPERVISOR_HEARTBEAT = "supervisor.json"
 """The supervisor's heartbeat; `heartbeat.json` is the worker's."""
 HEARTBEAT = "heartbeat.json"

@@ -25,7 +25,7 @@ _INDEPENDENT_OF_MICRO_BATCHES = {"samples", "positions", "pairs"}
 
 @dataclass(frozen=True, slots=True)
 class LawTerm:
-    """One term of the formula, `count` times `flops_each`, such as 4,096 positions with 7,168 forward FLOPs each."""
+    """One term of the FLOP formula: `count` times `flops_each`, such as 4,096 positions of 7,168 forward FLOPs each."""
 
     phase: str
     name: str
@@ -84,7 +84,7 @@ def add_up(sums: Sequence[LawSum | None]) -> LawSum | None:
 
 
 def _counts(cells: Mapping[str, Any], which: str) -> dict[str, int] | None:
-    """Return the count for each term of the formula; None if the number of samples is unknown.
+    """Return the count in each term of the FLOP formula; None if the number of samples is unknown.
 
     Pairs and lengths are included only if all samples can be equally long. Padding counts for hardware FLOPs only.
     """

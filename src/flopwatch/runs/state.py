@@ -297,8 +297,7 @@ class WatchedRun:
         return 100 * sum(model for model, _ in counted) / executed if executed else None
 
     def _name_of_the_rest(self) -> str:
-        """Name the FLOPs that are neither useful nor recomputed."""
-        # If there is no padding, these are FLOPs of attention between documents that are packed into one sample.
+        """Name the FLOPs that are neither useful nor recomputed: padding, or attention across packed documents."""
         return "pairs across documents" if self.value("perf/padding_percent") == 0 else "padding"
 
     @property
@@ -323,7 +322,7 @@ class WatchedRun:
     def state(self, unix_time: float) -> State:
         """Return the state of the run.
 
-        `silent`: nothing was logged for much longer than a logging window takes; the run may evaluate, hang or be dead.
+        `silent`: nothing was logged for much longer than a logging window; the run may be evaluating, hung or dead.
         `died`: the process no longer exists and did not log its end. Only the machine of the training can see this.
         """
         if self.start is None and self.row is None:

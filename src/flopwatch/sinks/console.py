@@ -232,7 +232,7 @@ class ConsoleSink:
 
 
 def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
-    """Estimated from the time since the first row, which includes evaluation and checkpoints; None if unknown."""
+    """Estimate the seconds left from the time since the first row, which includes evaluation; None if unknown."""
     steps_left = max(total_steps - last.steps_done, 0)
     if last.step > first.step:
         return steps_left * (last.unix_time - first.unix_time) / (last.step - first.step)

@@ -40,7 +40,8 @@ class JsonlSink:
         flush_seconds: float = 5.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        self.gather_seconds = 0.8 * flush_seconds  # shorter than flush_seconds, so that rows are written together
+        # If this were `flush_seconds`, the first row of each gathered group would already be due and be flushed alone.
+        self.gather_seconds = 0.8 * flush_seconds
         self._path = Path(path)
         self._flush_steps = flush_steps
         self._flush_seconds = flush_seconds
@@ -105,7 +106,7 @@ class JsonlSink:
         return os.path.samestat(there, os.fstat(descriptor))
 
     def _recreate(self, gone: int) -> None:
-        """Create a file that was deleted or replaced again, with the start and provenance of the run."""
+        """Create the log again after it was deleted or replaced; it begins with the start and provenance of the run."""
         self._descriptor = None
         os.close(gone)
         notice = Notice(

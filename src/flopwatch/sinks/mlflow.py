@@ -20,9 +20,9 @@ from flopwatch.records.run import Notice, Record, Row
 from flopwatch.sinks.protocol import TrialRun
 
 MOST_METRICS = 1000
-"""The most metrics that MLflow's REST interface accepts in one request."""
+"""The maximum number of metrics that MLflow's REST interface accepts in one request."""
 LONGEST_TAG = 5000
-"""The most characters that MLflow accepts in the value of a tag."""
+"""The maximum number of characters that MLflow accepts in the value of a tag."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Tracking(Protocol):
     """The requests that the sink sends to MLflow."""
 
     def start_run(self, experiment: str | None) -> str:
-        """Start a run and return its id. None takes the experiment of the environment, else the default experiment."""
+        """Start a run and return its id. `experiment=None` takes `MLFLOW_EXPERIMENT_NAME`, else the default."""
 
     def log_batch(self, run_id: str, batch: Batch) -> None: ...
 
@@ -61,7 +61,7 @@ def open_tracking(uri: str, timeout_seconds: float) -> Tracking:
 
 
 def uri_in_use(folder: Path) -> str:
-    """The tracking URI of the process or its environment, else that of a database in the folder."""
+    """The tracking URI that this process or `MLFLOW_TRACKING_URI` has set, else that of a database in the folder."""
     mlflow = require("mlflow", "mlflow")
     if mlflow.is_tracking_uri_set():
         return str(mlflow.get_tracking_uri())
@@ -184,7 +184,8 @@ class MlflowSink:
         patience_seconds: float = 60.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        self.gather_seconds = 0.8 * send_seconds  # shorter than send_seconds, so that rows are sent together
+        # If this were `send_seconds`, the first row of each gathered group would already be due and be sent alone.
+        self.gather_seconds = 0.8 * send_seconds
         self._send_seconds = send_seconds
         self._output_dir = Path(output_dir)
         self._tracking_uri = tracking_uri

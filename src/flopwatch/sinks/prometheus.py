@@ -132,7 +132,7 @@ def _name(key: str, taken: set[str]) -> _Series:
 
 
 def _labels(origin: Provenance) -> dict[str, str]:
-    """The labels of the info metric; unknown facts are left out."""
+    """The labels of the metric `flopwatch_info`; unknown facts are left out."""
     peak = origin.peak or {}
     facts = {
         "mode": origin.mode,

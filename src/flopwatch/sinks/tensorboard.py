@@ -28,13 +28,14 @@ class TensorBoardSink:
 
     Args:
         log_dir: The parent of the folder `flopwatch`; pass it to `tensorboard --logdir`.
-        flush_seconds: Most seconds until a row is in the file; TensorBoard reads every 30 s by default.
+        flush_seconds: The maximum time until a row is in the file; TensorBoard reads every 30 s by default.
     """
 
     name = "tensorboard"
 
     def __init__(self, log_dir: Path | str, flush_seconds: float = 30.0, clock: Clock = monotonic_seconds) -> None:
-        self.gather_seconds = 0.8 * flush_seconds  # shorter than flush_seconds, so that rows are written together
+        # If this were `flush_seconds`, the first row of each gathered group would already be due and be flushed alone.
+        self.gather_seconds = 0.8 * flush_seconds
         self._log_dir = Path(log_dir) / "flopwatch"
         self._flush_seconds = flush_seconds
         self._clock = clock

@@ -60,7 +60,7 @@ class SinkThread:
         Args:
             sink: The sink. If it has an attribute `gather_seconds`, that overrides the argument.
             on_failure: Called once, in the thread, with the sink's name and its first error.
-            queue_size: Most rows that may wait. Of other records, which matter more, twice as many may wait.
+            queue_size: The maximum number of waiting rows. For other records, which matter more, it is doubled.
             gather_seconds: Seconds in which rows are gathered; 0 writes every row at once.
         """
         self.name = sink.name
@@ -81,7 +81,7 @@ class SinkThread:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of this thread until its last record."""
+        """CPU time of this thread until it wrote its last record."""
         return self._cpu_seconds
 
     def put(self, record: Record) -> bool:

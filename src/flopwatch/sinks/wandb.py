@@ -217,9 +217,7 @@ class WandbTrials:
         self._folder = folder
         settings = self._wandb.setup().settings
         if settings.sweep_id or settings.launch:
-            raise InputError(
-                "inside a W&B sweep or launch every run gets the same id; log the trials in another process"
-            )
+            raise InputError("inside a W&B sweep or launch every run gets the same id; log the trials outside of it")
         refuse_to_prompt(self._wandb, None)
 
     def log(self, run: TrialRun) -> None:

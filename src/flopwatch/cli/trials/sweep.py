@@ -31,7 +31,7 @@ def sweep(
     ] = None,
     output: Annotated[
         Path | None,
-        flag("Folder of the sweep; resumes a sweep that is there. Default: flopwatch-sweep.", "--output", "-o"),
+        flag("Folder of the sweep. A sweep already in it is resumed. Default: flopwatch-sweep.", "--output", "-o"),
     ] = None,
     # The matrix.
     trainers: Annotated[str | None, flag("Trainers: standard, dpsgd, ghost, fast or package.module:Class.")] = None,
@@ -44,7 +44,7 @@ def sweep(
     exclude: Annotated[list[str] | None, flag("Leave out trials, such as 'trainer=ghost seq_len>=1024'.")] = None,
     # The limits of a trial.
     memory: Annotated[str | None, flag("Limit of host memory for each trial, such as 4GiB.")] = None,
-    timeout: Annotated[float | None, flag("Most seconds a trial may take. Default: 3600.")] = None,
+    timeout: Annotated[float | None, flag("End a trial after this many seconds. Default: 3600.")] = None,
     no_progress: Annotated[
         float | None, flag("End a trial that does no step for this many seconds. Default: 600.")
     ] = None,
@@ -56,15 +56,15 @@ def sweep(
     gpus_per_trial: Annotated[float | None, flag("GPUs of each trial; with 0.5, two trials share one GPU.")] = None,
     # Which trials run, in which order, and for how long.
     only: Annotated[str | None, flag("Run only these trials: failed, oom or missing.")] = None,
-    limit: Annotated[str | None, flag("Run a part of the matrix: 20 (the first 20), or 100:200.")] = None,
+    limit: Annotated[str | None, flag("Run a part of the matrix: 20 (the first 20 trials), or 100:200.")] = None,
     retries: Annotated[int | None, flag("Retries of a trial that was lost or preempted. Default: 2.")] = None,
-    retry_on: Annotated[str | None, flag("Outcomes to retry too: error,crash,timeout,hang. Default: none.")] = None,
+    retry_on: Annotated[str | None, flag("Outcomes to retry besides 'lost': error,crash,timeout,hang.")] = None,
     budget: Annotated[str | None, flag("Start no new trial after this time, such as 8h or 90m.")] = None,
-    detach: Annotated[bool, flag("Run in the background; show it with `flopwatch sweep attach`.", "--detach")] = False,
+    detach: Annotated[bool, flag("Run in the background; `flopwatch sweep attach` shows it.", "--detach")] = False,
     order_seed: Annotated[int, flag("Seed of the random order in which trials run.", "--order-seed")] = 0,
     in_order: Annotated[bool, flag("Run trials in the order of the matrix.", "--in-order")] = False,
     # Checks before the sweep, and what is recorded.
-    quick: Annotated[bool, flag("Try the same trainers on a tiny model; takes about a minute.", "--quick")] = False,
+    quick: Annotated[bool, flag("Run each trainer on a tiny model for 3 steps; about a minute.", "--quick")] = False,
     dry_run: Annotated[bool, flag("Show the trials and the predicted time; run nothing.", "--dry-run")] = False,
     only_preflight: Annotated[bool, flag("Only show which trainer supports which model.", "--only-preflight")] = False,
     no_preflight: Annotated[bool, flag("Do not try trainers on a tiny model first.", "--no-preflight")] = False,
@@ -151,7 +151,7 @@ def _read(given: dict[str, Any]) -> _Request:
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
-    """The flags that are settings of the matrix, by the names of the settings."""
+    """The values of the given flags that set a part of the matrix, by the name of the setting in the YAML file."""
     same = ("batch_sizes", "seq_lens", "models", "dtypes", "steps", "retries", "retry_on", "budget")
     limits = {"memory": given["memory"], "wall_seconds": given["timeout"], "no_progress_seconds": given["no_progress"]}
     flags = {name: given[name] for name in same} | {

@@ -134,7 +134,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 def run_detached(sweep: Path) -> None:
-    """Start the same command without --detach in a new session, so that closing the terminal does not end it.
+    """Start the same command without `--detach` in a new session, so that closing the terminal does not end it.
 
     Returns when the new process has locked the folder. If it fails first, prints its output and exits with its status.
     """

@@ -112,7 +112,7 @@ class PlainLines:
         self._say(f"{one_line(lost.name, _LONGEST_LINE)} {_one_line(lost)}; retrying ({retry} of {most})")
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        """Print why no trial runs, because a sweep that waits for another one would otherwise seem to hang."""
+        """Print why no trial runs, because a sweep that waits for another sweep would otherwise seem to hang."""
         is_stuck = "held back" in engine_state or "not answered" in engine_state
         waiting_for = engine_state if is_stuck or (not running and engine_state.startswith("waiting")) else ""
         without_numbers = re.sub(r"[0-9]+", "", waiting_for)
@@ -215,7 +215,7 @@ class LiveTable:
         return Text("   ".join(part for part in parts if part), style="dim")
 
     def _seconds_left(self) -> float | None:
-        """Estimated from the trials that have run; None before the first has ended."""
+        """Estimate the seconds until the sweep ends from the trials that have run; None before the first has ended."""
         left = len(self._plan.trials) - sum(self._counts.values())
         return (self._clock() - self._began) / self._ran * left if self._ran and left else None
 

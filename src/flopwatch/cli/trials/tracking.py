@@ -76,14 +76,14 @@ def _start(folder: Path, wandb: str | None, mlflow: str | None, said: IO[bytes])
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C must not reach the follower
+            start_new_session=True,  # so that Ctrl-C does not end the process that logs the trials
         )
     except OSError:
         return None
 
 
 def _finish(follower: "subprocess.Popen[bytes] | None", said: IO[bytes]) -> tuple[int, str]:
-    """Wait until the follower ends. Returns its exit status and the message for the user."""
+    """Wait until the process that logs the trials ends. Returns its exit status and the message for the user."""
     if follower is None:
         return 1, "the process that logs trials could not be started"
     if follower.stdin is not None:
@@ -114,7 +114,7 @@ def _waited(follower: "subprocess.Popen[bytes]") -> int:
     try:
         return follower.wait(_SILENT_SECONDS)
     except subprocess.TimeoutExpired:
-        typer.echo("Waiting until the last trials are logged; Ctrl-C skips them.", err=True)
+        typer.echo("Waiting until the last trials are logged; press Ctrl-C to end without logging them.", err=True)
     return follower.wait(_PATIENCE_SECONDS)
 
 
@@ -136,7 +136,7 @@ def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[Tria
     if mlflow is not None:
         from flopwatch.sinks.mlflow import MlflowTrials
 
-        # MLflow retries for four minutes by default. No code of the user runs in this process, so that can be changed.
+        # MLflow retries for four minutes by default. Only flopwatch uses MLflow in this process, so less is set here.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         logs.append(MlflowTrials(mlflow, folder))
@@ -144,7 +144,7 @@ def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[Tria
 
 
 def log_capture(capture: "Capture", wandb: str | None, mlflow: str | None) -> None:
-    """Log every trial that has a result; a second call updates the same runs. Exits with 1 if one was not logged."""
+    """Log every trial that has a result, or update its run. Exits with status 1 if a trial was not logged."""
     from flopwatch.report.exports import trial_runs
 
     is_whole = True
@@ -192,7 +192,7 @@ def _wait_for_end(over: threading.Event) -> None:
 
 
 def _wait_for_plan(folder: Path, over: threading.Event) -> None:
-    """Wait until the sweep has created its folder, because the sweep rejects a folder that has files of W&B."""
+    """Wait until the sweep has created its folder, because a new sweep rejects a folder with files such as W&B's."""
     from flopwatch.records.trial_files import SWEEP
 
     while not (folder / SWEEP).exists() and not over.wait(0.1):

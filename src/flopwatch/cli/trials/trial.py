@@ -28,7 +28,7 @@ _Dtype = Annotated[str, flag("Compute type: fp32 or bf16.")]
 _Device = Annotated[str, flag("The device, such as cpu or cuda; auto takes the accelerator if there is one.")]
 _Checkpoint = Annotated[bool, flag("Use gradient checkpointing.", "--checkpoint")]
 _Steps = Annotated[int, flag("Measured steps.")]
-_Timeout = Annotated[float, flag("Most seconds a trial may take.")]
+_Timeout = Annotated[float, flag("End a trial after this many seconds.")]
 _AsJson = Annotated[bool, flag("Print the result as JSON.", "--json")]
 
 
@@ -47,7 +47,7 @@ def trial(
     steps: _Steps = 10,
     memory: Annotated[str | None, flag("Limit of host memory for the trial, such as 4GiB.")] = None,
     timeout: _Timeout = 3600.0,
-    spec: Annotated[Path | None, flag("Run an earlier trial again; the path of its spec.json.")] = None,
+    spec: Annotated[Path | None, flag("Run an earlier trial again: the path of its spec.json.")] = None,
     output: Annotated[Path | None, flag("Folder for the result. Default: flopwatch-sweep.", "--output", "-o")] = None,
     as_json: _AsJson = False,
 ) -> None:
@@ -95,7 +95,7 @@ def fit(
     ] = None,
     max_batch: Annotated[int, flag("The largest batch size to try.")] = 4096,
     timeout: _Timeout = 3600.0,
-    output: Annotated[Path, flag("Folder of the trials; resumes a fit that is there.", "--output", "-o")] = Path(
+    output: Annotated[Path, flag("Folder of the trials. A fit already in it is resumed.", "--output", "-o")] = Path(
         "flopwatch-fit"
     ),
     no_preflight: Annotated[
@@ -199,7 +199,7 @@ def _go_to(folder: str | None) -> None:
 def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: bool) -> "tuple[TrialResult, str]":
     """Run the trial and wait for it; Ctrl-C ends all processes of the trial.
 
-    Returns the result, and a message if the folder keeps an earlier, better result instead.
+    Returns the result, and a message if the folder keeps an earlier, better result instead of this one.
     """
     from flopwatch.cli.trials.trial_screens import interruptible, phases_shown
     from flopwatch.records.sweep_results import read_result, read_trial_list
@@ -212,8 +212,8 @@ def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: boo
 
     name = name or trial_names([spec])[0]
     with held_folder(folder):
-        # A key identifies the settings of a trial and, unless the trial ran on a cluster, the devices. The list of the
-        # sweep tells which of the two keys the trial has.
+        # The key of a trial is a hash of its settings and, unless it ran on a cluster, of the devices of this machine.
+        # `sweep.json` tells which of the two keys this trial has.
         here, anywhere = (content_key(spec, fingerprint(spec, is_here=is_here)) for is_here in (True, False))
         listed = read_trial_list(folder).trials.get(name, {}).get("key")
         placed = Trial(folder, name, anywhere if listed == anywhere else here, spec)

@@ -31,7 +31,7 @@ def outcome_text(outcome: str) -> Text:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], str | None]]:
-    """Catch SIGINT, SIGTERM and SIGHUP. Yields a function that returns why to stop, or None before a signal."""
+    """Catch SIGINT, SIGTERM and SIGHUP. Yields a function that returns the reason to stop; None before a signal."""
     asked: list[str] = []
     words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
@@ -118,7 +118,7 @@ _EDGE = 0.03
 
 
 class ProbeStatus:
-    """Shows the phase of the running trial on a terminal, and stops the search on Ctrl-C."""
+    """Shows the phase of the running trial on a terminal, and stops the search for the batch size on Ctrl-C."""
 
     def __init__(self, stop: Stop, asked_to_stop: Callable[[], str | None], *, quiet: bool) -> None:
         self._stop, self._asked_to_stop = stop, asked_to_stop
