@@ -26,7 +26,8 @@ check: install
 # One thread per worker: the models are tiny, and more would only wait for each other.
 # The tests of a file share what is dear to start (a server, ranks), so they stay in one worker; conftest.py puts the
 # longest files first, and xdist must not sort them again.
-WORKERS ?= auto
+# Two workers per core, because many tests wait for processes that they have started.
+WORKERS ?= $(shell expr 2 \* `nproc`)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: install
@@ -62,7 +63,7 @@ campaign: install
 	$(BIN)/python benchmarks/sweeps/week.py --trials 20000
 	$(BIN)/python benchmarks/sweeps/memory.py
 	$(BIN)/python benchmarks/sweeps/many_processes.py --engines local slurm ray
-	FLOPWATCH_LONG=1 $(BIN)/pytest tests/sweep/engines tests/sweep/test_privacy.py tests/cli/test_wrong_names.py tests/flops/test_padding.py
+	FLOPWATCH_LONG=1 $(BIN)/pytest tests/sweep/engines tests/sweep/test_privacy.py tests/cli/test_wrong_names.py tests/flops/test_padding.py tests/flops/test_variants.py
 	$(BIN)/python benchmarks/ranks/rank_overhead.py
 	$(BIN)/python benchmarks/ranks/rank_overhead.py --link
 	$(BIN)/python benchmarks/ranks/growth.py

@@ -10,21 +10,36 @@ import pytest
 ROOT = Path(__file__).parent
 LONGEST = (
     "tests/sweep/test_endings.py",
-    "tests/monitor/ranks/test_never_in_the_way.py",
+    "tests/flops/tracing/test_replay.py",
+    "tests/flops/test_variants.py",
+    "tests/flops/test_law.py",
+    "tests/monitor/test_loops.py",
+    "tests/integrations/test_hugging_face_harmless.py",
+    "tests/integrations/test_hugging_face.py",
+    "tests/integrations/test_hugging_face_resume.py",
+    "tests/integrations/test_fabric.py",
     "tests/sweep/engines/test_slurm.py",
     "tests/sweep/engines/test_ray.py",
-    "tests/sweep/engines/test_slurm_lost.py",
-    "tests/sweep/test_many_processes.py",
-    "tests/flops/test_every_architecture.py",
-    "tests/monitor/test_loops.py",
-    "tests/test_docs.py",
+    "tests/integrations/test_lightning.py",
     "tests/sweep/test_page.py",
-    "tests/sweep/test_finished_steps.py",
-    "tests/cli/test_sweep_long_life.py",
-    "tests/flops/test_law.py",
+    "tests/test_docs.py",
+    "tests/integrations/test_lightning_harmless.py",
+    "tests/flops/test_every_architecture.py",
+    "tests/flops/test_sharded.py",
+    "tests/integrations/test_many_ranks.py",
+    "tests/monitor/ranks/test_never_in_the_way.py",
+    "benchmarks/overhead/test_monitor_overhead.py",
+    "benchmarks/ranks/test_elastic_job.py",
+    "benchmarks/ranks/test_straggler_ranks.py",
+    "tests/monitor/test_layouts.py",
+    "tests/sweep/test_preflight.py",
+    "tests/sweep/test_fit.py",
+    "tests/sweep/test_private_images.py",
+    "tests/sweep/engines/test_slurm_many_nodes.py",
     "tests/sweep/engines/test_ray_nodes.py",
+    "tests/cli/test_selftest.py",
 )
-"""Files that take a minute and more, by `pytest --durations=0`; they start first, so that no worker waits for one."""
+"""The files that take longest (`pytest --durations=0`). They start first, so that no worker ends long after the others."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
