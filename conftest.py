@@ -39,7 +39,7 @@ LONGEST = (
     "tests/sweep/engines/test_ray_nodes.py",
     "tests/cli/test_selftest.py",
 )
-"""The files that take longest (`pytest --durations=0`). They start first, so that no worker ends long after the others."""
+"""The files that take longest by `pytest --durations=0`. They start first, so that the workers end together."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -82,7 +82,7 @@ def test_autocast_changes_no_count(architecture: Architecture) -> None:
 @each_architecture
 @pytest.mark.parametrize("is_other_kind", [False, *([True] if "FLOPWATCH_LONG" in os.environ else [])])
 def test_recomputation_is_told_apart(architecture: Architecture, is_other_kind: bool) -> None:
-    """Half of the architectures use reentrant checkpointing, half the other kind; `make campaign` runs all with both."""
+    """Half of the architectures use reentrant checkpointing, half the other kind; `make campaign` runs both."""
     reentrant = (ARCHITECTURES.index(architecture) % 2 == 0) != is_other_kind
     batch = architecture.batch(2, 32)
     model, eager = architecture.build(), architecture.build(eager=True)
