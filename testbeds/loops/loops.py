@@ -15,11 +15,11 @@ from testbeds.loops import (
 )
 from testbeds.loops.audit import Loop
 
-CHANCE = "chance or activations steer the cost"
+CHANCE = "random numbers or activations"
 COMPILED = "compiled code"
-ESTIMATE = "this is an estimate"
+ESTIMATE = "an estimate"
 NOT_OPENED = "logged but not opened"
-NOT_YET = "no step of this kind was counted|so far"
+NOT_YET = "no step with such calls was counted|so far"
 UNSEEN_PART = "a part of the step ran where it was not seen"
 
 LOOPS = [
