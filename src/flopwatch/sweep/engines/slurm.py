@@ -126,7 +126,7 @@ class SlurmEngine:
     def room(self, next_up: TrialSpec) -> int:
         """Return how many trials to submit, so that enough of them wait in Slurm's queue to keep all nodes busy.
 
-        Return 0 until half of the waiting trials have started, so that arrays stay large.
+        Return 0 until half of the waiting trials have started, so that many trials are submitted in one array.
         """
         if len(self._outbox):
             return 0
@@ -189,7 +189,7 @@ class SlurmEngine:
             time.sleep(min(left, _TICK_SECONDS))
 
     def _finished(self) -> list[Ended]:
-        """Return trials that have a result. Each call checks only some files, to limit the load of the file system."""
+        """Return trials that have a result. Each call checks only some files, to limit the load on the file system."""
         ended = []
         for _ in range(min(len(self._turn), _FILES_PER_TICK)):
             name = self._turn.popleft()
@@ -252,7 +252,7 @@ class SlurmEngine:
         found = known.get(task.task)
         is_patient = now - (task.gone_since or now) < _GIVE_UP_SECONDS
         name = task.trial.name
-        # A job that is COMPLETED without a result exited because a job of an earlier runner had claimed the trial.
+        # A job that is COMPLETED without a result exited because a job of an earlier runner had started the trial before.
         # That job may still be running.
         is_elsewhere = found is not None and found.state == "COMPLETED"
         if (is_patient or is_elsewhere) and is_supervised(self._sweep, name):
@@ -294,7 +294,7 @@ class SlurmEngine:
         slurm_commands.cancel(task.task for task in self._tasks.values())
 
     def _take_back(self) -> list[Trial]:
-        """Empty the outbox, and cancel those of its arrays that Slurm has accepted although sbatch failed."""
+        """Remove all arrays that wait for submission, and cancel those that Slurm accepted although sbatch failed."""
         arrays = self._outbox.take_back()
         unheard = {str(array.script) for array in arrays if array.tries}
         arrived = (slurm_commands.queue(self._job_name) or ()) if unheard else ()
