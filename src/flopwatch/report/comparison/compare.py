@@ -66,7 +66,7 @@ def paired(a: Sequence[Entry], b: Sequence[Entry]) -> Pairing:
     """Pair trials with equal settings, and pair the remaining trials if their names and sizes are equal.
 
     A setting such as `dtype` may have one value in all trials of A and another value in all trials of B. Such a setting
-    was changed on purpose: pairing ignores it, and `differences` lists it.
+    was changed on purpose: pairing ignores it, and `Pairing.differences` lists it.
     """
     changed = _changed_throughout(a, b)
     names = [name for name in _all_names([*a, *b]) if name not in changed]

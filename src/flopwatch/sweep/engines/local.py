@@ -64,7 +64,7 @@ class SlotPool:
 
     Args:
         gpus: Device numbers of the GPUs to use; empty uses the cores instead.
-        jobs: Number of trials that may run at once on the cores; ignored with GPUs.
+        jobs: Maximum number of trials that run at once on the cores; ignored with GPUs.
         sweep: The sweep's folder. Its path is written to the lock files, so that a waiting sweep can name it.
     """
 

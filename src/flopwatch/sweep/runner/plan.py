@@ -221,7 +221,7 @@ def _differs_by_more_memory(now: TrialSpec, before: TrialSpec) -> bool:
 
 
 _NOT_THE_NODE = ("PREEMPTED", "REVOKED")
-"""States of Slurm jobs whose end was not caused by their node, so that a retry may use the same node."""
+"""States of Slurm jobs whose end was not caused by their node, so that a retry can use the same node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,7 +230,7 @@ def run_plan(
         plan: The result of `make_plan`.
         engine: Runs the trials.
         observer: Is called when trials start and end. An exception that it raises does not end the sweep.
-        stop: Flags that another thread or a signal handler may set to stop the sweep.
+        stop: Flags that another thread or a signal handler can set to stop the sweep.
         refuse: Returns the reason why a trial cannot run (its preflight failed), or None if it can run.
         retries: Which outcomes are retried, and how often.
         budget_seconds: No trial starts after this time. None means no limit.
