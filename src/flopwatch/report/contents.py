@@ -25,7 +25,7 @@ from flopwatch.report.summary import MOST_COLUMNS
 from flopwatch.report.verdicts import differ_measurably
 
 MATRIX_NOTES = (
-    "Bold marks the best private and the best not private trainer of a row, if the difference is measurable.",
+    "Bold marks the best value in each privacy class (private, not private, unknown) if it is measurably better.",
     "± is half the width of the median's 95 % interval. ~ marks an unstable step time: ignore small differences.",
     "OOM: out of memory. OOM*: not run, because a smaller trial ran out of memory. n/a: the trainer does not support "
     "the model.",
