@@ -78,7 +78,7 @@ def capture_sweep(folder: Path) -> Capture:
 
 def _missing(found: SweepResults) -> tuple[dict[str, TrialSpec], list[str]]:
     """Return the planned trials without a result, and the names of those whose configuration cannot be read."""
-    # Compare keys too, because the result of a trial that was renamed later is stored under its old name.
+    # Compare keys (hashes of the configuration) too, because the result of a renamed trial is under its old name.
     known = {result.key for result in found.results.values()}
     specs, unknown = {}, []
     for name, trial in found.trial_list.trials.items():

@@ -170,7 +170,7 @@ def make_row(cell: Cell, spec: TrialSpec, group: int, result: TrialResult | None
 
 
 def positive(value: Any) -> Any:
-    """Return the value if it is a finite number above 0, or else None, because it cannot be a valid measurement."""
+    """Return the value if it is a finite number above 0; None otherwise, because no measurement has another value."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 < value <= MOST_FINITE else None
 

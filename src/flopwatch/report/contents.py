@@ -25,7 +25,7 @@ from flopwatch.report.summary import MOST_COLUMNS
 from flopwatch.report.verdicts import differ_measurably
 
 MATRIX_NOTES = (
-    "Bold marks the best of its privacy class, where the difference is measurable.",
+    "Bold marks the best value in each privacy class (private, not private, unknown) if it is measurably better.",
     "± is half the width of the median's 95 % interval. ~ marks an unstable step time: ignore small differences.",
     "OOM: out of memory. OOM*: not run, because a smaller trial ran out of memory. n/a: the trainer does not support "
     "the model.",
@@ -315,7 +315,7 @@ class Metric(NamedTuple):
         key: Name of the metric for `--metric`.
         value: Reads the value from a cell; None if it is unknown.
         text: Writes the value for display.
-        better: `min` or `max`, to select the best value; None for HFU: recomputation raises HFU but not the speed.
+        better: `min` or `max` selects the best value; None for HFU, because recomputation raises HFU but not the speed.
         quantity: `time` or `memory`: the measurement that decides whether two cells differ measurably.
     """
 
@@ -400,7 +400,7 @@ def cell_text(cell: Cell | None, metric: Metric) -> str:
 
 
 def best_trials(cells: Sequence[Cell | None], metric: Metric) -> set[str]:
-    """Return the best trials of a row: in each privacy class the one that is measurably better than all others."""
+    """Return the best trial of a row for each value of `Cell.privacy`, if it is measurably better than the others."""
     best: set[str] = set()
     known = [cell for cell in cells if cell is not None and metric.value(cell) is not None]
     for privacy in {cell.privacy for cell in known}:
@@ -430,7 +430,7 @@ def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
 
 
 def some_choices(choices: Sequence[Choice], at_most: int) -> list[Choice]:
-    """Select the choices at evenly spaced sequence lengths, about `at_most` in total."""
+    """Select the best configurations of evenly spaced sequence lengths, about `at_most` in total."""
     per_length = max(len({choice.privacy for choice in choices}), 1)
     lengths = sorted({choice.seq_len for choice in choices})
     kept = set(evenly(lengths, max(at_most // per_length, 2)))

@@ -391,7 +391,7 @@ def incomplete_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
 
 
 def host_memory_warnings(results: Iterable[TrialResult]) -> tuple[str, ...]:
-    """Return a warning if host memory is resident (RSS), which cannot be compared with proportional memory (PSS)."""
+    """Return a warning about trials whose host memory is RSS, which cannot be compared with the PSS of other trials."""
     counts = Counter(result.measured.memory.host_method for result in results if result.outcome == "ok")
     if not counts["rss"]:
         return ()

@@ -27,7 +27,7 @@ class Cell:
         device_bytes: Memory size of the accelerator.
         alloc_retries: How often the allocator had to free its cache; above 0 the trial barely fits.
         bytes_by_phase: Peak memory in each phase of the step.
-        tokens_per_s: Positions per second; None if samples are not sequences.
+        tokens_per_s: Tokens per second, including padding; None if samples are not sequences.
         hardware_flops: FLOPs executed in one step.
         is_lower_bound: True if some ops have no FLOPs formula, so that FLOPs, MFU and HFU are lower bounds.
     """
@@ -81,7 +81,7 @@ class TrainerTotals:
         ok: Number of trials that ran to their end.
         out_of_memory: Number of trials that ran out of memory.
         failed: Number of trials that ran and ended in any other way.
-        not_run: Number of trials that are inferred, unsupported, skipped, cancelled or missing.
+        not_run: Number of all other trials: inferred to run out of memory, unsupported, skipped, cancelled or missing.
         success_rate: `ok / tried`; None if no trial ran.
         mean_peak_bytes: Mean peak memory over the `ok` trials whose peak is known; `peaks` is their number.
         shared_mean_peak_bytes: Mean peak memory over the configurations that every trainer ran, for a fair comparison;
@@ -252,7 +252,7 @@ class Group:
         cost_factors: The costs of each trainer divided by those of `standard`.
         frontier: The largest batch that fits, for each trainer and sequence length.
         crossovers: Where another trainer becomes the better one; the clearly measured crossovers come first.
-        pareto: Names of the trials for which no trial of the same privacy class and sequence length has both more
+        pareto: Names of the trials for which no trial with the same `privacy` and sequence length has both more
             throughput and less memory.
         denominators: The peak FLOP/s of which MFU and HFU are shares, as text.
         warnings: Reasons why comparisons within the group may mislead.

@@ -234,7 +234,7 @@ class Table(Sequence[dict[str, Any]]):
         return tuple(self.kinds)
 
     def to_pandas(self) -> Any:
-        """Return a `pandas.DataFrame` with typed columns. The types of integers and flags allow unknown values.
+        """Return a `pandas.DataFrame` with typed columns. Integers and flags have nullable types for unknown values.
 
         Raises:
             MissingDependencyError: pandas is not installed.

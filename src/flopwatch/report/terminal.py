@@ -166,7 +166,7 @@ def _some(number: int) -> str:
 
 
 def _with_words(title: str, table: Table, total: int = 0, shown: int = 0) -> RenderableType:
-    """Put the title above the table and the note about hidden rows below it, because text inside would wrap."""
+    """Put the title and the note about hidden rows outside the table, which would wrap them to its own width."""
     left_out = (
         f"{shown} of {total:,} rows are shown, evenly spaced; --html and --json have all" if total > shown else ""
     )

@@ -63,7 +63,7 @@ def interpolated(low: _Point, high: _Point) -> float:
 
 
 def _lines(cells: Sequence[Cell], axis: Axis) -> dict[int, dict[str, dict[int, Cell]]]:
-    """Index cells by their value on the other axis, then by trainer, then by their value on this axis."""
+    """Index cells by the size that is not on `axis`, then by trainer, then by the size on `axis`."""
     lines: dict[int, dict[str, dict[int, Cell]]] = defaultdict(lambda: defaultdict(dict))
     for cell in cells:
         along, fixed = (cell.seq_len, cell.batch_size) if axis == "sequence" else (cell.batch_size, cell.seq_len)
@@ -111,13 +111,13 @@ _CLASSES: tuple[Privacy, ...] = ("not private", "private", "unknown")
 
 
 def choose(cells: Iterable[Cell]) -> tuple[Choice, ...]:
-    """Choose the best configurations for each sequence length and privacy class with a measured throughput."""
+    """Choose the best configurations for each sequence length and each value of `Cell.privacy`."""
     places = _by_place(cell for cell in cells if cell.samples_per_s is not None)
     return tuple(_choice(*place, members) for place, members in sorted(places.items(), key=_in_order))
 
 
 def pareto_trials(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """Return the trials on the Pareto front of throughput and memory, per privacy class and sequence length."""
+    """Return the trials on the Pareto front of throughput and memory for each sequence length and `Cell.privacy`."""
     places = _by_place(cell for cell in cells if cell.samples_per_s is not None and cell.peak_bytes is not None)
     best: list[str] = []
     for members in places.values():

@@ -66,7 +66,7 @@ def paired(a: Sequence[Entry], b: Sequence[Entry]) -> Pairing:
     """Pair trials with equal settings, and pair the remaining trials if their names and sizes are equal.
 
     A setting such as `dtype` may have one value in all trials of A and another value in all trials of B. Such a setting
-    was changed on purpose: pairing ignores it, and `differences` lists it.
+    was changed on purpose: pairing ignores it, and `Pairing.differences` lists it.
     """
     changed = _changed_throughout(a, b)
     names = [name for name in _all_names([*a, *b]) if name not in changed]
@@ -94,7 +94,7 @@ def setting_differences(one: Entry, other: Entry, listed_already: Iterable[str])
 
 
 def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
-    """Return the settings of which no value occurs in both sweeps. They are the reason if no trials can be paired."""
+    """Return the settings that have no common value in the two sweeps. They explain why no trials can be paired."""
     return [
         name
         for name in _all_names([*a, *b])
@@ -103,7 +103,7 @@ def disjoint_settings(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
 
 
 def _settings(spec: TrialSpec) -> dict[str, str]:
-    """Return the settings that affect a measurement, as JSON text. Settings that an old sweep lacks have defaults."""
+    """Return the settings that affect a measurement, as JSON text. Settings that an old sweep lacks get defaults."""
     found = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name not in _NO_SETTINGS}
     found["memory_bytes"] = spec.limits.memory_bytes
     options = spec.options if isinstance(spec.options, Mapping) else {}

@@ -25,8 +25,8 @@ class Ratio:
         ratio: b / a.
         low: Lowest ratio within the 95 % intervals of both values; None for memory and with fewer than 6 steps.
         high: Highest ratio within the 95 % intervals of both values; None in the same cases.
-        verdict: `better` or `worse` if the intervals do not overlap even when both are widened by 2 %, the difference
-            between two runs of the same trial. For memory: if the peaks differ by more than 1 %.
+        verdict: `better` or `worse` if the intervals do not overlap even when both are widened by 2 %, because two runs
+            of the same trial may differ that much. For memory: if the peaks differ by more than 1 %.
     """
 
     a: float

@@ -102,7 +102,7 @@ def overall_text(quantity: Quantity, found: Overall) -> str:
 
 
 def outcome_changes(comparison: SweepComparison) -> list[tuple[str, str, list[Pair]]]:
-    """Group the pairs whose outcome changed by (outcome in A, outcome in B); trials that no longer run come first."""
+    """Group pairs with different outcomes by (outcome in A, outcome in B). Those that are `ok` only in A come first."""
     found: dict[tuple[str, str], list[Pair]] = {}
     for pair in comparison.changed_outcomes:
         found.setdefault((pair.outcome_a, pair.outcome_b), []).append(pair)

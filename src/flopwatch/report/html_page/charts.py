@@ -1,4 +1,4 @@
-"""The charts of a group as SVG: bars of MFU and memory, maps of the sizes that fit, curves, and Pareto fronts."""
+"""Draw SVG charts of a group: bars of MFU and memory, maps of the sizes that fit in memory, curves, Pareto fronts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import log
@@ -147,7 +147,7 @@ def _shade(peak_bytes: int | None, span: tuple[int, int]) -> int:
 
 
 def _largest_shared(cells: Iterable[Cell], seq_lens: Sequence[int]) -> dict[int, list[Cell]]:
-    """For each sequence length, return the cells at the largest of the batch sizes with the most trainers."""
+    """For each sequence length, find the batch sizes that most trainers ran; return the cells of the largest one."""
     by_place: dict[tuple[int, int], list[Cell]] = {}
     for cell in cells:
         by_place.setdefault((cell.seq_len, cell.batch_size), []).append(cell)
@@ -182,7 +182,7 @@ _LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
 
 
 class Layout(NamedTuple):
-    """What the x axis shows and what distinguishes the panels: batch size and sequence length, or the reverse."""
+    """Whether curves are drawn over the batch size, with one panel per sequence length, or the other way round."""
 
     x_name: str
     x_of: Callable[[Cell], int]
@@ -228,7 +228,7 @@ def curve_panels(group: Group, metric: contents.Metric, colours: Mapping[str, in
 
 
 def pareto_panels(group: Group, colours: Mapping[str, int]) -> list[str]:
-    """Draw throughput over memory with the Pareto front of each privacy class, one panel per sequence length."""
+    """Draw throughput over memory with one Pareto front for each `Cell.privacy`, one panel per sequence length."""
     rate = contents.throughput_metric(group)
     known = [cell for cell in group.cells if cell.peak_bytes is not None and rate.value(cell) is not None]
     panels = []

@@ -1,6 +1,6 @@
 """The default engine runs trials on this machine: one per GPU, or one per set of CPU cores.
 
-A slot is the GPUs or the cores of one trial. Each GPU and core has a lock file, so that two sweeps never share it.
+A slot is the GPUs or the cores of one trial. Each GPU and core has a lock file, so two sweeps never use it at once.
 """
 
 import contextlib
@@ -64,8 +64,8 @@ class SlotPool:
 
     Args:
         gpus: Device numbers of the GPUs to use; empty uses the cores instead.
-        jobs: Number of trials that may run at once on the cores; ignored with GPUs.
-        sweep: The sweep's folder. It is written to the lock files, so that a waiting sweep can show who holds them.
+        jobs: Maximum number of trials that run at once on the cores; ignored with GPUs.
+        sweep: The sweep's folder. Its path is written to the lock files, so that a waiting sweep can name it.
     """
 
     def __init__(self, gpus: tuple[str, ...], jobs: int, sweep: Path) -> None:
@@ -139,7 +139,7 @@ class SlotPool:
             return True
         try:
             file = _open_lock(name)
-        except OSError as error:  # the folder could be used when the sweep began, so this error may be temporary
+        except OSError as error:  # the folder was usable when the sweep began, so perhaps this error is temporary
             self.waits_for = f"{name.replace('-', ' ')} (its lock file cannot be opened: {error.strerror})"
             return False
         try:
@@ -170,7 +170,7 @@ class SlotPool:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that this process may use, from the environment or else from the NVIDIA driver, without torch."""
+    """Find the usable GPUs without importing torch: from the environment, or else from the NVIDIA driver."""
     visible = os.environ.get(_variable())
     if visible is not None:
         return tuple(part.strip() for part in visible.split(",") if part.strip() and part.strip() != "-1")
@@ -186,9 +186,9 @@ def _variable() -> str:
 
 
 def gpu_uuids(gpus: Sequence[str]) -> dict[str, str]:
-    """Return the UUID of each GPU, for its lock file, because containers may number the same GPUs differently.
+    """Return the UUIDs of these GPUs. Lock files use them, because containers may number the same GPUs differently.
 
-    If nvidia-smi fails, the UUID of a GPU is its given name.
+    If nvidia-smi fails, return the given number or name of each GPU instead of its UUID.
     """
     if not gpus:
         return {}
@@ -300,7 +300,7 @@ class LocalEngine:
         """Wait until the supervisors of an earlier runner, which end together with that runner, have ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
         for trial in unfinished:
-            is_supervised(sweep, trial.name)  # begins to observe the heartbeat, so that all are observed at once
+            is_supervised(sweep, trial.name)  # the first call starts a timer; the timers of all trials run in parallel
         deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
         for trial in unfinished:
             while is_supervised(sweep, trial.name) and time.monotonic() < deadline:

@@ -32,7 +32,7 @@ from flopwatch.sweep.engines.ray_internals import (
 from flopwatch.sweep.folder import Trial, has_begun, is_supervised
 
 _NODES_EVERY_SECONDS = 5.0  # This is the time between two reads of the list of nodes.
-_GET_SECONDS = 60.0  # Reading the value of a finished task may take long, because it may be on another node.
+_GET_SECONDS = 60.0  # Reading the value of a finished task may take long, because the value may be on another node.
 _LEAVE_SECONDS = 30.0  # After the end of a task, its supervisor may need this long to kill the trial's processes.
 _TICK_SECONDS = 0.05
 
@@ -118,7 +118,7 @@ class RayEngine:
 
     def room(self, next_up: TrialSpec) -> int:
         """Return how many more trials to give to Ray: a few more than can run at once, so that no GPU is idle between
-        two trials. The others wait in the runner, which can still skip them if a smaller trial runs out of memory.
+        two trials. All other trials wait in the runner, which skips them if a smaller trial runs out of memory.
         """
         with self._outage.tolerated():
             self._refresh_nodes_if_old()
@@ -142,7 +142,7 @@ class RayEngine:
     def _room_for_group(self, nodes: int, need: Mapping[str, float]) -> int:
         """Return how many more trials with several nodes can run now.
 
-        Ray gets no trials that must wait, because a waiting placement group may already block some of its nodes.
+        Ray gets no trials that would have to wait, because a trial that waits for its last node blocks the other nodes.
         """
         capacity = fits_spread(nodes, [fits(need, [node]) for node in self._resources()])
         if capacity == 0 and self._address is None:
@@ -214,7 +214,7 @@ class RayEngine:
         """Write the files that a finished task returned, and return its evidence."""
         try:
             returned: ray_task.Returned = self._ray.get(reference, timeout=_GET_SECONDS)
-        except Exception as error:  # Ray raises many classes if a task died, and passes on exceptions of the task
+        except Exception as error:  # many different classes if the task died, or an exception of the task itself
             cause = _cause(error)
             return {"error": type(cause).__name__, "detail": first_line(cause, 300)}
         ray_task.put_in_place(self._sweep, returned.files)
@@ -320,7 +320,7 @@ class RayEngine:
 
 
 def fits(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return how many trials with this need can run at once if all nodes are idle.
+    """Return how many trials that need these resources can run at once if all nodes are idle.
 
     >>> fits({"CPU": 1, "GPU": 2}, [{"CPU": 8, "GPU": 3}, {"CPU": 8}])
     1
@@ -333,7 +333,7 @@ def fits(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int
 
 
 def fits_spread(nodes: int, per_node: Sequence[int]) -> int:
-    """Return how many trials with `nodes` nodes each can run at once, if node i has room for `per_node[i]` trials.
+    """Return how many trials can run at once if each needs `nodes` nodes and node i can serve `per_node[i]` trials.
 
     >>> fits_spread(2, [1, 1, 1]), fits_spread(2, [4, 1]), fits_spread(2, [3, 3])
     (1, 1, 3)
@@ -345,7 +345,7 @@ def fits_spread(nodes: int, per_node: Sequence[int]) -> int:
 
 
 def spare(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]], taken: Iterable[Mapping[str, float]]) -> int:
-    """Return how many more trials with this need can run now; negative if trials are waiting for resources.
+    """Return how many more trials that need these resources can run now; negative if trials are waiting for resources.
 
     >>> spare({"CPU": 1, "GPU": 1}, [{"CPU": 8, "GPU": 4}], [{"CPU": 1, "GPU": 2}, {"CPU": 1, "GPU": 0.5}])
     1

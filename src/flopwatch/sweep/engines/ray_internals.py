@@ -73,11 +73,11 @@ def local_environment() -> dict[str, str]:
     """Return the environment variables for a local Ray and its processes."""
     needed = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Otherwise Ray uses the address of the network card and listens on all interfaces.
+        # Without this variable, Ray uses the address of the network card and listens on all interfaces.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # Ray runs its workers at nice 15. Trials would inherit this, and other load would make their steps slower.
         "RAY_worker_niceness": "0",
-        # Ray enables authentication if it finds a token in the home folder, so set a token for this run explicitly.
+        # Without these, Ray's authentication would depend on whether the home folder contains a token for Ray.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": _own_token(),
     }
@@ -183,7 +183,7 @@ class RayOutage:
 
     @contextlib.contextmanager
     def tolerated(self) -> Iterator[None]:
-        """Suppress errors that mean an unreachable cluster, for at most a day. Raise all other errors."""
+        """Suppress errors which show that the cluster does not answer, for at most a day. Raise all other errors."""
         try:
             yield
         except Exception as error:
@@ -196,7 +196,7 @@ class RayOutage:
             self._message = " ".join(str(error).split())[:200]
 
     def end(self) -> None:
-        """Note that Ray has answered, so that the outage is over."""
+        """Record that Ray has answered, so that the outage is over."""
         self.since = None
 
     def state(self) -> str:

@@ -4,7 +4,7 @@ If the node can read the sweep's folder, the trial writes its files there. Other
 folder, and the task returns its files as a value.
 
 A trial with several nodes has a placement group with one bundle per node. The task of the first node runs the
-supervisor. It starts the agents of the other nodes as child tasks, so that Ray ends them together with it.
+supervisor, and starts the agents of the other nodes as child tasks, so that Ray ends them when the first task ends.
 """
 
 import contextlib

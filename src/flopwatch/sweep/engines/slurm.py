@@ -8,7 +8,7 @@ DIR/slurm/
   ARRAY-INDEX.log     the output of Slurm and of the supervisor of task INDEX
 
 The files are written before the job is submitted, and job numbers are not stored. A new runner finds the jobs of an
-earlier one in Slurm's queue by the path of their script, so the earlier runner may be killed at any time.
+earlier one in Slurm's queue by the path of their script, so no job is lost if the earlier runner was killed.
 
 submitit is not used: it took 0.8 s more per trial, because it starts a second Python and srun (11.3 s instead of 7.4 s
 for 20 tasks of 1 s on four cores). It also writes files after submitting, and a killed runner would not write them.
@@ -39,7 +39,7 @@ _SQUEUE_EVERY_SECONDS = 1.0
 _FILES_PER_TICK = 256  # Checking more result files at once would load a shared file system.
 _GIVE_UP_SECONDS = 30.0  # Slurm's accounting may need this long to report a task that left the queue.
 _WITHDRAW_EVERY_SECONDS = 5.0
-_AVOID_SECONDS = 600.0  # After this time a retried trial may use its failed node again, if no other became free.
+_AVOID_SECONDS = 600.0  # If no other node became free for this time, a retried trial can use its failed node again.
 _LARGEST_ARRAY = 1000  # Slurm's default MaxArraySize is 1001, which allows indices up to 1000.
 _TAIL_BYTES = 4000
 
@@ -48,8 +48,8 @@ _TAIL_BYTES = 4000
 class _Task:
     """A submitted trial.
 
-    `gone_since` is the time at which the task was first missing in Slurm's queue; None if it is in the queue. From
-    `avoids_until` on, the task may run on the node of its failed attempt; None means at any time.
+    `gone_since` is the time at which the task was first missing in Slurm's queue; None if it is in the queue. Before
+    `avoids_until`, the task must not run on the node of its failed attempt; None means that all nodes are allowed.
     """
 
     trial: Trial
@@ -126,7 +126,7 @@ class SlurmEngine:
     def room(self, next_up: TrialSpec) -> int:
         """Return how many trials to submit, so that enough of them wait in Slurm's queue to keep all nodes busy.
 
-        Return 0 until half of the waiting trials have started, so that arrays stay large.
+        Return 0 until half of the waiting trials have started, so that many trials are submitted in one array.
         """
         if len(self._outbox):
             return 0
@@ -189,7 +189,7 @@ class SlurmEngine:
             time.sleep(min(left, _TICK_SECONDS))
 
     def _finished(self) -> list[Ended]:
-        """Return trials that have a result. Each call checks only some files, to limit the load of the file system."""
+        """Return trials that have a result. Each call checks only some files, to limit the load on the file system."""
         ended = []
         for _ in range(min(len(self._turn), _FILES_PER_TICK)):
             name = self._turn.popleft()
@@ -252,8 +252,8 @@ class SlurmEngine:
         found = known.get(task.task)
         is_patient = now - (task.gone_since or now) < _GIVE_UP_SECONDS
         name = task.trial.name
-        # A job that is COMPLETED without a result exited because a job of an earlier runner had claimed the trial.
-        # That job may still be running.
+        # If a job is COMPLETED without a result, a job of an earlier runner had already started the trial. That earlier
+        # job may still be running.
         is_elsewhere = found is not None and found.state == "COMPLETED"
         if (is_patient or is_elsewhere) and is_supervised(self._sweep, name):
             return None
@@ -294,7 +294,7 @@ class SlurmEngine:
         slurm_commands.cancel(task.task for task in self._tasks.values())
 
     def _take_back(self) -> list[Trial]:
-        """Empty the outbox, and cancel those of its arrays that Slurm has accepted although sbatch failed."""
+        """Remove all arrays that wait for submission, and cancel those that Slurm accepted although sbatch failed."""
         arrays = self._outbox.take_back()
         unheard = {str(array.script) for array in arrays if array.tries}
         arrived = (slurm_commands.queue(self._job_name) or ()) if unheard else ()

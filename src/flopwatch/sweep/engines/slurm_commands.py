@@ -87,7 +87,7 @@ def read_sacct(text: str) -> dict[str, Accounted]:
 def read_scontrol(text: str) -> dict[str, Accounted]:
     """Parse the output of `scontrol -o show job`; the keys are tasks.
 
-    It is used at sites without accounting. Slurm shows ended jobs there for some minutes only.
+    scontrol is used at sites without accounting. It shows a job only for some minutes after the job has ended.
 
     >>> read_scontrol("JobId=14 ArrayJobId=12 ArrayTaskId=1 JobState=NODE_FAIL ExitCode=1:0 NodeList=n2")["12_1"].node
     'n2'

@@ -32,8 +32,8 @@ from flopwatch.sweep.runner.plan import Plan
 class Observer(Protocol):
     """The methods that the runner calls when a trial starts or ends, and several times a second (`ticked`).
 
-    The command line draws its live table in them. An observer may also have a method
-    `tries_again(lost: TrialResult, retry: int, most: int)`; the runner calls it before it retries a trial.
+    The observer of the command line draws the live table. An observer may also have a method
+    `tries_again(lost: TrialResult, retry: int, most: int)`, which the runner calls before it retries a trial.
     """
 
     def started(self, trial: Trial) -> None: ...
@@ -127,7 +127,7 @@ def read_runner(sweep: Path) -> RunnerState | None:
         state = read_record(RunnerState, read_json(sweep / RUNNER))
     except BrokenRecordError:
         return None
-    # A state without the start time is ignored, because its pid may belong to another process by now.
+    # Ignore a state without the runner's start time, because another process may have the same pid by now.
     is_marked = bool(state.process_start) or not process_start(os.getpid())
     return state if state.pid > 0 and is_marked else None
 
@@ -227,8 +227,8 @@ def runner_file(sweep: Path) -> Iterator[RunnerFile]:
 
 
 _SILENCE_SECONDS = 90.0
-"""A runner on another host counts as dead if its `runner.json` did not change for this time. The runner writes the file
-every second, but a network file system may show the change up to a minute late."""
+"""A runner on another host counts as dead if its `runner.json` has not changed for this time. The runner writes the
+file every second, but a network file system may show the change up to a minute late."""
 
 
 class Follower:
@@ -247,7 +247,7 @@ class Follower:
         self._heard = clock()
 
     def new_results(self) -> Iterator[TrialResult]:
-        """Yield the results appended since the last call. The next call reads an incomplete last line again."""
+        """Yield the results appended since the last call. An incomplete last line is left to the next call."""
         try:
             with opened_regular(self._file) as stream:
                 stream.seek(self._offset)

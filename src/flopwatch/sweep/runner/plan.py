@@ -157,7 +157,7 @@ def _check_unchanged(sweep: Path, trials: Sequence[Trial], listed: TrialList, *,
         if changed:
             what = ", ".join(f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in changed)
             is_memory = changed == ["memory_bytes"]
-            advice = "; or use --only oom to run only the trials that ran out of memory again" if is_memory else ""
+            advice = "; or use --only oom to run again only the trials that ran out of memory" if is_memory else ""
             raise InputError(
                 f"the trial {trial.name} is already in {sweep} with another configuration ({what}); choose another "
                 f"folder for the new sweep with --output, or use the earlier settings{advice}"
@@ -192,11 +192,11 @@ def _slice(text: str | None) -> slice:
 def match_memory_limits(
     trials: Sequence[Trial], earlier: Mapping[str, TrialResult], key_of: Callable[[TrialSpec], str]
 ) -> tuple[tuple[Trial, ...], frozenset[str]]:
-    """Decide what happens to trials that have a result under a smaller memory limit than they have now.
+    """Decide whether the results of trials stay valid after the user has raised the memory limit.
 
     Returns:
-        All trials, and the names of those that ran out of memory under the smaller limit. A trial that did not run out
-        of memory gets the smaller limit again, so that its result stays valid: more memory would not change it.
+        All trials, and the names of those that ran out of memory under the old limit, which can run again. Any other
+        trial with a result gets the old limit back, so that its result stays valid: more memory would not change it.
     """
     raised, found = [], []
     for trial in trials:
@@ -221,7 +221,7 @@ def _differs_by_more_memory(now: TrialSpec, before: TrialSpec) -> bool:
 
 
 _NOT_THE_NODE = ("PREEMPTED", "REVOKED")
-"""States of Slurm jobs whose end was not caused by their node, so that a retry may use the same node."""
+"""States of Slurm jobs whose end was not caused by their node, so that a retry can use the same node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class RetryPolicy:
     """Which trials are retried.
 
     Attributes:
-        most: Largest number of retries of one trial.
+        most: Maximum number of retries of one trial.
         outcomes: Outcomes that are retried. `lost` is one of them, because its cause may be a failed node.
     """
 
@@ -237,7 +237,7 @@ class RetryPolicy:
     outcomes: tuple[Outcome, ...] = ("lost",)
 
     def tries_again(self, result: TrialResult, earlier: int, *, is_stopping: bool = False) -> bool:
-        """Whether a trial with this result and this number of earlier attempts is retried."""
+        """Whether to retry a trial with this result; `earlier` is the number of attempts before this result."""
         return not is_stopping and result.outcome in self.outcomes and earlier < self.most
 
 
@@ -253,9 +253,9 @@ def retry_policy(most: int, also: Sequence[str] = ()) -> RetryPolicy:
 
 
 def hosts_to_avoid(attempts: Sequence[Attempt]) -> tuple[str, ...]:
-    """Return the node that the next attempt must not use: that of the last attempt, if the node may have failed.
+    """Return the nodes that the next attempt must not use: the last attempt's node, if that node may have failed.
 
-    Earlier nodes are allowed again, because a trial that excludes all nodes could never run.
+    Nodes of earlier attempts are allowed again, because a trial that excludes all nodes could never run.
     """
     if not attempts or attempts[-1].get("state") in _NOT_THE_NODE:
         return ()
@@ -274,9 +274,9 @@ def is_larger(spec: TrialSpec, failed: TrialSpec) -> bool:
 def proves_too_large(result: TrialResult) -> bool:
     """Whether this result proves that larger trials would run out of memory too.
 
-    It does not if Ray's memory monitor killed the trial (`error` in the evidence), because the monitor may kill a small
-    trial when another one is too large. It does not if the trial ran out of memory after its steps either, because then
-    flopwatch's own measurements used the memory.
+    Out of memory proves it except in two cases. If Ray's memory monitor killed the trial (`error` in the evidence), the
+    trial that used too much memory may be another one. If the trial ran out of memory after its steps, flopwatch's own
+    measurements used the memory.
     """
     is_its_own = result.outcome in ("oom_device", "oom_host") and "error" not in result.evidence
     return is_its_own and result.phase not in AFTER_THE_STEPS
@@ -310,7 +310,7 @@ def exit_status(plan: Plan, counts: Mapping[str, int], *, was_stopped: bool, is_
     this run or an earlier one, and 0 if none failed. `counts` is the number of ended trials by outcome.
     """
     if was_stopped and trials_left(plan, counts):
-        return STOPPED  # the status that shells give a command ended by Ctrl-C, so `sweep && report` stops here
+        return STOPPED  # shells use this status after Ctrl-C, so `sweep && report` does not run the report
     if is_over_budget and trials_left(plan, counts):
         return OVER_BUDGET
     is_red = trials_left(plan, counts) or any(outcome not in GREEN for outcome, count in counts.items() if count)

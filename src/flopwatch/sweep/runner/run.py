@@ -69,7 +69,7 @@ class LateResults:
         return [_with_guards_reason(self._ended.pop(name), running[name]) for name in ready]
 
     def is_over(self, trial: Trial) -> bool:
-        """Whether the trial's result is visible, or no supervisor runs the trial and no result can appear later."""
+        """Whether the trial's result is visible, or it is certain that no supervisor runs the trial or will run it."""
         deadline = self._deadlines.setdefault(trial.name, self._clock() + visible_seconds())
         if own_result(trial.sweep, trial.name) is None:
             if is_supervised(trial.sweep, trial.name):
@@ -90,7 +90,7 @@ def _may_have_begun_elsewhere(folder: Path) -> bool:
 
 
 def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
-    """Add the reason that the guard process wrote if it killed a supervisor that did not respond."""
+    """Add the reason from the file of the guard (`trial_guard.py`), if the guard killed a supervisor that hung."""
     note = read_json(trial_folder(trial.sweep, trial.name) / GUARD)
     if isinstance(note, dict) and note.get("attempt") == attempt_of(trial.sweep, trial.name):
         return replace(ended, evidence={"stuck": note.get("reason"), **ended.evidence})
@@ -98,7 +98,7 @@ def _with_guards_reason(ended: Ended, trial: Trial) -> Ended:
 
 
 class SilentSupervisors:
-    """Kills supervisors whose heartbeat has stopped although their process exists, such as on a hanging file system.
+    """Kills supervisors whose process exists but writes no heartbeat, for example because a file system hangs.
 
     Normally the guard process on the supervisor's host (`trial_guard.py`) kills such a supervisor earlier. This class
     is needed if the guard is gone or the host does not respond.
@@ -149,7 +149,7 @@ def is_transient(error: OSError) -> bool:
 
 
 class Pause:
-    """The time between two tries of a write that failed.
+    """A pause after a failed write, before the write is tried again.
 
     Attributes:
         why: The reason for the pause, as the user sees it. Empty if there is no pause.
@@ -195,7 +195,7 @@ class ResultWriter:
             self.pause.end()
 
     def close(self, patience_seconds: float = 60.0) -> int:
-        """Write the queued results; return the number of those that could not be written."""
+        """Write the queued results for at most `patience_seconds`, and return how many could not be written."""
         deadline = time.monotonic() + patience_seconds
         while self._waiting and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -230,7 +230,7 @@ def run_plan(
         plan: The result of `make_plan`.
         engine: Runs the trials.
         observer: Is called when trials start and end. An exception that it raises does not end the sweep.
-        stop: Flags that another thread or a signal handler may set to stop the sweep.
+        stop: Flags that another thread or a signal handler can set to stop the sweep.
         refuse: Returns the reason why a trial cannot run (its preflight failed), or None if it can run.
         retries: Which outcomes are retried, and how often.
         budget_seconds: No trial starts after this time. None means no limit.
@@ -300,7 +300,7 @@ class _Run:
         self._reclaim_ended()
 
     def _with_attempts(self, trial: Trial) -> Trial:
-        """Add the attempts that an earlier, killed runner made of this trial, so that they count as retries."""
+        """Add the attempts that a runner made before it was killed, so that they count as retries of this trial."""
         if trial.name in self.plan.again:  # the user runs a finished trial again, so its retries count from 0
             return trial
         attempts = listed_attempts(trial.sweep, trial.name, trial.key)

@@ -55,15 +55,15 @@ _LONGEST_TEXT = 20_000  # longer tracebacks are cut to this number of characters
 _PHASES = ("forward", "backward", "optimizer")
 _LARGEST_NUMBER = 1e300  # sums and products of larger numbers would overflow
 _MOST_OF_PEAK = 1.05
-"""The largest MFU or HFU that a user's command may report. It is above 1 because datasheet peaks are not exact."""
+"""The largest MFU or HFU accepted from a user's command. It is above 1, because datasheet peaks are not exact."""
 
 _MOST_NUMBERS = 500
 """At most this many numbers of a command's `metrics.json` are kept, so that `results.jsonl` stays small."""
 
 REPORTED = "reported by the command"
 
-_RESAMPLES = 500  # This gives two correct digits of a 95 % bootstrap interval and takes 10 ms for 100 steps.
-_UNSTABLE_WIDTH = 0.05  # Step times are unstable if the interval is wider than this share of the median.
+_RESAMPLES = 500  # 500 resamples give two correct digits of a 95 % bootstrap interval in 10 ms for 100 steps.
+_UNSTABLE_WIDTH = 0.05  # Step times are unstable if their median's interval is wider than this share of the median.
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
 def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit, collected: Collected) -> ExitFacts:
     """Collect the facts about the end of a trial.
 
-    For several processes, use the exit status of the rank that failed first, because that of torchrun hides the cause.
+    For several ranks, use the exit status of the rank that failed first, because torchrun's status hides the cause.
     """
     job = worker_exit.job_end
     status = worker_exit.status if job.first is None else job.first.status
@@ -293,7 +293,7 @@ def _with_host_peak(memory: MemoryUse, sampled: HostPeak) -> MemoryUse:
 
 
 def _reported_outcome(reported: Mapping[str, Any]) -> Outcome | None:
-    """Return the outcome if a command reported out of memory, which an exit code cannot express; otherwise None."""
+    """Return `oom_device` or `oom_host` if a command reported this outcome, because an exit code cannot express it."""
     outcome = reported.get("outcome")
     return outcome if outcome in ("oom_device", "oom_host") else None
 

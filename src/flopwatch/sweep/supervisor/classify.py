@@ -35,7 +35,7 @@ class ExitFacts:
     """The known facts about the end of a trial's worker process.
 
     Attributes:
-        own_kill: The outcome for which the supervisor killed the worker; None if it did not kill it.
+        own_kill: The outcome that the supervisor chose when it killed the worker; None if it did not kill the worker.
         own_kill_detail: The reason for this kill as a text.
         exit_code: The worker's exit code; None if a signal ended the worker.
         signal_number: The signal that ended the worker; None if it exited by itself.
@@ -167,7 +167,7 @@ class JobEnd:
 
     Attributes:
         first: The rank that failed first; None if no rank reported a failure.
-        lost: The reason if a node was lost; empty otherwise.
+        lost: Why the trial lost a node; empty if it lost none.
         lost_host: Name of the lost node.
         error: Torchrun's error if the ranks could not connect to each other; empty otherwise.
         oom_kills: Number of processes that the kernel killed for memory on nodes other than the first.
@@ -187,7 +187,7 @@ class JobEnd:
 def first_cause(ends: Iterable[RankEnd]) -> RankEnd | None:
     """Return the rank that failed first; None if none failed.
 
-    Ranks that only lost the connection to another rank, or that torchrun terminated, come last.
+    Ranks that torchrun terminated, or that only lost their connection, count only if no other rank failed.
 
     >>> follows = {"type": "RuntimeError", "lost_peer": True, "unix_time": 1.0}
     >>> first_cause([RankEnd(0, "a", 1, follows), RankEnd(1, "a", -9), RankEnd(2, "a", -15)]).rank
@@ -222,12 +222,12 @@ class WorkerExit:
 
     Attributes:
         status: Exit code, or the negative number of the signal that ended the worker; None if it survived SIGKILL.
-        own_kill: The outcome for which the supervisor killed the worker; None if it did not kill it.
+        own_kill: The outcome that the supervisor chose when it killed the worker; None if it did not kill the worker.
         own_kill_detail: The reason for this kill as a text.
         stacks: The Python stacks of the worker's threads before the kill.
         host_peak: Peak host memory of all its processes: until the last step, or until the end for a command.
         lower_bound_bytes: Lower bound of the peak host memory, without file pages.
-        memory_limit: The kind of memory limit, and the peaks that the supervisor sampled and the kernel counted.
+        memory_limit: The memory limit, how it is enforced, and the peaks from the supervisor's samples and the kernel.
         unkillable_pids: Processes that survived SIGKILL because they are blocked in the kernel.
         job_end: The end of the ranks, for a trial of several processes.
     """

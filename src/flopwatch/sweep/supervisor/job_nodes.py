@@ -35,7 +35,7 @@ LISTENER = "FLOPWATCH_NODE_LISTENER"
 
 Message: TypeAlias = dict[str, Any]
 
-_LONGEST_LINE = 4 << 20  # in bytes; enough for the longest message, the stacks of all ranks of a node
+_LONGEST_LINE = 4 << 20  # in bytes; the longest messages contain the Python stacks of all ranks of a node
 
 
 def encoded(message: Message) -> bytes:
@@ -87,7 +87,7 @@ _MOST_STRANGERS = 256  # At most this many connections that have not sent the se
 _CONNECT_SECONDS = 600.0  # Slurm and Ray may take minutes to start the agents on all nodes.
 _REPORTS_SECONDS = 5.0  # The supervisor waits this long for reports of other nodes, which may show an earlier failure.
 _EXIT_SECONDS = 12.0  # The supervisor waits this long for the agents to exit. Killing their processes takes up to 10 s.
-_STACKS_SECONDS = 5.0  # The supervisor waits this long for the stacks. An agent needs up to 2 s to collect them.
+_STACKS_SECONDS = 5.0  # The supervisor waits this long for Python stacks. An agent needs up to 2 s to collect them.
 
 
 @dataclass
@@ -215,7 +215,7 @@ class JobNodes:
 
     def finish(self, *, at_once: bool = False) -> JobEnd:
         """End all agents and return how the ranks ended. With `at_once`, do not wait for reports of the nodes."""
-        for _ in range(3):  # one poll each to accept a connection, read its agent's report and notice the agent's exit
+        for _ in range(3):  # the polls accept a new connection, read its agent's report, and notice the agent's exit
             self.poll()
         if not at_once:
             self._poll_until(self._is_decided, _REPORTS_SECONDS)
@@ -315,7 +315,7 @@ _SRUN_SECONDS = 5.0  # srun may need this long to notice that its tasks have end
 
 @dataclass
 class RunningNodes:
-    """A running trial: the agent of its first node, and under Slurm the srun that runs the agents of the others."""
+    """A running trial: the agent of its first node, and under Slurm the srun process that runs the other agents."""
 
     trial_dir: Path
     nodes: JobNodes
@@ -350,7 +350,7 @@ def start_nodes(sweep: Path, name: str, spec: TrialSpec, limit: MemoryLimit, cwd
     secret = {TOKEN: nodes.token}
     agent = start_worker(sweep, name, spec, limit, cwd, nodes.agent_command(folder, 0), secret)
     running = RunningNodes(folder, nodes, agent)
-    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):  # under Ray (LISTENER is set), tasks start the other agents
+    if spec.nodes == 1 or os.environ.pop(LISTENER, ""):  # LISTENER is set under Ray, whose tasks start the other agents
         return running
     if "SLURM_JOB_ID" not in os.environ:
         nodes.give_up(f"a trial with {spec.nodes} nodes needs --engine slurm or --engine ray")

@@ -35,7 +35,7 @@ def become_guarded(sweep: Path, name: str) -> int | None:
     """
     if sys.platform != "linux":
         return None
-    adopt_orphans()  # stays in effect in the guard after exec; the supervisor (its child) does not inherit it
+    adopt_orphans()  # this stays in effect in the guard after exec, but the guard's child does not inherit it
     reads, writes = os.pipe()
     parent = os.getpid()
     # Block signals until the guard has installed its handlers.
@@ -43,7 +43,7 @@ def become_guarded(sweep: Path, name: str) -> int | None:
     child = os.fork()
     if child:
         os.set_inheritable(reads, True)
-        os.closerange(3, reads)  # otherwise the supervisor's sockets would stay open after its end
+        os.closerange(3, reads)  # otherwise the guard would keep the supervisor's sockets open
         os.closerange(reads + 1, _MOST_FILES)
         command = [sys.executable, "-I", "-S", str(_GUARD), str(child), str(reads), str(sweep), name]
         os.execv(sys.executable, command)

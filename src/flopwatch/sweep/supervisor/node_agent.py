@@ -28,7 +28,7 @@ from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory
 from flopwatch.sweep.host.processes import PARENT
 from flopwatch.sweep.supervisor.job_nodes import TOKEN, Message, encoded, keep_alive, read_lines_of
 
-_TICK_SECONDS = 0.2  # time between two samples, the same as in `supervise.py`
+_TICK_SECONDS = 0.2  # time between two samples of the memory, the same as in `supervise.py`
 
 
 class NodeMemory:
@@ -222,7 +222,7 @@ def _handles(pid: int, number: int) -> bool:
 
 
 def _host() -> str:
-    """Return Slurm's name of this node, so that a later attempt can exclude the node; otherwise the host's name."""
+    """Return the host's name, but under Slurm the name of the node, so that a later attempt can exclude the node."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 

@@ -133,7 +133,7 @@ def supervise(
         name: Name of the trial, whose `spec.json` must be in the folder.
         cancel: Returns the reason to stop the trial, or None to continue. It is called several times a second.
         attempt: The attempt that `spec.json` must belong to; None accepts any.
-        guard: File descriptor of the pipe to the guard, which kills a supervisor that stops writing to it.
+        guard: File descriptor of the pipe to the guard, which kills a supervisor that stops writing to this pipe.
 
     Raises:
         AlreadyStartedError: The trial was started before, or another supervisor runs it.
@@ -165,7 +165,7 @@ def supervise(
 
 
 def allowed_silence(limits: Limits) -> float:
-    """Return the longest time in seconds between two heartbeats of a supervisor, from its trial's time limits."""
+    """Return the longest time in seconds between two heartbeats of a supervisor, computed from its trial's limits."""
     known = [seconds for seconds in (limits.wall_seconds, limits.no_progress_seconds) if seconds is not None]
     return min([*known, _SILENCE_SECONDS])
 
@@ -246,7 +246,7 @@ def _run_worker(trial: _Supervised) -> WorkerExit:
 
 
 def _start_nodes(trial: _Supervised, limit: MemoryLimit) -> "RunningNodes | None":
-    """Start a trial with several processes. Return None for one process, and for a command, which starts its own."""
+    """Start a trial with several processes; return None if it has one process, or is a command that starts its own."""
     if trial.spec.world_size == 1 or trial.spec.trainer == "command":
         return None
     from flopwatch.sweep.supervisor.job_nodes import start_nodes
@@ -334,7 +334,7 @@ def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "Runnin
 def _kill_worker(
     trial: _Supervised, worker: "subprocess.Popen[bytes]", nodes: "RunningNodes | None", watch: _Watch
 ) -> None:
-    # A trial over its memory limit is killed without SIGTERM or stacks, because it would allocate even more meanwhile.
+    # Kill a trial over its memory limit at once, without SIGTERM and without its stacks, before it allocates even more.
     sigterm_first = trial.spec.trainer == "command" and watch.own_kill != "oom_host"
     wants_stacks = watch.own_kill not in ("cancelled", "oom_host")
     if nodes and wants_stacks:
@@ -386,7 +386,7 @@ def _deleted_places(sweep: Path, name: str, claim_handle: int) -> tuple[str, ...
 
 
 def with_deletions(result: TrialResult, places: tuple[str, ...]) -> TrialResult:
-    """Add the deleted places to the result's reason. A successful trial without its folder becomes an error."""
+    """Add the deleted files and folders to the result's reason. If the trial's folder is gone, `ok` becomes `error`."""
     if not places:
         return result
     what = " and ".join(places) + (" were" if len(places) > 1 else " was")

@@ -52,7 +52,7 @@ def _wait(supervisor: int, pipe: int) -> str:
             if not read:
                 return ""
             heard = time.monotonic()
-            if allowed is None:  # the supervisor first writes a line with the seconds that it may be silent
+            if allowed is None:  # the supervisor's first line says how many seconds of silence are allowed
                 received += read
                 allowed = float(received.split(b"\n")[0]) if b"\n" in received else None
         elif allowed is not None and time.monotonic() - heard > allowed:
