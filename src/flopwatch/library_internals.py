@@ -20,7 +20,7 @@ that flopwatch does not know."""
 CACHES = "transformers.cache_utils"
 """The module of the key-value caches. They use a layer's index, but what the layer computes does not depend on it."""
 SHARDED_FORWARDS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
-"""Modules that replace `forward` on instances of a model with a sharded version. The class keeps the complete
+"""Modules that set a sharded `forward` on single objects of a model class. The class itself keeps the complete
 `forward`. If these modules are missing, `forward` is never replaced."""
 
 

@@ -39,7 +39,7 @@ _CURVES: Mapping[str, tuple[str, str, Callable[[float], str], float]] = {
 }
 """For each metric: its name, its colour, how to format a value, and the argument `least_share` of `shown_range`."""
 _CARD_WIDTHS = (20, 20, 20, 21)
-"""Widths of the first four cards on a screen of 120 columns; the last card gets the other columns."""
+"""Widths of the first four cards on a screen of 120 columns; the last card gets the remaining columns."""
 _LABEL_WIDTH = 7
 _AXIS_WIDTH = 8
 _REMARK_WIDTH = 15

@@ -33,7 +33,7 @@ def draw_frame(
 ) -> list[Text]:
     """The lines of the screen: at most `height` of them in a terminal of 80 x 24 or more.
 
-    Without colour, the parts of a bar differ by their pattern. `place` is the path shown in the title.
+    Without colour, the parts of a bar are drawn with different characters. `place` is the path shown in the title.
     """
     width = min(width, _WIDEST)
     state = run.state(unix_time)

@@ -45,7 +45,7 @@ class SinkThread:
         name: The sink's name.
         dropped_rows: Records dropped because the queue was full.
         failed: Why the sink was switched off; None while it works.
-        opening_cpu_seconds: CPU time until the first row was written, with imports and connecting; 0 before that.
+        opening_cpu_seconds: CPU time until the first row was written, including imports and connecting; 0 before that.
     """
 
     def __init__(
