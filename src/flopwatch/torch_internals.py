@@ -130,7 +130,7 @@ def python_body(op: OpOverload[Any, Any]) -> Callable[..., Any] | None:
     return cast("Callable[..., Any] | None", getattr(definition, "_init_fn", None))
 
 
-# Whether autocast is on for any device type. In torch releases without it, the caller checks every device type.
+# Whether autocast is on for any device type. In torch releases without this function, every type is checked.
 is_any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------

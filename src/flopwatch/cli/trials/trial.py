@@ -143,7 +143,7 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def asked_for(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
-    """The trial that flags and settings describe. A setting such as `seq_len=512` overrides its flag."""
+    """The trial that flags and settings describe. The setting `seq_len=512` overrides `--seq-len`."""
     from flopwatch.sweep.spec.parsing import parse_overrides
 
     return _only_spec("`flopwatch trial` runs", flags, parse_overrides(words))
@@ -233,7 +233,7 @@ def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: boo
 def _fit_spec(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
     from flopwatch.sweep.spec.parsing import parse_overrides
 
-    # No trace is recorded, because a trace needs memory: a smaller batch would fit.
+    # No trace is recorded, because a trace needs memory, so that only a smaller batch would fit.
     return _only_spec("`flopwatch fit` tries", {"warmup_steps": 2, "trace": False}, parse_overrides(words), flags)
 
 
