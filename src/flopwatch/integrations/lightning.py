@@ -44,7 +44,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     Args:
         output_dir: The run's folder; by default `flopwatch` in the `Trainer`'s `log_dir`.
-        model: The module to count, or its name in the `LightningModule`, such as `"model"`; if None, it is searched for.
+        model: Module to count, or its name in the `LightningModule`, such as `"model"`; by default it is searched for.
         metrics: `basic` adds the basic metrics to the loggers' rows, `all` adds all metrics.
         monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `flops_fn=`.
 
