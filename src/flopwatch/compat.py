@@ -176,8 +176,8 @@ MOVED_MODULES: Mapping[str, str] = {
 class OldModules:
     """Import finder for `sys.meta_path` that imports a renamed module under its old name, with a warning.
 
-    It is the last finder, so Python calls it only for modules that do not exist. Each old name warns once, because
-    imported modules stay in `sys.modules`.
+    It is the last finder, so Python calls it only for modules that no other finder has found. Each old name warns once,
+    because imported modules stay in `sys.modules`.
     """
 
     @staticmethod

@@ -18,17 +18,17 @@ OUTPUT_CAPTURING = "transformers.utils.output_capturing"
 """The module whose hooks collect hidden states and attentions. If it is missing, its hooks are treated like any hook
 that flopwatch does not know."""
 CACHES = "transformers.cache_utils"
-"""The module of the key-value caches, which use the index of a layer only to select the entry of that layer."""
+"""The module of the key-value caches. They use a layer's index, but what the layer computes does not depend on it."""
 SHARDED_FORWARDS = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
-"""Modules that replace `forward` on instances of a model with a sharded version. The class keeps the complete
+"""Modules that set a sharded `forward` on single objects of a model class. The class itself keeps the complete
 `forward`. If these modules are missing, `forward` is never replaced."""
 
 
 def outputs_are_captured() -> bool:
     """Whether transformers is collecting the outputs of inner modules, so that every inner module has to run.
 
-    Without `_active_collector` this is False. Then a model that returns hidden states is traced in full, because
-    tracing only one of several equal layers fails.
+    In releases without `_active_collector` this is False. Then tracing only one of several equal layers fails for a
+    model that returns hidden states, and the model is traced in full.
     """
     collector = getattr(sys.modules.get(OUTPUT_CAPTURING), "_active_collector", None)
     return collector is not None and bool(collector.get())
@@ -37,7 +37,7 @@ def outputs_are_captured() -> bool:
 def is_cache(value: Any) -> bool:
     """Whether `value` is a key-value cache of transformers.
 
-    Without the class `Cache` this is False, and each of the layers that share a cache is traced.
+    In releases without the class `Cache` this is False. Then each of the layers that share a cache is traced.
     """
     cache_class = getattr(sys.modules.get(CACHES), "Cache", None)
     return cache_class is not None and isinstance(value, cache_class)
@@ -46,8 +46,8 @@ def is_cache(value: Any) -> bool:
 def attention_implementation(model: Any) -> str:
     """The attention that a transformers model was loaded with, such as `flash_attention_2`.
 
-    transformers stores the argument `attn_implementation` of `from_pretrained` in a private setting. Without it the
-    result is empty, and documents packed into one row are counted as one sequence.
+    transformers stores the argument `attn_implementation` of `from_pretrained` in a private setting. In releases
+    without that setting the result is empty, and documents packed into one row are counted as one sequence.
     """
     return str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
@@ -62,8 +62,8 @@ def find_trainer(callback: Any) -> Any:
     """The Hugging Face `Trainer` that is calling this callback, or None if it is not found.
 
     A `Trainer` does not pass itself to its callbacks. So this searches the call stack for a `self` whose
-    `callback_handler` holds the callback. Without a `Trainer` the callback logs step times and losses, but no tokens
-    and no FLOPs, and warns about that.
+    `callback_handler` holds the callback. If no `Trainer` is found, the callback logs step times and losses, but no
+    tokens and no FLOPs, and warns about that.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -78,9 +78,9 @@ def find_trainer(callback: Any) -> Any:
 def guarded_part(trainer: Any) -> str:
     """The name of the `Trainer` method to wrap, so that an exception in it closes the monitor.
 
-    Exceptions of the data loader and of other callbacks pass through `_run_epoch` too. Without `_run_epoch` only
-    exceptions in the public `training_step` close the monitor at once; after other exceptions it is closed when the
-    next training begins.
+    Exceptions of the data loader and of other callbacks pass through `_run_epoch` too. In releases without it, only
+    exceptions in the public `training_step` close the monitor immediately; after other exceptions, the monitor is
+    closed when the next training begins.
     """
     return "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"
 
@@ -88,9 +88,9 @@ def guarded_part(trainer: Any) -> str:
 def lightning_logs_this_step(trainer: Any) -> bool:
     """Whether Lightning is about to write a row to its loggers.
 
-    Lightning's own callbacks read `trainer._logger_connector.should_update_logs` too. Without it the documented rule
-    `global_step % log_every_n_steps == 0` is used. With several optimizers that rule selects other steps, because
-    `global_step` counts the steps of all optimizers.
+    Lightning's own callbacks read `trainer._logger_connector.should_update_logs` too. In releases without it, the
+    documented rule `global_step % log_every_n_steps == 0` is used. With several optimizers that rule selects other
+    steps, because `global_step` counts the steps of all optimizers.
     """
     due = getattr(getattr(trainer, "_logger_connector", None), "should_update_logs", None)
     if due is None:
@@ -104,8 +104,8 @@ def without_fabric_wrapper(model: Any) -> Any:
 
     The signature of the model's `forward` tells which parts of a batch the model takes; Fabric's wrapper accepts any
     arguments. The public attribute `module` is not used, because a user's model may have an attribute of that name.
-    Without `_original_module` the wrapper is monitored, and no FLOPs are counted for batches with more parts than the
-    model takes.
+    In releases without `_original_module` the wrapper is monitored, and no FLOPs are counted for batches with more
+    parts than the model takes.
     """
     return getattr(model, "_original_module", model)
 
@@ -155,8 +155,8 @@ def is_lost_wandb_service(error: Exception) -> bool:
 def latest_mlflow_run(mlflow: Any) -> Any:
     """The newest active MLflow run of any thread, or None.
 
-    `mlflow.active_run` returns only a run of the calling thread, but a sink runs in a thread of its own. Without
-    `_get_latest_active_run` the training's run is not found, and the sink starts a new run.
+    `mlflow.active_run` returns only a run of the calling thread, but a sink runs in a thread of its own. In
+    releases without `_get_latest_active_run` the training's run is not found, and the sink starts a new run.
     """
     fluent = require("mlflow.tracking.fluent", "mlflow")
     return getattr(fluent, "_get_latest_active_run", mlflow.active_run)()
@@ -167,7 +167,7 @@ def mlflow_request_sender(uri: str, timeout_seconds: float) -> Callable[..., Any
 
     `MlflowClient` retries a request for 247 s (measured with a closed port). Only environment variables change that,
     and they would affect the training's own calls too. `rest_utils.http_request` takes the number of retries and the
-    timeout as arguments. Without it the sink uses `MlflowClient` and notices late that a server is down.
+    timeout as arguments. In releases without it, the sink uses `MlflowClient` and notices late that a server is down.
     """
     try:
         http_request = require("mlflow.utils.rest_utils", "mlflow").http_request

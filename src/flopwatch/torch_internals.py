@@ -98,7 +98,7 @@ PIN_MEMORY = aten_packet("_pin_memory")
 TO_COPY = aten_packet("_to_copy")
 UNSAFE_VIEW = aten_packet("_unsafe_view")
 
-# Counting switches off the dispatch modes of the user, so that neither side sees the ops of the other.
+# Switches off all dispatch modes, so that a mode of the user, such as another counter, does not see flopwatch's ops.
 disable_current_modes: Callable[[], AbstractContextManager[Any]] = required(
     _python_dispatch, "_disable_current_modes", "to count without the active dispatch modes"
 )
@@ -122,7 +122,7 @@ def has_kernel(op: OpOverload[Any, Any], device_types: Iterable[str]) -> bool:
 def python_body(op: OpOverload[Any, Any]) -> Callable[..., Any] | None:
     """The Python function that `torch.library.custom_op` wraps; None if there are several for different devices.
 
-    In torch releases without `OPDEFS` it is None, and the op is reported as an op without a formula.
+    In torch releases without `OPDEFS` the result is None, and the op is reported as an op without a formula.
     """
     definition: Any = getattr(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {}).get(op_name(op))
     if definition is None or set(getattr(definition, "_backend_fns", ())) != {None}:
@@ -130,7 +130,7 @@ def python_body(op: OpOverload[Any, Any]) -> Callable[..., Any] | None:
     return cast("Callable[..., Any] | None", getattr(definition, "_init_fn", None))
 
 
-# One call instead of a check per device type. In torch releases without this function, each device type is checked.
+# Whether autocast is on for any device type. In torch releases without this function, every type is checked.
 is_any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class LocalBatchNorm(AnyBatchNorm):
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call hooks and forward of a module, as `module(...)` does if the module is not compiled."""
+    """Run the hooks and the forward of a module, as `module(...)` does if the module is not compiled."""
     return module._call_impl(*args, **kwargs)
 
 
@@ -297,7 +297,7 @@ def mask_over_indices(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tenso
 
 
 def is_identity_score(score_mod: Any) -> bool:
-    """Whether `flex_attention` was called without a `score_mod`. In torch releases without `_identity` it is False."""
+    """Whether `flex_attention` was called without a `score_mod`. False in torch releases without `_identity`."""
     return getattr(score_mod, "__name__", "") == "_identity"
 
 

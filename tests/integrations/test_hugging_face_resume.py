@@ -41,7 +41,7 @@ class TestResume:
         assert restored.monitor.config.mode == "estimate"
         assert restored.monitor.output_dir == tmp_path / "flopwatch"
         assert restored.monitor.summary.values["total/tokens"] == tiny_run.truth()["total/tokens"]
-        assert any("could not store these options, so defaults are used: clock;" in said for said in caplog.messages)
+        assert any("are back at their defaults: clock." in said for said in caplog.messages)
 
     def test_a_checkpoint_made_without_the_callback_can_be_resumed_and_saved_with_it(self, tmp_path):
         callback = quick_callback()

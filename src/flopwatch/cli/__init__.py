@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _escape_unknown_characters() -> None:
-    """Escape characters that a stream cannot encode, such as lone surrogates in paths, instead of raising."""
+    """Make stdout and stderr escape a character that they cannot encode, such as a lone surrogate in a path."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -65,7 +65,7 @@ def _leave_without_output(error: OSError) -> None:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Send the stream to /dev/null, because at exit Python would write the rest of the buffer and fail again."""
+    """Send the stream to /dev/null, because otherwise Python would write its buffer at exit and fail again."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -193,10 +193,10 @@ _PATIENCE_SECONDS = 5.0
 
 
 class PatientLines:
-    """Prints lines in a thread, so that a pipe that is not read, such as `| less`, does not block the sweep.
+    """Prints lines in a thread, so that a pipe that is read slowly, such as `| less`, does not block the sweep.
 
     Args:
-        say: A function that prints a line and may block.
+        say: A function that prints a line. It blocks while the pipe is full.
     """
 
     def __init__(self, say: Callable[[str], object]) -> None:

@@ -46,7 +46,7 @@ def selftest() -> None:
 
 
 def _check_count() -> tuple[bool, str]:
-    """Check the FLOPs of a linear layer: 2 x samples x inputs x outputs forward, the same for the weights' gradient."""
+    """Check a linear layer's FLOPs: 2 x samples x inputs x outputs forward, and as many for the weights' gradient."""
     import torch
 
     from flopwatch.flops.count import count_flops
@@ -57,7 +57,7 @@ def _check_count() -> tuple[bool, str]:
 
 
 def _check_monitor() -> tuple[bool, str]:
-    """Check that parameters are bitwise equal with and without the monitor, and that its total of FLOPs is right."""
+    """Check that parameters are bitwise equal with and without the monitor, and that the monitor's FLOPs are right."""
     import tempfile
 
     import torch

@@ -58,7 +58,7 @@ def compare(
 
 
 def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
-    """Exit with status 1 if B is slower than A by more than `percent`. Prints to stderr, to keep `--json` valid."""
+    """Exit with status 1 if B is slower than A by more than `percent`. Prints to stderr, as `--json` uses stdout."""
     from flopwatch.runs.comparison import speed_line
     from flopwatch.spread import FEWEST_STEPS
 
@@ -77,7 +77,7 @@ def _fail_if_slower(comparison: "Comparison", percent: float) -> None:
 
 
 def is_sweep(path: str) -> bool:
-    """Whether the path is the folder of a sweep. A run whose log is called results.jsonl is not a sweep."""
+    """Whether the path is the folder of a sweep. The folder of a run is not, even if its log is named results.jsonl."""
     from flopwatch.records.sweep_results import is_sweep_folder
     from flopwatch.records.trial_files import SWEEP
     from flopwatch.runs import find_log

@@ -121,7 +121,7 @@ STANDARD_OUTPUT = "-"
 
 
 def write_tables(capture: "Capture", csv: str | None, parquet: str | None) -> list[str]:
-    """Write the requested tables. Returns the paths of the files, without `-` for standard output."""
+    """Write the requested tables. Returns the paths of the files; `-`, which is standard output, is left out."""
     from flopwatch.records.reading import one_line
     from flopwatch.report.exports import table_csv, table_parquet
     from flopwatch.report.table import make_table

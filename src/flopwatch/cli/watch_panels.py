@@ -37,9 +37,9 @@ _CURVES: Mapping[str, tuple[str, str, Callable[[float], str], float]] = {
     "perf/mfu_percent": ("MFU", "green", lambda value: percent(value / 100), 0.2),
     "perf/step_time": ("step time", "magenta", lambda value: step_time(value, digits=4), 0.2),
 }
-"""By metric: its name, its colour, how to format a value, and the least range of its axis as a share of the value."""
+"""For each metric: its name, its colour, how to format a value, and the argument `least_share` of `shown_range`."""
 _CARD_WIDTHS = (20, 20, 20, 21)
-"""Widths of the first four cards on a screen of 120 columns; the last card gets the other columns."""
+"""Widths of the first four cards on a screen of 120 columns; the last card gets the remaining columns."""
 _LABEL_WIDTH = 7
 _AXIS_WIDTH = 8
 _REMARK_WIDTH = 15
@@ -282,7 +282,7 @@ def _column_means(points: Points, columns: int) -> list[float | None]:
 
 
 def _filled(means: list[float | None]) -> list[float | None]:
-    """Interpolate unknown columns between two known ones, in place."""
+    """Replace each None between two known values by linear interpolation, in place."""
     known = [index for index, value in enumerate(means) if value is not None]
     for left, right in pairwise(known):
         start, end = means[left], means[right]
@@ -302,7 +302,7 @@ def shown_range(values: Sequence[float], least_share: float = 0.0) -> tuple[floa
 
     Args:
         values: The values of the curve.
-        least_share: The smallest range as a share of the values, so that noise looks small.
+        least_share: The axis spans at least this fraction of the mean value, so that noise looks small.
 
     >>> shown_range([10.0, 3.0] + [2.0] * 50 + [1.5] * 50)
     (1.5, 2.0)
@@ -348,7 +348,7 @@ def large(number: str) -> list[str] | None:
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
-    """Join texts, plain or with a style, to one line. It never wraps, because each line gets one row of the screen."""
+    """Join texts, plain or with a style. The result never wraps, because each line gets one row of the screen."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 

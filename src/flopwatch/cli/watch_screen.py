@@ -33,7 +33,7 @@ def draw_frame(
 ) -> list[Text]:
     """The lines of the screen: at most `height` of them in a terminal of 80 x 24 or more.
 
-    Without colour, the parts of a bar differ by their pattern. `place` is the path shown in the title.
+    Without colour, the parts of a bar are drawn with different characters. `place` is the path shown in the title.
     """
     width = min(width, _WIDEST)
     state = run.state(unix_time)
@@ -132,7 +132,7 @@ def _progress(run: WatchedRun, state: State, width: int) -> Text:
 
 
 def _notices(run: WatchedRun, width: int) -> list[Text]:
-    """Lines with the exception that ended the run, then with the notices, newest first."""
+    """The exception that ended the run, if there is one, and below it the notices, newest first."""
     ended_by = run.summary.ended_by if run.summary is not None else None
     if ended_by is not None and ":" in ended_by:
         last = [Notice(None, "error", "ended", ended_by)]

@@ -14,7 +14,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def harmless(method: Method) -> Method:
-    """Decorate a method so that its exceptions are logged once per object and not raised, unless `self.strict` is true.
+    """Decorate a method so that it logs its first exception and raises none; if `self.strict` is true, it raises all.
 
     >>> class Callback:
     ...     strict = False

@@ -10,7 +10,7 @@ from flopwatch.monitor.training_monitor import TrainingMonitor
 
 
 def autocast_dtype(precision: object) -> str | None:
-    """The compute type of a mixed precision of Lightning; None if the type of the weights is used.
+    """The compute type that Lightning's `precision` sets for autocast; None if the type of the weights is used.
 
     >>> autocast_dtype("bf16-mixed"), autocast_dtype("16-mixed"), autocast_dtype("bf16-true")
     ('bf16', 'fp16', None)

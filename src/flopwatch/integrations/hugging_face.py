@@ -40,7 +40,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
     Attributes:
         monitor: The monitor of the current training, or of the last one.
-        strict: True raises errors that would otherwise only be logged once.
+        strict: True raises errors of the callback; False logs the first error of each method.
         totals: The totals that a checkpoint stores.
         lost_options: Names of options that were not stored in the checkpoint from which the `Trainer` has restored
             this callback (`restore_callback_states_from_checkpoint`).
@@ -71,8 +71,8 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
         state.stateful_callbacks.setdefault(type(self).__name__, {})
         if self.lost_options:
             _log.warning(
-                "flopwatch: the checkpoint could not store these options, so defaults are used: %s; to pass them "
-                "again, set restore_callback_states_from_checkpoint=False",
+                "flopwatch: these options could not be stored in the checkpoint and are back at their defaults: %s. "
+                "To use the values that you pass to the callback, set restore_callback_states_from_checkpoint=False",
                 ", ".join(self.lost_options),
             )
         trainer = find_trainer(self)
@@ -189,7 +189,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 def _move_to_front(callback: Any, callbacks: list[Any]) -> None:
     """Move the callback before W&B's and TensorBoard's, which must get the row after the values were added to it.
 
-    The `Trainer` may be iterating over the list, so callbacks behind this one keep their places and are called once.
+    The `Trainer` may be iterating over the list. Callbacks behind this one keep their index, so each is called once.
     """
     callbacks.insert(0, callbacks.pop(next(i for i, each in enumerate(callbacks) if each is callback)))
 

@@ -44,7 +44,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     Args:
         output_dir: The run's folder; by default `flopwatch` in the `Trainer`'s `log_dir`.
-        model: The module to count, or its name in the `LightningModule`, such as `"model"`; None finds it.
+        model: Module to count, or its name in the `LightningModule`, such as `"model"`; by default it is searched for.
         metrics: `basic` adds the basic metrics to the loggers' rows, `all` adds all metrics.
         monitor_options: As for `flopwatch.TrainingMonitor`, such as `mode=`, `sinks=`, `flops_fn=`.
 
@@ -55,7 +55,7 @@ class FlopwatchCallback(_lightning().Callback):  # type: ignore[misc]
 
     Attributes:
         monitor: The monitor of the current training, or of the last one.
-        strict: True raises errors that would otherwise only be logged once.
+        strict: True raises errors of the callback; False logs the first error of each method.
     """
 
     def __init__(

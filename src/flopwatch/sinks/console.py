@@ -134,7 +134,7 @@ class ConsoleSink:
     gather_seconds = 0.0
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """Writes to `stream`; None takes `sys.stdout` at the first record."""
+        """Writes to `stream`; None means `sys.stdout`, looked up at the first record."""
         self._stream = stream
         self._console: Console | None = None
         self._start: RunStart | None = None
@@ -159,7 +159,7 @@ class ConsoleSink:
             self._show(_end(record))
 
     def flush(self) -> None:
-        """Does nothing, because `write` prints every record at once."""
+        """Does nothing, because `write` prints every record immediately."""
 
     def close(self) -> None:
         """End the line of the progress bar; the bar stays visible."""
@@ -232,7 +232,7 @@ class ConsoleSink:
 
 
 def _seconds_left(first: Row, last: Row, total_steps: int) -> float | None:
-    """Estimate the seconds left from the time since the first row, which includes evaluation; None if unknown."""
+    """Seconds until the run ends, estimated from the time per step since the first row; None if unknown."""
     steps_left = max(total_steps - last.steps_done, 0)
     if last.step > first.step:
         return steps_left * (last.unix_time - first.unix_time) / (last.step - first.step)

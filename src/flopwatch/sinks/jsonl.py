@@ -18,8 +18,8 @@ class JsonlSink:
     r"""Appends one line of JSON per record.
 
     JSON has no NaN and no infinity, so they are written as the texts `"nan"`, `"inf"` and `"-inf"`. A row is passed to
-    the operating system after at most `flush_steps` steps or `flush_seconds` seconds, other records at once. A crash
-    can truncate only one line.
+    the operating system after at most `flush_steps` steps or `flush_seconds` seconds, other records immediately. A
+    crash can truncate only one line.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -40,7 +40,7 @@ class JsonlSink:
         flush_seconds: float = 5.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        # If this were `flush_seconds`, the first row of each gathered group would already be due and be flushed alone.
+        # Less than `flush_seconds`, because otherwise `write` would flush the first row of each gathered group alone.
         self.gather_seconds = 0.8 * flush_seconds
         self._path = Path(path)
         self._flush_steps = flush_steps

@@ -184,7 +184,7 @@ class MlflowSink:
         patience_seconds: float = 60.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        # If this were `send_seconds`, the first row of each gathered group would already be due and be sent alone.
+        # Less than `send_seconds`, because otherwise `write` would send the first row of each gathered group alone.
         self.gather_seconds = 0.8 * send_seconds
         self._send_seconds = send_seconds
         self._output_dir = Path(output_dir)
@@ -308,7 +308,7 @@ class MlflowTrials:
         known[run.id] = (run_id, "")
         milliseconds = int(1000 * (run.end_unix_seconds or 0))
         self._client.set_terminated(run_id, _STATUS[run.state], milliseconds or None)
-        # Params are sent once, because MLflow cannot change them, and a trial with the same id has the same settings.
+        # Params are sent only to a new run. MLflow cannot change them, and the settings of a trial never change.
         params = [self._entities.Param(*param) for param in _params(run.config)] if is_new else []
         first = max(len(params) - _MOST_PARAMS, 0)
         for start in range(0, first, _MOST_PARAMS):

@@ -38,10 +38,10 @@ class TrialRun:
     """A trial of a sweep as a run of a tracking service.
 
     Attributes:
-        id: Stays the same for a trial of a sweep, so that logging the trial again updates its run.
+        id: The same whenever the trial is logged, so that logging it again updates its run.
         name: The trial's name.
         sweep: The sweep's name, which groups its runs.
-        sweep_id: Stays the same for a sweep, even if its folder is moved.
+        sweep_id: The same for all trials of the sweep, even if its folder is moved.
         config: The trial's settings, as JSON.
         figures: Measured numbers by column name; unknown is None.
         facts: Texts by column name: outcome, reason, host, device, versions.

@@ -15,13 +15,13 @@ from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Sum
 class TensorBoardSink:
     """Writes one event per logging window, with all its values; notices and provenance go to the Text tab.
 
-    After a resume, an event in the file makes TensorBoard discard the steps that are run again; after a fresh start in
-    the same folder, all steps. TensorBoard stores 32-bit floats, so totals are rounded in the 8th digit; the JSON log
-    has them exactly.
+    After a resume, an event in the file makes TensorBoard discard the steps that are run again. After a fresh start in
+    the same folder it discards all steps. TensorBoard stores 32-bit floats, so totals are rounded in the 8th digit; the
+    JSON log has them exactly.
 
-    The file has its own folder `flopwatch`, which TensorBoard shows as a run of that name. In the folder of the
-    training's own events, TensorBoard would discard points of the training too. It also reads the files of a folder one
-    after the other and does not return to an earlier file, so it would miss later events of the training.
+    The file has its own folder `flopwatch`, which TensorBoard shows as a run of that name. If the file were beside
+    the training's own event files, TensorBoard would discard points of the training too. It would also miss later
+    events of the training, because it reads the files of a folder one by one and never returns to an earlier one.
 
     TensorBoard's EventFileWriter is not used, because it writes in another thread: its errors appear late, and its CPU
     time would not be part of the monitoring cost that flopwatch reports.
@@ -34,7 +34,7 @@ class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, log_dir: Path | str, flush_seconds: float = 30.0, clock: Clock = monotonic_seconds) -> None:
-        # If this were `flush_seconds`, the first row of each gathered group would already be due and be flushed alone.
+        # Less than `flush_seconds`, because otherwise `write` would flush the first row of each gathered group alone.
         self.gather_seconds = 0.8 * flush_seconds
         self._log_dir = Path(log_dir) / "flopwatch"
         self._flush_seconds = flush_seconds
@@ -90,7 +90,7 @@ class TensorBoardSink:
         self._started_at = self._wall_time = start.unix_time
         first_step = 0 if start.resumed_after_step is None else start.resumed_after_step + 1
         # At a START event TensorBoard discards the points that it has read for this step and later ones. It ignores the
-        # first START of a folder, so every session writes one.
+        # first START in a folder, so the first session writes one too: then the START of the second one has an effect.
         session_log = self._tensorboard.SessionLog
         self._add(wall_time=start.unix_time, step=first_step, session_log=session_log(status=session_log.START))
         self._add_text("flopwatch/run", first_step, _as_code(start.to_json()))

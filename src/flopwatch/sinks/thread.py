@@ -20,7 +20,7 @@ from flopwatch.sinks.protocol import Sink
 _CLOSE: Final = "close"
 _CAUGHT_UP: Final = "caught up"
 _MOST_GATHERED = 20
-"""The thread wakes early if this many rows wait: with the default of 50 steps per row, after 1,000 steps."""
+"""The thread wakes early if this many rows wait: with the default of 50 steps per row, that is after 1,000 steps."""
 
 
 class SinkThread:
@@ -28,7 +28,7 @@ class SinkThread:
 
     Rows are gathered for a few seconds, written together and flushed, because every wake-up costs the training thread
     20 µs and cold caches: five rows together take less than half the CPU time of five single rows. Other records are
-    written at once.
+    written immediately.
 
     >>> from flopwatch.records.run import RunStart
     >>> from flopwatch.testing import RecordingSink
@@ -45,7 +45,7 @@ class SinkThread:
         name: The sink's name.
         dropped_rows: Records dropped because the queue was full.
         failed: Why the sink was switched off; None while it works.
-        opening_cpu_seconds: CPU time until the first row was written, with imports and connecting; 0 before that.
+        opening_cpu_seconds: CPU time until the first row was written, including imports and connecting; 0 before that.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SinkThread:
             sink: The sink. If it has an attribute `gather_seconds`, that overrides the argument.
             on_failure: Called once, in the thread, with the sink's name and its first error.
             queue_size: The maximum number of waiting rows. For other records, which matter more, it is doubled.
-            gather_seconds: Seconds in which rows are gathered; 0 writes every row at once.
+            gather_seconds: Seconds for which rows are gathered; 0 writes every row immediately.
         """
         self.name = sink.name
         self.dropped_rows = 0
@@ -74,7 +74,7 @@ class SinkThread:
         self._wake = Event()
         self._cpu_seconds = 0.0
         self._closing = False
-        # Median time of put() with a waiting consumer: SimpleQueue 8 µs; Queue, and deque with Condition, 20 µs.
+        # Median time of put() while a consumer waits: SimpleQueue 8 µs, Queue 20 µs, deque with Condition 20 µs.
         self._queue: SimpleQueue[Record | str | Event] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"flopwatch-{sink.name}", daemon=True)
         self._thread.start()

@@ -20,10 +20,10 @@ class WandbSink:
     """Logs one history row per logging window, with `global_step` as the x-axis of every key.
 
     The sink logs into a run of its own, because W&B has one step counter per run. A row of flopwatch in the training's
-    run would advance the counter, and W&B drops later rows of the training that have a smaller step. It would also end
-    or change a row to which the training may still add values (`commit=False` or `step=`). If the training has a run,
-    the new run has its project, group, mode and folder, the id `<its id>-flopwatch` and the name `<its name>
-    (flopwatch)`. The training's run gets only the totals, at the end, as `summary["flopwatch"]`.
+    run would advance the counter, and W&B drops later rows of the training that have a smaller step. A row of flopwatch
+    would also end or change a row to which the training may still add values (`commit=False` or `step=`). If the
+    training has a run R, the new run has the project, group, mode and folder of R, the id `<R's id>-flopwatch` and the
+    name `<R's name> (flopwatch)`. The training's run gets only the totals, at the end, as `summary["flopwatch"]`.
 
     The sink starts its run at the first row, when the training has usually called `wandb.init`. The run does not become
     `wandb.run`, captures no output and does not affect a later `wandb.init`. W&B's environment variables (`WANDB_MODE`,
@@ -238,7 +238,7 @@ class WandbTrials:
             opened.finish(exit_code=0 if run.state == "finished" else 1)
 
     def _place(self) -> dict[str, Any]:
-        # The run is created after the trial, so the output, machine and code of this process are not recorded.
+        # The output, machine and code of this process are not recorded, because the trial ran in another process.
         quiet = {"console": "off", "silent": True, "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
         if os.environ.get("WANDB_DIR"):
             return {"settings": quiet}

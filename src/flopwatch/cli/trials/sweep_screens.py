@@ -80,7 +80,7 @@ def _interrupts(stop: Stop, say: Any) -> Iterator[None]:
         if not sys.stdout.isatty():
             say("ending running trials" if stop.kill else "finishing running trials; Ctrl-C again ends them")
 
-    # A closed terminal sends SIGHUP. The handler is a function, because the processes of trials would inherit SIG_IGN.
+    # A closed terminal sends SIGHUP. An empty function ignores it, because trial processes would inherit SIG_IGN.
     handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: lambda number, frame: None}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -161,7 +161,7 @@ class LiveTable:
         self._tried_again += 1
 
     def drawn(self) -> Group | Text:
-        """The table, or an error message, because an exception in rich's refresh thread would end the display."""
+        """The table, or a message if drawing fails, because an exception in rich's thread would end the display."""
         try:
             return self.render()
         except Exception as error:
@@ -291,7 +291,7 @@ def _prediction(plan: Plan) -> str:
 
 
 def _usual_seconds(plan: Plan, spec: TrialSpec) -> float | None:
-    """Median seconds of the trials with the same trainer and model; None if there are none."""
+    """Median seconds of earlier trials with the trainer and the model of `spec`; None if there are none."""
     times = [
         result.seconds
         for result in plan.kept.values()

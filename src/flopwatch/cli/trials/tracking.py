@@ -136,7 +136,7 @@ def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[Tria
     if mlflow is not None:
         from flopwatch.sinks.mlflow import MlflowTrials
 
-        # MLflow retries for four minutes by default. Only flopwatch uses MLflow in this process, so less is set here.
+        # By default MLflow retries for four minutes, which is too long here. No other code in this process uses MLflow.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         logs.append(MlflowTrials(mlflow, folder))
@@ -192,7 +192,7 @@ def _wait_for_end(over: threading.Event) -> None:
 
 
 def _wait_for_plan(folder: Path, over: threading.Event) -> None:
-    """Wait until the sweep has created its folder, because a new sweep rejects a folder with files such as W&B's."""
+    """Wait until the sweep has created its folder, because a new sweep rejects one that has files, such as W&B's."""
     from flopwatch.records.trial_files import SWEEP
 
     while not (folder / SWEEP).exists() and not over.wait(0.1):

@@ -143,14 +143,14 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def asked_for(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
-    """The trial that flags and settings describe. A setting takes precedence over the flag for the same value."""
+    """The trial that flags and settings describe. The setting `seq_len=512` overrides `--seq-len`."""
     from flopwatch.sweep.spec.parsing import parse_overrides
 
     return _only_spec("`flopwatch trial` runs", flags, parse_overrides(words))
 
 
 def _only_spec(command_does: str, *layers: dict[str, Any]) -> "TrialSpec":
-    """The trial that layers of settings describe; later layers take precedence. Raises if there are several trials."""
+    """The trial that the settings describe; later dicts override earlier ones. Raises if there are several trials."""
     from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 
     specs = expand(read_matrix(None, layered(*layers)))
@@ -233,7 +233,7 @@ def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: boo
 def _fit_spec(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
     from flopwatch.sweep.spec.parsing import parse_overrides
 
-    # No trace is recorded, because that needs memory, so the batch size that fits would be smaller.
+    # No trace is recorded, because a trace needs memory, so that only a smaller batch would fit.
     return _only_spec("`flopwatch fit` tries", {"warmup_steps": 2, "trace": False}, parse_overrides(words), flags)
 
 

@@ -241,7 +241,7 @@ def _edge(found: Found) -> list[str]:
 
 
 def _limit(found: Found, before: str = ": ") -> str:
-    """The memory limit as text; empty if unknown. On an accelerator only trials that fit report it."""
+    """The memory limit as text; empty if unknown, for example if no trial fitted on an accelerator."""
     known = [probe.capacity_bytes for probe in found.probes if probe.capacity_bytes is not None]
     on_device = any(probe.outcome == "oom_device" for probe in found.probes)
     return f"{before}{byte_size(known[0])} {'of the device' if on_device else 'limit'}" if known else ""
