@@ -1,4 +1,4 @@
-"""Counts the FLOPs of batches of any shape, made from one sample: to fit a formula, or because none is exact."""
+"""Counts the FLOPs of batches of any shape, made from one sample, to fit a formula or because no formula is exact."""
 
 import weakref
 from collections import OrderedDict

@@ -27,7 +27,7 @@ Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 CHANCE = "a random draw"
 WEIGHTS = "activations"
 ONE_DRAW = "a random draw decides what the model computes, so another draw may cost other FLOPs than this count says"
-# Attributes that are set on tensors during a count: the origins of the tensor's values, and those of its size.
+# Attributes set on a tensor during a count: what its values were computed from, and what its size was computed from.
 _ORIGIN = "_flopwatch_origin"
 _SIZED = "_flopwatch_sized_by"
 # These libraries read tensor values only for checks, positions and logging, which do not change the FLOPs.
@@ -92,7 +92,7 @@ class Steering:
             self.sizes |= origin
         plain = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor) and not _sized(value)]
         for leaf in out if isinstance(out, list | tuple) else (out,):
-            # The sizes in `plain` do not depend on values, so neither does the size of a result with the same shape.
+            # The shapes in `plain` do not depend on values, so a result with one of these shapes is not marked.
             if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) not in plain:
                 _set_sized(leaf, origin)
 
@@ -137,7 +137,7 @@ def _is_library_reading() -> bool:
 
 
 def _set_sized(out: Any, origin: frozenset[str]) -> None:
-    """Record on each tensor in `out`, real or fake, that its size depends on these origins."""
+    """Record on each tensor in `out`, real or fake, what its size was computed from (`origin`)."""
     for leaf in out if isinstance(out, list | tuple) else (out,):
         if isinstance(leaf, torch.Tensor):
             setattr(leaf, _SIZED, getattr(leaf, _SIZED, _NOTHING) | origin)

@@ -324,8 +324,8 @@ def _matrix_exponential(call: OpCall) -> int | None:
 def _products(norm: float, largest: tuple[float, ...], *, is_alone: bool) -> int:
     """Return the number of matrix products: those of the Taylor polynomial, and those of the squarings.
 
-    In a batch of several matrices, torch always uses the longest polynomial. A matrix above the last threshold is
-    halved until it is below, and the result is squared as often as the matrix was halved.
+    In a batch of several matrices, torch always uses the longest polynomial. A matrix whose norm is above the last
+    threshold is halved until its norm is below, and the result is squared as often as the matrix was halved.
     """
     if is_alone:
         for products, threshold in enumerate(largest):
