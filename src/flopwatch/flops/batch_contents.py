@@ -26,7 +26,7 @@ _LONGEST_LIST = 32
 # If an array has more elements than this, only about this many of them are hashed, to save time.
 _MOST_ELEMENTS = 4096
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-# Objects nested deeper than this are described by their type only. This also stops at cyclic references.
+# Objects nested deeper than this are described by their type only, so that cyclic references come to an end.
 _DEEPEST = 6
 
 
@@ -171,7 +171,7 @@ def map_tensors(
     path: str = "",
     depth: int = 0,
 ) -> Any:
-    """Return a copy of the batch in which `change(path, tensor)` replaces tensors, `change_other(value)` other values.
+    """Return a copy of the batch. `change(path, tensor)` replaces each tensor, `change_other(value)` each other value.
 
     Lists, dicts and dataclasses are copied. Objects of other classes are not searched for tensors.
     """

@@ -34,7 +34,7 @@ LENGTHS = ("s", "t", "u")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One size of a batch: dimension `dim` of the tensor at `path`; if `dim` is None, the length of the list there."""
+    """One size of a batch: dimension `dim` of the tensor at `path`, or the length of a list there if `dim` is None."""
 
     path: str
     dim: int | None
@@ -166,7 +166,7 @@ def _rows_per_sample(slot: Slot, batch_size: int) -> int | None:
 def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_too: bool) -> Layout:
     """Return the layout with length variables for sequence dimensions of integer tensors, such as token ids and masks.
 
-    With `floats_too`, dimensions of float tensors that have the same size as such a sequence follow its variable.
+    With `floats_too`, a dimension of a float tensor gets the variable of the sequence that has the same size.
     """
     main = next((name for name in MAIN_SEQUENCE if any(slot.path == name for slot in slots)), None)
     # Dimensions of equal size share a variable; `fit.separate_lengths` tests whether the model lets them differ.
@@ -185,7 +185,7 @@ def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_
 
 
 def resized(batch: Any, layout: Layout, values: Mapping[str, int]) -> Any:
-    """Return a batch in which the layout's variables have these values, made from a batch of one sample."""
+    """Resize a batch of one sample, so that the layout's variables have these values."""
     sizes = iter(layout.sizes_at(values))
     return _resized(batch, layout.structure, sizes)
 
@@ -276,7 +276,7 @@ class Sample:
         return int(placeholders.max()) + 2 if placeholders.numel() else 1
 
     def batch(self, values: Mapping[str, int]) -> Any:
-        """Return a batch of copies of the sample in which the layout's variables have these values."""
+        """Return a batch made of copies of the sample, with these values of the layout's variables."""
         return resized(self.one, self.layout, values)
 
     def with_grids(self, grids: Sequence[Grid], length: int) -> Any:

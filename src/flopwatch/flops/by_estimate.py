@@ -72,7 +72,7 @@ _AFTER_POOLING = {"classifier", "fc", "head", "visual_projection"}
 
 
 def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream]:
-    """Return the streams of a batch by name; `text`, `image` and `merged` are always among them."""
+    """Return the streams of a batch by name; `text`, `image` and `merged` (merged patches) are always among them."""
     text = _text_stream(batch)
     image = _image_stream(model, batch, text)
     streams = {"text": text, "image": image, "merged": _merged(model, image)}
@@ -192,7 +192,7 @@ def count_by_estimate(
             backward *= 2  # both factors are activations, and each needs a gradient
         elif product.trained:
             backward += product.multiply_adds
-        # An input needs a gradient only if a parameter before it is trained.
+        # An input needs a gradient only if an earlier parameter is trained.
         any_trained_before = any_trained_before or product.trained
         flops = PhaseFlops(2 * product.multiply_adds, 2 * backward if training else 0)
         by_module[product.module] = by_module.get(product.module, PhaseFlops()) + flops

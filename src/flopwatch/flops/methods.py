@@ -97,7 +97,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientKeeper:
-    """Restores the gradients of live parameters, in case the model's code reaches them by a closure, not the copy."""
+    """Restores the gradients of live parameters, because a closure may lead the model's code to them."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}

@@ -34,7 +34,7 @@ class ShapeCounts:
 
     Attributes:
         sample: The sample that batches are made from.
-        notes: The notes of all counts.
+        notes: Sentences about the limits of the counts.
         doubts: Reasons why a formula that is fitted on these counts is not exact.
     """
 

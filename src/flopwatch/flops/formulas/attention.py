@@ -99,7 +99,7 @@ def backward_flops(sizes: AttentionSizes, needs_grad: tuple[bool, ...]) -> OpFlo
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of `torch.nn.functional.scaled_dot_product_attention`, in its order."""
+    """The arguments of `torch.nn.functional.scaled_dot_product_attention`, in the function's order."""
 
     query: Any
     key: Any
@@ -139,7 +139,7 @@ def _unfused_sizes(call: AttentionCall, attention: AttentionConvention) -> Atten
 
 
 def full_sizes(query: Any, key: Any, value: Any) -> AttentionSizes:
-    """Return the sizes over all pairs, for tensors of shape (batch, heads, positions, width)."""
+    """Return the sizes of attention over all pairs, for tensors of shape (batch, heads, positions, width)."""
     batch, heads, queries, width = query.shape
     return AttentionSizes(batch * heads * queries * key.shape[-2], width, value.shape[-1])
 
@@ -180,7 +180,7 @@ def _positions_first_sizes(call: OpCall) -> AttentionSizes:
 
 
 def causal_pairs(queries: int, keys: int, *, last_aligned: bool) -> int:
-    """Return the number of (query, key) pairs that a causal mask allows.
+    """Return the number of (query, key) pairs that a causal mask allows, aligned with the first or the last position.
 
     >>> causal_pairs(4, 4, last_aligned=False)
     10

@@ -284,7 +284,7 @@ def _lu_solve(call: OpCall) -> int:
 
 @formula("aten::linalg_inv_ex")
 def _inverse(call: OpCall) -> int:
-    """Torch solves for all columns of the identity matrix, and does not skip their zeros."""
+    """Torch inverts a matrix by solving for all columns of the identity matrix, and does not skip their zeros."""
     matrix = call.arguments["A"].shape
     return lu_flops(matrix) + lu_solve_flops(matrix, matrix[-1])
 

@@ -205,7 +205,7 @@ _FACTORS = {
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The call of a custom function that is running."""
+    """A running call of a custom autograd function."""
 
     is_backward: bool
     identity: Hashable
@@ -279,7 +279,7 @@ class CustomFunctions:
         if call.is_backward and key in self._forward:
             return True
         if not call.is_backward and not call.calls_modules and key in self._done_in_call:
-            return True  # the function computes the same tile a second time
+            return True  # the function computes the same product a second time
         if call.is_backward and self._may_be_known(factors) and not self._is_recomputing():
             self.doubt = MAY_RUN_AGAIN
             return True
@@ -299,7 +299,7 @@ class CustomFunctions:
             self._partners[key] = packs or self._partners.get(key, False)
 
     def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
-        """Return whether both factors are unknown, but as large as those of a product run under saved-tensor hooks."""
+        """Return whether both factors have unknown values, but the sizes of a product run under saved-tensor hooks."""
         return _sizes(factors) in self._packed_sizes and all(
             self._values.is_unknown(factor.tensor) for factor in factors
         )
@@ -368,7 +368,7 @@ def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, cal
     is_attention = "attention" in name and "backward" not in name
     kind = "attention" if is_attention else name
     tensors = {key: each for key, each in arguments.items() if isinstance(each, torch.Tensor) and key != "out"}
-    if is_attention:  # the other arguments depend on whether gradients are needed
+    if is_attention:  # other arguments depend on whether gradients are needed
         tensors = {key: tensors[key] for key in ("query", "key", "value") if key in tensors} or tensors
     settings = [] if is_attention else [repr(each) for each in arguments.values() if not isinstance(each, torch.Tensor)]
     return [

@@ -157,7 +157,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 def quick_loss(mode: FakeTensorMode, func: Any, args: tuple[Any, ...]) -> Any:
-    """Return the result of cross entropy on real targets, which the fake mode would decompose; None for other ops."""
+    """Return the result of a cross entropy with real targets, because the fake mode would decompose it; else None."""
     if func is _aten.nll_loss_forward.default:
         scores, target, weight, reduction, _ = args
         if weight is None and _are_rows_of_scores(scores, target):
@@ -247,7 +247,7 @@ class Faker:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
         if tree_any(lambda value: isinstance(value, FakeTensor), (args, kwargs)):
-            # torch would do this conversion too, but it would warn about real tensors that are not leaves of the graph.
+            # torch would make these tensors fake too, but it would warn about those that are not leaves of the graph.
             args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             answer = self._answer(func, args, kwargs)
             if answer is not None:

@@ -195,7 +195,7 @@ def _is_idle(hook: Any) -> bool:
 
 
 def _index_positions(facts: list[_Facts]) -> set[_Position]:
-    """Return the positions where every layer has an integer that is its place in the container plus a constant."""
+    """Return the positions where every layer has its place in the container, plus a constant, as an integer."""
     numbers: dict[_Position, list[int | None]] = {}
     for place, own in enumerate(facts):
         for position, value in own.items():
@@ -266,7 +266,7 @@ def _watch_indices(kind: Kind) -> None:
         for path, _, name in kind.index_positions:
             try:
                 settings = layer.get_submodule(path).__dict__
-            except AttributeError:  # this layer has no module there
+            except AttributeError:  # this layer has no module at this path
                 continue
             if name in settings:
                 settings[name] = index = WatchedIndex(settings[name])

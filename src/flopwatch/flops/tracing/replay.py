@@ -83,7 +83,7 @@ class _Layer:
         self.must_run = must_run
         self.call: Any = module.__dict__[COMPILED_CALL]
         self.last: _Call | None = None
-        """The layer's latest call in the forward pass, to which recomputation is added."""
+        """The layer's latest call in the forward pass. Recomputed ops are added to it."""
         self.modules = list(module.modules())
 
 
@@ -292,7 +292,7 @@ class Replay:
         return next(other for other in ran if other.outputs_with_gradient == call.outputs_with_gradient)
 
     def tally(self) -> Tally:
-        """Return the tally of the whole step. Raises ReplayRefusedError if layers that ran do not agree."""
+        """Return the tally of the whole step. Raises ReplayRefusedError if equal layers did not behave equally."""
         for call in self.replayed:
             self._prove(call)
         self._memory.prove({call.layer.kind.paths for call in self.replayed})

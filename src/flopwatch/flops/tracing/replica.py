@@ -211,7 +211,7 @@ class _Replicator:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
             raise InputError("the model has lazy parameters without a shape; run one batch through the model first")
-        # DTensors only shard plain tensors. Other wrappers, such as torchao's, change how products run, so they are noted.
+        # A DTensor only shards a plain tensor. Other wrappers, such as torchao's, change how products run: note them.
         if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
             self._stack.wrapped_weights[type(tensor).__name__] = None
         mapped = self._map_tensor(tensor)
