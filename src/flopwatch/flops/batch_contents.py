@@ -23,10 +23,10 @@ from flopwatch.torch_internals import stored_count
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 # Batches are described on every step. To save time, lists with more plain values than this are reduced to a hash.
 _LONGEST_LIST = 32
-# Of an array with more elements than this, only about this many are hashed, to save time.
+# If an array has more elements than this, only about this many of them are hashed, to save time.
 _MOST_ELEMENTS = 4096
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-# Objects nested deeper than this are described by their type only. The limit also ends cycles of objects.
+# Objects nested deeper than this are described by their type only, so that cyclic references come to an end.
 _DEEPEST = 6
 
 
@@ -77,7 +77,7 @@ def _described_list(items: Any, sizes: list[int], depth: int) -> Any:
     for item in items:
         own: list[int] = []
         apart.append((_described(item, own, depth + 1), own))
-    # At depth 0 the items are the model's arguments. Each is described by itself, because each has its own meaning.
+    # At depth 0 the items are the model's arguments. Even equal ones are described one by one: their meanings differ.
     if depth > 0 and apart and apart[0][1] and all(each == apart[0] for each in apart[1:]):
         sizes.append(len(apart))
         sizes.extend(apart[0][1])
@@ -94,7 +94,7 @@ def _described_object(value: Any, sizes: list[int], depth: int) -> Any:
     if type(value).__module__ == "numpy":
         return "value", name, str(getattr(value, "dtype", "")), getattr(value, "shape", ()), _numpy_hash(value)
     if callable(value) or isinstance(value, type):
-        # Functions with the same code but other closure values behave differently, so these values are described too.
+        # Two functions with the same code can differ in their closure values, so these values are described too.
         own_values = _described([*_closed_over(value)], sizes, depth + 1)
         return "object", name, getattr(value, "__qualname__", ""), id(getattr(value, "__code__", None)), own_values
     held = getattr(value, "__dict__", None)
@@ -171,7 +171,7 @@ def map_tensors(
     path: str = "",
     depth: int = 0,
 ) -> Any:
-    """Return a copy of the batch in which `change(path, tensor)` replaces tensors, `change_other(value)` other values.
+    """Return a copy of the batch. `change(path, tensor)` replaces each tensor, `change_other(value)` each other value.
 
     Lists, dicts and dataclasses are copied. Objects of other classes are not searched for tensors.
     """
@@ -267,7 +267,7 @@ def read_shape(batch: Any) -> BatchShape:
 
 
 def _items_of_lists(arguments: Mapping[str, Any]) -> int | None:
-    """Return the length of the first argument if it is a list with one entry per sample, as object detectors take."""
+    """Return the length of the first argument if it is a list with one entry per sample, as for object detectors."""
     first = next(iter(arguments.values()), None)
     is_list = isinstance(first, list) and first and all(isinstance(item, torch.Tensor | Mapping) for item in first)
     return len(first or ()) if is_list and tensors_of(first) else None
@@ -303,7 +303,7 @@ def _content(batch: Any) -> str:
 
 
 def real_lengths(batch: Any) -> list[int] | None:
-    """Return the number of positions of each row that `attention_mask` does not mask; None if nothing is padded."""
+    """Return for each row how many positions `attention_mask` marks as real; None if no row has padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.device.type == "meta":
         return None

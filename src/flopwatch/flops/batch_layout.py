@@ -34,7 +34,7 @@ LENGTHS = ("s", "t", "u")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One size of a batch: dimension `dim` of the tensor at `path`; if `dim` is None, the length of the list there."""
+    """One size of a batch: dimension `dim` of the tensor at `path`, or the length of a list there if `dim` is None."""
 
     path: str
     dim: int | None
@@ -83,7 +83,7 @@ class Layout:
         return found
 
     def sizes_at(self, values: Mapping[str, int]) -> list[int]:
-        """Return the size of every slot for these values; the default for a variable is its value in the example."""
+        """Return the size of every slot. Variables that are not in `values` have their value in the example batch."""
         return [
             slot.size if variable is None else factor * values.get(variable, self.sizes[variable])
             for slot, variable, factor in zip(self.slots, self.variables, self.factors, strict=True)
@@ -131,7 +131,7 @@ def _add_slots(value: Any, path: str, found: list[Slot], structure: Any) -> None
 
 
 def suggest_layouts(batch: Any) -> list[Layout]:
-    """Return guesses at which sizes of a batch vary: most variables first, the one with fixed lengths last."""
+    """Return guesses at which sizes of a batch vary, from the guess with the most variables to that with the fewest."""
     slots = slots_of(batch)
     shape = read_shape(batch)
     variables: list[str | None] = [None] * len(slots)
@@ -159,14 +159,14 @@ def _rows_per_sample(slot: Slot, batch_size: int) -> int | None:
     is_inside_list = slot.dim == 0 and "." in slot.path and slot.path.rpartition(".")[2].isdigit()
     if slot.size == batch_size and not is_inside_list:
         return 1
-    # A tensor with 4 dimensions holds images, one per row. Only in such a tensor, a sample may have several rows.
+    # A tensor with 4 dimensions holds one image per row. A sample can have several images, and so several rows.
     return slot.size // batch_size if slot.size % batch_size == 0 and slot.rank == 4 and not is_inside_list else None
 
 
 def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_too: bool) -> Layout:
     """Return the layout with length variables for sequence dimensions of integer tensors, such as token ids and masks.
 
-    With `floats_too`, dimensions of float tensors that have the same size as such a sequence follow its variable.
+    With `floats_too`, a dimension of a float tensor gets the variable of the sequence that has the same size.
     """
     main = next((name for name in MAIN_SEQUENCE if any(slot.path == name for slot in slots)), None)
     # Dimensions of equal size share a variable; `fit.separate_lengths` tests whether the model lets them differ.
@@ -185,7 +185,7 @@ def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_
 
 
 def resized(batch: Any, layout: Layout, values: Mapping[str, int]) -> Any:
-    """Return a batch in which the layout's variables have these values, made from a batch of one sample."""
+    """Resize a batch of one sample, so that the layout's variables have these values."""
     sizes = iter(layout.sizes_at(values))
     return _resized(batch, layout.structure, sizes)
 
@@ -225,7 +225,7 @@ def _size_count(structure: Any) -> int:
 
 
 def _stretched(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Cut a dimension at its end, or lengthen it by copies of all samples or of a sequence's last position."""
+    """Resize a dimension: cut its end off, repeat all samples, or repeat the last position of a sequence."""
     have = value.shape[dim]
     if size == have:
         return value
@@ -276,7 +276,7 @@ class Sample:
         return int(placeholders.max()) + 2 if placeholders.numel() else 1
 
     def batch(self, values: Mapping[str, int]) -> Any:
-        """Return a batch of copies of the sample in which the layout's variables have these values."""
+        """Return a batch made of copies of the sample, with these values of the layout's variables."""
         return resized(self.one, self.layout, values)
 
     def with_grids(self, grids: Sequence[Grid], length: int) -> Any:
@@ -284,7 +284,7 @@ class Sample:
         tensors = named(self.one)
         per_patch = tensors["pixel_values"].shape[1]
         counts = [prod(grid) // self.merge**2 for grid in grids]
-        # The sample's last token is text. It separates the images and fills the rest of the sequence.
+        # The sample's last token is a text token. Copies of it separate the images and fill the rest of the sequence.
         text = int(tensors["input_ids"][0, -1])
         ids = [text]
         for count in counts:
@@ -366,7 +366,7 @@ def _one_of_lists(batch: Any, lists: set[str], index: int) -> Any:
 
 
 def mask_variable(layout: Layout, mask: str = "attention_mask") -> str | None:
-    """Return the variable that the length of this mask follows; None if there is none."""
+    """Return the variable that the length of this mask follows; None if the mask is fixed in length or missing."""
     pairs = zip(layout.slots, layout.variables, strict=True)
     return next((own for slot, own in pairs if slot.path == mask and slot.dim == 1 and slot.rank == 2), None)
 

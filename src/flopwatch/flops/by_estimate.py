@@ -26,8 +26,8 @@ from flopwatch.records.flops import AttentionConvention, FlopCount, PhaseFlops
 class Stream:
     """The positions (tokens or image patches) that one part of a model processes.
 
-    `positions` is their number in the batch, `attended` in one sample. `size` is the spatial size of the next
-    convolution's input. Each convolution with a stride reduces it.
+    `positions` is the number of positions in the batch, `attended` the number in one sample. `size` is the spatial
+    size of the next convolution's input. Each convolution with a stride reduces `size`.
     """
 
     batch_size: int
@@ -38,7 +38,7 @@ class Stream:
 
     @property
     def attended_now(self) -> int:
-        """The positions of one sample that attend to each other, after the strides of all modules so far."""
+        """The number of positions of one sample that attend to each other, after the strides of all modules so far."""
         return prod(self.size) if self._before else self.attended
 
     def linear_positions(self, path: str) -> int:
@@ -72,7 +72,7 @@ _AFTER_POOLING = {"classifier", "fc", "head", "visual_projection"}
 
 
 def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream]:
-    """Return the streams of a batch by name; `text`, `image` and `merged` are always among them."""
+    """Return the streams of a batch by name; `text`, `image` and `merged` (merged patches) are always among them."""
     text = _text_stream(batch)
     image = _image_stream(model, batch, text)
     streams = {"text": text, "image": image, "merged": _merged(model, image)}
@@ -105,7 +105,7 @@ def _text_stream(batch: Mapping[str, Any]) -> Stream:
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2:
         return Stream(0, 0, 0)
     lengths = real_lengths(batch) or [ids.shape[1]] * ids.shape[0]
-    # Attention pairs grow with the square of the length, so the root mean square length gives their average number.
+    # Attention pairs grow with the square of the length, so each row counts with the root mean square of all lengths.
     attended = round((sum(length**2 for length in lengths) / len(lengths)) ** 0.5)
     return Stream(ids.shape[0], sum(lengths), attended)
 
@@ -192,7 +192,7 @@ def count_by_estimate(
             backward *= 2  # both factors are activations, and each needs a gradient
         elif product.trained:
             backward += product.multiply_adds
-        # An input needs a gradient only if a parameter before it is trained.
+        # An input needs a gradient only if an earlier parameter is trained.
         any_trained_before = any_trained_before or product.trained
         flops = PhaseFlops(2 * product.multiply_adds, 2 * backward if training else 0)
         by_module[product.module] = by_module.get(product.module, PhaseFlops()) + flops
@@ -235,7 +235,7 @@ def _weight_products(model: nn.Module, streams: Mapping[str, Stream]) -> Iterato
 
 
 def _weights_per_token(model: nn.Module, path: str, module: nn.Module, name: str, weight: torch.Tensor) -> float:
-    """Return the number of multiply-adds of one token with this parameter."""
+    """Return how many multiply-adds one token takes with this parameter."""
     if weight.dim() < 2 or name.endswith("bias") or isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return 0
     if isinstance(module, _CONVOLUTIONS):
@@ -275,7 +275,7 @@ def _attention_products(
 
 
 def _attention_widths(module: nn.Module) -> tuple[int, int] | None:
-    """Return heads x width of the queries and of the values; None if the module is not an attention layer."""
+    """Return the summed width of all heads' queries, and that of their values; None if this is no attention layer."""
     if "attention" not in type(module).__name__.lower() and "attn" not in type(module).__name__.lower():
         return None
     children = {name.lower(): child for name, child in module.named_children()}

@@ -114,7 +114,7 @@ def _cost_key(row: Any, columns: Mapping[str, Sequence[torch.Tensor]], index: in
 
 
 def _is_additive(batch: Any, rows: Sequence[Any], counted: Any, count: FlopCount) -> bool:
-    """Return whether the padded batch costs as many FLOPs as its padded rows, counted one by one."""
+    """Return whether the FLOPs of the padded rows, counted one by one, add up to those of the padded batch."""
     layout = suggest_layouts(batch)[-1]
     executed = count.forward_flops + count.backward_flops
     whole = one_sample(batch, layout, 0)

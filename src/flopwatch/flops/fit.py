@@ -47,11 +47,11 @@ def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fracti
     return [row[-1] for row in rows]
 
 
-# The smallest range of lengths to test: it has room for three to fit a quadratic on, and for others to test it on.
+# The smallest range of lengths: it has room for three lengths to fit a quadratic on, and for others to test the fit.
 _SHORTEST_SPAN = 12
-# A model setting with such a word in its name may be a length beyond which the FLOPs follow another formula.
+# A model setting with one of these words in its name may be a length beyond which the FLOPs follow another formula.
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")
-# The maximum number of window, chunk or block sizes of a model that are tested. Each takes two more traces.
+# The maximum number of such lengths (window, chunk or block sizes) to test per model. Each takes two more traces.
 _MOST_EDGES = 2
 # The number of samples in the largest tested batch. A trace of many samples takes no longer than one of few.
 _MANY = 16
@@ -177,10 +177,10 @@ def _depends_on_values(name: str, batch: Any, counts: ShapeCounts, own: FlopCoun
 
 
 def separate_lengths(model: nn.Module, batch: Any, count: Callable[[Any], FlopCount], layout: Layout) -> Layout:
-    """Return the layout with a separate variable for each sequence whose length may differ from the main one's.
+    """Return the layout with a separate variable for each sequence whose length can differ from the main sequence's.
 
-    Source and target of an encoder-decoder may have the same length in the example by coincidence. To find out, the
-    model is run with a main sequence that is one position shorter.
+    Source and target of an encoder-decoder may have the same length in the example by coincidence. To find out if the
+    lengths can differ, the model is run with a main sequence that is one position shorter than the other sequence.
     """
     if "s" not in layout.sizes or layout.sizes["s"] < 3:
         return layout

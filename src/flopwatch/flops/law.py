@@ -26,7 +26,7 @@ class StepShape:
     Attributes:
         batch_size: The number of samples.
         seq_len: The length of the main sequence; None for a model without one.
-        grids: The grids of all images of the batch, in order.
+        grids: (frames, rows, columns) of patches of every image of the batch, in order.
         others: The lengths of other sequences, such as a decoder's target, by the name of their variable.
     """
 
@@ -91,7 +91,7 @@ def term_value(term: str, shape: StepShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Sums over packed documents, from which their FLOPs follow: number, tokens, and squared lengths."""
+    """The number of packed documents and the sums of their lengths and squared lengths, which determine the FLOPs."""
 
     count: int
     tokens: int
@@ -164,7 +164,7 @@ class FlopLaw:
         Args:
             batch_size: Samples in the batch.
             seq_len: Positions of each sample; leave it out for a model without a text sequence.
-            lengths: The real length of each sample, for padded or packed batches; replaces the first two arguments.
+            lengths: The real length of each sample of a padded or packed batch; pass it instead of the first two.
             image_grids: (frames, rows, columns) of patches of every image in the batch; by default, every sample has
                 the images of the example.
         """
@@ -210,7 +210,7 @@ class FlopLaw:
         if self.count_shape is None:
             raise InputError(
                 f"the FLOPs of the shape {shape.values} are unknown: this FLOP law was verified on "
-                f"{dict(self.domain)}, and it has no model to count others with; call fit_flops_law with the model"
+                f"{dict(self.domain)}, and has no model to count other shapes with; call fit_flops_law with the model"
             )
         return self.count_shape(shape)
 
@@ -266,9 +266,8 @@ class FlopLaw:
         """Return the FLOPs of one step on packed documents, where attention stays inside each document, by phase.
 
         Args:
-            documents: The sums over the documents.
-            longest: The length of a row, for terms that do not depend on the number of samples; None for one row
-                without padding.
+            documents: The number of documents, and the sums of their lengths and squared lengths.
+            longest: The length of each row; None if the documents fill one row without padding.
             rows: The number of rows that the documents are packed into.
             others: Lengths of other sequences of each document.
             image_grids: The grids of all images; by default, each document has the images of the example.

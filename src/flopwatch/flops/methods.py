@@ -97,7 +97,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientKeeper:
-    """Restores the gradients of live parameters that the code reaches directly (in a closure), not through the copy."""
+    """Restores the gradients of live parameters, because a closure may lead the model's code to them."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -150,7 +150,7 @@ def count_by_trace(
     replay: bool = True,
     memory: ReplayMemory | None = None,
 ) -> FlopCount:
-    """Count the FLOPs of a step on fake tensors. Raises UntraceableError if the model needs values, which they lack.
+    """Count the FLOPs of a step on fake tensors. Raises UntraceableError if the model needs the values of tensors.
 
     `autocast` is the autocast state that the model runs under; None means the current one. With `replay`, only a few of
     the layers with equal structure run, which gives the same count. `memory` holds what earlier traces have proven
@@ -233,7 +233,7 @@ class _Trace:
             prepare(replica)
             fake_batch = copied_batch(self.batch, faker.tensor)
             steering.name_batch(fake_batch)
-            # In inference, torch runs an encoder layer as one op unless a function mode (`PythonReads`) is active.
+            # In inference, torch runs an encoder layer as one op, which a function mode (`PythonReads`) would prevent.
             reads = PythonReads(steering) if self.training else nullcontext()
             noticed = python_draws(steering), reads, threads_noticed(mode.add_threads)
             # `whole_attention` must be the innermost mode, because it inspects its caller's frame.

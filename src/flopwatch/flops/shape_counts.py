@@ -1,4 +1,4 @@
-"""Counts the FLOPs of batches of any shape, made from one sample: to fit a formula, or because none is exact."""
+"""Counts the FLOPs of batches of any shape, made from one sample, to fit a formula or because no formula is exact."""
 
 import weakref
 from collections import OrderedDict
@@ -34,7 +34,7 @@ class ShapeCounts:
 
     Attributes:
         sample: The sample that batches are made from.
-        notes: The notes of all counts.
+        notes: Sentences about the limits of the counts.
         doubts: Reasons why a formula that is fitted on these counts is not exact.
     """
 

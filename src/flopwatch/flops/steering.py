@@ -27,7 +27,7 @@ Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 CHANCE = "a random draw"
 WEIGHTS = "activations"
 ONE_DRAW = "a random draw decides what the model computes, so another draw may cost other FLOPs than this count says"
-# Attributes that are set on tensors during a count: the origins of the tensor's values, and those of its size.
+# Attributes set on a tensor during a count: what its values were computed from, and what its size was computed from.
 _ORIGIN = "_flopwatch_origin"
 _SIZED = "_flopwatch_sized_by"
 # These libraries read tensor values only for checks, positions and logging, which do not change the FLOPs.
@@ -41,7 +41,7 @@ _COMPARISONS = {_aten.lt, _aten.le, _aten.gt, _aten.ge}
 _SIZES_BY_VALUE = {"aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::repeat_interleave"}
 # Ops that run more or fewer matrix products, depending on their input's values.
 _PRODUCTS_BY_VALUE = {"aten::linalg_matrix_exp"}
-# Methods that return values to Python without an op, so that a dispatch mode does not see them.
+# Methods that return values to Python without an op, so a dispatch mode does not see these reads.
 _PYTHON_READS = {
     torch.Tensor.tolist,
     torch.Tensor.numpy,
@@ -77,7 +77,7 @@ class Steering:
             _set_origin(tensor, frozenset({WEIGHTS}))
 
     def _follow_sizes(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Pass the origins of sizes on from an op's inputs to its results, and record them if a product uses them."""
+        """Copy the origins of an op's input sizes to its results, and record these origins if the op is a product."""
         if op_packet(func) is _aten.index:
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             origin = _origins(masks) | _sized([i for i in args[1] if i is not None])
@@ -92,7 +92,7 @@ class Steering:
             self.sizes |= origin
         plain = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor) and not _sized(value)]
         for leaf in out if isinstance(out, list | tuple) else (out,):
-            # The sizes in `plain` do not depend on values, so neither does the size of a result with the same shape.
+            # The shapes in `plain` do not depend on values, so a result with one of these shapes is not marked.
             if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) not in plain:
                 _set_sized(leaf, origin)
 
@@ -137,7 +137,7 @@ def _is_library_reading() -> bool:
 
 
 def _set_sized(out: Any, origin: frozenset[str]) -> None:
-    """Record on each tensor in `out`, real or fake, that its size depends on these origins."""
+    """Record on each tensor in `out`, real or fake, what its size was computed from (`origin`)."""
     for leaf in out if isinstance(out, list | tuple) else (out,):
         if isinstance(leaf, torch.Tensor):
             setattr(leaf, _SIZED, getattr(leaf, _SIZED, _NOTHING) | origin)
@@ -180,7 +180,7 @@ class PythonReads(TorchFunctionMode):
 
 
 def with_steering(count: FlopCount, steering: Steering, risky_ops: Iterable[str]) -> FlopCount:
-    """Return the count with the recorded origins, and with a note if a random draw is among them."""
+    """Return the count with the recorded origins of sizes and decisions, and a note if a random draw is among them."""
     by_chance = CHANCE in steering.sizes | steering.reads
     notes = (*count.notes, ONE_DRAW) if by_chance else count.notes
     return replace(

@@ -1,4 +1,4 @@
-"""Models by name, configuration file or function, and dummy batches for them."""
+"""Builds models from a name, a configuration file or a function, and dummy batches for them."""
 
 from typing import TYPE_CHECKING
 

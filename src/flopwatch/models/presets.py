@@ -64,7 +64,7 @@ def image_preset(name: str) -> ImagePreset | None:
 
 
 def check_model_name(spec: str) -> None:
-    """Check the name without building anything.
+    """Check the name of a model without building the model.
 
     Raises:
         InputError: There is no such model.

@@ -56,7 +56,7 @@ _POSITIONS_FIRST = [
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """The sizes of attention's products: pairs of positions, summed over heads and samples, and widths of a head."""
+    """The sizes of attention's products: the number of pairs in all heads and samples, and the widths of one head."""
 
     pairs: int
     query_width: int
@@ -99,7 +99,7 @@ def backward_flops(sizes: AttentionSizes, needs_grad: tuple[bool, ...]) -> OpFlo
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of `torch.nn.functional.scaled_dot_product_attention`, in its order."""
+    """The arguments of `torch.nn.functional.scaled_dot_product_attention`, in the function's order."""
 
     query: Any
     key: Any
@@ -127,7 +127,7 @@ class AttentionCall:
 
 
 def _stand_in(tensor: Any) -> torch.Tensor:
-    """Return a real tensor of the same shape that takes the memory of one row."""
+    """Return a real tensor of the same shape. All its rows share the memory of one row."""
     row = torch.empty(tensor.shape[-1], dtype=tensor.dtype)
     return row.expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
@@ -139,7 +139,7 @@ def _unfused_sizes(call: AttentionCall, attention: AttentionConvention) -> Atten
 
 
 def full_sizes(query: Any, key: Any, value: Any) -> AttentionSizes:
-    """Return the sizes over all pairs, for tensors of shape (batch, heads, positions, width)."""
+    """Return the sizes of attention over all pairs, for tensors of shape (batch, heads, positions, width)."""
     batch, heads, queries, width = query.shape
     return AttentionSizes(batch * heads * queries * key.shape[-2], width, value.shape[-1])
 
@@ -180,7 +180,7 @@ def _positions_first_sizes(call: OpCall) -> AttentionSizes:
 
 
 def causal_pairs(queries: int, keys: int, *, last_aligned: bool) -> int:
-    """Return the number of (query, key) pairs that a causal mask allows.
+    """Return the number of (query, key) pairs that a causal mask allows, aligned with the first or the last position.
 
     >>> causal_pairs(4, 4, last_aligned=False)
     10
@@ -216,7 +216,7 @@ def _unmasked_pairs(mask: torch.Tensor, full_pairs: int) -> int | None:
     """Return the number of pairs that the mask allows; None if the mask is fake, because it then has no values."""
     if isinstance(mask, FakeTensor) or mask.device.type == "meta":
         return None
-    # An additive mask has 0 for allowed pairs and about the minimum of its type for others.
+    # An additive mask has 0 for allowed pairs and about the minimum of its type for masked pairs.
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     # A mask with fewer heads or samples than the scores is broadcast to all of them.
     return int(torch.count_nonzero(allowed)) * (full_pairs // allowed.numel())
@@ -231,7 +231,7 @@ _MOST_PAIRS_AT_ONCE = 2**24
 def flex_sizes(
     query: Any, key: Any, value: Any, score_mod: Any, block_mask: tuple[Any, ...], attention: AttentionConvention
 ) -> AttentionSizes:
-    """Return the sizes of flex_attention's products; `causal` counts only pairs that the block mask allows."""
+    """Return the sizes of flex_attention's products. If `attention` is causal, masked pairs are left out."""
     full = full_sizes(query, key, value)
     if attention == "full":
         return full
@@ -239,7 +239,7 @@ def flex_sizes(
     mask_mod = block_mask[-1]
     if mask_mod is noop_mask:
         return replace(full, note=note)
-    # The first two dimensions of a block tensor are samples and heads; the size is 1 if all of them share a mask.
+    # The first two dimensions of a block tensor are samples and heads. Size 1 means that all of them share one mask.
     batch, heads = next(item for item in block_mask if isinstance(item, torch.Tensor)).shape[:2]
     pairs = _pairs_of_mask_function(mask_mod, batch, heads, query.shape[-2], key.shape[-2])
     if pairs is None:
@@ -248,7 +248,7 @@ def flex_sizes(
 
 
 def _pairs_of_mask_function(mask_mod: Any, batch: int, heads: int, queries: int, keys: int) -> int | None:
-    """Return the number of pairs that the mask allows; None if it depends on fake values."""
+    """Return the number of pairs that the mask allows; None if the mask depends on fake tensors."""
     allowed = mask_over_indices(mask_mod)
     rows_at_once = max(1, _MOST_PAIRS_AT_ONCE // (batch * heads * keys))
     indices = torch.arange(batch), torch.arange(heads), torch.arange(queries), torch.arange(keys)
@@ -269,9 +269,9 @@ class WholeAttention(TorchFunctionMode):
     """Replaces attention by a function that returns zeros of the right shape and passes attention's FLOPs to `add`.
 
     `scaled_dot_product_attention` is replaced where it has no fused kernel (dropout on the CPU, values of another width
-    than queries) and would run as plain matrix products. Those do not show the mask, which a causal count needs, and
-    run in fp32 on the CPU, unlike an accelerator's kernel. `flex_attention` is replaced because it has no backward
-    pass on the CPU, where a trace runs.
+    than queries) and would run as plain matrix products. Plain products do not show the mask, which a causal count
+    needs, and run in fp32 on the CPU, unlike an accelerator's kernel. `flex_attention` is replaced because it has no
+    backward pass on the CPU, where a trace runs.
     """
 
     def __init__(self, add: Add, attention: AttentionConvention) -> None:

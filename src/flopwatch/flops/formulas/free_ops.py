@@ -136,11 +136,11 @@ _FREE_ATEN_OPS = frozenset(
     f"{_ELEMENTS} {_LOSSES} {_NORMS} {_ACTIVATIONS} {_POOLING_AND_RESAMPLING} {_PLACES} {_SUMS_AND_ORDER} "
     f"{_NEW_VALUES} {_COPIES_AND_STORAGE} {_QUANTISE} {_OPTIMIZERS} {_ASSERTIONS} {_FOURIER}".split()
 )
-# torch's namespaces for control flow, profiling, random numbers and element-wise work.
+# torch's namespaces for control flow, profiling, random numbers and element-wise work, without matrix products.
 _FREE_NAMESPACES = frozenset(("prim", "profiler", "debugprims", "rngprims", "inductor_prims", "debug_mode_ops"))
 COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"))
-# Prefixes of op names, by namespace. These ops only change how numbers are stored (torchao 0.18, bitsandbytes 0.50,
-# torch.ao) or select positions (torchvision 0.29). Other ops there have formulas or are reported as uncounted.
+# By namespace, prefixes of ops that only change how numbers are stored (torchao 0.18, bitsandbytes 0.50, torch.ao)
+# or select positions (torchvision 0.29). Other ops in these namespaces have formulas or are reported as uncounted.
 _FREE_PREFIXES = {
     "bitsandbytes": "dequantize int8_double_quant int8_mm_dequant int8_vectorwise optimizer_update quantize",
     "quantized_decomposed": "choose_qparams dequantize quantize fake_quant convert_element_type",

@@ -35,7 +35,7 @@ def _convolution_backward(call: OpCall) -> int:
 
 @formula("aten::conv_tbc")
 def _conv_tbc(call: OpCall) -> int:
-    """The first dimension is time. Each kernel position is multiplied with the steps where it is inside the input."""
+    """The first dimension is time. Each kernel position is multiplied with input steps only, not with padding."""
     length, batch, _ = call.arguments["self"].shape
     taps, channels_in, channels_out = call.arguments["weight"].shape
     pad, out_length = call.arguments["pad"], call.out.shape[0]
@@ -53,7 +53,7 @@ def _deformable(call: OpCall) -> int:
 
 @formula("torchvision::_deform_conv2d_backward")
 def _deformable_backward(call: OpCall) -> OpFlops:
-    """The kernel always runs two products: one for the gradients of input, offsets and mask, one for the weight's."""
+    """The kernel always runs two products: for the gradients of input, offsets and mask, and for that of the weight."""
     arguments = call.arguments
     once = convolution_flops(
         arguments["input"].shape, arguments["weight"].shape, arguments["grad"].shape, transposed=False
@@ -84,7 +84,7 @@ def _mkldnn_rnn(call: OpCall) -> int:
 def _mkldnn_rnn_backward(call: OpCall) -> OpFlops:
     """The kernel computes all gradients. Those that the model does not need count as extra FLOPs.
 
-    The hidden states' gradients are always needed, to compute the others; the initial state's only if it is requested.
+    The model always needs the gradients of the hidden states, but that of the initial state only if it is requested.
     """
     data, into_gates, from_state = (call.arguments[name] for name in ("input", "weight1", "weight2"))
     tokens, samples = prod(data.shape[:-1]), call.arguments["hx_"].shape[-2]
@@ -162,7 +162,7 @@ def _distances(call: OpCall) -> int:
 
 @formula("aten::_cdist_backward")
 def _cdist_backward(call: OpCall) -> int:
-    """For the gradient of the first points, each pair's gradient is multiplied with the second point."""
+    """For the first points' gradient, the gradient of each pair's distance is multiplied with the second point."""
     return _distance_products(call, prod(call.arguments["grad"].shape))
 
 

@@ -284,7 +284,7 @@ def _lu_solve(call: OpCall) -> int:
 
 @formula("aten::linalg_inv_ex")
 def _inverse(call: OpCall) -> int:
-    """Torch solves for all columns of the identity matrix, and does not skip their zeros."""
+    """Torch inverts a matrix by solving for all columns of the identity matrix, and does not skip their zeros."""
     matrix = call.arguments["A"].shape
     return lu_flops(matrix) + lu_solve_flops(matrix, matrix[-1])
 
@@ -324,8 +324,8 @@ def _matrix_exponential(call: OpCall) -> int | None:
 def _products(norm: float, largest: tuple[float, ...], *, is_alone: bool) -> int:
     """Return the number of matrix products: those of the Taylor polynomial, and those of the squarings.
 
-    In a batch of several matrices, torch always uses the longest polynomial. A matrix above the last threshold is
-    halved until it is below, and the result is squared as often as the matrix was halved.
+    In a batch of several matrices, torch always uses the longest polynomial. A matrix whose norm is above the last
+    threshold is halved until its norm is below, and the result is squared as often as the matrix was halved.
     """
     if is_alone:
         for products, threshold in enumerate(largest):

@@ -148,12 +148,12 @@ _NAMES = {
     torch.complex64: "fp32",
     torch.complex32: "fp16",
 }
-# Names of a product's first factor in op schemas. It need not be the first argument, which may be an addend.
+# The names of a product's first factor in op schemas. An addend may come before it, as in `addmm(self, mat1, mat2)`.
 _FACTORS = ("mat1", "batch1", "mat", "vec1", "self", "input", "query", "q")
 
 
 def compute_type(dtype: torch.dtype) -> str:
-    """Return the name of a compute type; for a type that is not in the table of peaks, torch's own name.
+    """Return the type's name in the table of peak FLOP/s, or torch's own name if the type is not in the table.
 
     >>> compute_type(torch.bfloat16), compute_type(torch.int64)
     ('bf16', 'int64')

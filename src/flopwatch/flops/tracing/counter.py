@@ -121,7 +121,7 @@ class Unwritten:
 
 
 def _written_into(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an op may write to: all, if the op is not torch's own, because its schema may be wrong."""
+    """Yield the tensors that an op may write to. If the op is not torch's own, yield all: its schema may be wrong."""
     if func.namespace != "aten":
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         return
@@ -138,10 +138,10 @@ def is_collective(func: Any) -> bool:
 
 
 def refuse_real_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:
-    """Raise NeedsOtherRanksError for a collective, unless its tensors are fake, so that torch only computes shapes.
+    """Raise NeedsOtherRanksError for a collective, unless torch only computes shapes, as for fake tensors.
 
     A collective that one rank runs alone hangs, or is matched with the training's next collective and corrupts it.
-    Wrappers such as DDP are removed before counting (see `replica`), so the model's own code calls this collective.
+    Wrappers such as DDP are removed before counting (see `replica`), so only the model's own code calls collectives.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if tensors and all(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -207,8 +207,8 @@ class CountingMode(TorchDispatchMode):
         if op_name(func) in RISKY:
             self.risky_ops.add(op_name(func))
         formula = find_formula(func)
-        # Under inference mode, composite ops arrive undecomposed, and only their parts have formulas. With nested
-        # tensors they are left whole, because nested tensors have kernels for some of them, and the parts would fail.
+        # Under inference mode, composite ops arrive undecomposed, and only their parts have formulas. Composite ops
+        # on nested tensors are left whole: some of them have kernels for nested tensors, while their parts would fail.
         if formula is None and can_decompose(func) and not _has_nested(args):
             with self:  # switches the mode on again, because torch switches it off inside its handler
                 parts = func.decompose(*args, **kwargs)
@@ -304,7 +304,7 @@ class CountingMode(TorchDispatchMode):
         """Return the phase of the running op: forward outside autograd's engine, backward or recompute inside it.
 
         In the step's backward pass, an op is recomputation if grad mode is on or a module is running, because only
-        checkpointing causes either. Testing grad mode alone would not do, because a custom autograd function or a
+        checkpointing causes either. Testing grad mode alone is not enough, because a custom autograd function or a
         nested checkpoint switches it off. If the model takes a gradient inside its forward pass (a gradient penalty,
         forces), modules run with grad mode on anyway. There, an op is recomputation only if autograd's engine has
         called the running module, or if checkpointing's saved-tensor hook is running.
@@ -319,7 +319,7 @@ class CountingMode(TorchDispatchMode):
         return "recompute" if runs_again else "backward"
 
     def _module(self, phase: Phase) -> str:
-        """Return the path of the op's module; in the backward pass, of the module that made the autograd node."""
+        """Return the path of the op's module; in the backward pass, of the module whose forward pass made the node."""
         if phase == "backward":
             node = current_autograd_node()
             return "" if node is None else self._module_of_node.get(sequence_nr(node), "")

@@ -44,7 +44,7 @@ _COPIES = {_aten.clone, TO_COPY}
 
 
 class Value(NamedTuple):
-    """The number of a storage's content, and the part that a tensor covers. Equal `Value`s mean equal elements."""
+    """The number of a storage's content, and which part of it a tensor covers. Equal `Value`s mean equal elements."""
 
     content: int
     offset: int
@@ -56,14 +56,14 @@ class Value(NamedTuple):
 class _Content(NamedTuple):
     number: int
     shift: int
-    """What to add to an offset in this storage to get the offset in the storage that it was copied from."""
+    """If this storage is a copy, add this to an offset in it to get the offset in the original storage."""
     is_from_forward: bool
     reference: StorageWeakRef | None
-    """Keeps other storages from getting this address, but does not keep the memory."""
+    """A weak reference: no new storage object can get the address of this one, but its data can be freed."""
 
 
 class Values:
-    """The numbers of the contents of all storages seen so far."""
+    """Gives the content of each storage a number. Equal numbers mean equal content."""
 
     def __init__(self) -> None:
         self._contents: dict[int, _Content] = {}
@@ -76,7 +76,7 @@ class Values:
         self._draws.clear()
 
     def of(self, tensor: torch.Tensor, *, in_backward: bool) -> Value:
-        """Return the value of a tensor; `in_backward` only matters if its storage is seen for the first time."""
+        """Return the `Value` of a tensor; `in_backward` only matters if its storage is seen for the first time."""
         content = self._content(tensor, in_backward)
         # The stride of a dimension of size 1 is arbitrary.
         strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -205,7 +205,7 @@ _FACTORS = {
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The call of a custom function that is running."""
+    """A running call of a custom autograd function."""
 
     is_backward: bool
     identity: Hashable
@@ -236,7 +236,7 @@ class CustomFunctions:
         self.doubt: str | None = None
         self._values = Values()
         self._forward: dict[Hashable, None] = {}
-        # A key is one factor of a forward product with the size of the other factor. The value says whether
+        # A key is one factor of a forward product and the size of the other factor. The value says whether
         # saved-tensor hooks were active during that product.
         self._partners: dict[Hashable, bool] = {}
         self._packed_sizes: set[Hashable] = set()
@@ -279,7 +279,7 @@ class CustomFunctions:
         if call.is_backward and key in self._forward:
             return True
         if not call.is_backward and not call.calls_modules and key in self._done_in_call:
-            return True  # the function computes the same tile a second time
+            return True  # the function computes the same product a second time
         if call.is_backward and self._may_be_known(factors) and not self._is_recomputing():
             self.doubt = MAY_RUN_AGAIN
             return True
@@ -299,7 +299,7 @@ class CustomFunctions:
             self._partners[key] = packs or self._partners.get(key, False)
 
     def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
-        """Return whether both factors are unknown, but as large as those of a product run under saved-tensor hooks."""
+        """Return whether both factors have unknown values, but the sizes of a product run under saved-tensor hooks."""
         return _sizes(factors) in self._packed_sizes and all(
             self._values.is_unknown(factor.tensor) for factor in factors
         )
@@ -315,7 +315,7 @@ class CustomFunctions:
         return False
 
     def _call(self) -> _Call | None:
-        """Return the call of a custom function that the running op belongs to; None if there is none."""
+        """Return the call of a custom function that the running op belongs to; None if it belongs to no such call."""
         task = current_graph_task_id()
         if task != -1 and self._forward:
             node = current_autograd_node()
@@ -346,7 +346,7 @@ class CustomFunctions:
 
 
 def _outermost_apply() -> tuple[int | None, int, bool]:
-    """Return the id of the outermost `apply` frame or None, the nesting depth, and if modules run inside that frame."""
+    """Return the id of the outermost `apply` frame (or None), the nesting depth, and whether modules run inside it."""
     frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
     while frame is not None and frame.f_code is not ENGINE_CODE:
         code = frame.f_code
@@ -368,7 +368,7 @@ def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, cal
     is_attention = "attention" in name and "backward" not in name
     kind = "attention" if is_attention else name
     tensors = {key: each for key, each in arguments.items() if isinstance(each, torch.Tensor) and key != "out"}
-    if is_attention:  # the other arguments depend on whether gradients are needed
+    if is_attention:  # other arguments depend on whether gradients are needed
         tensors = {key: tensors[key] for key in ("query", "key", "value") if key in tensors} or tensors
     settings = [] if is_attention else [repr(each) for each in arguments.values() if not isinstance(each, torch.Tensor)]
     return [
@@ -399,7 +399,7 @@ def _sizes(factors: list[_Factor]) -> Hashable:
 
 
 def _partner_keys(factors: list[_Factor]) -> list[Hashable]:
-    """Return a key for each of two factors: its role and value, with the role and size of the other factor."""
+    """Return a key for each of two factors: its own role and value, and the role and size of the other factor."""
     if len(factors) != 2:
         return []
     first, second = factors

@@ -4,10 +4,10 @@ Parameters, floating-point buffers and floating-point inputs become fake. Everyt
 random draws) stays real, because the model's control flow may need its values. Torch's fake mode is not entered: an op
 with a fake argument runs on fake tensors, any other op really runs.
 
-Common ops bypass the fake mode to save time: it describes, hashes and caches every call, which takes several times as
-long as the meta kernel that it calls in the end. Here, ops with a C++ meta kernel call it directly, and elementwise
-ops, whose meta kernels are slow, follow a simple rule. Unusual cases (other types, strides, broadcasts, known values)
-still go to the fake mode.
+Common ops bypass the fake mode to save time: the mode describes, hashes and caches every call, which takes several
+times as long as the meta kernel that it calls in the end. Here, ops with a C++ meta kernel call it directly, and
+elementwise ops, whose meta kernels are slow, follow a simple rule. Unusual cases (other types, strides, broadcasts,
+known values) still go to the fake mode.
 """
 
 import logging
@@ -67,7 +67,7 @@ _COPY_OPTIONS = {"dtype", "device", "memory_format", "non_blocking"}
 
 
 def quick_answer(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an op whose tensors are all fake tensors of this mode; None if the mode has to run it."""
+    """Return the result of an op on fake tensors of this mode; None if the op has to run in the mode itself."""
     if func in SHAPED_BY_TORCH and kwargs.keys() <= _COPY_OPTIONS:
         # `device` is left out, because with it the meta kernel would allocate a real tensor.
         kept = {name: value for name, value in kwargs.items() if name in ("dtype", "memory_format")}
@@ -141,7 +141,7 @@ def _layer_norm_backward(
 def _may_be_normed(tensor: Any, shape: list[int], weight: Any, bias: Any) -> bool:
     """Return whether all tensors are contiguous fp32, and weight and bias have the shape `shape`.
 
-    Then the outputs of the layer norm are all fp32. For other types, the kernel chooses the type of mean and rstd.
+    If so, all outputs of the layer norm are fp32. For other types, the kernel chooses the type of mean and rstd.
     """
     if weight is None or bias is None or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
         return False
@@ -157,7 +157,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 def quick_loss(mode: FakeTensorMode, func: Any, args: tuple[Any, ...]) -> Any:
-    """Return the result of cross entropy on real targets, which the fake mode would decompose; None for other ops."""
+    """Return the result of a cross entropy with real targets, because the fake mode would decompose it; else None."""
     if func is _aten.nll_loss_forward.default:
         scores, target, weight, reduction, _ = args
         if weight is None and _are_rows_of_scores(scores, target):
@@ -189,7 +189,7 @@ def _are_of_one_type(*tensors: Any) -> bool:
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
-    """Return whether a tensor is dense and has no known values. The fake mode would calculate with known values."""
+    """Return whether a tensor is dense and has no known values, with which the fake mode would have to calculate."""
     return tensor.layout is torch.strided and tensor.constant is None and tensor.real_tensor is None
 
 
@@ -247,7 +247,7 @@ class Faker:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
         if tree_any(lambda value: isinstance(value, FakeTensor), (args, kwargs)):
-            # torch would do this too, but it would warn about real tensors that are not leaves of the autograd graph.
+            # torch would make these tensors fake too, but it would warn about those that are not leaves of the graph.
             args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             answer = self._answer(func, args, kwargs)
             if answer is not None:
@@ -302,7 +302,7 @@ class Faker:
         return self._empty(shape, arguments["out_dtype"] or a.dtype)
 
     def _bincount(self, arguments: dict[str, Any]) -> torch.Tensor | None:
-        """Return `minlength` counts, assuming that the input holds ids of experts; None if there is no `minlength`."""
+        """Return `minlength` counts, as if all ids in the input were smaller; None if `minlength` is not given."""
         size = arguments["minlength"]
         return self._empty(torch.Size([size]), torch.int64) if size else None
 

@@ -65,7 +65,7 @@ class HookCopies:
     Args:
         value: Returns the stand-in's version of an object of the live model.
         left_behind: Receives the name of each hook that is not run.
-        extra: Returns a context manager under which a hook runs, given the hook's name.
+        extra: Takes a hook's name, and returns the context manager under which the hook runs.
     """
 
     def __init__(self, value: Value, left_behind: list[str], extra: Extra) -> None:
@@ -89,7 +89,8 @@ class HookCopies:
             kept[table] = OrderedDict()
             for key, hook in getattr(module, table).items():
                 copy = self._per_sample(hook)
-                if copy is not None:  # torch warns about a backward hook if no input needs a gradient
+                # The copy is a forward hook, because torch warns about a backward hook if no input needs a gradient.
+                if copy is not None:
                     kept[FORWARD_HOOKS][key] = functools.partial(_when_gradient_comes, copy)
                 elif not _is_quiet(hook):
                     self._left_behind.append(_name(hook))

@@ -1,4 +1,4 @@
-"""Describes a layer's inputs, outputs and side effects, to decide if its FLOPs may be counted for an equal layer."""
+"""Describes a layer's inputs, outputs and side effects, to decide if another layer has the same FLOPs."""
 
 import random
 import sys
@@ -61,7 +61,7 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
 
 
 def _is_only_looked_up(value: Any) -> bool:
-    """Return whether layers may share the object: a cache, which training never reads, or a block mask."""
+    """Return whether several layers may get the same object: a cache, which training never reads, or a block mask."""
     if is_cache(value):
         return True
     flex = sys.modules.get("torch.nn.attention.flex_attention")
@@ -115,7 +115,7 @@ class LayerOutput:
             else:
                 return None
             if isinstance(result, torch.Tensor):
-                places.setdefault(id(result), -1)  # an output that has one new tensor twice cannot be replayed
+                places.setdefault(id(result), -1)  # an output with the same new tensor twice cannot be replayed
         return None if -1 in described.inputs.values() else described
 
     @property

@@ -44,7 +44,7 @@ def step_loss(output: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor, str | 
 
 
 def _losses_among(output: Any) -> dict[str, Any]:
-    """Return the outputs to use as the loss: scalars that need a gradient and are not part of another one."""
+    """Return the outputs to use as the loss: scalars that need a gradient and are not part of another loss."""
     if isinstance(output, torch.Tensor):
         return {"output": output}
     items = dict(_items(output))
@@ -88,7 +88,7 @@ def _outermost(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Leave out losses that another loss depends on, because the backward pass of the other one includes them."""
     if len(losses) == 1:
         return losses
-    seen: set[Any] = {None}  # a scalar parameter has no grad_fn
+    seen: set[Any] = {None}  # the grad_fn of an output that is a parameter, not a loss
     for loss in losses.values():
         seen |= _nodes_below(loss.grad_fn)
     kept: dict[str, torch.Tensor] = {}
@@ -233,8 +233,8 @@ def threads_noticed(report: Report) -> Iterator[None]:
 def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iterator[None]:
     """Enter `modes()` in each thread that starts in the block; call `report` for each thread that outlives the block.
 
-    A thread leaves the modes when it ends, or at its first function call after the count, because a pooled thread must
-    not run the training's own work under our modes.
+    A thread leaves the modes when it ends, or at its first function call after the count, because a thread of a pool
+    lives on and must not do the training's own work under our modes.
     """
     before: Any = threading.getprofile()
     under_way: set[_Followed] = set()
@@ -278,7 +278,7 @@ class _Followed:
 
 
 def _is_inside_mode(frame: FrameType | None) -> bool:
-    """Return whether a mode's handler is running. Then the mode cannot be exited, because torch has popped it."""
+    """Return whether a mode's handler is running, in which the mode cannot be exited, because torch has popped it."""
     while frame is not None:
         if frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__"):
             return True

@@ -21,8 +21,8 @@ from flopwatch.library_internals import CACHES, OUTPUT_CAPTURING
 from flopwatch.torch_internals import HOOK_TABLES, MODULE_STATE, FakeTensor, own_buffers, own_modules, own_parameters
 
 FEWEST_EQUAL = 6
-"""The least number of equal layers to replay (count without running). Four always run, so fewer would save little."""
-# Real tensors with more elements than this are not compared but taken as different, because tracing a layer is faster.
+"""In a smaller group of equal layers, all layers run: four must run anyway, so skipping others would save little."""
+# Real tensors with more elements than this count as different, because tracing a layer is faster than comparing them.
 _MOST_VALUES_COMPARED = 2**22
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PLAIN_TYPES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
@@ -195,7 +195,7 @@ def _is_idle(hook: Any) -> bool:
 
 
 def _index_positions(facts: list[_Facts]) -> set[_Position]:
-    """Return the positions where every layer has an integer that is its place in the container plus a constant."""
+    """Return the positions where every layer has its place in the container, plus a constant, as an integer."""
     numbers: dict[_Position, list[int | None]] = {}
     for place, own in enumerate(facts):
         for position, value in own.items():
@@ -205,7 +205,7 @@ def _index_positions(facts: list[_Facts]) -> set[_Position]:
     return {
         position
         for position, offsets in numbers.items()
-        # With two layers, equal offsets may be a coincidence.
+        # At least three layers are required, because two equal offsets may be a coincidence.
         if len(offsets) >= 3 and offsets[0] is not None and len(set(offsets)) == 1
     }
 
@@ -266,7 +266,7 @@ def _watch_indices(kind: Kind) -> None:
         for path, _, name in kind.index_positions:
             try:
                 settings = layer.get_submodule(path).__dict__
-            except AttributeError:  # this layer has no module there
+            except AttributeError:  # this layer has no module at this path
                 continue
             if name in settings:
                 settings[name] = index = WatchedIndex(settings[name])

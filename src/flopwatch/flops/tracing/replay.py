@@ -4,8 +4,8 @@ Of a group of equal layers (a `Kind`), the first two, one in the middle and the 
 replayed: they return fake outputs of the right shapes, through one autograd node, and the FLOPs of a layer that ran are
 counted for them too, under their own path. At the end, the layers that ran must agree to the last FLOP. They are also
 checked for anything but computing outputs from inputs: writing to a buffer or an attribute, drawing random numbers,
-passing tensors on by another way, calculating with the layer's index. If a check fails, the model is traced again with
-every layer run.
+passing tensors on without returning them, calculating with the layer's index. If a check fails, the model is traced
+again with every layer run.
 """
 
 from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ class _Layer:
         self.must_run = must_run
         self.call: Any = module.__dict__[COMPILED_CALL]
         self.last: _Call | None = None
-        """The layer's latest call in the forward pass, to which recomputation is added."""
+        """The layer's latest call in the forward pass. Recomputed ops are added to it."""
         self.modules = list(module.modules())
 
 
@@ -136,8 +136,8 @@ class Replay:
 
     def _samples(self, kind: Kind) -> set[int]:
         count = len(kind.paths)
-        # The first layer always runs, because its inputs may need no gradient. The last one always runs, because the
-        # model may use other outputs of it.
+        # The first layer always runs, because its inputs may need no gradient, unlike those of later layers. The last
+        # layer always runs, because the model may use outputs of it that it ignores in other layers.
         return {0, count - 1} if kind.paths in self._memory.proven else {0, 1, count // 2, count - 1}
 
     def _called(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +292,7 @@ class Replay:
         return next(other for other in ran if other.outputs_with_gradient == call.outputs_with_gradient)
 
     def tally(self) -> Tally:
-        """Return the tally of the whole step. Raises ReplayRefusedError if layers that ran do not agree."""
+        """Return the tally of the whole step. Raises ReplayRefusedError if equal layers did not behave equally."""
         for call in self.replayed:
             self._prove(call)
         self._memory.prove({call.layer.kind.paths for call in self.replayed})

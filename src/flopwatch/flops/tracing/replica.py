@@ -157,8 +157,8 @@ class _Replicator:
         return twin
 
     def copy_hooks(self) -> None:
-        """Copy all hooks. This comes after the modules, because a hook may reach any module, even outside the tree."""
-        for original, twin in self._copied_modules:  # the list grows, because a hook may reach further modules
+        """Copy all hooks, after all modules are copied, because a hook may reach any module, even outside the tree."""
+        for original, twin in self._copied_modules:  # the list grows, because hooks may reach other modules
             twin.__dict__.update(self._hooks.tables(original))
 
     def value(self, value: Any) -> Any:
@@ -211,7 +211,7 @@ class _Replicator:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
             raise InputError("the model has lazy parameters without a shape; run one batch through the model first")
-        # A DTensor only shards a plain tensor. Other wrapper tensors (torchao's) decide how they are multiplied.
+        # A DTensor only shards a plain tensor. Other wrappers, such as torchao's, change how products run: note them.
         if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
             self._stack.wrapped_weights[type(tensor).__name__] = None
         mapped = self._map_tensor(tensor)
@@ -229,7 +229,7 @@ class _Replicator:
 
 
 def own_generator(value: Any) -> Any:
-    """Return a copy of a random generator, so that draws do not advance the original; other values unchanged."""
+    """Copy a random generator, so that draws do not advance the original. Any other value is returned unchanged."""
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):

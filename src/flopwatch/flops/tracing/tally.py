@@ -116,7 +116,7 @@ class Event:
     rest: tuple[Any, ...]
 
     def moved(self, old: str, new: str) -> "Event":
-        """Return the same event for the layer at the path `new`, if it belongs to the layer at `old`."""
+        """Move an event of the layer at the path `old` to the layer at `new`; return any other event unchanged."""
         if self.module is None or not (self.module == old or self.module.startswith(old + ".")):
             return self
         return Event(self.method, new + self.module[len(old) :], self.op, self.rest)
@@ -130,7 +130,7 @@ LateEvents = Callable[[], Iterable[Event]]
 
 
 class EventLog(Tally):
-    """Records the calls of `Tally`'s methods in order, instead of adding them up.
+    """Records the calls of `Tally`'s methods in order, instead of adding up their FLOPs.
 
     Args:
         listen: Called with each event as it happens.
