@@ -1,7 +1,7 @@
 """Measures a matrix of trainers, batch sizes, sequence lengths and models; each trial runs in its own process.
 
-`flopwatch.sweep.run(matrix, folder)` does from Python what the command `flopwatch sweep` does. Every supervisor imports
-this package, so the other modules are imported inside the functions, which keeps a supervisor's start fast.
+`flopwatch.sweep.run(matrix, folder)` does from Python what the command `flopwatch sweep` does. The process that
+supervises a trial imports this package too. To keep its start fast, other modules are imported inside the functions.
 """
 
 import warnings
@@ -128,11 +128,11 @@ def run_sweep(
 
     Args:
         sweep: The sweep's folder.
-        make_plan: Returns the plan. It is called when no other runner can change the folder any more.
+        make_plan: Returns the plan. It is called once no other process can run a sweep in the folder.
         engine: Runs the trials.
         screen: Shows warnings, the preflight and the trials.
         with_preflight: Whether to try the trainers on tiny copies of the models first.
-        **limits: `retries` and `budget_seconds` of `run_plan`.
+        **limits: The arguments `retries` and `budget_seconds` of `run_plan`.
     """
     from flopwatch.sweep.folder import held_folder, write_trial_list
     from flopwatch.sweep.preflight import preflight_trials

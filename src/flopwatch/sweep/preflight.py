@@ -90,7 +90,7 @@ def pair_of(spec: TrialSpec) -> Pair:
 
 
 def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) -> Callable[[TrialSpec], str | None]:
-    """A function that returns why a trial cannot run, or None if it can or if its options were not tried."""
+    """A function that returns why a trial cannot run; None if it can, or if the preflight did not try its options."""
     tried = _requests(specs)
 
     def why_not(spec: TrialSpec) -> str | None:

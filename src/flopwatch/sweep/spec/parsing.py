@@ -189,7 +189,7 @@ def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
 
 
 def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]) -> None:
-    """Raise InputError for a condition with a name that no trial has, because it would silently exclude nothing."""
+    """Raise InputError if a condition names something that no trial has, because it would silently exclude nothing."""
     for name, _, value in (part for condition in conditions for part in condition.parts):
         if name.startswith("options."):
             known = {f"options.{option}" for spec in specs for option in spec.options}

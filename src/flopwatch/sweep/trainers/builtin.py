@@ -26,7 +26,7 @@ PerSampleLosses = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """A function of the model's output and the batch that returns the loss of each sample, of shape (batch size,)."""
 
 _IGNORED = -100  # the label that torch's cross-entropy ignores by default
-_SAME = 1e-3  # relative difference up to which losses count as equal; bf16 logits cause less, shifted labels more
+_SAME = 1e-3  # largest relative difference of equal losses; bf16 causes a smaller one, shifted labels a larger one
 _ADVICE = "give the model a method per_sample_losses(output, batch) that returns one loss for each sample"
 
 
@@ -70,7 +70,7 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSampleLosses:
-    """A function for per-sample losses whose mean is the model's own loss, checked on the batch's first sample."""
+    """A function that returns per-sample losses whose mean is the model's own loss, checked on the first sample."""
     if hasattr(model, "per_sample_losses"):
         return model.per_sample_losses  # type: ignore[return-value]
     row = {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
