@@ -1,7 +1,7 @@
 """Earlier attempts of a trial. Their files are moved to `earlier/`, and the next attempt's `spec.json` lists them.
 
-The list lies in the trial's own folder, so that it survives a killed runner, and so that a job that Slurm requeues can
-add to it without a runner. Supervisors import this module, so it uses the standard library only.
+The list lies in the trial's own folder, so that it survives if the sweep's process is killed, and so that a job that
+Slurm requeues can add to it without that process. Supervisors import this module, so it uses the standard library only.
 """
 
 import os

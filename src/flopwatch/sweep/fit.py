@@ -320,8 +320,8 @@ def _reach(probe: Probe) -> tuple[float, float]:
 def next_for_fastest(probes: Sequence[Probe]) -> int | None:
     """The batch to try next: between the fastest batch so far and the next smaller one that was tried.
 
-    If the ratio of the next larger one to the fastest is more than twice as large, the batch to try is between those
-    two instead. None if the two are so close (`_WORTHWHILE_GAP`) that a trial between them is not worthwhile.
+    If the next larger one is more than twice as far away (as a ratio), the batch to try is between it and the fastest.
+    None if the two are so close (`_WORTHWHILE_GAP`) that a trial between them is not worthwhile.
     """
     fastest, _ = fastest_of(probes)
     if fastest is None:

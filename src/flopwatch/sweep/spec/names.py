@@ -205,9 +205,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
 _PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
-_ALIKE = (
-    0.75  # a word this similar to a name counts as a typo; with 0.6, difflib's default, {batch} and {date} would too
-)
+_ALIKE = 0.75  # a word this similar to a name is a typo; at 0.6, difflib's default, {batch} and {date} would be typos
 
 
 def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:

@@ -69,7 +69,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
 _MOST_BYTES = 2**60
-"""One exbibyte, so that 1.5 times a limit, which flopwatch sets as a resource limit, still fits into 64 bits."""
+"""One exbibyte, because flopwatch sets 1.5 times a memory limit as a resource limit, which must fit into 64 bits."""
 
 
 def parse_bytes(text: Any) -> int | None:

@@ -78,7 +78,7 @@ _MOST_POINTS = 2_000_000
 """The maximum number of grid points of the PRV accountant. That many points take up to 1 GB and some seconds."""
 
 _TARGET_ERROR = 0.01
-"""How far epsilon may be below the target; the default of Opacus's own search."""
+"""How far epsilon may be below the target when the search for the noise ends. Opacus's own search uses this default."""
 
 _MOST_TRIES = 12
 """The search for the noise halves the interval from x / 2 to x this many times, so its error is at most x / 8192."""
