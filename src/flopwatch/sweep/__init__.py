@@ -96,7 +96,7 @@ class Screen:
     """Shows a running sweep that was started from Python. The command `flopwatch sweep` has another class for this.
 
     Args:
-        observer: Its methods are called when a trial starts and ends; None for no calls.
+        observer: Its methods are called when a trial starts and ends; None if there is none.
     """
 
     def __init__(self, observer: "Observer | None" = None) -> None:

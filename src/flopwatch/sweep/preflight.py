@@ -1,7 +1,7 @@
 """The preflight of a sweep: finds out which trainer can train which model, before the first trial.
 
-A separate process (`worker/preflight_main.py`) tries each pair on a tiny copy of the model. This module starts it, and
-starts it again after a crash. It never loads torch.
+A separate process (`worker/preflight_main.py`) tries each pair on a tiny copy of the model. This module starts that
+process, and starts it again after a crash. This module itself never loads torch.
 """
 
 import contextlib

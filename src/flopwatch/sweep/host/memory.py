@@ -317,7 +317,7 @@ def _kibibytes(rest: bytes) -> int:
 
 _V1_ROOT = Path("/sys/fs/cgroup/memory")
 _V2_ROOT = Path("/sys/fs/cgroup")
-_LEAST_SLACK_BYTES = 1 << 30  # for thread stacks and memory that allocators reserve, which RLIMIT_DATA counts
+_LEAST_SLACK_BYTES = 1 << 30  # how far RLIMIT_DATA is above the limit at least; it also counts reserved memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ class MemoryLimit:
     Attributes:
         kind: `cgroup`, `rlimit` or `none`.
         join: Called in the worker's process before its program starts.
-        folder: The folder of the cgroup; None without one.
+        folder: The folder of the cgroup; None if there is no cgroup.
     """
 
     kind: str

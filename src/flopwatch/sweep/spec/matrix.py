@@ -130,7 +130,7 @@ _ALIASES = {
     for name in field.validation_alias.choices
     if isinstance(name, str)
 }
-"""The setting that each accepted spelling stands for, such as `batch_sizes` for `batch_size`."""
+"""The name of the setting for each accepted spelling, such as `batch_sizes` for the spelling `batch_size`."""
 
 _INNER: dict[str, type[BaseModel]] = {
     "trainers": TrainerEntry,

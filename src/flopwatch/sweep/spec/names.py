@@ -52,7 +52,7 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
 
 
 def _digits(doubled: Sequence[tuple[str, str]]) -> int:
-    """The number of hash digits to append to equal names to make them unique; six may be too few for 20,000 trials."""
+    """The number of hash digits to append to equal names to make them unique: six, or more if six are too few."""
     digits = 6
     while digits < _WHOLE_KEY and len({(name, key[:digits]) for name, key in doubled}) < len(doubled):
         digits += 2

@@ -238,7 +238,7 @@ def _small_preset(sizes: Preset) -> Preset:
 
 
 def _small_image_preset(sizes: ImagePreset) -> ImagePreset:
-    """Fewer blocks and channels, but all stages and classes, so that the labels of a user's batch stay valid."""
+    """The preset with fewer blocks and channels, but all stages and classes, so that a user's labels stay valid."""
     widths = tuple(_CHANNELS * 2**stage for stage in range(len(sizes.widths)))
     return replace(sizes, image_size=_SIDE, widths=widths, blocks_per_stage=1)
 
