@@ -71,7 +71,7 @@ def is_alive_here(identity: Mapping[str, Any]) -> bool | None:
     """Whether the process of this identity is alive; None if it belongs to another host, boot or PID namespace."""
     here = _pid_scope()
     if "boot" not in identity:
-        return False  # the file is damaged, or version 0.1 wrote it, which recorded no boot id
+        return False  # the file is damaged, or flopwatch 0.1 wrote it, which recorded no boot id
     if not here["boot"] or any(identity.get(key) != value for key, value in here.items()):
         return None
     pid, ticks = identity.get("pid"), identity.get("start_ticks")

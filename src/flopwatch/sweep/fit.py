@@ -345,7 +345,7 @@ class HostLimit:
 
 
 def with_host_limit(folder: Path, spec: TrialSpec) -> HostLimit:
-    """Give a configuration for the CPU a memory limit if it has none: the available memory of this host less a margin.
+    """Add a memory limit to a CPU configuration that has none: the available memory of this host less a margin.
 
     A resumed fit keeps the limit of its first run, because its trials would otherwise not be comparable.
     """

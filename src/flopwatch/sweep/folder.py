@@ -157,7 +157,7 @@ def _move_aside(sweep: Path, file: Path) -> None:
 
 
 def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
-    """Write `sweep.json`: these trials, and all trials that it lists already."""
+    """Write `sweep.json` with these trials and all trials that it lists already."""
     earlier = read_trial_list(sweep)
     if earlier.trouble or earlier.newer_format is not None:
         _move_aside(sweep, sweep / SWEEP)

@@ -28,7 +28,7 @@ _GROUP_FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
-_MARGIN = 0.10  # share of the available memory left to other processes
+_MARGIN = 0.10  # share of the available memory that is left to other processes
 _LEAST_MARGIN_BYTES = 512 << 20  # the margin is at least this large
 
 OF_THIS_HOST = ("cpu", "gpus", "driver")
