@@ -124,7 +124,7 @@ def run_sweep(
     with_preflight: bool,
     **limits: Any,
 ) -> "tuple[Plan, dict[str, int], Stop]":
-    """Run a sweep in its folder; return its plan, the number of trials with each outcome, and the `Stop` of `screen.watch`.
+    """Run a sweep in its folder; return its plan, the number of trials by outcome, and the `Stop` of `screen.watch`.
 
     Args:
         sweep: The sweep's folder.
