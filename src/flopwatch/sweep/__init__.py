@@ -1,7 +1,7 @@
 """Measures a matrix of trainers, batch sizes, sequence lengths and models; each trial runs in its own process.
 
-`flopwatch.sweep.run(matrix, folder)` does from Python what the command `flopwatch sweep` does. Every supervisor imports
-this package, so the other modules are imported inside the functions, which keeps a supervisor's start fast.
+`flopwatch.sweep.run(matrix, folder)` does from Python what the command `flopwatch sweep` does. The process that
+supervises a trial imports this package too. To keep its start fast, other modules are imported inside the functions.
 """
 
 import warnings
@@ -96,7 +96,7 @@ class Screen:
     """Shows a running sweep that was started from Python. The command `flopwatch sweep` has another class for this.
 
     Args:
-        observer: Its methods are called when a trial starts and ends; None for no calls.
+        observer: Its methods are called when a trial starts and ends; None if there is none.
     """
 
     def __init__(self, observer: "Observer | None" = None) -> None:
@@ -124,15 +124,15 @@ def run_sweep(
     with_preflight: bool,
     **limits: Any,
 ) -> "tuple[Plan, dict[str, int], Stop]":
-    """Run a sweep in its folder; return its plan, the number of trials with each outcome, and the `Stop` that was used.
+    """Run a sweep in its folder; return its plan, the number of trials by outcome, and the `Stop` of `screen.watch`.
 
     Args:
         sweep: The sweep's folder.
-        make_plan: Returns the plan. It is called when no other runner can change the folder any more.
+        make_plan: Returns the plan. It is called once no other process can run a sweep in the folder.
         engine: Runs the trials.
         screen: Shows warnings, the preflight and the trials.
         with_preflight: Whether to try the trainers on tiny copies of the models first.
-        **limits: `retries` and `budget_seconds` of `run_plan`.
+        **limits: The arguments `retries` and `budget_seconds` of `run_plan`.
     """
     from flopwatch.sweep.folder import held_folder, write_trial_list
     from flopwatch.sweep.preflight import preflight_trials

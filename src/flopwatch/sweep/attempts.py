@@ -1,7 +1,7 @@
 """Earlier attempts of a trial. Their files are moved to `earlier/`, and the next attempt's `spec.json` lists them.
 
-The list lies in the trial's own folder, so that it survives a killed runner, and so that a job that Slurm requeues can
-add to it without a runner. Supervisors import this module, so it uses the standard library only.
+The list lies in the trial's own folder, so that it survives if the sweep's process is killed, and so that a job that
+Slurm requeues can add to it without that process. Supervisors import this module, so it uses the standard library only.
 """
 
 import os
@@ -49,7 +49,7 @@ class _AttemptFacts:
 
 
 def listed_attempts(sweep: Path, name: str, key: str) -> tuple[Attempt, ...]:
-    """The attempts that `trials/NAME/spec.json` lists, oldest first; empty if it has another `key` (see `Trial`)."""
+    """The attempts that `trials/NAME/spec.json` lists, oldest first. Empty if the file is for another `Trial.key`."""
     job = read_object(trial_folder(sweep, name) / SPEC)
     found = job.get("earlier_attempts") if job.get("key") == key else None
     return tuple(map(clean_value, filter(_is_readable, found))) if isinstance(found, list) else ()
@@ -89,7 +89,7 @@ def put_aside(sweep: Path, name: str) -> str:
 
 
 def put_back(sweep: Path, name: str, earlier: str) -> str:
-    """Restore the attempt that `put_aside` moved to `earlier`; return where the current attempt was moved."""
+    """Restore the files that `put_aside` moved to `earlier`; return where the current attempt's files were moved."""
     place = put_aside(sweep, name)
     source, target = sweep / earlier, trial_folder(sweep, name)
     source.rename(target)
@@ -100,7 +100,10 @@ def put_back(sweep: Path, name: str, earlier: str) -> str:
 
 
 def is_worse(new: TrialResult, earlier: TrialResult | None) -> bool:
-    """Whether the new result of a repeated trial is worse, so that the earlier result is kept."""
+    """Whether the earlier result of a repeated trial is better than the new one, so that the earlier one is kept.
+
+    A result is better if only it is `ok`, or if only it is neither `cancelled`, `lost` nor `skipped`.
+    """
     if earlier is None or earlier.outcome in UNSETTLED:
         return False
     return new.outcome in UNSETTLED or (earlier.outcome == "ok" and new.outcome != "ok")

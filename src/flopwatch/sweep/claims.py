@@ -1,7 +1,7 @@
 """Files in a trial's folder that say which process runs the trial, whether it is alive, and how far it got.
 
-They work on any shared file system, without locks and without comparing clocks of different hosts, because they need
-only what NFS guarantees: link(2), O_EXCL and rename are atomic, and files of another host become visible late. A
+They work on any shared file system, without locks and without comparing clocks of different hosts. They rely only
+on what NFS guarantees: link(2), O_EXCL and rename are atomic, and files of another host become visible in the end. A
 process claims a trial by creating `started.json`, which only one process can do. It shows that it is alive by rewriting
 a small heartbeat file. A reader measures with its own clock for how long the content has not changed. For processes of
 its own host a reader asks the kernel instead. Supervisors import this module, so it uses the standard library only.
@@ -59,7 +59,7 @@ def this_boot() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if it is gone or a zombie, or without /proc."""
+    """When the process started, in clock ticks since boot; None if it is gone or a zombie, or if there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X") else int(fields[19])
@@ -71,7 +71,7 @@ def is_alive_here(identity: Mapping[str, Any]) -> bool | None:
     """Whether the process of this identity is alive; None if it belongs to another host, boot or PID namespace."""
     here = _pid_scope()
     if "boot" not in identity:
-        return False  # the file is damaged, or version 0.1 wrote it, which recorded no boot id
+        return False  # the file is damaged, or flopwatch 0.1 wrote it, which recorded no boot id
     if not here["boot"] or any(identity.get(key) != value for key, value in here.items()):
         return None
     pid, ticks = identity.get("pid"), identity.get("start_ticks")
@@ -81,10 +81,11 @@ def is_alive_here(identity: Mapping[str, Any]) -> bool | None:
 def create_exclusively(file: Path, content: Mapping[str, Any]) -> bool:
     """Create the file with this content; return False if it exists. Of several processes that try, one succeeds.
 
-    The content is written to a temporary file, to which the new name is then linked, so that no reader sees half of it.
-    The number of links shows whether linking succeeded even if the NFS server's answer was lost (see open(2)).
+    The content is written to a temporary file, which then gets the name by a hard link, so no reader sees half of the
+    content. If the name exists, this call may have created it and lost the NFS server's answer; then the temporary file
+    has two links (see open(2)).
     """
-    beside = file.with_name(f".{file.name}.{os.urandom(6).hex()}")  # a pid is not unique among hosts
+    beside = file.with_name(f".{file.name}.{os.urandom(6).hex()}")  # not the pid, because two hosts may use the same
     beside.write_text(json.dumps(content))
     try:
         os.link(beside, file)
@@ -177,7 +178,7 @@ class SupervisorHeartbeat:
     Args:
         folder: The trial's folder.
         attempt: Token of the attempt.
-        guard: Descriptor of the pipe to the process that kills the trial if this supervisor dies; None without one.
+        guard: Descriptor of a pipe to the process that kills the trial if this supervisor dies; None if there is none.
     """
 
     def __init__(self, folder: Path, attempt: str, guard: int | None = None) -> None:
@@ -208,7 +209,7 @@ class SupervisorHeartbeat:
     def is_superseded(self) -> bool:
         """Whether `started.json` now names another process or attempt."""
         claimed = read_json(self._claim)
-        if isinstance(claimed, dict):  # otherwise the trial may have deleted its folder
+        if isinstance(claimed, dict):  # the file is missing if the trial has deleted its folder
             keys = ("host", "pid", "start_ticks", "boot")
             is_ours = claimed.get("attempt") == self._attempt and all(
                 claimed.get(key) == self._identity[key] for key in keys

@@ -81,19 +81,19 @@ _MOST_GROWTH = 16
 """The next batch is at most this many times the largest that fitted, because the line is inaccurate far beyond it."""
 
 _NEAR_MISS = 1.1
-"""A prediction up to this many times the smallest batch that did not fit counts as nearly right, because a trial
-cannot use quite all of the capacity.
+"""A predicted largest batch counts as nearly right if it is at most this many times the smallest batch that did not
+fit, because the prediction assumes that a trial can use all of the capacity, which no trial quite does.
 """
 
 _PATIENCE = 8
-"""After this many trials the search no longer uses the line and the parabola, but halves the bracket."""
+"""After this many trials the search no longer predicts: it doubles the batch until one does not fit, then bisects."""
 
 _LEAST_NOISE = 0.02
 """Relative difference in throughput to expect between two processes, even if the steps within each are equally fast."""
 
 _SPEED_PROBES = 2
 _WORTHWHILE_GAP = 2.5
-"""The search for the fastest batch tries a size between two neighbours only if their ratio is larger than this."""
+"""The search for the fastest batch tries a size between two tried sizes only if their ratio is larger than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ class Found:
     Attributes:
         largest: The largest batch that fitted; None if not even 1 did.
         too_large: The smallest batch that did not fit; None if all did.
-        is_largest_known: Whether `largest` is within the tolerance, or every batch up to the allowed maximum fits.
+        is_largest_known: Whether `largest` is known within the tolerance, or all batches up to the allowed maximum fit.
         fastest: The smallest batch whose throughput is not measurably below the best; None if no trial has step times.
-        as_fast: The next larger batch that was tried, if it is not measurably faster than `fastest`; otherwise None.
+        as_fast: The next larger batch tried, if its throughput does not measurably differ from `fastest`'s; else None.
         probes: The results of all batches tried, in the order of the trials.
         probes_for_largest: The number of trials that it took to find `largest`.
         stopped: Why the search ended early; empty if it did not.
@@ -222,7 +222,7 @@ def next_for_largest(probes: Sequence[Probe], max_batch: int, tolerance: float =
     high = max_batch + 1 if too_large is None else too_large
     if high - low <= 1 or (too_large is not None and low >= (1 - tolerance) * (high - 1)):
         return None
-    # The straight line needs two small batches first. A third one saved no trial (benchmarks/sweeps/fit_trials.py).
+    # The line needs two small batches first. A third did not shorten the search (benchmarks/sweeps/fit_trials.py).
     first = next((size for size in _FIRST_BATCHES if low < size < high), None)
     guess = first or _guess(probes, fitting, too_large, tolerance)
     return max(low + 1, min(guess, high - 1))
@@ -244,7 +244,7 @@ def _guess_above(fitting: Sequence[Probe], tolerance: float) -> int:
         return 4 * low
     if edge >= just_closing:
         return min(edge, _MOST_GROWTH * low)
-    # The line predicts that hardly any larger batch fits. Each time one fits nevertheless, the next guess grows more.
+    # By the line, hardly any larger batch fits. Each time that one fits all the same, the next guess is a larger step.
     surprises = sum(probe.batch_size >= 0.9 * low for probe in fitting) - 1
     return (min(edge + 1, just_closing), just_closing, 2 * low)[min(surprises, 2)]
 
@@ -255,10 +255,11 @@ def _just_closing(low: int, tolerance: float) -> int:
 
 
 def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int, tolerance: float) -> int:
-    """Guess by the line; after two trials in a row that did not fit, by the parabola; after three, halve the bracket.
+    """Guess a batch in the bracket: above the largest batch that fitted, and below `too_large`, which did not fit.
 
-    A curve is used if its prediction lies inside the bracket. If the prediction lies slightly above the bracket, which
-    happens if trials cannot use all of the capacity, the guess is the batch that would end the search if it fits.
+    The guess is the prediction of the line; after two trials in a row that did not fit (`misses`), of the parabola;
+    after three, the middle of the bracket. A prediction above the bracket is not used. If it is only slightly above,
+    which happens if trials cannot use all of the capacity, the guess is the batch that would end the search if it fits.
     """
     low = fitting[-1].batch_size
     nearly = math.ceil((1 - tolerance) * (too_large - 1))  # the search ends if this batch fits
@@ -283,12 +284,12 @@ def _misses_since_a_fit(probes: Sequence[Probe]) -> int:
 
 
 def _middle(low: int, high: int) -> int:
-    """The geometric mean if the two are far apart, because the tolerance is relative; otherwise the arithmetic mean."""
+    """The geometric mean if the batches are far apart, because the tolerance is relative; else the arithmetic mean."""
     return round(math.sqrt(low * high)) if high > 4 * low > 0 else (low + high) // 2
 
 
 def _edge(curve: Callable[[Sequence[Point], int], int | None], fitting: Sequence[Probe]) -> int | None:
-    """The largest batch within the capacity by this curve through the measured peaks; None if it is unknown."""
+    """The largest batch within the capacity, as predicted by this curve through the measured peaks; None if unknown."""
     points = [(probe.batch_size, probe.peak_bytes) for probe in fitting if probe.peak_bytes is not None]
     capacity = next((probe.capacity_bytes for probe in reversed(fitting) if probe.capacity_bytes is not None), None)
     return None if capacity is None else curve(points, capacity)
@@ -317,9 +318,10 @@ def _reach(probe: Probe) -> tuple[float, float]:
 
 
 def next_for_fastest(probes: Sequence[Probe]) -> int | None:
-    """The batch to try next: in the gap between the fastest batch so far and the next smaller one that was tried.
+    """The batch to try next: between the fastest batch so far and the next smaller one that was tried.
 
-    The gap to the next larger one is used if it is more than twice as wide. None if the gap that is used is narrow.
+    If the next larger one is more than twice as far away (as a ratio), the batch to try is between it and the fastest.
+    None if the two are so close (`_WORTHWHILE_GAP`) that a trial between them is not worthwhile.
     """
     fastest, _ = fastest_of(probes)
     if fastest is None:
@@ -343,7 +345,7 @@ class HostLimit:
 
 
 def with_host_limit(folder: Path, spec: TrialSpec) -> HostLimit:
-    """Give a configuration for the CPU a memory limit if it has none: the available memory of this host less a margin.
+    """Add a memory limit to a CPU configuration that has none: the available memory of this host less a margin.
 
     A resumed fit keeps the limit of its first run, because its trials would otherwise not be comparable.
     """
@@ -371,7 +373,7 @@ def _limited(spec: TrialSpec, limit_bytes: int) -> TrialSpec:
 
 
 def _earlier_limit(folder: Path, spec: TrialSpec) -> int | None:
-    """The memory limit of an earlier trial in this folder that differs only in batch and limit; None without one."""
+    """The memory limit of an earlier trial here that differs only in batch size and limit; None if there is none."""
     for entry in read_trial_list(folder).trials.values():
         try:
             earlier = TrialSpec.from_json(entry.get("spec", {}))

@@ -139,7 +139,7 @@ def _make_folders(sweep: Path) -> None:
 
 
 def _move_wrong_types_aside(sweep: Path) -> None:
-    """Move a file that has the name of a sweep's folder, or a folder that has the name of a file, to `earlier/`."""
+    """Move to `earlier/` a file where the sweep needs a folder of that name, or a folder where it needs a file."""
     for name in (EARLIER, *_FOLDERS):
         if os.path.lexists(sweep / name) and not (sweep / name).is_dir():
             _move_aside(sweep, sweep / name)
@@ -157,7 +157,7 @@ def _move_aside(sweep: Path, file: Path) -> None:
 
 
 def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
-    """Write `sweep.json`: these trials, and all trials that it lists already."""
+    """Write `sweep.json` with these trials and all trials that it lists already."""
     earlier = read_trial_list(sweep)
     if earlier.trouble or earlier.newer_format is not None:
         _move_aside(sweep, sweep / SWEEP)
@@ -229,7 +229,7 @@ def _discard(sweep: Path, folder: Path) -> None:
 
 
 def has_begun(sweep: Path, name: str) -> bool:
-    """Whether the trial's folder holds an attempt that has started, a result, or a `spec.json` of another version."""
+    """Whether the trial's folder holds an attempt that has started, a result, or a `spec.json` in another format."""
     folder = trial_folder(sweep, name)
     if not folder.is_dir():
         return os.path.lexists(folder)
@@ -239,7 +239,7 @@ def has_begun(sweep: Path, name: str) -> bool:
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
-    """Whether this trial's supervisor seems to be alive. One on another host is judged by its heartbeat."""
+    """Whether this trial's supervisor seems to be alive. A supervisor on another host is judged by its heartbeat."""
     folder = trial_folder(sweep, name)
     return _WATCHER.is_alive(folder / STARTED, folder / SUPERVISOR_HEARTBEAT)
 
@@ -305,11 +305,11 @@ def _take_number(folder: Path, sweep: Path, report: Callable[[str], None]) -> in
         facts = {**own_identity(), "unix_time": time.time(), "command": sys.argv[:20]}
         if create_exclusively(_runner_file(folder, number + 1), facts):
             return number + 1
-        number += 1  # another runner has this number; its file may only now have become visible
+        number += 1  # another runner has taken this number, perhaps on a host whose files become visible late
 
 
 def _wait_for_end(folder: Path, number: int, sweep: Path, report: Callable[[str], None]) -> None:
-    """Return when it is certain that the runner of this number has ended: on another host, when its heartbeat stops.
+    """Return once the runner with this number has ended; on another host it counts as ended if its heartbeat stops.
 
     Raises:
         InputError: That runner is alive.

@@ -1,7 +1,7 @@
 """The preflight of a sweep: finds out which trainer can train which model, before the first trial.
 
-A separate process (`worker/preflight_main.py`) tries each pair on a tiny copy of the model. This module starts it, and
-starts it again after a crash. It never loads torch.
+A separate process (`worker/preflight_main.py`) tries each pair on a tiny copy of the model. This module starts that
+process, and starts it again after a crash. This module itself never loads torch.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def pair_of(spec: TrialSpec) -> Pair:
 
 
 def refusals(found: Mapping[Pair, PreflightResult], specs: Sequence[TrialSpec]) -> Callable[[TrialSpec], str | None]:
-    """A function that returns why a trial cannot run, or None if it can or if its options were not tried."""
+    """A function that returns why a trial cannot run; None if it can, or if the preflight did not try its options."""
     tried = _requests(specs)
 
     def why_not(spec: TrialSpec) -> str | None:

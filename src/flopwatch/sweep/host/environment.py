@@ -28,7 +28,7 @@ _GROUP_FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
-_MARGIN = 0.10  # share of the available memory left to other processes
+_MARGIN = 0.10  # share of the available memory that is left to other processes
 _LEAST_MARGIN_BYTES = 512 << 20  # the margin is at least this large
 
 OF_THIS_HOST = ("cpu", "gpus", "driver")
@@ -38,7 +38,7 @@ _PACKAGES = ("torch", "opacus", "transformers")
 _SOURCES_LAST_SECONDS = 5.0
 """Sources are read again after this time, because a user may edit a trainer while the sweep runs."""
 _LARGEST_SOURCE = 16 << 20
-"""The digest of a larger file uses its size and modification time, because a command may name gigabytes of data."""
+"""The digest of a larger file uses its size and modification time instead, because a command may name huge files."""
 
 _NO_SOURCES = ("/proc/", "/sys/")
 """Files of the kernel look like regular files, but reading them may block, and their content changes."""
@@ -127,7 +127,7 @@ def git_state(folder: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _source_digest(name: str, moment: int) -> str | None:
-    """The digest of a file, or of the source files of `module:Class`; None for installed packages or without a file."""
+    """The digest of a file, or of the sources of `module:Class`; None for an installed package or a missing file."""
     import hashlib
 
     module, colon, _ = name.partition(":")
@@ -167,7 +167,7 @@ def available_bytes() -> int | None:
 
 
 def least_available(meminfo: Path, groups: Sequence[Path]) -> int | None:
-    """The memory left in the machine, a cgroup or a parent of one, whichever is least; None if all are unknown."""
+    """The least of the memory left in the machine, in these cgroups and in their parents; None if all are unknown."""
     folders = {folder for group in groups for folder in (group, *group.parents)}
     found = [_of_machine(meminfo), *(_of_group(folder, *files) for folder in folders for files in _GROUP_FILES)]
     return min((size for size in found if size is not None), default=None)

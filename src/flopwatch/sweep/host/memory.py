@@ -37,7 +37,7 @@ _ROLLUP_URGENT_SECONDS = 0.2
 _ROLLUP_SHARE = 100
 _ROLLUP_URGENT_SHARE = 10
 """How long to wait between two readings of smaps_rollup: _ROLLUP_SECONDS, but at least _ROLLUP_SHARE times as long as
-one reading takes. The urgent values apply if the limit seems exceeded or large processes are new.
+one reading takes. The urgent values apply if the limit seems exceeded or large processes have started.
 """
 
 _WORTH_A_ROLLUP = 0.05
@@ -86,7 +86,7 @@ def largest_peak(*peaks: HostPeak) -> HostPeak:
 
 
 class TreeMemory:
-    """Samples the memory of all descendants of this process, with about 1 % of a core.
+    """Samples the memory of all descendants of this process, which takes about 1 % of a core.
 
     Args:
         limit_bytes: Memory limit of all descendants together; None is no limit.
@@ -166,8 +166,8 @@ class TreeMemory:
         began = time.process_time()
         rollup = read_rollup(found)
         if rollup is not None and rollup.total > (self.peak.bytes or 0):
-            # The processes are read one after the other. If one ends in between, its shared pages count again in those
-            # that are read later. A second reading is very unlikely to have the same error.
+            # The processes are read one after the other. If one ends after it was read, its share of common pages is
+            # counted again in the PSS of those read later. A second reading is very unlikely to have the same error.
             again = read_rollup(found)
             rollup = again if again is not None and again.total < rollup.total else rollup
         took, now = time.process_time() - began, time.monotonic()
@@ -177,9 +177,9 @@ class TreeMemory:
         return rollup
 
     def _estimated(self, found: Mapping[int, Resident]) -> int:
-        """The memory at the last reading of smaps_rollup, plus what those processes have allocated or freed since.
+        """The memory at the last reading of smaps_rollup, corrected by what those processes allocated or freed since.
 
-        The changes are those of anonymous memory only, because other pages are often shared and counted already. For
+        Only changes of anonymous memory are included, because other pages are often shared and counted already. For
         the same reason, a process that started after the last reading is left out.
         """
         if self._rollup is None:
@@ -190,7 +190,7 @@ class TreeMemory:
         return self._rollup.total + sum(since)
 
     def _needs_rollup(self, found: Mapping[int, Resident]) -> bool:
-        """Whether smaps_rollup should be read soon, because large processes are new or the limit seems exceeded."""
+        """Whether to read smaps_rollup soon, because large processes have started or the limit seems exceeded."""
         known = self._rollup.anonymous if self._rollup else found
         unknown = sum(one.now for pid, one in found.items() if pid not in known)
         if unknown > _WORTH_A_ROLLUP * self._now_bytes:
@@ -245,7 +245,7 @@ def distinct(found: Mapping[int, Resident]) -> dict[int, Resident]:
 
 @dataclass(frozen=True, slots=True)
 class Rollup:
-    """The memory of several processes together, each page counted once, and the anonymous memory of each in bytes."""
+    """The memory of several processes together, each page counted once, and the anonymous memory of each process."""
 
     total: int
     anonymous: Mapping[int, int]
@@ -272,7 +272,7 @@ def _rollup_of(pid: int) -> dict[bytes, int]:
 
 
 def mapped_data_bytes(pid: int | str) -> int:
-    """Resident bytes of mapped files without code, such as a dataset. Takes tens of ms."""
+    """Resident bytes of mapped files that contain no code, such as a dataset. The call takes tens of ms."""
     by_file: dict[bytes, int] = {}
     programs: set[bytes] = set()
     file = b""
@@ -317,7 +317,7 @@ def _kibibytes(rest: bytes) -> int:
 
 _V1_ROOT = Path("/sys/fs/cgroup/memory")
 _V2_ROOT = Path("/sys/fs/cgroup")
-_LEAST_SLACK_BYTES = 1 << 30  # for thread stacks and memory that allocators reserve, which RLIMIT_DATA counts
+_LEAST_SLACK_BYTES = 1 << 30  # how far RLIMIT_DATA is above the limit at least; it also counts reserved memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ class MemoryLimit:
     Attributes:
         kind: `cgroup`, `rlimit` or `none`.
         join: Called in the worker's process before its program starts.
-        folder: The folder of the cgroup; None without one.
+        folder: The folder of the cgroup; None if there is no cgroup.
     """
 
     kind: str
@@ -352,7 +352,7 @@ class MemoryLimit:
 
 
 def limit_memory(limit_bytes: int | None, name: str) -> MemoryLimit:
-    """A cgroup with this limit if this process can create one, else a resource limit; None sets no limit."""
+    """A cgroup with this limit if this process can create one, else a resource limit; neither if the limit is None."""
     if limit_bytes is None:
         return MemoryLimit("none", lambda: None)
     for parent in group_places():

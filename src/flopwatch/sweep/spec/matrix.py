@@ -28,7 +28,7 @@ from flopwatch.sweep.spec.parsing import (
 )
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
 
-MOST_TRIALS = 100_000  # above it, a typo is more likely than a sweep of many months
+MOST_TRIALS = 100_000  # a matrix with more trials is more likely a typo than a sweep of many months
 _MOST_MISTAKES = 5
 _LARGEST_FILE = 16 << 20  # 100,000 lines of YAML are a few MiB
 
@@ -44,7 +44,7 @@ def _none_for_word(value: Any) -> Any:
 
 
 def _spelt(*names: str) -> Any:
-    """A setting that may be written in each of these spellings."""
+    """A setting that can be written in any of these spellings."""
     return Field(validation_alias=AliasChoices(*names))
 
 
@@ -130,7 +130,7 @@ _ALIASES = {
     for name in field.validation_alias.choices
     if isinstance(name, str)
 }
-"""The setting that each accepted spelling stands for, such as `batch_sizes` for `batch_size`."""
+"""The name of the setting for each accepted spelling, such as `batch_sizes` for the spelling `batch_size`."""
 
 _INNER: dict[str, type[BaseModel]] = {
     "trainers": TrainerEntry,

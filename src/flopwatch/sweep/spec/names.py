@@ -52,7 +52,7 @@ def trial_names(specs: Sequence[TrialSpec]) -> list[str]:
 
 
 def _digits(doubled: Sequence[tuple[str, str]]) -> int:
-    """The number of hash digits to append to equal names to make them unique; six may be too few for 20,000 trials."""
+    """The number of hash digits to append to equal names to make them unique: six, or more if six are too few."""
     digits = 6
     while digits < _WHOLE_KEY and len({(name, key[:digits]) for name, key in doubled}) < len(doubled):
         digits += 2
@@ -205,7 +205,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "npu", "privateuseone")
 _PLACEHOLDERS = ("batch_size", "micro_batch_size", "seq_len", "model", "dtype", "seed", "trial_dir")
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
-_ALIKE = 0.75  # least similarity of a typo; with 0.6, difflib's default, {batch} and {date} would count as typos
+_ALIKE = 0.75  # a word this similar to a name is a typo; at 0.6, difflib's default, {batch} and {date} would be typos
 
 
 def check_names(specs: Sequence[TrialSpec], *, with_modules: bool = True) -> None:

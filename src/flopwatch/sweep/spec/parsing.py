@@ -69,7 +69,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
 _MOST_BYTES = 2**60
-"""One exbibyte, so that 1.5 times a limit, which flopwatch sets as a resource limit, still fits into 64 bits."""
+"""One exbibyte, because flopwatch sets 1.5 times a memory limit as a resource limit, which must fit into 64 bits."""
 
 
 def parse_bytes(text: Any) -> int | None:
@@ -189,7 +189,7 @@ def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
 
 
 def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]) -> None:
-    """Raise InputError for a condition with a name that no trial has, because it would silently exclude nothing."""
+    """Raise InputError if a condition names something that no trial has, because it would silently exclude nothing."""
     for name, _, value in (part for condition in conditions for part in condition.parts):
         if name.startswith("options."):
             known = {f"options.{option}" for spec in specs for option in spec.options}

@@ -71,7 +71,7 @@ def _text(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> di
 
 
 def _token_ids(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Random ids without the padding token, because Opacus 1.6 gives its embedding a gradient and torch does not."""
+    """Random ids without the padding token, for whose embedding Opacus 1.6 computes a gradient and torch does not."""
     size = vocabulary(model)
     ids = torch.randint(size, shape, generator=generator)
     for module in model.modules():
@@ -110,9 +110,6 @@ def _has_embedding(model: nn.Module, *words: str) -> bool:
 
 def _moved(batch: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
-# Batches from a user's function, for models whose inputs flopwatch does not know
 
 
 def own_batch(function: str, model: nn.Module, batch_size: int, seq_len: int, seed: int) -> dict[str, Any]:
@@ -191,7 +188,7 @@ def _check_rows(function: str, batch: Mapping[str, Any], batch_size: int) -> Non
 
 
 def batch_rows(batch: Mapping[str, Any]) -> int:
-    """The number of samples: the rows of the first tensor with more than one, because one row may serve all samples."""
+    """The number of samples: the length of the first tensor with several rows. A single row may be for all samples."""
     lengths = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
     return next((length for length in lengths if length > 1), 1)
 

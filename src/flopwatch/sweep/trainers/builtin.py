@@ -26,7 +26,7 @@ PerSampleLosses = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """A function of the model's output and the batch that returns the loss of each sample, of shape (batch size,)."""
 
 _IGNORED = -100  # the label that torch's cross-entropy ignores by default
-_SAME = 1e-3  # relative difference up to which losses count as equal; bf16 logits cause less, shifted labels more
+_SAME = 1e-3  # largest relative difference of equal losses; bf16 causes a smaller one, shifted labels a larger one
 _ADVICE = "give the model a method per_sample_losses(output, batch) that returns one loss for each sample"
 
 
@@ -70,7 +70,7 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_per_sample_losses(model: nn.Module, batch: Mapping[str, Any]) -> PerSampleLosses:
-    """A function for per-sample losses whose mean is the model's own loss, checked on the batch's first sample."""
+    """A function that returns per-sample losses whose mean is the model's own loss, checked on the first sample."""
     if hasattr(model, "per_sample_losses"):
         return model.per_sample_losses  # type: ignore[return-value]
     row = {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
@@ -107,7 +107,7 @@ def label_losses(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    # In fp32 or fp64, as in transformers, because bf16 is too coarse for the loss with a large vocabulary.
+    # Computed in fp32 or fp64, as in transformers, because bf16 is too coarse for the loss with a large vocabulary.
     wide = logits if logits.dtype == torch.float64 else logits.float()
     each = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=_IGNORED, reduction="none")
     each, counted = each.view(len(labels), -1), (labels != _IGNORED).view(len(labels), -1)

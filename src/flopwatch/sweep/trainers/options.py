@@ -96,5 +96,5 @@ def enable_checkpointing(model: "nn.Module") -> None:
 
 
 def is_checkpointing(model: "nn.Module") -> bool:
-    """Whether checkpointing is enabled in a transformers model or a preset; other checkpointing is not recognised."""
+    """Whether checkpointing is enabled in a transformers model or a flopwatch preset; other ways are not recognised."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

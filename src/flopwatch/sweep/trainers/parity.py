@@ -15,8 +15,8 @@ from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 from flopwatch.torch_internals import AnyDropout
 
 _ROUNDING = 1e-4
-"""A gradient below this share of the norm of all gradients is rounding error, such as that of an attention key's bias,
-which is zero in exact arithmetic.
+"""Differences are relative to the norm of a parameter's gradient, but at least to this share of the norm of all
+gradients, because a gradient that would be zero in exact arithmetic (an attention key's bias) is only rounding error.
 """
 
 Gradients = dict[str, torch.Tensor]

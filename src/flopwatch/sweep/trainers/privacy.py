@@ -78,13 +78,13 @@ _MOST_POINTS = 2_000_000
 """The maximum number of grid points of the PRV accountant. That many points take up to 1 GB and some seconds."""
 
 _TARGET_ERROR = 0.01
-"""How far epsilon may be below the target; the default of Opacus's own search."""
+"""How far epsilon may be below the target when the search for the noise ends. Opacus's own search uses this default."""
 
 _MOST_TRIES = 12
 """The search for the noise halves the interval from x / 2 to x this many times, so its error is at most x / 8192."""
 
 _EPSILON_ERROR = 0.01
-"""The error of epsilon that the PRV accountant allows by default; with steps and delta it determines the grid."""
+"""The error of epsilon that the PRV accountant allows by default. Error, steps and delta determine its grid."""
 
 
 def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier: float) -> PrivacySpent:
@@ -141,7 +141,7 @@ def _spent(training: PrivacySpent) -> PrivacySpent:
     if training.accountant == "prv" and _grid_points(training) > _MOST_POINTS:
         return _noted(_spent(_by_rdp(training)), _TOO_LARGE)
     epsilon = _epsilon(training)
-    if not isfinite(epsilon) or epsilon < 0:  # rdp returns such values for a delta near 1
+    if not isfinite(epsilon) or epsilon < 0:  # the RDP accountant returns such values for a delta near 1
         return _noted(
             training, f"Opacus's accountant {training.accountant} returned {epsilon:.4g}, which is no valid epsilon"
         )

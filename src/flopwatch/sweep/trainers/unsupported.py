@@ -69,7 +69,7 @@ def _with_buffers(model: nn.Module) -> str | None:
 
 
 def _tied_inside(model: nn.Module) -> list[str]:
-    """The names of one parameter that occurs twice in a layer that Opacus handles with functorch; else empty.
+    """The names of a parameter that occurs twice in a layer that Opacus handles with functorch; empty if there is none.
 
     BERT's output head is a layer with such a parameter, its bias.
     """
@@ -88,7 +88,7 @@ def _tied_inside(model: nn.Module) -> list[str]:
 def tied_parameters(model: nn.Module) -> list[str]:
     """The names of a trainable parameter that several layers share, if Opacus uses ghost clipping for one of them.
 
-    Opacus raises an exception only if that layer is the second to run; otherwise it silently computes a wrong norm.
+    If the layer with ghost clipping runs second, Opacus raises an exception; otherwise it silently gets a wrong norm.
     """
     names: dict[int, list[str]] = {}
     ghost: set[int] = set()
@@ -108,7 +108,7 @@ def explain_failure(trainer: str, idle: list[str], error: Exception) -> str:
     Args:
         trainer: The DP trainer whose step failed.
         idle: Trainable parameters that get no gradient in a standard step.
-        error: The exception that it raised.
+        error: The exception that the step raised.
     """
     message = first_line(error, 1000)
     if idle and any(sign in message for sign in MISSING_GRADIENT_SIGNS):

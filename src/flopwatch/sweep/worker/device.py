@@ -24,7 +24,7 @@ PARTS = ("forward", "backward", "optimizer")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 _LEAST_RESET_BYTES = 64 << 20
-"""A peak up to this much above the present size counts as reset, because the kernel's counters per core may lag."""
+"""A peak up to this much above the present size counts as reset, because the kernel's memory counters may lag."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -98,7 +98,7 @@ def reset_peak(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Peak memory since `reset_peak`: allocated by tensors on CUDA, else resident memory; None if it is unknown."""
+    """Peak memory since `reset_peak`: that of tensors on CUDA, else this process's resident memory; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return host_peak_bytes()

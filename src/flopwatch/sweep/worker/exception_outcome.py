@@ -82,7 +82,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _members(error: BaseException) -> list[BaseException]:
     """The exceptions of a group. Python 3.10 has no class for groups, so their attribute `exceptions` identifies them.
 
-    A user's exception may have an attribute of that name with any content.
+    A user's exception may have an attribute of that name with any content, so only exceptions in it are returned.
     """
     try:
         members = list(getattr(error, "exceptions", ()))

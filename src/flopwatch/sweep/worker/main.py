@@ -34,7 +34,7 @@ def main(trial_dir: Path, rank: int | None = None) -> int:
         trial_dir: The trial's folder with its `spec.json`.
         rank: The rank of this process; None if it is the trial's only process.
     """
-    if rank is not None:  # if torchrun is killed, a supervisor on another host could not end this process
+    if rank is not None:  # this process must end with torchrun, because a supervisor on another host could not end it
         die_with_parent(signal.SIGKILL)
     stacks = (trial_dir / of_rank(STACKS, rank or 0)).open("w")
     faulthandler.enable()

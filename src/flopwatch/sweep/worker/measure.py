@@ -135,7 +135,7 @@ class _TrialRun:
         try:
             action()
         except (Exception, SystemExit) as error:
-            if self._ranks.size > 1:  # the other ranks would wait for this rank in the next collective
+            if self._ranks.size > 1:  # raise, because the other ranks wait for this rank in a collective
                 raise
             self._note_failure(phase, error)
         self.save()

@@ -35,7 +35,7 @@ from flopwatch.sweep.worker.exception_outcome import message_of
 from flopwatch.sweep.worker.step_cost import count_plain
 
 _BATCH_SIZE, _SEQ_LEN = 3, 8
-"""They differ from each other and from the sizes of the copies, so that swapped dimensions raise an error."""
+"""Batch size and length differ from each other and from the copies' sizes, so that swapped dimensions raise errors."""
 
 _SAME_GRADIENTS = 1e-2
 """Gradients with a smaller relative difference count as equal. Rounding in fp32 causes differences below 1e-5, and a
@@ -154,7 +154,7 @@ def _check_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _compared(tiny: nn.Module, result: PreflightResult, request: Request) -> PreflightResult:
-    """Compare the clipped gradients with those of a loop over the samples, because a step may run and clip wrongly."""
+    """Compare the clipped gradients with those of a loop over the samples, because a step can run yet clip wrongly."""
     batch = trial_batch(tiny, _BATCH_SIZE, _SEQ_LEN, 0, "cpu", request.get("batch"))
     try:
         difference = parity(tiny, batch, trainers=[result.trainer])[result.trainer]
@@ -238,7 +238,7 @@ def _small_preset(sizes: Preset) -> Preset:
 
 
 def _small_image_preset(sizes: ImagePreset) -> ImagePreset:
-    """Fewer blocks and channels, but all stages and classes, so that the labels of a user's batch stay valid."""
+    """The preset with fewer blocks and channels, but all stages and classes, so that a user's labels stay valid."""
     widths = tuple(_CHANNELS * 2**stage for stage in range(len(sizes.widths)))
     return replace(sizes, image_size=_SIDE, widths=widths, blocks_per_stage=1)
 

@@ -102,7 +102,7 @@ class ManyRanks(RankGroup):
         # Imported here, because it imports torch.distributed.fsdp, which takes a second.
         from flopwatch.monitor.ranks.group import device_identity
 
-        # If several processes share a device, only the first measures its peak, using the threads of all.
+        # If several processes share a device, only the first measures its peak, with as many threads as all together.
         mine = device_identity(device)
         devices = self.gathered((mine, torch.get_num_threads()))
         first = [identity for identity, _ in devices].index(mine) == self.rank
@@ -171,9 +171,6 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         else:
             found += blocks(child)
     return found
-
-
-# The results of the whole trial, computed from those of its processes.
 
 
 def job_cost(costs: Sequence[StepCost]) -> StepCost:

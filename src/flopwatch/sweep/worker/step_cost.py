@@ -32,8 +32,8 @@ def count_step(
 ) -> StepCost:
     """Count the FLOPs of one step; `supervisor/build_result.py` computes MFU and HFU from them.
 
-    All trainers except the standard one without micro-batches run one more real step here. After that step torch no
-    longer compiles the trainer's model, so call this function after everything else is measured.
+    This runs one more real step, except for the standard trainer without micro-batches. After that step torch no longer
+    compiles the trainer's model, so call this function after everything else is measured.
 
     Args:
         trainer: The trainer, ready to run a step on this batch.
