@@ -29,6 +29,16 @@ def test_json_holds_the_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["flops"]["method"] == "trace"
 
 
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [("trace", "counted by a trace"), ("step", "counted while"), ("estimate", "estimated from the shapes")],
+)
+def test_the_table_says_how_the_flops_were_counted(capsys: pytest.CaptureFixture[str], method: str, words: str) -> None:
+    _, out, _ = run(capsys, "--model", "tiny", "--batch-size", "2", "--seq-len", "64", "--method", method)
+
+    assert f" MFLOP {words}" in " ".join(out.split())
+
+
 def test_the_table_names_modules_and_totals(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "--model", "tiny", "--batch-size", "2", "--seq-len", "64", "--checkpoint")
 

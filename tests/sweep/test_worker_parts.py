@@ -17,6 +17,7 @@ from flopwatch.sweep.worker import device as worker_clock
 from flopwatch.sweep.worker.device import peak_bytes, reset_peak, timed_step
 from flopwatch.sweep.worker.exception_outcome import describe_exception, outcome_of
 from flopwatch.sweep.worker.main import lost_peer, print_exception
+from flopwatch.sweep.worker.measure import measure_trial
 from flopwatch.testing import FakeClock
 
 CPU = torch.device("cpu")
@@ -244,6 +245,36 @@ def test_steps_of_a_trial_that_died_are_kept(tmp_path):
     assert (found.cost.mfu, found.cost.hfu) == (0.1, 0.3)
     assert (found.memory.host_bytes, found.memory.host_method) == (25, "samples")
     assert (left.environment, left.is_done, left.has_all_steps) == ({"torch": "x"}, False, False)
+
+
+class KeepsItsOwnLog:
+    """A trainer that writes to the trial's steps.jsonl too."""
+
+    log = None
+
+    def __init__(self, model, settings):
+        self.model = model
+
+    def forward(self, batch):
+        return self.model(**batch)["loss"]
+
+    def backward(self, loss):
+        loss.backward()
+
+    def update(self):
+        with self.log.open("a") as lines:
+            lines.write(json.dumps({"loss": 1.0, "words": "x" * 1000}) + "\n")
+
+
+def test_a_trial_survives_foreign_lines_among_its_steps(tmp_path, monkeypatch):
+    folder = tmp_path / "trials" / "one"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(KeepsItsOwnLog, "log", folder / "steps.jsonl")
+    trainer = f"{__name__}:{KeepsItsOwnLog.__name__}"
+    spec = TrialSpec(trainer, "tiny", 2, 16, device="cpu", steps=2, warmup_steps=1, trace=False)
+    measure_trial(folder, spec, Heartbeat(folder))
+    left = collect_measurements(folder, spec, HostPeak())
+    assert (left.is_done, left.has_all_steps, left.measured.steps.count) == (True, True, 2)
 
 
 def test_a_trial_that_left_nothing_measured_nothing(tmp_path):

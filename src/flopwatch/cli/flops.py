@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 _METHODS = {
-    "trace": "by a trace that runs nothing",
-    "step": "while a real step ran",
+    "trace": "counted by a trace that runs nothing",
+    "step": "counted while a real step ran",
     "estimate": "estimated from the shapes of the modules",
 }
 _ROWS = 14
@@ -143,7 +143,7 @@ def _totals(count: "FlopCount", tokens: int) -> "Table":
     table.add_row(
         "per token",
         flop_text(count.model_flops / tokens),
-        f"counted {_METHODS[count.method]}, attention {count.attention}",
+        f"{_METHODS[count.method]}, attention {count.attention}",
     )
     return table
 

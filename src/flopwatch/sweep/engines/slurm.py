@@ -330,8 +330,8 @@ def _line(file: Path, index: int) -> tuple[str, str]:
             line = names.read().decode(errors="replace").splitlines()[index]
     except (FileNotFoundError, UnreadableError, IndexError):
         return "", ""
-    name, _, attempt = line.rpartition(" ")
-    return name, attempt
+    name, blank, attempt = line.rpartition(" ")
+    return (name, attempt) if blank else (line, "")  # flopwatch 0.1.0 wrote no attempts
 
 
 def _log(names: Path, index: int) -> Path:

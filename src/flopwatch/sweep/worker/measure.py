@@ -106,8 +106,10 @@ class _TrialRun:
 
     def write_slowest_steps(self, own_steps: Path) -> None:
         """Replace rank 0's step times by those of the slowest process, which determines how long a step takes."""
+        if self._ranks.size == 1:
+            return
         rows = slowest_rows(self._ranks.gathered(list(read_lines(own_steps))))
-        if self._ranks.size > 1 and self._ranks.rank == 0:
+        if self._ranks.rank == 0:
             own_steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def _parts(self) -> list[StepPart]:
