@@ -177,7 +177,7 @@ def _modules(count: "FlopCount") -> "Table":
         box=None, padding=(0, 2, 0, 0), header_style="bold", caption=f"in {prefix}FLOP", caption_justify="left"
     )
     table.add_column("module")
-    for heading in ("times", "forward", "backward", "recompute", "share"):
+    for heading in ("times", "forward", "backward", "rerun", "share"):
         table.add_column(heading, justify="right")
     table.add_column("", no_wrap=True)
     for name, times, flops in shown:
