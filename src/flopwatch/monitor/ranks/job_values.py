@@ -1,7 +1,7 @@
 """Computes the metrics of a whole job from the reports of its ranks, and finds a rank that slows down the others.
 
-Ranks that share a batch (tensor, context or pipeline parallel) all report its tokens and model FLOPs, which are then
-counted once.
+Ranks that share a batch (tensor, context or pipeline parallel) all report its tokens and model FLOPs. In the
+metrics of the job these are counted once.
 """
 
 from collections import deque
