@@ -24,7 +24,7 @@ _MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
 _MOST_WAITING = 64
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
-"""Other steps with the same calls are marked as exact once this many counted steps agree with the FLOP formulas."""
+"""Steps with the same calls are marked as exact once this many of them were counted and agree with the formulas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Certificates:
             pattern: The calls of the step, without sizes.
             priced: FLOPs of the calls by the laws; None if unknown.
             count: The counted FLOPs.
-            calls_are_sure: Whether `priced` is exact, so that `count` cannot be smaller.
+            calls_are_sure: Whether `priced` is exact, so that a smaller `count` shows that a part was not seen.
         """
         if calls_are_sure and priced is not None and count.phases.forward < priced.forward and count.failure is None:
             count = replace(count, failure="a part of the step ran where it was not seen, such as another thread")
@@ -202,7 +202,7 @@ class StepCalls:
         doubt: Why the calls are not fully known; None if they are.
         count: FLOPs of the step, if it was counted as it ran.
         book: The FLOP formulas (laws) at the time of the step.
-        certificates: Results of the steps whose FLOPs had been counted by then.
+        certificates: Results of the steps whose FLOPs were counted up to this step.
         nodes: Number of operations that autograd recorded, and how often some parameters received a gradient.
         outside: Hashes of the modules outside the model that the step called.
     """

@@ -68,7 +68,7 @@ class StepNoter:
         on_other_work: Callable[[], None],
         notify: Notify,
     ) -> None:
-        """`on_other_work` is called when the model runs without gradients, which is not a wait for input."""
+        """`on_other_work` is called when the model runs without gradients: this time must not count as input wait."""
         self._attention = config.attention
         self._costs = costs
         self._is_alone = is_alone
@@ -86,7 +86,7 @@ class StepNoter:
         self._nodes_apart = 0
         self._watches_next = False
         self._counted_at: dict[Any, int] = {}
-        """The last step whose FLOPs were counted as it ran, by pattern (the step's calls without sizes)."""
+        """For each pattern (the calls of a step, without sizes), the last step whose FLOPs were counted as it ran."""
         self._known_steps: dict[Any, StepCalls] = {}
         """The results of earlier steps by their calls; later steps with the same calls use them."""
         self._known_version = 0
@@ -156,7 +156,6 @@ class StepNoter:
         self._declared[id(plan)] = plan, kind, MADE_UP if is_mask_only(batch) else None
 
     def look_at_held(self, reading: Reading) -> Reading | None:
-        """Compute the delayed sizes of a batch; None if the training has overwritten the batch in the meantime."""
         return self._reader.look_at_held(reading)
 
     def begin_step(self) -> None:
@@ -241,7 +240,7 @@ class StepNoter:
         Args:
             readings: Sizes of the batches that the loop has given.
             step: The step's number.
-            settle_earlier_windows: Ends the window, so that no row of the log mixes old and new formulas.
+            settle_earlier_windows: Ends the window before formulas change, so that no row mixes old and new formulas.
             loss: The step's loss, with its autograd graph.
         """
         self._steps += 1
@@ -363,7 +362,8 @@ class StepNoter:
             self._notify(*self.doubt)
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
-        # Intervals serve to compare products outside the model. The first such product changes the number of nodes.
+        # The intervals serve to compare matrix products outside the model. Until a count has found such products, they
+        # are not needed, because the first such product would change the number of autograd nodes.
         self._outside.has_intervals = certificates.runs_more
 
     def _keep_example(self, keeps: bool) -> None:

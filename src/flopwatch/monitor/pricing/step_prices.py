@@ -68,7 +68,7 @@ class StepPricer:
         self._main_type: str | None = None
         self._last_flops: dict[Any, StepFlops | None] = {}
         self._written: Any = None
-        """Values from which the newest record of how FLOPs are found was made. If they change, write a new record."""
+        """Values from which the newest record of how FLOPs are found was made. If they change, a new one is needed."""
 
     @property
     def peak(self) -> Peak | None:
@@ -167,7 +167,7 @@ class StepPricer:
 
 
 def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:
-    """Add up the FLOPs of a step's calls. Model FLOPs are without padding if calls and batches have equal shapes."""
+    """Add up the FLOPs of a step's calls. Model FLOPs exclude padding if calls and batches have equal shapes."""
     aligned = len(works) == len(prices) and all(map(_is_same_shape, prices, works))
     model = hardware = recompute = 0
     by_dtype: dict[str, PhaseFlops] = {}

@@ -105,7 +105,7 @@ def is_watched_by_ranks(index: int) -> bool:
 
 
 def next_watched(index: int, is_turn: Callable[[int], bool] = is_watched) -> int:
-    """Return the index of the next counted step, or of an earlier step at which to call this again.
+    """Return the index of the next counted step; if the next 64 steps have none, the index after these.
 
     >>> next_watched(13)
     15
@@ -385,7 +385,7 @@ def products_outside(loss: Any, own: Sequence[tuple[int, int]]) -> int:
             continue
         name = node.name()
         parents = [(parent, index) for parent, index in node.next_functions if parent is not None]
-        # The name of an autograd function written in Python has no final digit; it may contain matrix products.
+        # An autograd function written in Python may contain matrix products; its name has no final digit.
         if name.startswith(_PRODUCTS) or (parents and not name[-1].isdigit()):
             made = [tuple(part.shape) for part in input_metadata(node)]
             found.append(f"{name} {made} {[tuple(input_metadata(parent)[index].shape) for parent, index in parents]}")

@@ -100,7 +100,7 @@ _SAMPLES_KEPT = 150
 per second they cover the last minute."""
 _FEWEST_SAMPLES = 40
 _WAITS_FOR_RANKS = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/")
-"""Folders of torch whose code waits for other ranks. Autograd is one, because DDP's all-reduce runs inside backward."""
+"""Folders of torch whose code waits for other ranks. Autograd is one of them: DDP's all-reduce runs in backward."""
 
 
 class StallSampler:

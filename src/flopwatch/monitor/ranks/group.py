@@ -161,7 +161,7 @@ def receive(group: Any, rank: int, size: int, *, tag: int, connected: Callable[[
 
 
 def end_waits(group: Any, rank: int, *, tag: int) -> None:
-    """End all waits in this group, in any thread: they raise. The group cannot be used afterwards.
+    """End all waits in this group, in all threads: each raises an error. The group cannot be used afterwards.
 
     Gloo has no function for this (`abort` does not end waits), but a timeout of one wait ends all others too. `rank`
     must be connected.
