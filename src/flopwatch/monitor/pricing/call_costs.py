@@ -220,7 +220,7 @@ class CallCosts:
             return book.check(model, kind, example, within_allowance=within_allowance)
 
     def count_anew(self, kind: CallKind, example: Any, why: str) -> None:
-        """Drop all FLOP formulas, and begin again with the FLOPs of this call."""
+        """Drop all FLOP formulas, and count FLOPs again, beginning with this call."""
         if why == _ESTIMATED_SO_FAR:
             self.mode.book, self.mode.later = self.mode.later, None
         self._forget()
@@ -274,7 +274,7 @@ class CallCosts:
         return None if self.has_given_up or self.mode.book is None else self.mode.book.offer()
 
     def adopt(self, offer: LawOffer | None) -> None:
-        """Use the logging rank's FLOP formulas (laws). This rank counts the FLOPs of calls that they do not cover."""
+        """Use the logging rank's FLOP formulas (laws). This rank counts calls that the formulas do not cover."""
         self.waits_for_laws = False
         self._waiting.clear()
         self.version += 1

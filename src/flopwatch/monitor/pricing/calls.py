@@ -85,7 +85,7 @@ class CallListener:
     """Records the calls of one module in each step.
 
     Attributes:
-        is_listening: False during evaluation and other phases, and while flopwatch itself runs the model.
+        is_listening: False during evaluation and similar phases, and while flopwatch itself runs the model.
         compiled_autocast: The autocast state in which the model was compiled; None if it was not compiled.
         is_compiled: True once the model ran inside a compiled function, where hooks do not run.
         unseen: Number of calls that were not recorded, because their arguments cannot be described.

@@ -32,7 +32,7 @@ class Verdict:
     """What the counted FLOPs of earlier steps show about the FLOPs of a step.
 
     Attributes:
-        finding: How counted FLOPs compare with those by the formulas. `agrees`: equal in all steps with the same calls.
+        finding: How counted FLOPs compare with FLOPs by formula. `agrees`: equal in all steps with the same calls.
             `counted`: different in steps with the same calls and sizes. `differs`: different in steps with the same
             calls but other sizes. `unseen`: no step with the same calls was counted.
         count: With finding `counted`, the last count of this kind of step.
@@ -74,7 +74,7 @@ class Certificates:
         self._kinds: dict[Hashable, _Counted] = {}
         self._patterns: dict[Hashable, _Ratios] = {}
         self.runs_more = False
-        """True once the counted FLOPs of a step differed from those by the formulas (laws)."""
+        """True once the counted FLOPs of a step differed from the FLOPs that the formulas (laws) give."""
         self.version = 0
         """Increased whenever the result of `verdict` may change."""
         self._graphs: dict[Hashable, int] = {}
@@ -104,7 +104,7 @@ class Certificates:
             pattern: The calls of the step, without sizes.
             priced: FLOPs of the calls by the laws; None if unknown.
             count: The counted FLOPs.
-            calls_are_sure: Whether `priced` is exact, so that a smaller `count` shows that a part was not seen.
+            calls_are_sure: Whether `priced` is exact; a smaller `count` then means that part of the step was not seen.
         """
         if calls_are_sure and priced is not None and count.phases.forward < priced.forward and count.failure is None:
             count = replace(count, failure="a part of the step ran where it was not seen, such as another thread")
@@ -271,7 +271,7 @@ class WatchPlan:
         self._watches += 1
 
     def note_futile(self) -> None:
-        """Note that the model did not run in a counted step; after two such steps, only the schedule chooses steps."""
+        """Record that the model did not run in a counted step; after two such steps, only the schedule chooses."""
         self._futile_watches += 1
 
     def would_another_count_help(self, calls: StepCalls, certificates: Certificates, steps: int) -> bool:

@@ -64,8 +64,8 @@ class LawOffer:
 class LawBook:
     """Holds the laws (formulas for the FLOPs of calls), and the FLOPs of every kind of call.
 
-    Counting slows the training down, so its time is limited. The first law may take any time. All later counts together
-    may take as long as the first (at least 10 s) plus 1 % of the run's time; checks may take 0.05 % of the run's time.
+    Counting slows the training down, so its time is limited, except for the first law. All later counts together may
+    take as long as the first law (at least 10 s) plus 1 % of the run's time; checks may take 0.05 % of the run's time.
     Calls that are not counted, because the time is used up, are logged without FLOPs.
 
     Attributes:

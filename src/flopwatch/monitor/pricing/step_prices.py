@@ -56,7 +56,7 @@ class StepPricer:
     """Computes the FLOPs of steps.
 
     Attributes:
-        peaks: Peaks of this rank's device by compute type.
+        peaks: Peak FLOP/s of this rank's device, by compute type.
     """
 
     def __init__(self, config: MonitorConfig, costs: CallCosts, peak_flops_per_s: float | None, notify: Notify) -> None:
@@ -248,7 +248,7 @@ def weights_dtype(model: nn.Module | None, device: torch.device) -> str | None:
 
 
 class Peaks:
-    """The peaks of one device by compute type, each looked up once.
+    """The peak FLOP/s of one device for each compute type, each looked up once.
 
     Attributes:
         device: The device.

@@ -210,7 +210,7 @@ def _modes_now() -> list[Any]:
 
 
 class _PassingMode(CountingMode):
-    """Counts ops and runs them unchanged. An error in the counting ends the count, but the op runs."""
+    """Counts ops and runs them unchanged. If counting an op fails, the op still runs, and `failure` says why."""
 
     def __init__(self, attention: AttentionConvention) -> None:
         super().__init__(ModuleStack(), attention)
@@ -264,7 +264,7 @@ class _PassingMode(CountingMode):
         self._runs_again = False
 
     def _meet_whole(self, func: OpOverload) -> None:
-        """Note a composite op that was not decomposed; without a formula its FLOPs are unknown."""
+        """Record a composite op that was not decomposed; without a formula its FLOPs are unknown."""
         if find_formula(func) is None and not costs_nothing(func):
             self.failure = f"{op_name(func)} runs in inference mode, where the ops inside it cannot be counted"
 

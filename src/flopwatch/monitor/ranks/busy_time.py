@@ -153,7 +153,7 @@ class StallSampler:
 
 _file_kinds: dict[str, bool | None] = {}
 """By file name, whether the file's code waits for other ranks. None for other files of torch, where the calling frame
-decides. Keys are not code objects, because those of different files can compare equal."""
+decides. The keys are file names, because code objects of different files can compare equal."""
 
 
 def _waits_for_ranks(frame: FrameType | None) -> bool:

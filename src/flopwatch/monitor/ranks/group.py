@@ -55,7 +55,7 @@ class RunKey:
         logging_rank: The rank that writes the run's log.
         number: How many monitors with this logging rank the process has started, including this one.
         log: The log's path on this rank, with a number appended, because several monitors may write to one path.
-        known_logs: The logs of all monitors of this process, including later ones.
+        known_logs: The logs of all monitors of this process, including those started later.
     """
 
     logging_rank: int
