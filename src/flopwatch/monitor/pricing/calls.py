@@ -382,7 +382,7 @@ class OutsideCalls:
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
 
     def _step_aside(self) -> None:
-        """Remove the hook until the model returns. If the model raises, the hook stays off for the rest of the step."""
+        """Remove the hook until a call of the model returns. If none does, `end` returns None for the step's hashes."""
         self._is_on = False
         table, key = self._calls
         table.pop(key, None)

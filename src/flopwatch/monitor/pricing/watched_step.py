@@ -80,9 +80,9 @@ class StepCount:
 def is_watched(index: int) -> bool:
     """Whether the step with this index in its session is counted as it runs.
 
-    The first counted steps are chosen to find work early that is done only every n-th step: for every n up to 12,
-    their indices have all remainders modulo n. Later steps are chosen by Knuth's multiplicative hash: one in 128, and
-    after 1,000 steps one in 2,048.
+    The first counted steps are chosen to find work early that is done only every n-th step: for every n up to 12, their
+    indices have all remainders modulo n, except that 2 is missing for n = 7, 11 and 12. Later steps are chosen by
+    Knuth's multiplicative hash: one in 128, and after 1,000 steps one in 2,048.
 
     >>> [index for index in range(60) if is_watched(index)][:6]
     [1, 3, 5, 8, 10, 12]
