@@ -45,7 +45,7 @@ class BatchLayout:
     labels: str | None
     grids: str | None
     target: str | None = None
-    """Name of labels that are a separate sequence, such as the target of an encoder-decoder model."""
+    """Name of the labels if they are a sequence of their own, such as the target of an encoder-decoder model."""
     named: tuple[str, ...] = ()
     """All tensor names in the fields above that are not None."""
 
@@ -114,12 +114,12 @@ class Work(NamedTuple):
 
 
 class BatchReader:
-    """Reads the sizes of batches; for a shape that was seen before this takes only a dictionary lookup.
+    """Reads the sizes of batches. If the shape was seen before, this takes only a dictionary lookup.
 
     Attributes:
         masks_are_plain: False once a mask had other values than 0 and 1; some packers number the documents in the mask.
-        may_hold: Whether CPU batches are read only when the logging window ends. False once the training has
-            overwritten a batch before that.
+        may_hold: Whether CPU batches are kept, to be read when the logging window ends. False once the training has
+            overwritten a batch that was kept.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class BatchReader:
         self._reads_targets = False
 
     def read_targets(self, reads: bool) -> None:
-        """Set whether the lengths of labels are read from now on; they are needed if the FLOPs depend on them."""
+        """If `reads` is True, read the lengths of labels from now on, because FLOPs depend on these lengths."""
         self._reads_targets = self._reads_targets or reads
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
@@ -185,7 +185,7 @@ class BatchReader:
         return Reading(plan, row_lengths, trainable=trainable, grids=grids, targets=targets)
 
     def check_values(self, batch: Any, plan: BatchLayout) -> str | None:
-        """Check the values of mask and positions once per shape, because this may wait for the device.
+        """Check the values of mask and positions; called once per shape, because it can wait for the device.
 
         Returns:
             A warning for the user; None if there is nothing to warn about.
@@ -242,7 +242,7 @@ def _inner_sizes(value: Any) -> Any:
 
 
 def _row_lengths(mask: torch.Tensor, *, is_plain: bool) -> torch.Tensor:
-    # Sums of floats are avoided, because sums of 16-bit floats are rounded.
+    # A mask of floats is first compared with 0, because the sum of 16-bit floats would be rounded.
     return (mask if is_plain and not mask.is_floating_point() else mask != 0).sum(1)
 
 
@@ -254,9 +254,9 @@ def _start_at_zero(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _documents(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the number, the tokens and the sum of squared lengths of packed documents; position 0 begins a document.
+    """Return how many packed documents there are, how many tokens they have, and the sum of their squared lengths.
 
-    The squared length s² of a document is computed as the sum of 2p + 1 over its positions p = 0 … s - 1.
+    A document begins at position 0. Its squared length s² is the sum of 2p + 1 over its positions p = 0 … s - 1.
     """
     first = positions == 0
     odd = 2 * positions + 1
@@ -320,9 +320,9 @@ def is_mask_only(batch: Any) -> bool:
 
 
 def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> Any:
-    """Return the part of a batch that can be passed to `forward`: without packing information and unknown names.
+    """Return the arguments in a batch that `forward` accepts, except those that describe packed documents.
 
-    A batch with only a mask is replaced by a dummy batch of the mask's shape.
+    A batch that consists only of a mask cannot be passed, so a dummy batch of the mask's shape is returned.
     """
     if isinstance(batch, Mapping):
         tensors = {name: value for name, value in batch.items() if name not in PACKING or has_image_axes(value)}

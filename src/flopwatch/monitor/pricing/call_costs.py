@@ -1,4 +1,4 @@
-"""The FLOPs of model calls: counts those of new kinds of calls, checks earlier counts, and detects a changed model."""
+"""Counts the FLOPs of new kinds of model calls, checks earlier counts, and detects whether the model has changed."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -60,10 +60,10 @@ class CallCosts:
     Attributes:
         mode: How FLOPs are computed; contains the laws.
         model: The model that is trained; None before it is given and after the run.
-        certificates: How the FLOPs of steps that were counted as they ran compare with the laws.
+        certificates: The results of comparing the laws with FLOPs that were counted while steps ran.
         has_given_up: True if the rank that writes the log has no laws, so that no step of this rank has FLOPs.
         waits_for_laws: True while this rank waits for the laws of the rank that writes the log.
-        check_every: Steps between two checks of a law; 0 means never. Not a property, because it is read on every step.
+        check_every: Steps between two checks of a law; 0 means never. An attribute, because a property is slower.
         version: Increased whenever results of earlier steps can no longer be used for later steps with the same calls.
         facts_version: Increased whenever the log's record of how FLOPs are found may have changed.
     """
@@ -78,7 +78,7 @@ class CallCosts:
         off_the_clock: Callable[[], AbstractContextManager[None]],
         notify: Notify,
     ) -> None:
-        """`off_the_clock` makes a context manager. Time and calls of the model inside it belong to no step."""
+        """`off_the_clock` returns a context manager. Time and model calls inside this context belong to no step."""
         self._config = config
         self._clock = clock
         self._began = clock()
@@ -135,11 +135,11 @@ class CallCosts:
         self.version += 1
 
     def see_calls(self) -> None:
-        """Note that calls are recorded. They show which weights are trained, so `look_at_model` need not check it."""
+        """From now on `look_at_model` does not check which weights are trained, because recorded calls show it."""
         self._sees_calls = True
 
     def keep_waiting(self, kinds: Sequence[CallKind]) -> None:
-        """Keep the arguments of up to 64 kinds of calls while another rank counts FLOPs; drop those of other kinds."""
+        """While another rank counts FLOPs, keep the arguments of at most 64 kinds of calls; drop other arguments."""
         for kind in kinds:
             if len(self._waiting) < _MOST_WAITING:
                 self._waiting.add(kind)
@@ -168,7 +168,7 @@ class CallCosts:
             self._notify(*notices.counting())
         try:
             return self._learn_new(model, book, kind)
-        except Exception as error:  # the model's code may raise anything; without `example` it is not run again
+        except Exception as error:  # the model can raise any error; `example` is dropped, so the model is not run again
             kind.example = None
             if kind.has_grad:
                 self._notify(*notices.flops_unknown(error))
@@ -206,7 +206,7 @@ class CallCosts:
         return None
 
     def _check_settings(self, kind: CallKind, example: Any) -> str | None:
-        """The same as `_check`, but regardless of the time for checks, because settings of the model have changed."""
+        """Like `_check`, but without the time limit for checks, because settings of the model have changed."""
         changed, self._changed_settings = self._changed_settings, set()
         agrees = self._agrees(kind, example, within_allowance=False)
         self._harmless_settings |= changed if agrees else set()
@@ -220,7 +220,7 @@ class CallCosts:
             return book.check(model, kind, example, within_allowance=within_allowance)
 
     def count_anew(self, kind: CallKind, example: Any, why: str) -> None:
-        """Drop all FLOP formulas, and begin again with the FLOPs of this call."""
+        """Drop all FLOP formulas, and count FLOPs again, beginning with this call."""
         if why == _ESTIMATED_SO_FAR:
             self.mode.book, self.mode.later = self.mode.later, None
         self._forget()
@@ -230,7 +230,7 @@ class CallCosts:
             self.learn(kind)
 
     def _forget(self) -> None:
-        """Drop all FLOP formulas. Earlier steps whose FLOPs are not computed yet keep a reference to the old ones."""
+        """Drop all FLOP formulas. Earlier steps whose FLOPs are not computed yet still refer to the old formulas."""
         if self.mode.book is not None:
             self.mode.book = self.mode.book.renewed()
         self.certificates = Certificates()
@@ -274,7 +274,7 @@ class CallCosts:
         return None if self.has_given_up or self.mode.book is None else self.mode.book.offer()
 
     def adopt(self, offer: LawOffer | None) -> None:
-        """Use the logging rank's FLOP formulas (laws). This rank counts the FLOPs of calls that they do not cover."""
+        """Use the logging rank's FLOP formulas (laws). This rank counts calls that the formulas do not cover."""
         self.waits_for_laws = False
         self._waiting.clear()
         self.version += 1
@@ -297,12 +297,12 @@ _STATE = {PARAMETERS, BUFFERS, MODULES, COMPILED_CALL, NON_PERSISTENT_BUFFERS}
 
 
 def fingerprint(model: nn.Module) -> int:
-    """A hash of the model's parameters, of which of them require a gradient, and of the settings of all modules."""
+    """A hash of the model's parameters, their `requires_grad` flags, and the settings of all modules."""
     return hash((structure_of(model, with_trained=True), tuple(settings_of(model).items())))
 
 
 def structure_of(model: nn.Module, *, with_trained: bool) -> int:
-    """A hash of the modules and their parameters; takes about a microsecond per parameter."""
+    """A hash of the modules and their parameters, including `requires_grad` if `with_trained` is True."""
     parameters = tuple(
         (name, tuple(p.shape), p.dtype, p.requires_grad if with_trained else None, len(gradient_hooks(p) or ()))
         for name, p in model.named_parameters()
@@ -311,7 +311,7 @@ def structure_of(model: nn.Module, *, with_trained: bool) -> int:
 
 
 def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Attributes of all modules that may change their FLOPs, such as flags, a variable depth, functions and hooks."""
+    """Return those attributes of all modules on which FLOPs can depend, such as flags, functions and hooks."""
     seen: dict[int, Any] = {}
     found: dict[tuple[str, str], Any] = {}
     for path, module in model.named_modules():

@@ -1,6 +1,6 @@
-"""Records the shapes with which a step calls the model, with a public hook on the model that reads no values.
+"""Records with which shapes of arguments a step calls the model. Its hook on the model reads no tensor values.
 
-FLOPs are computed from these calls and not from the batch that a loop gives to the monitor, because a loop may call the
+FLOPs are computed from these calls and not from the batch that a loop gives to the monitor, because a loop can call the
 model twice, without gradients, or with a part of the batch.
 """
 
@@ -41,8 +41,8 @@ PACKING = (
     "max_length_k",
     "position_ids",
 )
-"""Names of arguments that say where packed documents begin and end. Calls that differ only in these are of one kind,
-because the lengths of documents are read from the batch."""
+"""Names of arguments that say where packed documents begin and end. Calls that differ only in these arguments are of
+one kind, because the lengths of documents are read from the batch."""
 _tensor_facts = attrgetter("shape", "dtype", "requires_grad", "layout")
 _LISTENED_PARAMETERS = 4
 """Number of parameters with a gradient hook. The first, the last and two in between show which parts are trained."""
@@ -64,7 +64,7 @@ class CallKind:
         autocast: The autocast state around the call; None if unknown.
         trainable: A hash of which parameters require a gradient.
         example: The arguments of the first such call, kept until its FLOPs are counted.
-        is_per_batch: True if FLOPs must be counted for each call separately, because they depend on values.
+        is_per_batch: True if FLOPs must be counted for each call separately, because they depend on tensor values.
     """
 
     description: Description
@@ -85,7 +85,7 @@ class CallListener:
     """Records the calls of one module in each step.
 
     Attributes:
-        is_listening: False during evaluation and other phases, and while flopwatch itself runs the model.
+        is_listening: False during evaluation and similar phases, and while flopwatch itself runs the model.
         compiled_autocast: The autocast state in which the model was compiled; None if it was not compiled.
         is_compiled: True once the model ran inside a compiled function, where hooks do not run.
         unseen: Number of calls that were not recorded, because their arguments cannot be described.
@@ -101,7 +101,7 @@ class CallListener:
         self.keeps_next = False
         """Whether the arguments of the next call are kept, to check the FLOP formula with them."""
         self.calls: list[tuple[CallKind, Any]] = []
-        """Calls since the step began, with their arguments if these are needed, otherwise None."""
+        """Calls since the step began, each with its arguments, or with None if these are not needed."""
         self.backwards = 0
         """How often each of a few parameters has received a gradient in the step, as digits of one number."""
         self._kinds: dict[Any, tuple[CallKind, None]] = {}
@@ -127,7 +127,7 @@ class CallListener:
         self._listen_to_gradients()
 
     def _listen_to_gradients(self) -> None:
-        """Register hooks on a few parameters, to see which parts of the model backward passes reach, and how often."""
+        """Register hooks on a few parameters, to see how often backward passes reach each part of the model."""
         self._stop_listening_to_gradients()
         trained = [p for p in self._parameters if p.requires_grad and p.is_leaf and type(p) is nn.Parameter]
         last = len(trained) - 1
@@ -220,7 +220,7 @@ class CallListener:
 
 
 def as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call as a batch; if some are named, positional arguments get names as well."""
+    """Return the arguments of a call as a batch. If some were passed by name, the batch has names for all."""
     plain = {name: value for name, value in kwargs.items() if name not in PACKING or has_image_axes(value)}
     if not args:
         return plain
@@ -277,7 +277,7 @@ class _Hook:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_compilation(hook: _Hook) -> int:
-    """Note that the model is compiled. The compiler calls this while it traces the hook, not in the compiled code."""
+    """Record that the model is compiled. This runs while the compiler traces the hook, not in the compiled code."""
     listener = hook._listener
     if listener is not None:
         listener.is_compiled = True
@@ -286,7 +286,7 @@ def _note_compilation(hook: _Hook) -> int:
 
 
 _MOST_NOTED = 4096
-"""The maximum number of calls of other modules that are recorded in one step; further calls are ignored."""
+"""The maximum number of calls of modules outside the model that are recorded in one step."""
 
 
 class OutsideWork:
@@ -304,7 +304,7 @@ class OutsideWork:
         self.unsized = unsized
 
     def add_products(self, products: int) -> None:
-        """Add `products`, a hash of the matrix products between the model and the loss; it is 0 if there are none."""
+        """Include `products`, a hash of the matrix products from the model's output to the loss; 0 means none."""
         if products:
             self.sized = hash((self.sized, products))
 
@@ -382,7 +382,7 @@ class OutsideCalls:
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
 
     def _step_aside(self) -> None:
-        """Remove the hook until the model returns. If the model raises, the modules that the step calls are unknown."""
+        """Remove the hook until a call of the model returns. If none does, `end` returns None for the step's hashes."""
         self._is_on = False
         table, key = self._calls
         table.pop(key, None)
@@ -442,6 +442,6 @@ class _OutsideHook:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_outside_compilation(hook: _OutsideHook) -> int:
-    """Note that the hook is compiled. The compiler calls this while it traces the hook, not in the compiled code."""
+    """Record that the hook is compiled. This runs while the compiler traces the hook, not in the compiled code."""
     hook._calls.has_met_compiled_code = True
     return 0

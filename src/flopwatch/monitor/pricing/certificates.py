@@ -1,8 +1,8 @@
-"""Compares FLOPs that were counted while a step ran to those that the laws (formulas) give for its model calls.
+"""Compares FLOPs that were counted while a step ran with those that the laws (formulas) give for its model calls.
 
-Steps with the same calls and sizes are of one kind; steps with the same calls and any sizes have one pattern. If all
-counted steps of a pattern agree with the laws, nothing ran outside the model, and the laws are exact for other sizes of
-the pattern too. If counts and laws differ, steps get the counted FLOPs of their kind, once two counts are equal.
+Steps with the same calls and the same sizes are of one kind. Steps with the same calls, of any size, have one pattern.
+If all counted steps of a pattern agree with the laws, nothing ran outside the model, so the laws are exact for all
+sizes. If counts and laws differ, a step gets the FLOPs counted for its kind; they are exact once two counts are equal.
 """
 
 from collections.abc import Hashable
@@ -18,13 +18,13 @@ from flopwatch.records.flops import PhaseFlops
 Finding = Literal["agrees", "counted", "differs", "unseen"]
 _MOST_KINDS, _MOST_PATTERNS = 512, 4096
 _FIRST_ADAPTIVE = 6
-"""After this many steps of a session, FLOPs may be counted in steps outside the schedule (see `is_watched`) too."""
+"""After this many steps of a session, FLOPs can be counted in steps outside the schedule too (see `is_watched`)."""
 _MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
-"""Once FLOPs were counted in 24 steps plus 0.2 % of all steps, they are counted only in steps of the schedule."""
+"""Limit on counted steps: 24 plus 0.2 % of all steps. Beyond it, FLOPs are counted only in steps of the schedule."""
 _MOST_WAITING = 64
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
-"""This many counted steps must agree with the FLOP formulas before other steps with the same calls are exact."""
+"""Steps with the same calls are marked as exact once this many of them were counted and agree with the formulas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Verdict:
     """What the counted FLOPs of earlier steps show about the FLOPs of a step.
 
     Attributes:
-        finding: How counted FLOPs compare with those by the formulas. `agrees`: equal in all steps with the same calls.
+        finding: How counted FLOPs compare with FLOPs by formula. `agrees`: equal in all steps with the same calls.
             `counted`: different in steps with the same calls and sizes. `differs`: different in steps with the same
             calls but other sizes. `unseen`: no step with the same calls was counted.
         count: With finding `counted`, the last count of this kind of step.
@@ -74,7 +74,7 @@ class Certificates:
         self._kinds: dict[Hashable, _Counted] = {}
         self._patterns: dict[Hashable, _Ratios] = {}
         self.runs_more = False
-        """True once the counted FLOPs of a step differed from those by the formulas (laws)."""
+        """True once the counted FLOPs of a step differed from the FLOPs that the formulas (laws) give."""
         self.version = 0
         """Increased whenever the result of `verdict` may change."""
         self._graphs: dict[Hashable, int] = {}
@@ -104,7 +104,7 @@ class Certificates:
             pattern: The calls of the step, without sizes.
             priced: FLOPs of the calls by the laws; None if unknown.
             count: The counted FLOPs.
-            calls_are_sure: Whether `priced` is exact, so that `count` cannot be smaller.
+            calls_are_sure: Whether `priced` is exact; a smaller `count` then means that part of the step was not seen.
         """
         if calls_are_sure and priced is not None and count.phases.forward < priced.forward and count.failure is None:
             count = replace(count, failure="a part of the step ran where it was not seen, such as another thread")
@@ -116,7 +116,7 @@ class Certificates:
         is_whole = not count.uncounted and count.failure is None
         ratio = count.phases.total / total if total and is_whole else None
         if pattern not in self._patterns and len(self._patterns) >= _MOST_PATTERNS:
-            del self._patterns[next(iter(self._patterns))]  # drop the oldest, whose steps are inexact from now on
+            del self._patterns[next(iter(self._patterns))]  # drop the oldest pattern; its steps become inexact
         self._patterns.setdefault(pattern, _Ratios()).add(ratio)
         self.runs_more = self.runs_more or ratio != 1
 
@@ -197,14 +197,14 @@ class StepCalls:
     """How the model was called in a step.
 
     Attributes:
-        kinds: The calls that were seen. If none was seen, the calls that the given batches suggest.
+        kinds: The recorded calls. If none was recorded, the calls to expect from the batches.
         own_prices: For each call, its FLOPs if the call was counted separately, otherwise None.
         doubt: Why the calls are not fully known; None if they are.
         count: FLOPs of the step, if it was counted as it ran.
         book: The FLOP formulas (laws) at the time of the step.
-        certificates: Results of steps whose FLOPs were counted until then.
+        certificates: Results of the steps whose FLOPs were counted up to this step.
         nodes: Number of operations that autograd recorded, and how often some parameters received a gradient.
-        outside: Hashes of the other modules that the step called.
+        outside: Hashes of the modules outside the model that the step called.
     """
 
     kinds: tuple[CallKind, ...] = ()
@@ -236,10 +236,10 @@ NO_CALLS = StepCalls()
 
 
 class WatchPlan:
-    """Chooses the steps whose FLOPs are counted as they run: some by a schedule, others to make their FLOPs exact.
+    """Chooses in which steps FLOPs are counted: by a schedule, and where too few similar steps were counted so far.
 
     Attributes:
-        not_before: Index of the next step to be counted, unless the step before it requests a count.
+        not_before: A step with a smaller index than this is counted only if the step before it requests that.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
@@ -271,7 +271,7 @@ class WatchPlan:
         self._watches += 1
 
     def note_futile(self) -> None:
-        """Note that the model did not run in a counted step; after two such steps, only the schedule chooses steps."""
+        """Record that the model did not run in a counted step; after two such steps, only the schedule chooses."""
         self._futile_watches += 1
 
     def would_another_count_help(self, calls: StepCalls, certificates: Certificates, steps: int) -> bool:
@@ -292,7 +292,7 @@ class WatchPlan:
         return self._is_met_in_a_row(calls.kind, steps)
 
     def _is_met_in_a_row(self, kind: Any, steps: int) -> bool:
-        """Whether this kind of step is new or was also the last one. If it recurs at intervals, plan its next count."""
+        """Whether a step of this kind is the first or directly follows another. If not, plan to count the next one."""
         if len(self._last_met) >= _MOST_WAITING:
             self._last_met, self._due = {}, set()
         gap = steps - self._last_met.get(kind, steps)

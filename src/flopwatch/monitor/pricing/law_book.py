@@ -42,7 +42,7 @@ class CallPrice:
         law: The law (formula) that gave the FLOPs; None if this shape was counted.
         shape: The shape for which the law was evaluated.
         reason: Why the FLOPs are not exact; None if they are.
-        is_steered: True if the FLOPs depend on random numbers or activations, so that equal calls may differ.
+        is_steered: True if the FLOPs depend on random numbers or activations, so equal calls can differ in FLOPs.
     """
 
     executed: PhaseFlops
@@ -64,9 +64,9 @@ class LawOffer:
 class LawBook:
     """Holds the laws (formulas for the FLOPs of calls), and the FLOPs of every kind of call.
 
-    Counting slows the training down, so its time is limited. The first law may take any time. All later counts together
-    may take as long as the first (at least 10 s) plus 1 % of the run's time, and checks 0.05 % of that time. Calls that
-    are not counted because the time is used up are logged without FLOPs.
+    Counting slows the training down, so its time is limited, except for the first law. All later counts together may
+    take as long as the first law (at least 10 s) plus 1 % of the run's time; checks may take 0.05 % of the run's time.
+    Calls that are not counted, because the time is used up, are logged without FLOPs.
 
     Attributes:
         count_seconds: Time spent counting so far.
@@ -85,7 +85,7 @@ class LawBook:
         self._began = clock()
         self._options: dict[str, Any] = {"method": method, "attention": attention, "loss_fn": loss_fn}
         self._laws: dict[Any, list[FlopLaw]] = {}
-        # The keys are weak references, because a kind of call that `CallListener` has dropped is never used again.
+        # The keys are weak references, so that an entry vanishes when `CallListener` drops its kind of call.
         self._prices: WeakKeyDictionary[CallKind, CallPrice] = WeakKeyDictionary()
         self._spreads: WeakKeyDictionary[CallKind, tuple[int, int]] = WeakKeyDictionary()
         self._costs_by_nodes: WeakKeyDictionary[CallKind, dict[int, int]] = WeakKeyDictionary()
@@ -110,7 +110,7 @@ class LawBook:
         return known
 
     def is_per_batch(self, kind: CallKind) -> bool:
-        """Whether FLOPs must be counted for each call separately, because they depend on values."""
+        """Whether FLOPs must be counted for each call separately, because they depend on tensor values."""
         return any(law.per_batch for law in self._laws.get(kind.family, ()))
 
     def learn(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
@@ -125,7 +125,7 @@ class LawBook:
         return price
 
     def count_call(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
-        """Count the FLOPs of one call, which depend on values; estimate them if the time for counting is used up."""
+        """Count a call's FLOPs, which depend on tensor values; estimate them if the time for counting is used up."""
         if not self._may_count():
             return self._spread_price(kind)
         with self._paid():
@@ -244,7 +244,7 @@ class LawBook:
             return self._count(model, kind, batch)
 
     def _noted_count(self, kind: CallKind, count: FlopCount) -> CallPrice:
-        """Return this count's FLOPs, valid for one batch only, and extend the range of FLOPs of this kind of call."""
+        """Return the counted FLOPs, valid for one batch only; include them in the range for this kind of call."""
         total = count.forward_flops + count.backward_flops
         low, high = self._spreads.get(kind, (total, total))
         self._spreads[kind] = min(low, total), max(high, total)
@@ -270,7 +270,7 @@ class LawBook:
         return replace(known, reason=reason)
 
     def _has_widened(self, laws: list[FlopLaw], model: nn.Module, kind: CallKind, batch: Any) -> bool:
-        """Extend the range of sizes for which a law is valid to this call, if counts agree with the law."""
+        """If counts agree with a law, extend the range of its valid sizes so that it includes this call."""
         for index, law in enumerate(laws):
             values = None if law.layout is None or not law.coefficients else law.layout.match(kind.description)
             if values is None or law.sample_grids != _grids_of_one(batch, values):
@@ -284,7 +284,7 @@ class LawBook:
     def _widened(
         self, law: FlopLaw, model: nn.Module, kind: CallKind, batch: Any, values: Mapping[str, int]
     ) -> FlopLaw | None:
-        """Extend a law to twice these sizes if counts at odd and even sizes agree; so growing sizes need few counts."""
+        """Extend a law to twice these sizes if counts there agree with it, so that growing sizes need few counts."""
         if _phases(self._count(model, kind, batch)) != _formula(law, _shape(law, values)):
             return None
         domain = dict(law.domain)
@@ -322,7 +322,7 @@ class LawBook:
                 self._hidden.add(kind)
 
     def hides_cost(self, kind: CallKind) -> bool:
-        """Whether calls with the same number of autograd's operations were counted with different FLOPs."""
+        """Whether counted calls had different FLOPs although autograd recorded equally many operations."""
         return kind in self._hidden
 
     def _may_count(self) -> bool:
@@ -339,7 +339,7 @@ class LawBook:
 
     @contextmanager
     def _paid(self) -> Iterator[None]:
-        """A context that adds its time to `count_seconds`."""
+        """A context that adds the time spent in it to `count_seconds`."""
         began = self._clock()
         try:
             yield
@@ -443,7 +443,7 @@ class FlopMode:
 def choose_mode(
     config: MonitorConfig, clock: Clock, loss_fn: LossFn | None, flops_fn: Callable[[Any], int] | None, notify: Notify
 ) -> FlopMode:
-    """Return the configured mode, or `flops_fn` if the user gave such a function."""
+    """Return the configured mode, or the mode `flops_fn` if the user gave such a function."""
     if flops_fn is not None:
         note = "model FLOPs are those of the user's flops_fn; executed FLOPs are not known"
         return FlopMode("flops_fn", None, method="flops_fn", notes=(note,))
@@ -477,7 +477,7 @@ def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> Fl
 
 
 def _is_exact(law: FlopLaw) -> bool:
-    """Whether the law's FLOPs are exact. Without a formula they can be exact, because each shape is then counted."""
+    """Whether the law's FLOPs are exact. A law without a formula can be exact, because each shape is counted."""
     is_counted = not law.coefficients and law.method != "estimate" and law.coverage in (None, 1.0)
     return law.exact or (is_counted and not law.per_batch and not law.doubts)
 

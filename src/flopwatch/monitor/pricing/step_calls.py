@@ -1,4 +1,4 @@
-"""Records what a step runs: its calls of the model and of other modules, and the FLOPs of steps counted as they run."""
+"""Records what a step runs: its calls of the model and of other modules, and in some steps its FLOPs, op by op."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ SeenCalls = Sequence[tuple[CallKind, Any]]
 class StepNoter:
     """Reads the batches of a step, records its calls of the model, and has the FLOPs of new kinds of calls counted.
 
-    `begin_step`, `read` and `end_step` run on every step. They contain code that could be separate functions, because
+    `begin_step`, `read` and `end_step` run on every step. They are not split into smaller functions, because
     right after a training step each call of a Python function costs about a microsecond.
 
     Attributes:
@@ -68,7 +68,7 @@ class StepNoter:
         on_other_work: Callable[[], None],
         notify: Notify,
     ) -> None:
-        """`on_other_work` is called when the model runs without gradients, because this time is no input wait."""
+        """`on_other_work` is called when the model runs without gradients: this time must not count as input wait."""
         self._attention = config.attention
         self._costs = costs
         self._is_alone = is_alone
@@ -86,11 +86,11 @@ class StepNoter:
         self._nodes_apart = 0
         self._watches_next = False
         self._counted_at: dict[Any, int] = {}
-        """The last step whose FLOPs were counted as it ran, by pattern (the step's calls without sizes)."""
+        """For each pattern (the calls of a step, without sizes), the last step whose FLOPs were counted as it ran."""
         self._known_steps: dict[Any, StepCalls] = {}
-        """For calls of earlier steps, the result that later steps with the same calls can use."""
+        """The results of earlier steps by their calls; later steps with the same calls use them."""
         self._known_version = 0
-        """`CallCosts.version` for which `_known_steps` are valid."""
+        """The value of `CallCosts.version` for which `_known_steps` is valid."""
         self._opens_steps = self._is_in_step = self._keeps_example = False
         self._steps = 0
         self._given: list[Any] = []
@@ -137,7 +137,7 @@ class StepNoter:
         return reading
 
     def _declare(self, batch: Any, plan: BatchLayout) -> None:
-        """Keep the model call to expect for batches of this shape, to use it for steps without recorded calls."""
+        """Remember which model call a batch of this shape suggests, for steps whose calls are not recorded."""
         model = self._costs.model
         if len(self._declared) + len(self._undeclared) >= _MOST_DECLARED:
             self._declared.clear()
@@ -156,7 +156,6 @@ class StepNoter:
         self._declared[id(plan)] = plan, kind, MADE_UP if is_mask_only(batch) else None
 
     def look_at_held(self, reading: Reading) -> Reading | None:
-        """Compute the delayed sizes of a batch; None if the training has overwritten the batch in the meantime."""
         return self._reader.look_at_held(reading)
 
     def begin_step(self) -> None:
@@ -241,7 +240,7 @@ class StepNoter:
         Args:
             readings: Sizes of the batches that the loop has given.
             step: The step's number.
-            settle_earlier_windows: Ends the window before FLOP formulas change, so that no row mixes old and new ones.
+            settle_earlier_windows: Ends the window before formulas change, so that no row mixes old and new formulas.
             loss: The step's loss, with its autograd graph.
         """
         self._steps += 1
@@ -304,7 +303,7 @@ class StepNoter:
             self._certify(calls, count, step, calls_are_sure=bool(seen))
         self._watches_next = self._plan.would_another_count_help(calls, costs.certificates, self._steps)
         if not self._opens_steps:
-            # The loop does not mark where steps begin. A count would go on after the last step, so no step is counted.
+            # The loop does not mark where steps begin. No step is counted, because the last count would never end.
             self._nodes_before, self._nodes_apart = recorded_operations(), 0
             self.why_not_watched = NOT_OPENED
         if self._needs_no_second_look(calls, seen):
@@ -329,7 +328,7 @@ class StepNoter:
     def _needs_no_second_look(self, calls: StepCalls, seen: SeenCalls) -> bool:
         """Whether later steps with the same calls can use this result.
 
-        They cannot if the FLOPs of a call, or of one more such step as it runs, still have to be counted.
+        They cannot while a call's FLOPs are not known, or while one more such step must be counted as it runs.
         """
         if calls.count is not None or calls.doubt is not None:
             return False
@@ -363,7 +362,8 @@ class StepNoter:
             self._notify(*self.doubt)
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
-        # Until a counted step ran matrix products outside the model, the number of autograd nodes suffices to see them.
+        # The intervals serve to compare matrix products outside the model. Until a count has found such products, they
+        # are not needed, because the first such product would change the number of autograd nodes.
         self._outside.has_intervals = certificates.runs_more
 
     def _keep_example(self, keeps: bool) -> None:

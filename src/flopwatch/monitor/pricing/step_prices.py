@@ -56,7 +56,7 @@ class StepPricer:
     """Computes the FLOPs of steps.
 
     Attributes:
-        peaks: Peaks of this rank's device by compute type.
+        peaks: Peak FLOP/s of this rank's device, by compute type.
     """
 
     def __init__(self, config: MonitorConfig, costs: CallCosts, peak_flops_per_s: float | None, notify: Notify) -> None:
@@ -68,7 +68,7 @@ class StepPricer:
         self._main_type: str | None = None
         self._last_flops: dict[Any, StepFlops | None] = {}
         self._written: Any = None
-        """Values from which the newest provenance record was made; if they change, a new record is needed."""
+        """Values from which the newest record of how FLOPs are found was made. If they change, a new one is needed."""
 
     @property
     def peak(self) -> Peak | None:
@@ -167,7 +167,7 @@ class StepPricer:
 
 
 def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:
-    """Add up the FLOPs of a step's calls; those of padding are separated if calls and batches have the same shapes."""
+    """Add up the FLOPs of a step's calls. Model FLOPs exclude padding if calls and batches have equal shapes."""
     aligned = len(works) == len(prices) and all(map(_is_same_shape, prices, works))
     model = hardware = recompute = 0
     by_dtype: dict[str, PhaseFlops] = {}
@@ -248,7 +248,7 @@ def weights_dtype(model: nn.Module | None, device: torch.device) -> str | None:
 
 
 class Peaks:
-    """The peaks of one device by compute type, each looked up once.
+    """The peak FLOP/s of one device for each compute type, each looked up once.
 
     Attributes:
         device: The device.

@@ -65,7 +65,7 @@ class StepCount:
         failure: Why the count is not complete; None if it is.
         optimizer: FLOPs of matrix products in the optimizer; not part of the other fields.
         risks: Names of ops whose result may change in the last bits while steps are counted.
-        doubt: Why recomputation could not be separated, so that model FLOPs may be wrong; None if it was.
+        doubt: Why it is not certain which ops are recomputation, so that model FLOPs may be wrong; otherwise None.
     """
 
     phases: PhaseFlops
@@ -80,9 +80,9 @@ class StepCount:
 def is_watched(index: int) -> bool:
     """Whether the step with this index in its session is counted as it runs.
 
-    The first counted steps are chosen to find work early that is done only every n-th step: for every n up to 12, each
-    remainder of the index divided by n occurs. Later steps are chosen by Knuth's multiplicative hash: one in 128, and
-    after 1,000 steps one in 2,048.
+    The first counted steps are chosen to find work early that is done only every n-th step: for every n up to 12, their
+    indices have all remainders modulo n, except that 2 is missing for n = 7, 11 and 12. Later steps are chosen by
+    Knuth's multiplicative hash: one in 128, and after 1,000 steps one in 2,048.
 
     >>> [index for index in range(60) if is_watched(index)][:6]
     [1, 3, 5, 8, 10, 12]
@@ -94,8 +94,8 @@ def is_watched(index: int) -> bool:
 def is_watched_by_ranks(index: int) -> bool:
     """Whether the step with this index is counted in a training of several ranks.
 
-    All ranks count the same steps, because they wait for each other. Counting begins at step 33, and again at step 257
-    for ranks that receive the FLOP laws late.
+    All ranks count the same steps, because counting slows a step down and all ranks wait for the slowest. Counting
+    begins at step 33, and again at step 257 for ranks that receive the FLOP laws late.
 
     >>> [index for index in range(60) if is_watched_by_ranks(index)][:6]
     [33, 35, 37, 40, 42, 44]
@@ -105,7 +105,7 @@ def is_watched_by_ranks(index: int) -> bool:
 
 
 def next_watched(index: int, is_turn: Callable[[int], bool] = is_watched) -> int:
-    """Return the index of the next counted step, or of an earlier step at which to call this again.
+    """Return the index of the next counted step; if the next 64 steps have none, the index after these.
 
     >>> next_watched(13)
     15
@@ -122,7 +122,7 @@ def may_compile() -> bool:
         _dynamo.extend(tables)
     asked_for, counters = _dynamo
     for backend in asked_for.values():
-        if backend is not None:  # None comes from `torch.compiler.disable`
+        if backend is not None:  # `torch.compiler.disable` stores None here
             return True
     return "frames" in counters and counters["frames"].get("ok", 0) > 0
 
@@ -197,7 +197,7 @@ class WatchedStep:
 
 
 _left_behind: list[Any] = []
-"""Our finished dispatch modes that lie below the training's on torch's stack; they are removed once they are on top."""
+"""Our finished dispatch modes that lie below the training's modes on torch's stack; removed once they are on top."""
 
 
 def clear_left_behind() -> None:
@@ -210,7 +210,7 @@ def _modes_now() -> list[Any]:
 
 
 class _PassingMode(CountingMode):
-    """Counts ops and runs them unchanged. An error in the counting ends the count, but the op runs."""
+    """Counts ops and runs them unchanged. If counting an op fails, the op still runs, and `failure` says why."""
 
     def __init__(self, attention: AttentionConvention) -> None:
         super().__init__(ModuleStack(), attention)
@@ -235,7 +235,7 @@ class _PassingMode(CountingMode):
         if short_op_name(func) in METADATA_OPS:
             return NotImplemented
         if torch.is_inference_mode_enabled() and can_decompose(func) and not _has_kernel(func, _device_types(args)):
-            # In inference mode composite ops arrive undecomposed. Decomposing those in `_WHOLE` would change results.
+            # In inference mode composite ops arrive undecomposed. Decomposing the ops in `_WHOLE` would change results.
             if short_op_name(func) not in _WHOLE and find_formula(func) is None:
                 with self:
                     return func.decompose(*args, **kwargs)
@@ -264,7 +264,7 @@ class _PassingMode(CountingMode):
         self._runs_again = False
 
     def _meet_whole(self, func: OpOverload) -> None:
-        """Note a composite op that was not decomposed; without a formula its FLOPs are unknown."""
+        """Record a composite op that was not decomposed; without a formula its FLOPs are unknown."""
         if find_formula(func) is None and not costs_nothing(func):
             self.failure = f"{op_name(func)} runs in inference mode, where the ops inside it cannot be counted"
 
@@ -385,7 +385,7 @@ def products_outside(loss: Any, own: Sequence[tuple[int, int]]) -> int:
             continue
         name = node.name()
         parents = [(parent, index) for parent, index in node.next_functions if parent is not None]
-        # Functions written in Python have names without a final digit; they may contain matrix products.
+        # An autograd function written in Python may contain matrix products; its name has no final digit.
         if name.startswith(_PRODUCTS) or (parents and not name[-1].isdigit()):
             made = [tuple(part.shape) for part in input_metadata(node)]
             found.append(f"{name} {made} {[tuple(input_metadata(parent)[index].shape) for parent, index in parents]}")

@@ -90,7 +90,7 @@ def profile_of(
 
 
 _SAMPLE_SECONDS = 0.001
-"""Duration of a sample. A thread that uses the processor for less than `_BUSY_SHARE` of this time is blocked."""
+"""Duration of a sample. A thread that uses the processor for less than `_BUSY_SHARE` of this time counts as blocked."""
 _BUSY_SHARE = 0.2
 _SHARE_OF_A_CORE = 0.0003
 """Share of a core that sampling may use; the pauses between samples are chosen accordingly."""
@@ -100,11 +100,11 @@ _SAMPLES_KEPT = 150
 per second they cover the last minute."""
 _FEWEST_SAMPLES = 40
 _WAITS_FOR_RANKS = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/")
-"""Folders of torch whose code waits for other ranks; autograd does, because DDP's all-reduce runs inside backward."""
+"""Folders of torch whose code waits for other ranks. Autograd is one of them: DDP's all-reduce runs in backward."""
 
 
 class StallSampler:
-    """Samples, in its own thread, whether the creating thread is blocked by something other than waiting for ranks."""
+    """Samples in its own thread whether the thread that created it is blocked, but not by waiting for other ranks."""
 
     def __init__(self, busy_time: BusyTime) -> None:
         self._busy_time = busy_time
@@ -117,7 +117,7 @@ class StallSampler:
             threading.Thread(target=self._run, name="flopwatch-stalls", daemon=True).start()
 
     def share(self) -> float | None:
-        """Of the samples inside steps, the share in which the thread was stalled; None while there are too few."""
+        """Of the samples inside steps, the share in which the thread was stalled; None with too few samples."""
         samples = list(self._samples)
         return sum(samples) / len(samples) if len(samples) >= _FEWEST_SAMPLES else None
 
@@ -125,7 +125,7 @@ class StallSampler:
         self._is_over = True
 
     def _run(self) -> None:
-        # This uses plain sleeps, because Event.wait with a timeout runs Python code, which is slow after a step.
+        # This uses `sleep`, because `Event.wait` with a timeout runs Python code, which is slow right after a step.
         clock, busy_time, sample = self._clock, self._busy_time, self._sample
         began, pause = time.monotonic(), _SHORTEST_PAUSE_SECONDS
         while not self._is_over:
@@ -153,7 +153,7 @@ class StallSampler:
 
 _file_kinds: dict[str, bool | None] = {}
 """By file name, whether the file's code waits for other ranks. None for other files of torch, where the calling frame
-decides. Keys are not code objects, because those of different files can compare equal."""
+decides. The keys are file names, because code objects of different files can compare equal."""
 
 
 def _waits_for_ranks(frame: FrameType | None) -> bool:

@@ -55,7 +55,7 @@ class RunKey:
         logging_rank: The rank that writes the run's log.
         number: How many monitors with this logging rank the process has started, including this one.
         log: The log's path on this rank, with a number appended, because several monitors may write to one path.
-        known_logs: The logs of all monitors of this process, including later ones.
+        known_logs: The logs of all monitors of this process, including those started later.
     """
 
     logging_rank: int
@@ -161,7 +161,7 @@ def receive(group: Any, rank: int, size: int, *, tag: int, connected: Callable[[
 
 
 def end_waits(group: Any, rank: int, *, tag: int) -> None:
-    """End all waits in this group, in any thread: they raise. The group cannot be used afterwards.
+    """End all waits in this group, in all threads: each raises an error. The group cannot be used afterwards.
 
     Gloo has no function for this (`abort` does not end waits), but a timeout of one wait ends all others too. `rank`
     must be connected.
@@ -188,7 +188,7 @@ def park(thread: threading.Thread) -> bool:
 
 
 def _is_asleep(thread: threading.Thread) -> bool:
-    """Whether a thread waits in the kernel. A running one might hold a lock that the exit needs, such as malloc's."""
+    """Whether a thread waits in the kernel. A running thread might hold a lock that the exit needs (malloc's)."""
     try:
         stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
     except OSError:  # not Linux, or the thread has just ended
@@ -209,7 +209,7 @@ def _signal_that_pauses() -> int | None:
 
 
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-"""Environment variables with the number of ranks on this host, of torchrun and accelerate, Open MPI, and MPICH."""
+"""Environment variables with the number of ranks on this host: set by torchrun and accelerate, Open MPI, or MPICH."""
 
 
 def shared_peak(peak: Peak, ranks: int) -> Peak:
@@ -301,5 +301,5 @@ def _fsdp_size(module: nn.Module) -> int | None:
     """Number of ranks over which FSDP2 shards and replicates this module; None without FSDP2."""
     if not isinstance(module, FSDPModule):
         return None
-    # The largest, because experts may be sharded over a smaller mesh than other parameters.
+    # The largest mesh is used, because experts can be sharded over a smaller mesh than other parameters.
     return max((int(group.mesh_info.mesh.size()) for group in fsdp_groups(module)), default=None)

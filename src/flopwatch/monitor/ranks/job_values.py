@@ -1,7 +1,7 @@
 """Computes the metrics of a whole job from the reports of its ranks, and finds a rank that slows down the others.
 
-Ranks that share a batch (tensor, context or pipeline parallel) all report its tokens and model FLOPs, which are then
-counted once.
+Ranks that share a batch (tensor, context or pipeline parallel) all report its tokens and model FLOPs. In the
+metrics of the job these are counted once.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from flopwatch.records.run import Number
 
 Cause = Literal["input", "compute", "host"]
 _LEAST_EXCESS = 0.05
-"""Smallest excess of a rank's busy time over the other ranks' mean that is reported, as a share of the step time."""
+"""A rank is reported only if its busy time exceeds the other ranks' mean by at least this share of the step time."""
 _LEAST_SIGMAS = 4.0
 _WINDOWS_KEPT = 5
 _CHRONIC_WINDOWS = 3

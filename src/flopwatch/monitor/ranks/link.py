@@ -26,7 +26,7 @@ _LENGTH_BYTES = 8
 _MOST_WAITING = 64
 """The maximum number of reports that wait to be sent; each further report is joined with the last one."""
 _CHILD_SECONDS = 30.0
-"""How long a rank that has the plan waits for a child to join the run; a child that joins later is left out."""
+"""How long a rank with the plan (`RunPlan`) waits for its children to join the run. Later children are left out."""
 _END_SECONDS = 1.0
 """How long to wait for the thread to end after `give_up`."""
 _THE_END = RankReport(0, -1, ranks=0, is_last=True)
@@ -172,8 +172,8 @@ class RankLink:
     def _join_run(self, job_store: Any) -> Any:
         """Wait until it is known which run this monitor belongs to; return the store of that run."""
         store = ranks_group.run_store(job_store, self._key.run)
-        # This rank is counted on its device before it knows its run. Otherwise ranks could wait for each other: the
-        # logging rank sends its plan after all are counted, and other ranks may recognise their run by its plan.
+        # Count this rank on its device before its run is known. Otherwise ranks could wait for each other forever: the
+        # logging rank sends its plan after all ranks are counted, and another rank can need the plan to find its run.
         self._census = DeviceCensus(store, self._device, self._world_size)
         if self._parent is None:
             ranks_group.publish_run(job_store, self._key)
@@ -272,12 +272,12 @@ def _leave_all() -> None:
 
 
 def _listens(rank: int) -> str:
-    """Store key that a rank sets when it is ready to receive the plan; sending earlier may block inside gloo."""
+    """The key in the store that a rank sets when it can receive the plan; sending earlier could block inside gloo."""
     return f"listens/{rank}"
 
 
 def _has_plan(rank: int) -> str:
-    """Store key that a rank sets when it is ready to send the plan to its children."""
+    """The key in the store that a rank sets when it is ready to send the plan to its children."""
     return f"has_plan/{rank}"
 
 

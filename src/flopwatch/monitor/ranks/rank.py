@@ -24,11 +24,11 @@ _runs_in: Counter[str] = Counter()
 _known_logs: set[str] = set()
 """Log paths of all monitors of this process, each with a number appended."""
 _MOST_INCOMPLETE = 200
-"""How many windows the logging rank keeps at most while it waits for other ranks; then it continues without them."""
+"""The logging rank keeps up to this many windows while it waits for other ranks; then it continues without them."""
 
 
 class HasMeasured(Protocol):
-    """A step with its measurements. `Rank` uses only these, and returns the steps unchanged."""
+    """A step with its measurements. `Rank` uses nothing else of a step, and returns the steps unchanged."""
 
     @property
     def measured(self) -> MeasuredStep: ...
@@ -141,7 +141,7 @@ class Rank(Generic[Step]):
             self.link.send(report_of(self.rank, measured, peak_flops_per_s=peak_flops_per_s, profile=profile))
 
     def complete(self, *, give_up: bool = False) -> Iterator[CompleteWindow[Step]]:
-        """On the logging rank, yield the windows that all ranks have sent; with `give_up`, all other windows too."""
+        """On the logging rank, yield the windows that all ranks have sent; with `give_up`, incomplete ones too."""
         link = self.link
         if link is not None:
             while link.merged:
@@ -195,7 +195,7 @@ def _run_key(logging_rank: int, log: str) -> group.RunKey:
 
 
 def window_steps(step_seconds: float | None, log_every: int, log_seconds: float) -> int:
-    """Steps of the longest window that divides `log_every` and takes at most `log_seconds`; at least 1.
+    """The largest number of steps that divides `log_every` and takes at most `log_seconds`; at least 1.
 
     >>> window_steps(0.2, 50, 10.0), window_steps(0.9, 50, 10.0), window_steps(60.0, 50, 10.0)
     (50, 10, 1)
@@ -207,7 +207,7 @@ def window_steps(step_seconds: float | None, log_every: int, log_seconds: float)
 
 
 def ends_window(step: int, previous: int | None, window_steps: int) -> bool:
-    """Whether a window ends with this step. `previous` is the step before, because step numbers may have gaps.
+    """Whether a window ends with this step. `previous`, the step before, is needed because numbers can be skipped.
 
     >>> ends_window(49, 48, 50), ends_window(50, 49, 50), ends_window(1024, 512, 50)
     (True, False, True)

@@ -64,7 +64,7 @@ class RankReport:
         timed_steps: Number of timed steps.
         seconds: Time of the timed steps.
         input_wait: The part of `seconds` spent waiting for batches, in nanoseconds.
-        known_seconds: Time of the timed steps in which an amount is known, in the order of `RATED`.
+        known_seconds: For each amount in `RATED`, the time of the timed steps in which it is known.
         batch_steps: Number of steps, timed or not, whose batch is known.
         counted_steps: Number of steps, timed or not, whose FLOPs are known.
         counted_seconds: Time of the timed steps whose FLOPs are known.
@@ -184,8 +184,8 @@ def report_of(
     """
     timed = [step for step in steps if step.seconds is not None and not step.is_warm_up]
     seconds = sum([step.seconds or 0.0 for step in timed])
-    waiting = input_wait_share(timed)  # Steps whose wait is unknown are assumed to wait as long as the others.
-    # MFU uses only steps with known FLOPs. If a rank has none, such as a pipeline stage, all its timed steps are used.
+    waiting = input_wait_share(timed)  # steps with an unknown wait are assumed to wait as long as the others
+    # MFU uses only steps with known FLOPs. If a rank, such as a pipeline stage, has none, all its timed steps are used.
     counted = [step.seconds or 0.0 for step in timed if step.model_flops is not None]
     counted_seconds = sum(counted) if counted else seconds
     return RankReport(
@@ -283,8 +283,8 @@ def _sum_over_time(earlier: Amount, later: Amount) -> Amount:
 def aligned(streams: Sequence[Iterator[RankReport]]) -> Iterator[RankReport]:
     """Merge the reports of several ranks: yields one report for every step at which a window ends on all ranks.
 
-    All ranks end windows at the same steps, but a rank may end one earlier, for a checkpoint that only it writes.
-    Such windows are joined until they end at the same step as those of the other ranks. A rank whose reports have
+    All ranks end windows at the same steps, but a rank can end one early, for a checkpoint that only it writes.
+    Its windows are then joined until they end at the same step as those of other ranks. A rank whose reports have
     ended is left out, and so is a window that begins at another step than the first rank's window.
     """
     live = list(streams)
