@@ -37,7 +37,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Returned in place of a peak or a product that is not known; `reason` is a clause for the user."""
+    """Returned in place of a peak or a product that is not known; `reason` tells the user why."""
 
     reason: str
 
@@ -202,7 +202,7 @@ _TOO_FAR = (0, 0.5)
 
 
 def find_accelerator(facts: DeviceFacts) -> Accelerator | Unknown:
-    """The product that a device is, by its name, and by other facts if several products have the same name.
+    """Find a device in the product table by its name, and by other facts if several products have the same name.
 
     >>> find_accelerator(DeviceFacts("NVIDIA H100 80GB HBM3")).id
     'h100-sxm5-80gb'
@@ -347,7 +347,7 @@ _PRODUCT_LINES = {
 
 
 def derive_peak(facts: DeviceFacts, dtype: str) -> Peak | None:
-    """A peak by multiprocessors x FLOP per clock x boost clock; None if one of them is not known for this device.
+    """Compute a peak as multiprocessors x FLOP per clock x boost clock; None if a factor is unknown for this device.
 
     >>> card = DeviceFacts("NVIDIA RTX A1000", "cuda", 18, compute_capability=(8, 6), clock_mhz=1462.5)
     >>> derive_peak(card, "bf16").flops_per_s / 1e12

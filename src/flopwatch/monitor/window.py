@@ -21,7 +21,7 @@ _UNREADABLE = -1
 
 
 class Kept(NamedTuple):
-    """A tensor to be read later, and torch's version counter of it, which every in-place change increases."""
+    """A tensor to be read later, and its version counter in torch, which every in-place change increases."""
 
     value: torch.Tensor
     version: int
@@ -329,7 +329,7 @@ class Window:
         timer: StepTimer,
         look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
     ) -> None:
-        """Begin to copy the values to the host. `look_at` computes the sizes of batches that `log_step` only kept."""
+        """Begin to copy the values to the host. `look_at` computes the sizes of a batch, which `log_step` does not."""
         self.steps = steps
         self._timer = timer
         self._look_at = look_at
@@ -398,7 +398,7 @@ class Window:
             try:
                 if isinstance(value, Kept) and (len(read) != 1 or not value.is_unchanged()):
                     raise ValueError
-                values.setdefault(name, float(read[0]))  # A named argument wins over `more`.
+                values.setdefault(name, float(read[0]))  # Arguments such as `loss` take precedence over `more`.
             except Exception:  # Code of the user, such as __float__, has raised. Only this value is lost.
                 self._left_out.add(name)
         return values
@@ -411,7 +411,7 @@ def passed_seconds(steps: Sequence[NotedStep], timer: StepTimer) -> float:
 
 
 def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -> PricedStep:
-    """Combine a step with its FLOPs; `doubt` says why those of its window are not exact; None if no reason is known."""
+    """Combine a step with its FLOPs. `doubt` is a reason why the FLOPs of its window are not exact, if one is known."""
     noted, works, values = settled.noted, settled.works or [], dict(settled.values)
     flops, is_watched = cost.flops, noted.calls.count is not None
     measured = MeasuredStep(

@@ -49,7 +49,7 @@ HostMethod: TypeAlias = Literal["high_water", "samples", "rss"]
 OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
 
 UNSETTLED: tuple[Outcome, ...] = ("cancelled", "lost", "skipped")
-"""Resuming a sweep always runs these trials again, because their outcome does not depend on their configuration."""
+"""Resuming a sweep always repeats trials with these outcomes, which do not depend on the trial's configuration."""
 
 AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
 """Phases after the training steps. A failure in one of them does not change the trial's outcome."""
@@ -406,7 +406,7 @@ class TrialResult:
     def from_json(cls, content: Mapping[str, Any]) -> "TrialResult":
         """Build the result from JSON; raises BrokenRecordError for wrong or missing fields.
 
-        A negative or absurdly long `seconds` becomes None, because earlier versions used a clock that may jump.
+        A negative or absurdly long `seconds` becomes None, because earlier versions used a clock that could jump.
         """
         result = read_record(cls, content)
         is_absurd = result.seconds is not None and not 0 <= result.seconds < _LONGEST_LIFE_SECONDS
