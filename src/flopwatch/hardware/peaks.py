@@ -334,11 +334,11 @@ def _matmul_dtypes(record: Accelerator) -> str:
     return ", ".join(dtype for dtype in record.peak_tflops if dtype not in _RATES_BEHIND_A_DTYPE)
 
 
-# A peak is derived from the architecture only for product lines that have one rate per unit and clock. The line is read
-# from the name, because one architecture has different rates in different lines: an A40 (compute capability 8.6) has
-# the full rate, but an RTX 3090 and an A10G have half of it. Data-centre products are left out: an H20 has the
-# architecture of an H100, but a quarter of its rate. The expressions must not match "GeForce GTX", which has no tensor
-# cores, nor suffixes such as "D", which stand for throttled products.
+# A peak is derived from the architecture only for product lines in which every product has the same rate per unit and
+# clock. The line is read from the name, because one architecture has different rates in different lines: of compute
+# capability 8.6, an A40 has the full rate, but an RTX 3090 and an A10G have half of it. Data-centre products are left
+# out: an H20 has the architecture of an H100, but a quarter of its rate. The expressions must not match "GeForce GTX",
+# which has no tensor cores, nor suffixes such as "D", which stand for throttled products.
 _PRODUCT_LINES = {
     "geforce": r"^(?:NVIDIA )?GeForce RTX \d{4}(?: (?:Ti|SUPER|Laptop GPU|with Max-Q Design))*$",
     "workstation": r"^(?:NVIDIA )?RTX (?:A\d{3,4}|\d{3,4} Ada Generation|PRO \d{3,4} Blackwell)"

@@ -1,4 +1,4 @@
-"""Monitors a training while it runs: measures time and FLOPs of each step, logs a row every `log_every` steps."""
+"""Monitors a training while it runs: measures time and FLOPs of each step, and logs a row every `log_every` steps."""
 
 from typing import TYPE_CHECKING
 

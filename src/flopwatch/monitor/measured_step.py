@@ -42,7 +42,7 @@ class MeasuredStep(NamedTuple):
         model_flops: FLOPs that the model's mathematics needs, without padding and recomputation.
         hardware_flops: FLOPs that are executed.
         recompute_flops: The part of `hardware_flops` that activation checkpointing runs a second time.
-        is_warm_up: Whether the step is left out of all rates.
+        is_warm_up: Whether the step is warm-up and therefore left out of all rates.
         model_peak_seconds: Time one device would need for `model_flops` at its peak for the data types in use.
         hardware_peak_seconds: Time one device would need for `hardware_flops` at that peak.
         reason: Why the FLOPs are not exact; None when they are exact or unknown.
@@ -184,7 +184,7 @@ def share_values(totals: Mapping[str, int]) -> dict[str, Number]:
 
 
 def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
-    """Share of step time spent waiting for batches, over the steps whose wait is known; None if no wait is.
+    """Share of step time spent waiting for batches, over steps whose wait is known; None if there are no such steps.
 
     >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=9.0)])
     0.25

@@ -377,7 +377,7 @@ class TraceCapture:
     """Runs a few steps under torch's profiler on request, and writes one compressed trace file for ui.perfetto.dev.
 
     Attributes:
-        is_on: Whether a trace was requested or is being recorded; read on every step.
+        is_on: Whether a trace was requested or is being recorded.
         last_path: File of the newest trace.
     """
 

@@ -266,7 +266,7 @@ class RowMaker:
 
 
 class MeasuredSum:
-    """Sums over a session's timed steps, for its rates; separate for each combination of values that are known."""
+    """The sums for a session's rates. Timed steps are added up separately for each combination of known values."""
 
     def __init__(self) -> None:
         self._steps = 0

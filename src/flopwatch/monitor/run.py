@@ -48,13 +48,13 @@ from flopwatch.sinks.protocol import Sink
 _MFU_ALARM = 1.05
 """An MFU above this is too high to be explained by inaccurate step times, so the peak must be wrong."""
 _LEAST_STALL_SECONDS, _LEAST_OUTSIDE_SECONDS = 0.5, 0.2
-"""Stalls and time outside steps are reported above this many seconds per session. A busy machine causes less."""
+"""Seconds per session above which stalls and time outside steps are reported. On a busy machine, less is normal."""
 _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
 """A rank that waits longer than this for the logging rank's plan (the number of steps per window) stops reporting."""
 DEVICE_SECONDS = 60.0
 """How long a checkpoint and the end of a run wait for the device to finish its queued work."""
 _CHECKPOINT_SECONDS = 2.0
-"""How long a checkpoint waits until the other ranks have sent their windows."""
+"""How long a checkpoint waits for the other ranks to send their windows."""
 _CLOSE_RANKS_SECONDS = 5.0
 """How long the end of a run waits for the other ranks."""
 _CLOSE_AFTER_ERROR_SECONDS = 0.5
@@ -192,7 +192,7 @@ class MonitoredRun:
         lengths: Sequence[int] | None,
         more: dict[str, Any],
     ) -> None:
-        """Keep what is known when a step ends. An ordinary step does not read from the device, write or wait."""
+        """Keep what is known when a step ends. On an ordinary step, do not read from the device, write or wait."""
         segments, waits = self.step_clock.end_step()
         step = int(step)
         if not self._has_started:

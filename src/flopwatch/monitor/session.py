@@ -384,7 +384,7 @@ class Session:
         return _totals_of(ledger)
 
     def _continue_from(self, ledger: Ledger) -> None:
-        """Continue an earlier session's totals, and add the phases that this session has already recorded."""
+        """Continue an earlier session's totals, and add the time of phases that this session has already had."""
         booked, before = self._ledger.seconds, self._carried_seconds
         try:
             last = find_last_record(self._log_path)

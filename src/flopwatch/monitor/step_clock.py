@@ -125,7 +125,7 @@ class UsualGaps:
         """Begin a gap. The thread's processor time is read only if the loader has workers, because that call is slow.
 
         Args:
-            short: Seconds of the previous gap and of the work before it, if that gap was too short for `is_outside`.
+            short: Seconds of the previous gap and of the work before it, if it was too short to call `is_outside`.
         """
         if short is not None:
             self._gaps.append(short[0])
@@ -439,7 +439,7 @@ class StepClock:
             self._has_batch = False
 
     def _is_gap_kept(self) -> bool:
-        """Return True if the gap that has just ended is part of the step; otherwise remove and report it."""
+        """Return True if the gap that has just ended is part of the step; otherwise remove it and report it."""
         seconds = self._seconds
         is_outside = self._usual.is_outside(seconds[_GAP], seconds[_WORK], self._has_seen_other_work)
         if is_outside or self._has_seen_other_work:

@@ -27,7 +27,7 @@ class WaitTimer(Protocol):
     """Measures how long it takes to fetch a batch."""
 
     def begin_wait(self) -> bool:
-        """Begin a fetch; False if this fetch is not timed."""
+        """Begin to time a fetch. Returns False if this fetch is not timed."""
 
     def end_wait(self, *, has_batch: bool = True) -> None:
         """End a fetch that `begin_wait` has timed; `has_batch` says whether it has returned a batch."""
@@ -559,7 +559,7 @@ class TrainingMonitor:
         return ", ".join([f"step {self._started_run.last_step:,}", *parts]) + percent + closed
 
     def _do(self, part: str, action: Callable[[MonitoredRun], None], *, is_own_work: bool = True) -> None:
-        """Call `action`; report its errors as those of `part`. `is_own_work` keeps its time out of the input wait."""
+        """Call `action`; report its errors as those of `part`. `is_own_work` says that its time is no input wait."""
         run = self._run
         if run is None:
             return

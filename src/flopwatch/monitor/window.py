@@ -271,10 +271,10 @@ class SettledStep(NamedTuple):
 
     Attributes:
         noted: The step as `log_step` kept it.
-        seconds: The step's time; None for the first step of a session that was not opened.
+        seconds: The step's time; None for a session's first step, if the loop did not open it with `step()`.
         input_wait_seconds: The part of `seconds` spent waiting for batches; None if unknown.
         works: Sizes of the step's batches; None if one of them could not be read.
-        values: Loss, gradient norm, learning rate, epoch and the user's own metrics, without those that are no number.
+        values: Loss, gradient norm, learning rate, epoch and the user's own metrics; only those that are numbers.
     """
 
     noted: NotedStep

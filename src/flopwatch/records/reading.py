@@ -379,7 +379,7 @@ def plain(text: str) -> str:
 
 def one_line(text: str, most: int | None = None) -> str:
     """The result of `plain` on one line, cut to `most` characters."""
-    # Cut before escaping, because a text may have 50 MB, and again after it, because escaping adds characters.
+    # Cut before escaping, because a text may be 50 MB long, and again after it, because escaping adds characters.
     line = " ".join(plain(text if most is None else text[: 4 * most]).split())
     return line if most is None or (len(line) <= most and len(text) <= 4 * most) else f"{line[:most].rstrip()}…"
 

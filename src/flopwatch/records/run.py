@@ -60,7 +60,7 @@ class Provenance:
         step: The first step to which this record applies.
         mode: `estimate`, `profiler`, `smart` or `hybrid`.
         method: How FLOPs are found: `trace`, `step`, `estimate`, `flops_fn`; None while they are unknown.
-        exact: True if the FLOPs of `model(batch)` are exact. `Row.exact` is about whole steps.
+        exact: True if the FLOPs of `model(batch)` are exact. `Row.exact` says this about whole steps.
         attention: `full` or `causal`.
         coverage: Share of the matmul-like op calls that had a formula; None if no op was traced.
         law: The polynomial that gives the FLOPs of a batch from its shape: coefficients by phase and term, as decimal

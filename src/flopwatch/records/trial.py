@@ -148,12 +148,12 @@ class TrialSpec:
         return None
 
     def measured_settings(self) -> dict[str, Any]:
-        """The settings that can change what the trial measures; its label and time limits cannot."""
+        """The settings that can change what the trial measures: all but `label`, `trace` and `limits`."""
         content = self.to_json()
         for name in ("label", "trace", "limits"):
             del content[name]
-        # Settings that were added after 0.1.0 are left out if they have their default value. Otherwise the keys of
-        # older sweeps would change, and their trials would be measured again.
+        # Settings that were added after 0.1.0 are left out if they have their default value. Otherwise the
+        # hashes of older trials would change, and these trials would be measured again.
         for name, value in _LATER_SETTINGS.items():
             if content[name] == value:
                 del content[name]

@@ -86,7 +86,7 @@ def add_up(sums: Sequence[LawSum | None]) -> LawSum | None:
 def _counts(cells: Mapping[str, Any], which: str) -> dict[str, int] | None:
     """Return the count in each term of the FLOP formula; None if the number of samples is unknown.
 
-    Pairs and lengths are included only if positions / samples is a whole number. Padding counts for hardware FLOPs only.
+    Pairs and lengths are included only if positions / samples is a whole number. Padding counts in hardware FLOPs only.
     """
     samples = cells.get("samples")
     positions = cells.get("real_tokens", cells.get("tokens")) if which == "model" else cells.get("tokens")

@@ -272,7 +272,7 @@ def _which_are(log: RunLog, step: int) -> str:
 
 
 MOST_ROWS = 2000
-"""About how many rows of a long log are read at most. A curve on a screen has fewer columns than this."""
+"""Of a long log, only about this many rows are read, because a curve on a screen has fewer columns."""
 WHOLE_BYTES = 8 << 20
 """In addition to `MOST_ROWS` rows, every row in the last 8 MiB of a long log is read."""
 

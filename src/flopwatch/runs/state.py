@@ -16,7 +16,7 @@ from flopwatch.runs.reading import LogFollower
 from flopwatch.spread import percentile
 
 _STATE_FIELD, _START_FIELD = 0, 19
-"""Indices of the process's state and start time in /proc/PID/stat, after the command's name (fields 3 and 22)."""
+"""Indices in the part of /proc/PID/stat after the command's name: state (field 3) and start time (field 22)."""
 _DEAD_STATES = ("Z", "X")
 
 
