@@ -265,7 +265,7 @@ class Ledger:
                 self.spend("input_wait", step.input_wait_seconds)
 
     def _add_time(self, seconds: float, work_seconds: float, typical: float | None, step: MeasuredStep) -> None:
-        if step.is_watched:  # the time beyond a typical step was spent counting FLOPs
+        if step.is_watched:  # what exceeds the time of a typical step was spent counting FLOPs
             extra = 0.0 if typical is None else max(0.0, work_seconds - typical)
             self.spend("train", seconds - extra)
             self.spend("count", extra)

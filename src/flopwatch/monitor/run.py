@@ -247,7 +247,7 @@ class MonitoredRun:
         self.step_clock.begin_gap()
 
     def abandon_step(self) -> None:
-        """Drop the current step, because its body has raised."""
+        """Drop the current step, because its body has raised an exception."""
         self.noter.abandon_step()
         self._readings, self._user_flops = [], None
 
@@ -276,7 +276,7 @@ class MonitoredRun:
                 self.count_seconds += seconds[0]
 
     def spent_on(self, name: str) -> None:
-        """Add the time since the last step ended to a phase."""
+        """Add to a phase the time that has passed since the last step."""
         self._session.add_seconds(name, self.step_clock.book())
 
     def add_to_last_step(self, loss: Any, grad_norm: Any, learning_rate: Any) -> None:

@@ -111,7 +111,7 @@ def _torchelastic() -> dict[str, Any] | None:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return rank and world size from the process group, or without one from the variables that torchrun sets."""
+    """Return rank and world size from the process group or, without one, from the variables that torchrun sets."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0") or 0), int(os.environ.get("WORLD_SIZE", "1") or 1)
@@ -175,7 +175,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
 def _share_of_window(
     of_all_ranks: Mapping[str, int], window: Sequence[MeasuredStep], rest: Sequence[MeasuredStep]
 ) -> dict[str, int]:
-    """Estimate the sums of all ranks over the steps `rest`, from the share of `rest` in the logging rank's own sums."""
+    """Estimate the sums of all ranks for the steps `rest` of a window by their share of the logging rank's own sums."""
     shares: dict[str, int] = {}
     for name, total in of_all_ranks.items():
         own, own_rest = (sum(getattr(step, name) or 0 for step in steps) for steps in (window, rest))

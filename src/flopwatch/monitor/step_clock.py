@@ -115,7 +115,7 @@ class UsualGaps:
         self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
         self._gaps_seen = self._sorted_at = 0
         self._sorted: list[float] = []
-        """Sorted copy of `_gaps`, made when `_gaps_seen` was `_sorted_at`."""
+        """Sorted copy of `_gaps`, made after the first `_sorted_at` gaps."""
         self._works: deque[float] = deque(maxlen=_REMEMBERED)
         self._cpu_at_gap = self._cpu_at_phase = 0.0
         self._gaps_begun = 0
@@ -125,7 +125,7 @@ class UsualGaps:
         """Begin a gap. The thread's processor time is read only if the loader has workers, because that call is slow.
 
         Args:
-            short: Seconds of the previous gap and of the work before it, if it was too short to call `is_outside`.
+            short: Seconds of the previous gap and of the work before it, if `is_outside` was not called for that gap.
         """
         if short is not None:
             self._gaps.append(short[0])
@@ -439,7 +439,7 @@ class StepClock:
             self._has_batch = False
 
     def _is_gap_kept(self) -> bool:
-        """Return True if the gap that has just ended is part of the step; otherwise remove it and report it."""
+        """Whether the gap that has just ended belongs to the step. If not, take it out of the step and report it."""
         seconds = self._seconds
         is_outside = self._usual.is_outside(seconds[_GAP], seconds[_WORK], self._has_seen_other_work)
         if is_outside or self._has_seen_other_work:
@@ -468,7 +468,7 @@ class StepClock:
         self._state, self._since = state, now
 
     def _go(self, state: int) -> None:
-        """Change the state; during a phase, change the state that follows the phase."""
+        """Set the state; during a phase, set the state to which the clock returns after the phase."""
         if self._depth:
             self._before_phase = state
         else:

@@ -84,7 +84,7 @@ _NOTHING_MORE: dict[str, Any] = {}
 
 
 class Step:
-    """The context of one optimizer step. The step is logged when the context ends, unless its body has raised."""
+    """The context of one optimizer step. The step is logged when the context ends, unless an exception ended it."""
 
     __slots__ = ("_batch", "_epoch", "_grad_norm", "_lengths", "_loss", "_lr", "_monitor", "_more", "number")
 
@@ -173,7 +173,7 @@ class TrainingMonitor:
         flops_profile_freq: Steps between two counts in mode `profiler`.
         model: The model that is trained, wrapped or not. Without it there are rates but no FLOPs.
         mode: `smart` counts the FLOPs once and computes those of every step from its batch's shape; `estimate` never
-            counts; `profiler` counts every `flops_profile_freq` steps; `hybrid` works as `profiler`.
+            counts; `profiler` counts every `flops_profile_freq` steps; `hybrid` works like `profiler`.
         sinks: One or several of `console`, `tensorboard`, `wandb`, `mlflow`, `prometheus`, `module:Class`, or objects
             with the methods of `flopwatch.sinks.protocol.Sink`.
         attention: `full` counts every pair of positions in attention, `causal` only pairs that are not masked.

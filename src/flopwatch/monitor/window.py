@@ -183,7 +183,7 @@ class DatasetMetrics:
             )
         if any(len(tensor) != len(names) for tensor in given):
             sizes = ", ".join(str(tuple(tensor.shape)) for tensor in given)
-            raise InputError(f"log_datasets got {len(names)} names for tensors of shape {sizes}; pass one per sample")
+            raise InputError(f"log_datasets: {len(names)} names for tensors of shape {sizes}; pass one name per sample")
         device = given[0].device
         rows = torch.tensor([self._index.setdefault(name, len(self._index)) for name in names]).to(
             device, non_blocking=True
@@ -329,7 +329,7 @@ class Window:
         timer: StepTimer,
         look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
     ) -> None:
-        """Begin to copy the values to the host. `look_at` computes the sizes of a batch, which `log_step` does not."""
+        """Begin to copy the values to the host. `look_at` computes batch sizes, which `log_step` has not computed."""
         self.steps = steps
         self._timer = timer
         self._look_at = look_at

@@ -145,7 +145,7 @@ MAY_BE_INFINITE = {"may_be_infinite": True}
 """Field metadata: infinity is a valid value. In all other fields, infinity and NaN stand for an unknown value."""
 
 _LARGEST_INTEGER = 10**30
-"""Larger integers are rejected: no count of FLOPs or bytes is so large, and floats end at about 1e308."""
+"""Larger integers are rejected: no count of FLOPs or bytes is so large, and huge ones cannot be converted to float."""
 
 _DEEPEST = 60
 """Limit for levels of nesting. The json module reads about 1,000 levels, but fails when it writes that many."""

@@ -135,7 +135,7 @@ def _with_steps_left(row: _RowLine) -> Iterator[_RowLine]:
 
 
 def _read_line(line: bytes, *, may_be_torn: bool) -> _Found | None:
-    """Parse a line. A row is parsed only if `may_be_torn` is True, because parsing every row of a long log is slow."""
+    """Parse a line. A row is parsed only if it may be torn (incomplete), because parsing all rows is slow."""
     step = row_step(line)
     if step is not None and not may_be_torn:
         return _RowLine(line, step)
@@ -272,9 +272,9 @@ def _which_are(log: RunLog, step: int) -> str:
 
 
 MOST_ROWS = 2000
-"""Of a long log, only about this many rows are read, because a curve on a screen has fewer columns."""
+"""Of a long log, only about this many older rows are read, because a curve on a screen has fewer columns."""
 WHOLE_BYTES = 8 << 20
-"""In addition to `MOST_ROWS` rows, every row in the last 8 MiB of a long log is read."""
+"""Every row in the last 8 MiB of a long log is read; `MOST_ROWS` limits only the rows before that."""
 
 
 class LogFollower:
