@@ -99,13 +99,13 @@ def _cgroup_folders(root: Path) -> list[Path]:
             continue
         mount = root / "sys/fs/cgroup" / controllers
         own = mount / group.strip("/")
-        # In a container, the control group's path may not be mounted. Then its limits are in files at the mount point.
+        # In a container, the control group's folder may be missing. Its limits are then in files at the mount point.
         folders += [folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents]
     return folders
 
 
 def _clock(root: Path, fields: dict[str, str]) -> tuple[float | None, str]:
-    """The clock in GHz that all cores can sustain, and its source. The single-core turbo clock is a third higher."""
+    """The clock in GHz that all cores can sustain (less than the turbo clock of a single core), and its source."""
     cpu0 = root / "sys/devices/system/cpu/cpu0"
     in_name = re.search(r"@\s*([\d.]+)\s*GHz", fields.get("model name", ""))
     candidates = (
@@ -113,7 +113,7 @@ def _clock(root: Path, fields: dict[str, str]) -> tuple[float | None, str]:
         (_number(cpu0 / "acpi_cppc/nominal_freq"), 1e3, "nominal clock, sysfs"),
         (float(in_name[1]) if in_name else None, 1, "base clock, in the model name"),
         (float(fields["cpu MHz"]) if "cpu MHz" in fields else None, 1e3, "current clock, /proc/cpuinfo"),
-        # If a CPU reports none of the above, it is an Arm server. Those run all cores at their maximal clock.
+        # A CPU that reports none of the above is an Arm server, which runs all cores at their maximal clock.
         (_number(cpu0 / "cpufreq/cpuinfo_max_freq"), 1e6, "maximal clock, sysfs"),
     )
     for value, per_ghz, source in candidates:

@@ -71,7 +71,7 @@ def matmul_flops(shape: Shape) -> int:
 def search_best_matmul(
     time_matmul: TimeMatmul, seconds: float, clock: Clock, shapes: Sequence[Shape] = SHAPES
 ) -> BestMatmul:
-    """Find the fastest shape by trying them from small to large, then measure its rate with more repeats.
+    """Find the fastest shape by trying all from small to large, then measure its rate with more repeats.
 
     Only the second measurement is returned, because the maximum of many noisy rates is biased upwards. Shapes that
     would take too long for `seconds` are skipped.
@@ -162,7 +162,7 @@ def shapes_that_fit(device: torch.device, dtype: torch.dtype) -> list[Shape]:
 
 @contextmanager
 def plain_matmuls(device: torch.device, dtype: str) -> Iterator[None]:
-    """Switch gradients and autocast off and TF32 on or off in the block; restore the old settings after it."""
+    """Switch gradients and autocast off in the block, and TF32 on only if `dtype` is `tf32`; undo this after it."""
     backends: Any = torch.backends  # type checkers do not know its attributes, because torch creates them at run time
     backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
     before = backend.fp32_precision

@@ -37,7 +37,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Returned in place of a peak or a product that is not known; `reason` is a clause for the user."""
+    """Returned in place of a peak or a product that is not known; `reason` tells the user why."""
 
     reason: str
 
@@ -202,7 +202,7 @@ _TOO_FAR = (0, 0.5)
 
 
 def find_accelerator(facts: DeviceFacts) -> Accelerator | Unknown:
-    """The product that a device is, by its name, and by other facts if several products have the same name.
+    """Find a device in the product table by its name, and by other facts if several products have the same name.
 
     >>> find_accelerator(DeviceFacts("NVIDIA H100 80GB HBM3")).id
     'h100-sxm5-80gb'
@@ -334,11 +334,11 @@ def _matmul_dtypes(record: Accelerator) -> str:
     return ", ".join(dtype for dtype in record.peak_tflops if dtype not in _RATES_BEHIND_A_DTYPE)
 
 
-# A peak is derived from the architecture only for product lines that have one rate per unit and clock. The line is read
-# from the name, because one architecture has different rates in different lines: an A40 (compute capability 8.6) has
-# the full rate, but an RTX 3090 and an A10G have half of it. Data-centre products are left out: an H20 has the
-# architecture of an H100, but a quarter of its rate. The expressions must not match "GeForce GTX", which has no tensor
-# cores, nor suffixes such as "D", which stand for throttled products.
+# A peak is derived from the architecture only for product lines in which every product has the same rate per unit and
+# clock. The line is read from the name, because one architecture has different rates in different lines: of compute
+# capability 8.6, an A40 has the full rate, but an RTX 3090 and an A10G have half of it. Data-centre products are left
+# out: an H20 has the architecture of an H100, but a quarter of its rate. The expressions must not match "GeForce GTX",
+# which has no tensor cores, nor suffixes such as "D", which stand for throttled products.
 _PRODUCT_LINES = {
     "geforce": r"^(?:NVIDIA )?GeForce RTX \d{4}(?: (?:Ti|SUPER|Laptop GPU|with Max-Q Design))*$",
     "workstation": r"^(?:NVIDIA )?RTX (?:A\d{3,4}|\d{3,4} Ada Generation|PRO \d{3,4} Blackwell)"
@@ -347,7 +347,7 @@ _PRODUCT_LINES = {
 
 
 def derive_peak(facts: DeviceFacts, dtype: str) -> Peak | None:
-    """A peak by multiprocessors x FLOP per clock x boost clock; None if one of them is not known for this device.
+    """Compute a peak as multiprocessors x FLOP per clock x boost clock; None if a factor is unknown for this device.
 
     >>> card = DeviceFacts("NVIDIA RTX A1000", "cuda", 18, compute_capability=(8, 6), clock_mhz=1462.5)
     >>> derive_peak(card, "bf16").flops_per_s / 1e12

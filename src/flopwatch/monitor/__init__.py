@@ -1,4 +1,4 @@
-"""The monitor of a live training: measures every step, adds its FLOPs, and writes a row of metrics per window."""
+"""Monitors a training while it runs: measures time and FLOPs of each step, and logs a row every `log_every` steps."""
 
 from typing import TYPE_CHECKING
 

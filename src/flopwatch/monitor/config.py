@@ -23,7 +23,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class MonitorConfig(BaseModel):
-    """All settings of the monitor. `docs/monitoring.md` lists other names under which a file may give them."""
+    """All settings of the monitor. `docs/monitoring.md` lists the other names that a configuration file can use."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -137,7 +137,7 @@ def refuse_problems(problems: list[str]) -> None:
 _SECTIONS = ("flopwatch", "monitoring", "monitor")
 """Sections of a configuration file that only flopwatch reads, so an unknown key in them is reported as a mistake."""
 
-# Other names that a configuration file may use for settings of `MonitorConfig`; most are from docs/requirements.md.
+# Other names that a configuration file can use for settings of `MonitorConfig`; most are from docs/requirements.md.
 _MONITORING = {
     "mfu_calculation_mode": "mode",
     "performance_monitoring.measure_flops_frequency": "flops_profile_freq",
@@ -152,7 +152,7 @@ _MONITORING = {
     },
     "freq.flops_profile_freq": "flops_profile_freq",
     "measure_flops_frequency": "flops_profile_freq",
-    # The sweep and the command line use the next two names for these settings.
+    # Sweeps and the command line call `seq_length` and `warm_up_steps` by the next two names.
     "seq_len": "seq_length",
     "warmup_steps": "warm_up_steps",
 }
@@ -172,8 +172,8 @@ SPELLINGS: Mapping[str, str] = {
 def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Find the monitor's settings in a training configuration; return them, and messages about unknown keys.
 
-    A setting outside the monitor's sections is used only if every key at the top level is one of the monitor's,
-    because `mode` or `dtype` in a training's configuration usually means something else.
+    A setting at the top level, outside the monitor's sections, is used only if all keys at that level belong to the
+    monitor, because `mode` or `dtype` in a training's configuration usually means something else.
     """
     fields = MonitorConfig.model_fields
     ours_alone = all(key in fields or key in _SECTIONS or key in _MONITORING for key in content)

@@ -24,7 +24,7 @@ AMOUNTS = (
 """Names of the fields of `MeasuredStep` that can be added up over steps and ranks."""
 
 _WARM_UP_FACTOR = 1.5
-"""First steps that take 1.5 times the median of later ones are warm-up: they compile, autotune or fill caches."""
+"""First steps that take over 1.5 times the median of later steps are warm-up: they compile, autotune or fill caches."""
 
 
 class MeasuredStep(NamedTuple):
@@ -42,7 +42,7 @@ class MeasuredStep(NamedTuple):
         model_flops: FLOPs that the model's mathematics needs, without padding and recomputation.
         hardware_flops: FLOPs that are executed.
         recompute_flops: The part of `hardware_flops` that activation checkpointing runs a second time.
-        is_warm_up: Whether the step is left out of all rates.
+        is_warm_up: Whether the step is warm-up and therefore left out of all rates.
         model_peak_seconds: Time one device would need for `model_flops` at its peak for the data types in use.
         hardware_peak_seconds: Time one device would need for `hardware_flops` at that peak.
         reason: Why the FLOPs are not exact; None when they are exact or unknown.
@@ -76,7 +76,7 @@ class MeasuredStep(NamedTuple):
 def window_values(
     steps: Sequence[MeasuredStep], *, peak_flops_per_s: float | None, device_count: int = 1, world_size: int = 1
 ) -> dict[str, Number]:
-    """Compute the metrics of a window; the keys are those of `flopwatch.records.metrics`, without unknown metrics.
+    """Compute the metrics of a window by key (see `flopwatch.records.metrics`). Unknown metrics are left out.
 
     Args:
         steps: The window's steps, as this process has measured them.
@@ -184,7 +184,7 @@ def share_values(totals: Mapping[str, int]) -> dict[str, Number]:
 
 
 def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
-    """Share of step time spent waiting for batches, over the steps whose wait is known; None if there are none.
+    """Share of step time spent waiting for batches, over steps whose wait is known; None if there are no such steps.
 
     >>> input_wait_share([MeasuredStep(1, seconds=2.0, input_wait_seconds=0.5), MeasuredStep(2, seconds=9.0)])
     0.25
@@ -195,9 +195,9 @@ def input_wait_share(steps: Sequence[MeasuredStep]) -> float | None:
 
 
 def find_warm_up(seconds: Sequence[float | None]) -> int:
-    """Count the first steps that are warm-up: those much slower than the median of the later half.
+    """Count the warm-up steps at the beginning: those much slower than the median of the second half of the steps.
 
-    Steps without a time are skipped, because they are in no rate anyway.
+    Steps without a time are skipped, because no rate uses them.
 
     >>> find_warm_up([9.0, 2.0, 1.0, 1.1, 1.0, 1.0])
     2
@@ -222,14 +222,14 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def mean_of(known: Sequence[float]) -> float:
-    """The mean; NaN if a value is NaN, or if both infinities occur.
+    """The mean; NaN if a value is NaN, or if both +inf and -inf occur.
 
     >>> mean_of([1.7e308, 1.7e308]), mean_of([float("inf"), float("-inf")])
     (1.7e+308, nan)
     """
     try:
         return fmean(known)
-    except (OverflowError, ValueError):  # the sum exceeds the largest float, or both infinities occur
+    except (OverflowError, ValueError):  # the sum exceeds the largest float, or +inf and -inf both occur
         return sum(value / len(known) for value in known)
 
 
@@ -252,7 +252,7 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=dict)
     first_start_unix_time: float | None = None
     _not_compared: list[float] = field(default_factory=list, repr=False)
-    """`work_seconds` of warm-up steps whose lost time is unknown until the time of a typical step is known."""
+    """`work_seconds` of warm-up steps, kept until they can be compared with a typical step to find the lost time."""
 
     def add_steps(self, steps: Iterable[MeasuredStep], typical_seconds: float | None = None) -> None:
         """Add steps. If a warm-up or stalled step took longer than `typical_seconds`, the excess is lost time."""
@@ -265,7 +265,7 @@ class Ledger:
                 self.spend("input_wait", step.input_wait_seconds)
 
     def _add_time(self, seconds: float, work_seconds: float, typical: float | None, step: MeasuredStep) -> None:
-        if step.is_watched:  # the time beyond a typical step was spent counting FLOPs
+        if step.is_watched:  # what exceeds the time of a typical step was spent counting FLOPs
             extra = 0.0 if typical is None else max(0.0, work_seconds - typical)
             self.spend("train", seconds - extra)
             self.spend("count", extra)

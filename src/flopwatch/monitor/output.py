@@ -29,7 +29,7 @@ Notify = Callable[[Level, str, str], None]
 
 
 class NoticeText(NamedTuple):
-    """A notice without its step. Each code is sent once, so the codes of variants end with a colon and a suffix."""
+    """A notice without a step number. A code is sent only once, so variants of a notice have codes like `code:name`."""
 
     level: Level
     code: str
@@ -304,7 +304,7 @@ class Outlets:
             self.notify("warning", "log_is_behind", late)
 
     def close(self, of_session: Summary) -> Summary:
-        """Close all sinks. The local log is closed last, so that its summary contains the failures of the others."""
+        """Close all sinks. The local log is closed last, so that its summary contains failures of other sinks."""
         if not self._threads:
             return self._with_failures(of_session)
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -377,7 +377,7 @@ class TraceCapture:
     """Runs a few steps under torch's profiler on request, and writes one compressed trace file for ui.perfetto.dev.
 
     Attributes:
-        is_on: Whether a trace was requested or is being recorded; read on every step.
+        is_on: Whether a trace was requested or is being recorded.
         last_path: File of the newest trace.
     """
 

@@ -1,4 +1,4 @@
-"""Adds windows of steps to the run's totals and makes rows of them: metrics, percentiles and per-step columns."""
+"""Adds each window of steps to the run's totals and makes a row of it: metrics, percentiles and per-step columns."""
 
 import time
 from collections import deque
@@ -64,7 +64,7 @@ class RowMaker:
 
     Attributes:
         layout: Number of ranks, and how they share batches. It changes if the model is parallelised later.
-        last_step: Last step of the newest row, and of the totals.
+        last_step: The last step of the newest row. The totals end with the same step.
         latest: All values of the newest row; percentiles only if the row is detailed or was made on request.
         straggler: The rank that the other ranks waited for in the newest row; None if there was none.
         missing_ranks: How many ranks did not report in the newest row.
@@ -214,7 +214,7 @@ class RowMaker:
         return self._session.book(steps, job_totals(report, self.layout.data_parallel_size), later_seconds)
 
     def _rates(self, steps: Sequence[MeasuredStep], peak: Peak | None, report: RankReport | None) -> dict[str, Number]:
-        """Compute this rank's metrics; without those under `perf/` if `report` has them for all ranks."""
+        """Compute this rank's metrics. Those under `perf/` are left out if `report` has them for all ranks."""
         self._recent_seconds.extend(s.seconds for s in steps if s.seconds is not None and not s.is_warm_up)
         flops_per_s = None if peak is None else peak.flops_per_s
         self._sums.add(steps, flops_per_s)
@@ -251,7 +251,7 @@ class RowMaker:
         return job_values(complete, self.layout.data_parallel_size) | straggler_values(self.straggler)
 
     def _is_detailed(self, step: int) -> bool:
-        """Whether this row has all metrics: the first row has, and then one every `detailed_log_every` steps."""
+        """Whether this row gets all metrics. The first row does, and then one row every `detailed_log_every` steps."""
         if self._config.reduced_logging or step < self._next_detailed:
             return False
         every = self._config.detailed_log_every
@@ -266,7 +266,7 @@ class RowMaker:
 
 
 class MeasuredSum:
-    """Adds up the timed steps of a session for its rates, in groups of steps for which the same amounts are known."""
+    """The sums for a session's rates. Timed steps are added up separately for each combination of known values."""
 
     def __init__(self) -> None:
         self._steps = 0

@@ -46,15 +46,15 @@ from flopwatch.records.run import Number, RunStart, Summary
 from flopwatch.sinks.protocol import Sink
 
 _MFU_ALARM = 1.05
-"""An MFU above this cannot be an error of the measured time, so the peak must be wrong."""
+"""An MFU above this is too high to be explained by inaccurate step times, so the peak must be wrong."""
 _LEAST_STALL_SECONDS, _LEAST_OUTSIDE_SECONDS = 0.5, 0.2
-"""Stalls and time outside steps of a session are reported only above these sums, because a busy machine causes some."""
+"""Seconds per session above which stalls and time outside steps are reported. On a busy machine, less is normal."""
 _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
-"""A rank that has waited this many windows, steps and seconds for the logging rank's plan stops reporting."""
+"""A rank that waits longer than this for the logging rank's plan (the number of steps per window) stops reporting."""
 DEVICE_SECONDS = 60.0
-"""How long a checkpoint and the end of a run wait for a device that has work queued."""
+"""How long a checkpoint and the end of a run wait for the device to finish its queued work."""
 _CHECKPOINT_SECONDS = 2.0
-"""How long a checkpoint waits for the other ranks' windows."""
+"""How long a checkpoint waits for the other ranks to send their windows."""
 _CLOSE_RANKS_SECONDS = 5.0
 """How long the end of a run waits for the other ranks."""
 _CLOSE_AFTER_ERROR_SECONDS = 0.5
@@ -78,7 +78,7 @@ class _LateWindow(NamedTuple):
 
 
 class MonitoredRun:
-    """One monitored run. Its methods may raise; `TrainingMonitor` catches and reports that.
+    """One monitored run. Its methods can raise exceptions, which `TrainingMonitor` catches and reports.
 
     `note_step` keeps what is known when a step ends (`NotedStep`), without reading from the device. When a window is
     full, `close_window` reads the values (`SettledStep`), adds FLOPs (`PricedStep`), merges the reports of all ranks
@@ -192,7 +192,7 @@ class MonitoredRun:
         lengths: Sequence[int] | None,
         more: dict[str, Any],
     ) -> None:
-        """Keep what is known when a step ends; on an ordinary step, without reading the device, writing or waiting."""
+        """Keep what is known when a step ends. On an ordinary step, do not read from the device, write or wait."""
         segments, waits = self.step_clock.end_step()
         step = int(step)
         if not self._has_started:
@@ -240,14 +240,14 @@ class MonitoredRun:
         if is_full or calls.count is not None:
             try:
                 self.noter.look_at_graph(calls, loss)
-            except Exception as error:  # the FLOPs of this window stay unchecked
+            except Exception as error:  # the window is logged without this check of its FLOPs
                 self.failed("flops", error)
         if is_full:
             self.close_window()
         self.step_clock.begin_gap()
 
     def abandon_step(self) -> None:
-        """Drop the current step, because its body has raised."""
+        """Drop the current step, because its body has raised an exception."""
         self.noter.abandon_step()
         self._readings, self._user_flops = [], None
 
@@ -276,7 +276,7 @@ class MonitoredRun:
                 self.count_seconds += seconds[0]
 
     def spent_on(self, name: str) -> None:
-        """Add the time since the last step ended to a phase."""
+        """Add to a phase the time that has passed since the last step."""
         self._session.add_seconds(name, self.step_clock.book())
 
     def add_to_last_step(self, loss: Any, grad_norm: Any, learning_rate: Any) -> None:
@@ -285,7 +285,7 @@ class MonitoredRun:
         if self._noted:
             kept = {name: keep(value) for name, value in given.items() if value is not None}
             self._noted[-1] = self._noted[-1]._replace(**kept)
-        elif self._begun:  # a checkpoint was saved after the step, so its values have already been read
+        elif self._begun:  # a checkpoint was saved after the step, so the step's values have already been read
             known: dict[str, Any] = {name: read_now(value) for name, value in given.items()}
             known = {name: value for name, value in known.items() if value is not None}
             last = self._begun[-1]
@@ -293,7 +293,7 @@ class MonitoredRun:
             self._begun[-1] = last._replace(measured=last.measured._replace(**known), learning_rate=rate)
 
     def _is_window_full(self, step: int, previous: int | None) -> bool:
-        """Whether the window ends with this step, by the logging rank's plan or by `log_every` and `log_seconds`."""
+        """Whether the window ends with this step: by the logging rank's plan, or by `log_every` and `log_seconds`."""
         if self.ranks.window_steps is not None:
             return ends_window(step, previous, self.ranks.window_steps)
         if self.ranks.waits_for_plan:
@@ -330,7 +330,7 @@ class MonitoredRun:
         self.ranks.leave()
 
     def _cut_at_windows(self, window_steps: int) -> None:
-        """Divide the steps so far into windows of this length, which the logging rank has just sent."""
+        """Divide the steps so far into windows of the length that the logging rank has just sent."""
         noted, self._noted = self._noted, []
         previous: int | None = None
         for step in noted:
@@ -412,7 +412,7 @@ class MonitoredRun:
         return effective_peak([step.measured for step in steps]) or (None if peak is None else peak.flops_per_s)
 
     def _send_rows(self, *, now: bool = False, give_up: bool = False) -> None:
-        """Send rows of the windows that all ranks have reported; with `give_up`, also of the other windows."""
+        """Send rows of the windows that all ranks have reported; with `give_up`, of all windows."""
         if not self.ranks.is_logging:
             return
         for window in self.ranks.complete(give_up=give_up):

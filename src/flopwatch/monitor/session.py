@@ -1,4 +1,4 @@
-"""One session of a run, from the start of a process to its end: holds the totals and continues those of the log."""
+"""One session of a run, from the start of a process to its end: holds the totals, and continues those in the log."""
 
 import os
 import platform
@@ -35,8 +35,8 @@ class WallClock:
     """Unix time computed from the monitor's clock, so that a change of the system time does not affect the totals.
 
     Attributes:
-        session_start_unix_time: When the process started. For a second monitor in the same process, such as in a
-            notebook, when that monitor was created.
+        session_start_unix_time: When the process started; or, if the process had an earlier monitor, as in a notebook,
+            when this monitor was created.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -111,7 +111,7 @@ def _torchelastic() -> dict[str, Any] | None:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return rank and world size from the process group, or without one from the variables that torchrun sets."""
+    """Return rank and world size from the process group or, without one, from the variables that torchrun sets."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0") or 0), int(os.environ.get("WORLD_SIZE", "1") or 1)
@@ -150,7 +150,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
     """Find the newest logged totals before `first_step`; None when the run starts from the beginning.
 
     A training that goes back to a checkpoint repeats steps, which must not count twice. If the checkpoint lies inside
-    a window, the window's steps before it are added from the row's columns.
+    a window, the window's steps before the checkpoint are added from the row's columns.
     """
     if first_step <= 1 or not log.is_file():
         return None
@@ -175,7 +175,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
 def _share_of_window(
     of_all_ranks: Mapping[str, int], window: Sequence[MeasuredStep], rest: Sequence[MeasuredStep]
 ) -> dict[str, int]:
-    """Estimate the sums of all ranks over the steps `rest`, from the share of `rest` in the logging rank's own sums."""
+    """Estimate the sums of all ranks for the steps `rest` of a window by their share of the logging rank's own sums."""
     shares: dict[str, int] = {}
     for name, total in of_all_ranks.items():
         own, own_rest = (sum(getattr(step, name) or 0 for step in steps) for steps in (window, rest))
@@ -185,7 +185,7 @@ def _share_of_window(
 
 
 def find_last_record(log: Path) -> LastRecord | None:
-    """Find the newest record of earlier sessions, even if this session repeats its steps; None if there is none."""
+    """Find the newest record of earlier sessions, even one whose steps this session repeats; None if there is none."""
     newest: dict[str, Any] | None = None
     for record in _timed_records(log):
         newest = newest or record
@@ -225,7 +225,7 @@ def is_same_job(log: Path, environment: Mapping[str, Any]) -> bool:
         return False
     start = next((record for record in _timed_records(log) if record["type"] == "run"), {})
     before = start.get("environment", {}).get("torchelastic")
-    # torchrun's agent keeps its pid when it restarts workers. `run_id` alone does not identify a job: it may be "none".
+    # torchrun's agent keeps its pid when it restarts workers. `run_id` alone is not enough: its default is "none".
     same = before and all(before[name] == now[name] for name in ("run_id", "agent_pid"))
     return bool(same and before["restart_count"] < now["restart_count"])
 
@@ -244,7 +244,7 @@ def _later_of(
 
 
 def _as_last_record(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> LastRecord:
-    """Return the totals with the time of the newest record, which is computed from its wall time if it has one."""
+    """Return the totals with the newest record's time, which is computed from the record's wall time if it has one."""
     is_summary = newest["type"] == "summary"
     if is_summary:  # a summary also contains the time of phases after the last row
         names = ("train", "input_wait", "warm_up", "wall", *LOST)
@@ -326,9 +326,9 @@ class Session:
         first_step_began: float | None,
         seconds_before_first_step: float,
     ) -> dict[str, Any]:
-        """Begin the session when its first step has ended; return the ledger at its beginning.
+        """Begin the session, after its first step has ended; return the ledger as it was before that step.
 
-        Totals are continued from the log if it has later steps than the checkpoint.
+        The totals continue those of the log if the log has later steps than the checkpoint.
 
         Args:
             first_step: Number of the first step.
@@ -360,7 +360,7 @@ class Session:
 
         Args:
             steps: The window's steps, which were announced with `expect`.
-            amounts: Samples, tokens and FLOPs of all ranks, if the steps themselves have none.
+            amounts: Samples, tokens and FLOPs of all ranks; empty if the steps themselves contain them.
             later_seconds: Time of later steps, which this row's wall time must not include.
         """
         self._unbooked_seconds -= _seconds_of(steps)
@@ -384,7 +384,7 @@ class Session:
         return _totals_of(ledger)
 
     def _continue_from(self, ledger: Ledger) -> None:
-        """Continue an earlier session's totals, and add the phases that this session has already recorded."""
+        """Continue an earlier session's totals, and add the time of phases that this session has already had."""
         booked, before = self._ledger.seconds, self._carried_seconds
         try:
             last = find_last_record(self._log_path)

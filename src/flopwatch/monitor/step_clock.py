@@ -78,7 +78,7 @@ def timer_for(device: torch.device, clock: Clock) -> StepTimer:
 
 _REMEMBERED = 32
 _FEWEST = 4
-"""A gap is compared with earlier gaps only if there are at least this many."""
+"""A gap is compared with earlier gaps only if at least this many were measured."""
 _FACTOR = 5.0
 SHORT_GAP_SECONDS = 0.05
 """A gap of at most this length is never unusual, because a busy machine causes gaps of some tens of milliseconds."""
@@ -115,7 +115,7 @@ class UsualGaps:
         self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
         self._gaps_seen = self._sorted_at = 0
         self._sorted: list[float] = []
-        """Sorted copy of `_gaps`, made when `_gaps_seen` was `_sorted_at`."""
+        """Sorted copy of `_gaps`, made after the first `_sorted_at` gaps."""
         self._works: deque[float] = deque(maxlen=_REMEMBERED)
         self._cpu_at_gap = self._cpu_at_phase = 0.0
         self._gaps_begun = 0
@@ -125,7 +125,7 @@ class UsualGaps:
         """Begin a gap. The thread's processor time is read only if the loader has workers, because that call is slow.
 
         Args:
-            short: Seconds of the previous gap and of the work before it; None if `is_outside` was called for that gap.
+            short: Seconds of the previous gap and of the work before it, if `is_outside` was not called for that gap.
         """
         if short is not None:
             self._gaps.append(short[0])
@@ -166,7 +166,7 @@ class UsualGaps:
         if len(self._gaps) < _FEWEST or not self._works:
             return False
         # Sorting takes 16 µs, too long for every step. Each new gap moves the median by at most one place in the sorted
-        # list, so this place of the old list holds a lower bound of the median.
+        # list, so the value at `place` in the old list is a lower bound of the median.
         place = (len(self._sorted) - 1) // 2 - (self._gaps_seen - self._sorted_at)
         if place >= 0 and gap_seconds <= _FACTOR * self._sorted[place]:
             return False
@@ -182,7 +182,7 @@ class UsualGaps:
 
 
 Segments = tuple[tuple[Any, Any], ...]
-"""Pairs of marks (start, end); the sum of their lengths is the time of a step."""
+"""Pairs of marks (start, end). The time of a step is the sum of the times from start to end."""
 
 _APART, _WORK, _GAP, _WAIT, _OWN = range(5)
 """States of the loop: in a phase or before the first step, in a step, in a gap, fetching a batch, in the monitor."""
@@ -226,7 +226,7 @@ class StepClock:
         self._timer = timer
         self._clock = clock
         self._marks_by_clock = timer.mark is clock
-        """Whether marks are readings of `clock`; then one reading serves as the time and as the mark."""
+        """Whether marks are readings of `clock`. If so, one reading serves as the time and as the mark."""
         self._thread = threading.get_ident()
         self._usual = UsualGaps()
         self._short_gap: tuple[float, float] | None = None
@@ -239,7 +239,7 @@ class StepClock:
         self._state = _APART
         self._since = 0.0
         self._seconds = [0.0] * 5
-        """Seconds in each state since they were last set to 0."""
+        """Seconds spent in each state since its entry was last set to 0."""
         self._before_phase = self._before_wait = _APART
         self._depth = 0
         self._fetches_are_timed = False
@@ -284,7 +284,7 @@ class StepClock:
         elif self._state == _APART:
             self._go(_WORK)
         else:
-            has_batch = False  # without `end_micro_batch` it is unknown when the batch came
+            has_batch = False  # without `end_micro_batch` it is unknown when the batch arrived
         self._arrivals += has_batch
         if self._busy_time is not None:
             self._busy_time.batch_is_here()
@@ -396,7 +396,7 @@ class StepClock:
             self._come_back()
 
     def book(self) -> float:
-        """Remove the time of the current gap so far from the next step, and return it in seconds."""
+        """Return the seconds that have passed in the gap between two steps, and leave them out of the next step."""
         if self._state != _GAP:
             return 0.0
         self._turn(_GAP)
@@ -439,7 +439,7 @@ class StepClock:
             self._has_batch = False
 
     def _is_gap_kept(self) -> bool:
-        """Return True if the gap that has just ended is part of the step; otherwise take it out and report it."""
+        """Whether the gap that has just ended belongs to the step. If not, take it out of the step and report it."""
         seconds = self._seconds
         is_outside = self._usual.is_outside(seconds[_GAP], seconds[_WORK], self._has_seen_other_work)
         if is_outside or self._has_seen_other_work:
@@ -468,7 +468,7 @@ class StepClock:
         self._state, self._since = state, now
 
     def _go(self, state: int) -> None:
-        """Change the state; during a phase, change the state that follows the phase."""
+        """Set the state; during a phase, set the state to which the clock returns after the phase."""
         if self._depth:
             self._before_phase = state
         else:

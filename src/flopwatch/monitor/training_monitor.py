@@ -27,7 +27,7 @@ class WaitTimer(Protocol):
     """Measures how long it takes to fetch a batch."""
 
     def begin_wait(self) -> bool:
-        """Begin a fetch; False if this fetch is not timed."""
+        """Begin to time a fetch. Returns False if this fetch is not timed."""
 
     def end_wait(self, *, has_batch: bool = True) -> None:
         """End a fetch that `begin_wait` has timed; `has_batch` says whether it has returned a batch."""
@@ -84,7 +84,7 @@ _NOTHING_MORE: dict[str, Any] = {}
 
 
 class Step:
-    """The context of one optimizer step. The step is logged when the context ends, unless its body has raised."""
+    """The context of one optimizer step. The step is logged when the context ends, unless an exception ended it."""
 
     __slots__ = ("_batch", "_epoch", "_grad_norm", "_lengths", "_loss", "_lr", "_monitor", "_more", "number")
 
@@ -173,7 +173,7 @@ class TrainingMonitor:
         flops_profile_freq: Steps between two counts in mode `profiler`.
         model: The model that is trained, wrapped or not. Without it there are rates but no FLOPs.
         mode: `smart` counts the FLOPs once and computes those of every step from its batch's shape; `estimate` never
-            counts; `profiler` counts every `flops_profile_freq` steps; `hybrid` works as `profiler`.
+            counts; `profiler` counts every `flops_profile_freq` steps; `hybrid` works like `profiler`.
         sinks: One or several of `console`, `tensorboard`, `wandb`, `mlflow`, `prometheus`, `module:Class`, or objects
             with the methods of `flopwatch.sinks.protocol.Sink`.
         attention: `full` counts every pair of positions in attention, `causal` only pairs that are not masked.
@@ -294,7 +294,7 @@ class TrainingMonitor:
 
         Args:
             step: The step's number.
-            epoch: The current epoch, may be a fraction.
+            epoch: The current epoch, which can be a fraction.
             loss: A number or a tensor; tensors are read later, when the window ends.
             grad_norm: A number or a tensor.
             learning_rate: A number or a tensor.
@@ -333,7 +333,7 @@ class TrainingMonitor:
             batch: What the model will be given. With gradient accumulation leave it out, and call
                 `step.micro_batch(batch)` for each batch.
             step: The step's number; by default the number after the last step.
-            epoch: The current epoch, may be a fraction.
+            epoch: The current epoch, which can be a fraction.
             lengths: Lengths of the documents in a packed batch, if the batch does not contain them.
         """
         last = self._run.last_step if self._run is not None else None
@@ -373,7 +373,7 @@ class TrainingMonitor:
                 self.end_wait()
 
     def begin_wait(self) -> bool:
-        """Begin to time the fetch of a batch. Returns False in a phase or in another thread, where it is not timed."""
+        """Begin to time a fetch of a batch. Returns False in a phase or another thread, where fetches are not timed."""
         if self._run is None:
             return False
         try:
@@ -392,7 +392,7 @@ class TrainingMonitor:
             self._failed("end_wait", error)
 
     def end_micro_batch(self) -> None:
-        """End the work on a micro-batch; the time until the next `start_step` is then input wait."""
+        """End the work on a micro-batch; the time until the next `start_step` counts as input wait."""
         self._do("end_micro_batch", lambda run: run.step_clock.end_micro_batch(), is_own_work=False)
 
     def micro_batch(self, batch: Any, lengths: Sequence[int] | None = None) -> None:
@@ -416,13 +416,13 @@ class TrainingMonitor:
             yield
 
     def spent_on(self, name: str) -> None:
-        """Add the time since the last step, or since the last call of this method, to a phase that has just ended."""
+        """Add the time since the last step, or since a later call of this method, to a phase that has just ended."""
         self._do("spent_on", lambda run: run.spent_on(name), is_own_work=False)
 
     def set_phase(self, name: str) -> None:
         """Set the training's phase, such as `warmup`, `main` or `finetune`, which decides how often FLOPs are counted.
 
-        The setting `phase_frequencies` has the frequencies by name; other names use `flops_profile_freq`.
+        The setting `phase_frequencies` has a frequency for each phase; phases that it lacks use `flops_profile_freq`.
         """
         frequency = self.config.phase_frequencies.get(name, self.config.flops_profile_freq)
         self._do("set_phase", lambda run: run.costs.set_check_every(frequency))
@@ -493,7 +493,7 @@ class TrainingMonitor:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds that the training's thread has spent in the monitor, without counting FLOPs."""
+        """Seconds that the training's thread has spent in the monitor, except for the time spent counting FLOPs."""
         return 0.0 if self._started_run is None else self._own_seconds - self._started_run.count_seconds
 
     @property
@@ -559,7 +559,7 @@ class TrainingMonitor:
         return ", ".join([f"step {self._started_run.last_step:,}", *parts]) + percent + closed
 
     def _do(self, part: str, action: Callable[[MonitoredRun], None], *, is_own_work: bool = True) -> None:
-        """Call a part of the monitor and report its errors; `is_own_work` keeps its time out of the input wait."""
+        """Call `action`; report its errors as those of `part`. `is_own_work` says that its time is no input wait."""
         run = self._run
         if run is None:
             return

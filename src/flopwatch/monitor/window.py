@@ -21,7 +21,7 @@ _UNREADABLE = -1
 
 
 class Kept(NamedTuple):
-    """A tensor to be read later, and torch's version counter of it, which every in-place change increases."""
+    """A tensor to be read later, and its version counter in torch, which every in-place change increases."""
 
     value: torch.Tensor
     version: int
@@ -183,7 +183,7 @@ class DatasetMetrics:
             )
         if any(len(tensor) != len(names) for tensor in given):
             sizes = ", ".join(str(tuple(tensor.shape)) for tensor in given)
-            raise InputError(f"log_datasets got {len(names)} names for tensors of shape {sizes}; pass one per sample")
+            raise InputError(f"log_datasets: {len(names)} names for tensors of shape {sizes}; pass one name per sample")
         device = given[0].device
         rows = torch.tensor([self._index.setdefault(name, len(self._index)) for name in names]).to(
             device, non_blocking=True
@@ -271,10 +271,10 @@ class SettledStep(NamedTuple):
 
     Attributes:
         noted: The step as `log_step` kept it.
-        seconds: The step's time; None for the first step of a session that was not opened.
+        seconds: The step's time; None for a session's first step, if the loop did not open it with `step()`.
         input_wait_seconds: The part of `seconds` spent waiting for batches; None if unknown.
         works: Sizes of the step's batches; None if one of them could not be read.
-        values: Loss, gradient norm, learning rate, epoch and the user's own metrics, without those that are no number.
+        values: Loss, gradient norm, learning rate, epoch and the user's own metrics; only those that are numbers.
     """
 
     noted: NotedStep
@@ -329,7 +329,7 @@ class Window:
         timer: StepTimer,
         look_at: Callable[[Reading], Reading | None] = lambda reading: reading,
     ) -> None:
-        """Begin to copy the values to the host. `look_at` computes the sizes of batches that `log_step` only kept."""
+        """Begin to copy the values to the host. `look_at` computes batch sizes, which `log_step` has not computed."""
         self.steps = steps
         self._timer = timer
         self._look_at = look_at
@@ -398,7 +398,7 @@ class Window:
             try:
                 if isinstance(value, Kept) and (len(read) != 1 or not value.is_unchanged()):
                     raise ValueError
-                values.setdefault(name, float(read[0]))  # A named argument wins over `more`.
+                values.setdefault(name, float(read[0]))  # Arguments such as `loss` take precedence over `more`.
             except Exception:  # Code of the user, such as __float__, has raised. Only this value is lost.
                 self._left_out.add(name)
         return values
@@ -411,7 +411,7 @@ def passed_seconds(steps: Sequence[NotedStep], timer: StepTimer) -> float:
 
 
 def price_step(settled: SettledStep, cost: StepCost, doubt: str | None = None) -> PricedStep:
-    """Combine a step with its FLOPs; `doubt` says why those of its window are not exact; None if no reason is known."""
+    """Combine a step with its FLOPs. `doubt` is a reason why the FLOPs of its window are not exact, if one is known."""
     noted, works, values = settled.noted, settled.works or [], dict(settled.values)
     flops, is_watched = cost.flops, noted.calls.count is not None
     measured = MeasuredStep(

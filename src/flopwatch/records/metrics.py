@@ -135,19 +135,19 @@ def find_metric(key: str) -> Metric:
     return METRICS.get(key) or Metric(key, "", "Logged by the user.", basic=True)
 
 
-# Goodput: the share of a run's wall time spent in useful steps. Steps that a run repeats after a restart count once.
-# Wall time begins with the run's first process and includes the time between sessions. It is divided into classes:
-# `train` is the time in useful steps, and `input_wait`, `compile` and `stall` are disjoint parts of `train`. The
-# functions below take and return seconds by class, as in `Row.ledger`.
+# Goodput is the share of a run's wall time that is productive. Wall time begins with the run's first process and
+# includes the time between sessions. One of its uses is `train`, the time in steps; a step that is repeated after a
+# restart counts once. `input_wait`, `compile` and `stall` are separate parts of `train` that are lost; the rest of
+# `train` is productive. The functions below take and return seconds by use of time, as in `Row.ledger`.
 
 APART = ("eval", "checkpoint", "pause", "count", "outside")
-"""Classes of time between steps: the phases of the monitor, and `outside` for time in no phase."""
+"""Uses of the time between steps: the phases of the monitor, and `outside` for time in no phase."""
 LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun")
-"""Every class of unproductive time except `other`, which is the remainder."""
+"""Every use of time that is not productive, except `other`, which is the remainder."""
 _OF_STEPS = ("train", "input_wait", "warm_up", "compile", "stall")
-"""Classes of time that a resume sets back to their value at the checkpoint; the other classes keep growing."""
+"""Uses of time in steps. A resume resets their seconds to those at the checkpoint; all other seconds keep growing."""
 _STALL_FACTOR = 5.0
-"""A step that takes this many times the median counts as stalled, for example by a hung file system."""
+"""A step that takes more than this many times the median counts as stalled, for example by a hung file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Goodput:
         share: Productive time divided by wall time.
         wall_seconds: Since the start of the run's first process.
         productive_seconds: Time in useful steps, without input wait, compilation and stalls.
-        lost_seconds: Unproductive time by class; `other` is the remainder.
+        lost_seconds: Unproductive time by cause, such as `eval`; `other` is the remainder.
     """
 
     share: float
@@ -167,13 +167,13 @@ class Goodput:
     lost_seconds: Mapping[str, float]
 
     def largest_losses(self, count: int = 3) -> list[tuple[str, float]]:
-        """The `count` classes that lost the most time, with their seconds."""
+        """The `count` causes of lost time (such as waiting for input) that cost the most, each with its seconds."""
         known = [(name, seconds) for name, seconds in self.lost_seconds.items() if seconds > 0]
         return sorted(known, key=lambda loss: -loss[1])[:count]
 
 
 def goodput_of(seconds: Mapping[str, float]) -> Goodput | None:
-    """Compute goodput from seconds by class; None if the wall time is unknown.
+    """Compute goodput from the seconds by use, such as `train`; None if the wall time is unknown.
 
     >>> found = goodput_of({"wall": 100.0, "train": 80.0, "compile": 5.0, "eval": 12.0, "input_wait": 15.0})
     >>> found.share, found.lost_seconds
@@ -197,7 +197,7 @@ def typical_seconds(steps: Collection[float]) -> float | None:
 
 
 def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> tuple[str, float] | None:
-    """The class and the seconds of the time that a step lost; None for an ordinary step.
+    """Why a step lost time (`compile` or `stall`), and how many seconds; None for an ordinary step.
 
     Args:
         seconds: Time of the step, without input wait.
@@ -217,14 +217,14 @@ def loss_in_step(seconds: float, typical: float | None, *, is_warm_up: bool) -> 
 
 
 def carried_seconds(resumed: Mapping[str, float], last: Mapping[str, float]) -> dict[str, float]:
-    """The seconds by class with which a resumed session begins.
+    """The seconds by use, such as `train` and `eval`, with which a resumed session begins.
 
     Time in steps is reset to its value at the checkpoint. Time that the earlier session spent on steps after the
     checkpoint is added to `rerun`. Time outside steps continues from the earlier session's last record.
 
     Args:
-        resumed: Seconds by class at the checkpoint from which the run resumes.
-        last: Seconds by class in the earlier session's last record.
+        resumed: Seconds by use at the checkpoint from which the run resumes.
+        last: Seconds by use in the earlier session's last record.
 
     Example:
         >>> carried_seconds({"train": 40.0, "eval": 3.0}, {"train": 50.0, "eval": 6.0, "restart": 2.0})

@@ -21,7 +21,7 @@ from flopwatch.errors import FlopwatchError
 
 _LARGEST_JSON = 1 << 30
 _LARGEST_LINE = 1 << 28
-"""Limits in bytes. Files that flopwatch writes are far smaller; reading a larger one could exhaust the memory."""
+"""Limits in bytes of a file and of a line. flopwatch writes far less, and reading more could exhaust the memory."""
 
 
 class UnreadableError(FlopwatchError):
@@ -145,7 +145,7 @@ MAY_BE_INFINITE = {"may_be_infinite": True}
 """Field metadata: infinity is a valid value. In all other fields, infinity and NaN stand for an unknown value."""
 
 _LARGEST_INTEGER = 10**30
-"""Larger than any count of FLOPs or bytes; integers beyond 1e308 cannot be converted to float."""
+"""Larger integers are rejected: no count of FLOPs or bytes is so large, and huge ones cannot be converted to float."""
 
 _DEEPEST = 60
 """Limit for levels of nesting. The json module reads about 1,000 levels, but fails when it writes that many."""
@@ -208,7 +208,7 @@ def _record_reader(kind: Any) -> Read:
 
 
 def _field_reader(annotation: Any, field: "Field[Any]") -> Read:
-    """Return the function that reads a value of this field; it is not called for None."""
+    """Return the function that reads a value of this field. That function is never called with None."""
     if field.metadata.get("may_be_infinite"):
         return _any_float
     return _known_value(annotation) if type(None) in get_args(annotation) else _reader(annotation)
@@ -379,7 +379,7 @@ def plain(text: str) -> str:
 
 def one_line(text: str, most: int | None = None) -> str:
     """The result of `plain` on one line, cut to `most` characters."""
-    # Cut before escaping, because a text may have 50 MB, and again after it, because escaping adds characters.
+    # Cut before escaping, because a text may be 50 MB long, and again after it, because escaping adds characters.
     line = " ".join(plain(text if most is None else text[: 4 * most]).split())
     return line if most is None or (len(line) <= most and len(text) <= 4 * most) else f"{line[:most].rstrip()}…"
 

@@ -60,7 +60,7 @@ class Provenance:
         step: The first step to which this record applies.
         mode: `estimate`, `profiler`, `smart` or `hybrid`.
         method: How FLOPs are found: `trace`, `step`, `estimate`, `flops_fn`; None while they are unknown.
-        exact: True if the FLOPs of `model(batch)` are exact. Whether a step ran anything else is in `Row.exact`.
+        exact: True if the FLOPs of `model(batch)` are exact. `Row.exact` says this about whole steps.
         attention: `full` or `causal`.
         coverage: Share of the matmul-like op calls that had a formula; None if no op was traced.
         law: The polynomial that gives the FLOPs of a batch from its shape: coefficients by phase and term, as decimal
@@ -127,7 +127,10 @@ class Row:
 
     @property
     def steps_done(self) -> int:
-        """The larger of step number and total of steps, because numbers may begin at 0 and totals may be lost."""
+        """The number of steps done: the larger of the last step number and the recorded total.
+
+        Either can be too low: numbers may begin at 0, and the total may be missing from a damaged log.
+        """
         return max(self.step, int(self.ledger.get("steps", 0)))
 
     def to_json(self) -> dict[str, Any]:
@@ -152,8 +155,8 @@ PARTIAL_ROW = "partial_row"
 class PartialRow(Row):
     """The steps since the last row, written to the local log when a checkpoint is saved; `values` is empty.
 
-    The session's next row contains these steps again. If there is none, because the run was killed, a resumed session
-    takes the totals from this record.
+    The session's next row contains these steps again. If the run was killed before that row, a resumed session takes
+    the totals from this record.
     """
 
     def to_json(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class TrialList:
 
     Attributes:
         trials: The entries that have a valid name, by name.
-        engine: The engine's name.
+        engine: Name of the engine, which starts the trials.
         created: Unix time at which the file was written.
         trouble: Why the file, or a part of it, cannot be read; empty if the file is intact.
         newer_format: The file's format, if a newer flopwatch wrote it.
@@ -141,7 +141,7 @@ class SweepResults:
         results: The newest readable result of every trial, by name.
         unlisted: Names of trials whose result is not in `results.jsonl`, because their runner died before writing it.
         damaged: Names of trials whose result cannot be read, with the reason.
-        newer: Names of trials with results of a newer flopwatch, and its format. They are not read or overwritten.
+        newer: Format of each result that a newer flopwatch wrote, by trial. Such results are not read or overwritten.
         broken_lines: Numbers of the lines of `results.jsonl` that cannot be read.
         list_trouble: Why `results.jsonl` as a whole cannot be read.
     """

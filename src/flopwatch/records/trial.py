@@ -49,7 +49,7 @@ HostMethod: TypeAlias = Literal["high_water", "samples", "rss"]
 OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
 
 UNSETTLED: tuple[Outcome, ...] = ("cancelled", "lost", "skipped")
-"""Resuming a sweep always runs these trials again, because their outcome does not depend on their configuration."""
+"""Resuming a sweep always repeats trials with these outcomes, which do not depend on the trial's configuration."""
 
 AFTER_THE_STEPS = ("memory", "flops", "privacy", "trace")
 """Phases after the training steps. A failure in one of them does not change the trial's outcome."""
@@ -148,12 +148,12 @@ class TrialSpec:
         return None
 
     def measured_settings(self) -> dict[str, Any]:
-        """The settings that can change what the trial measures; its label and time limits cannot."""
+        """The settings that can change what the trial measures: all but `label`, `trace` and `limits`."""
         content = self.to_json()
         for name in ("label", "trace", "limits"):
             del content[name]
-        # Settings that were added after 0.1.0 are left out if they have their default value. Otherwise the keys of
-        # older sweeps would change, and their trials would be measured again.
+        # Settings that were added after 0.1.0 are left out if they have their default value. Otherwise the
+        # hashes of older trials would change, and these trials would be measured again.
         for name, value in _LATER_SETTINGS.items():
             if content[name] == value:
                 del content[name]
@@ -406,7 +406,7 @@ class TrialResult:
     def from_json(cls, content: Mapping[str, Any]) -> "TrialResult":
         """Build the result from JSON; raises BrokenRecordError for wrong or missing fields.
 
-        A negative or absurdly long `seconds` becomes None, because earlier versions used a clock that may jump.
+        A negative or absurdly long `seconds` becomes None, because earlier versions used a clock that could jump.
         """
         result = read_record(cls, content)
         is_absurd = result.seconds is not None and not 0 <= result.seconds < _LONGEST_LIFE_SECONDS

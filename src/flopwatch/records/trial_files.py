@@ -77,7 +77,7 @@ def of_rank(file: str, rank: int) -> str:
 def exception_file(rank: int) -> str:
     """The name of the file that a rank writes when it raises an exception.
 
-    Rank 0 has a number too, because the supervisor copies the file of the rank that failed first to `exception.json`.
+    The name has a number for rank 0 too, because `exception.json` is a copy of the file of the rank that failed first.
     """
     return f"exception-{rank}.json"
 

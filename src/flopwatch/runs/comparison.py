@@ -71,7 +71,7 @@ def _world_size(log: RunLog) -> int | None:
 
 
 def _exact(log: RunLog) -> bool | None:
-    """Whether the FLOPs are exact. In logs of older versions, not the rows but the provenance record says so."""
+    """Whether the FLOPs are exact. Logs of older versions have this in the provenance record, not in rows."""
     known = [row.exact for row in log.rows if row.exact is not None]
     if known:
         return known[-1]

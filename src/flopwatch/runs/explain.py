@@ -86,7 +86,7 @@ def add_up(sums: Sequence[LawSum | None]) -> LawSum | None:
 def _counts(cells: Mapping[str, Any], which: str) -> dict[str, int] | None:
     """Return the count in each term of the FLOP formula; None if the number of samples is unknown.
 
-    Pairs and lengths are included only if all samples can be equally long. Padding counts for hardware FLOPs only.
+    Pairs and lengths are included only if positions / samples is a whole number. Padding counts in hardware FLOPs only.
     """
     samples = cells.get("samples")
     positions = cells.get("real_tokens", cells.get("tokens")) if which == "model" else cells.get("tokens")
@@ -313,7 +313,7 @@ def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
 
 
 def _session_of(step: int, log: RunLog) -> int:
-    """Return the number of the last session that ran the step, because its values replace those of earlier ones."""
+    """Return the number of the last session that ran the step. Its values replace those of earlier sessions."""
     began = [start.resumed_after_step is None or start.resumed_after_step < step for start in log.starts]
     return max((number for number, is_before in enumerate(began, 1) if is_before), default=1)
 

@@ -99,7 +99,7 @@ def _of_times(
 
 
 Part = Callable[[SteadyStep], tuple[float | None, float | None]]
-"""Returns what a step adds to the numerator and the denominator of a rate; if one is None, the step is left out."""
+"""Returns what a step adds to the numerator and the denominator of a rate; if either is None, the step is left out."""
 
 
 def _quotient(key: str, label: str, unit: Unit, words: tuple[str, str] | None, part: Part) -> Measure:

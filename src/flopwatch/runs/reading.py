@@ -48,7 +48,7 @@ class _RowLine(NamedTuple):
     cut_after: float = inf
     """The last valid step; a later session ran the steps after it again."""
     is_partial: bool = False
-    """True if the row was written early, together with a checkpoint. The next row of the session has its steps too."""
+    """True if the row was written early, together with a checkpoint. The session's next row has the same steps too."""
 
     def parse(self) -> dict[str, Any] | None:
         """Parse the row; None if a later session ran all of its steps again."""
@@ -135,7 +135,7 @@ def _with_steps_left(row: _RowLine) -> Iterator[_RowLine]:
 
 
 def _read_line(line: bytes, *, may_be_torn: bool) -> _Found | None:
-    """Parse a line. A row is parsed only if it may be incomplete, because parsing every row of a long log is slow."""
+    """Parse a line. A row is parsed only if it may be torn (incomplete), because parsing all rows is slow."""
     step = row_step(line)
     if step is not None and not may_be_torn:
         return _RowLine(line, step)
@@ -272,9 +272,9 @@ def _which_are(log: RunLog, step: int) -> str:
 
 
 MOST_ROWS = 2000
-"""At most about this many rows are read from a long log, which is more than a screen has columns for a curve."""
+"""Of a long log, only about this many older rows are read, because a curve on a screen has fewer columns."""
 WHOLE_BYTES = 8 << 20
-"""Of a long log, every row in the last 8 MiB is read in addition to `MOST_ROWS` rows."""
+"""Every row in the last 8 MiB of a long log is read; `MOST_ROWS` limits only the rows before that."""
 
 
 class LogFollower:
@@ -284,8 +284,8 @@ class LogFollower:
 
     Attributes:
         torn_lines: Number of complete lines that were not records.
-        times_replaced: How often the file was replaced or truncated. After that, earlier records are no longer valid,
-            and the next poll reads the new file from its start.
+        times_replaced: How often the file was replaced or truncated. The poll that notices it reads the new file from
+            its start, and records of earlier polls are no longer valid.
 
     Example:
         >>> follower = LogFollower("outputs/training_log.jsonl")
@@ -303,8 +303,8 @@ class LogFollower:
     def poll(self) -> Iterator[Record]:
         """Return the new records, oldest first. A line that is still being written is read by the next poll.
 
-        If many rows are new, only some of them are returned, evenly spaced, and all of the newest ones. Records of
-        other types are always returned.
+        If many rows are new, all of the newest are returned, but only some of the older ones, evenly spaced. Records
+        of other types are always returned.
         """
         try:
             file_now = self.path.stat()

@@ -16,10 +16,7 @@ from flopwatch.runs.reading import LogFollower
 from flopwatch.spread import percentile
 
 _STATE_FIELD, _START_FIELD = 0, 19
-"""Positions of the process state and start time in /proc/PID/stat, counted after the command name.
-
-They are fields 3 and 22 in `man 5 proc_pid_stat`.
-"""
+"""Indices in the part of /proc/PID/stat after the command's name: state (field 3) and start time (field 22)."""
 _DEAD_STATES = ("Z", "X")
 
 
@@ -74,7 +71,7 @@ def _boot_id() -> str:
 
 
 class WatchFeed:
-    """Follows the log of a run. The folder, the log and its first record may not exist yet.
+    """Follows the log of a run. The folder, the log and its first record need not exist yet.
 
     Attributes:
         run: The state of the run.
@@ -323,7 +320,7 @@ class WatchedRun:
         """Return the state of the run.
 
         `silent`: nothing was logged for much longer than a logging window; the run may be evaluating, hung or dead.
-        `died`: the process no longer exists and did not log its end. Only the machine of the training can see this.
+        `died`: the process no longer exists and did not log its end. Only a check on the same machine shows this.
         """
         if self.start is None and self.row is None:
             return "no log"
