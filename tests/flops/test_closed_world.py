@@ -118,6 +118,20 @@ def test_linear_algebra_without_an_exact_count_is_named(function: Callable[[torc
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_matrix_that_the_model_itself_makes_sparse_counts_its_stored_numbers(
+    to_sparse: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """A fake tensor that is made sparse stores nothing, and a trace would count 0 FLOPs."""
+    dense = torch.ones(8, 5)
+
+    count = forward_count(lambda x: to_sparse(x) @ dense, torch.eye(4, 8))
+
+    assert count.method == "step"
+    assert count.model_flops == 2 * 4 * 5
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_products_of_two_sparse_matrices_are_named() -> None:
     sparse = torch.eye(4).to_sparse()
 

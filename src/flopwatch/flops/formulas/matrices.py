@@ -207,10 +207,14 @@ def sparse_product_flops(call: OpCall) -> OpFlops | None:
 
 def _stored(matrix: Any) -> int | None:
     if matrix.layout is torch.sparse_coo:
-        return int(coo_values(matrix).numel())
-    if matrix.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        return int(matrix.values().numel())
-    return None
+        stored = int(coo_values(matrix).numel())
+    elif matrix.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        stored = int(matrix.values().numel())
+    else:
+        return None
+    if stored == 0 and isinstance(matrix, FakeTensor):  # torch's `to_sparse` and `coalesce` of fake tensors store none
+        raise UntraceableError("a fake sparse tensor does not have the number of elements that the real one stores")
+    return stored
 
 
 # LU, Cholesky and triangular solves take the same steps for all values, so they have formulas. Singular values and
