@@ -130,7 +130,7 @@ def python_body(op: OpOverload[Any, Any]) -> Callable[..., Any] | None:
     return cast("Callable[..., Any] | None", getattr(definition, "_init_fn", None))
 
 
-# Whether autocast is on for any device type. In torch releases without this function, every type is checked.
+# Whether autocast is on for any device type. If torch lacks this function, True lets the caller check each type.
 is_any_autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", lambda: True)
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------

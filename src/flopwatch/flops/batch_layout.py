@@ -164,9 +164,9 @@ def _rows_per_sample(slot: Slot, batch_size: int) -> int | None:
 
 
 def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_too: bool) -> Layout:
-    """Return the layout with length variables for sequence dimensions of integer tensors, such as token ids and masks.
+    """Return `plain` with length variables for the sequence dimensions of integer tensors, such as token ids and masks.
 
-    With `floats_too`, a dimension of a float tensor gets the variable of the sequence that has the same size.
+    With `floats_too`, a dimension of a float tensor that is as long as a sequence gets the variable of that sequence.
     """
     main = next((name for name in MAIN_SEQUENCE if any(slot.path == name for slot in slots)), None)
     # Dimensions of equal size share a variable; `fit.separate_lengths` tests whether the model lets them differ.

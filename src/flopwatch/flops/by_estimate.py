@@ -48,7 +48,7 @@ class Stream:
         return self.batch_size * prod(self.size) if self._before else self.positions
 
     def conv_positions(self, path: str, module: nn.Module) -> int:
-        """Return at how many positions of one sample a convolution or pooling runs, and update `size`."""
+        """Return at how many positions of one sample a convolution or pooling runs; set `size` for the next module."""
         dims = len(self.size)
         kernel, stride, padding, dilation = (
             _sides(module, name, dims) for name in ("kernel_size", "stride", "padding", "dilation")

@@ -92,7 +92,7 @@ def step_obstacle(model: nn.Module) -> str | None:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Share the storage of a parameter, which the step only reads; copy a buffer, which the step may write to."""
+    """Return a view of a parameter, which the step only reads, or a copy of a buffer, which the step may write to."""
     return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 

@@ -93,7 +93,7 @@ class FetchTimer:
 
     @harmless
     def begin_wait(self) -> bool:
-        """Start measuring. Returns False if the monitor does not measure this fetch."""
+        """Start to time the fetch of a batch. Returns False if the monitor does not time this fetch."""
         monitor = self._callback.monitor
         return monitor is not None and bool(monitor.begin_wait())
 
@@ -107,7 +107,7 @@ class FetchTimer:
 Selection = Literal["basic", "all"]
 
 _GROUPS = ("perf", "total", "time", "ranks")
-"""Groups of metrics to add; `training` is left out, because the framework itself logs loss and learning rate."""
+"""Groups of metrics for the framework's log; not `training`, because the framework logs loss and learning rate."""
 
 
 def framework_metrics(values: Mapping[str, Number], selection: Selection) -> dict[str, float]:

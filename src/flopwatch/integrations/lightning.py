@@ -258,7 +258,7 @@ def _takes_anything(module: nn.Module, batch: Any) -> bool:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """The module; if the object has a compiled `forward` of its own, a copy with the `forward` of the class."""
+    """The module, or, if this instance has a compiled `forward`, a copy of it that uses the `forward` of its class."""
     if "forward" not in vars(module):
         return module
     plain = copy.copy(module)

@@ -150,7 +150,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
     """Find the newest logged totals before `first_step`; None when the run starts from the beginning.
 
     A training that goes back to a checkpoint repeats steps, which must not count twice. If the checkpoint lies inside
-    a window, the window's steps before the checkpoint are added from the row's columns.
+    a logging window, the window's steps before `first_step` are added from the columns of its log row.
     """
     if first_step <= 1 or not log.is_file():
         return None
@@ -295,10 +295,10 @@ class Totals(NamedTuple):
 
 
 class Session:
-    """One session of a run: holds the run's ledger, and continues that of a log or a checkpoint.
+    """One session (process) of a run. Its totals, the ledger, continue those of the log or of a checkpoint.
 
     Attributes:
-        resumed_after: The last step of the totals that this session continues; None if the run starts here.
+        resumed_after: The last step in the totals that this session continues; None if the run starts here.
         stalled_seconds: Time that steps of this session have lost to stalls.
     """
 

@@ -185,11 +185,11 @@ Segments = tuple[tuple[Any, Any], ...]
 """Pairs of marks (start, end). The time of a step is the sum of the times from start to end."""
 
 _APART, _WORK, _GAP, _WAIT, _OWN = range(5)
-"""States of the loop: in a phase or before the first step, in a step, in a gap, fetching a batch, in the monitor."""
+"""States of the loop: in a phase or before all steps, in a step, between steps, fetching a batch, in the monitor."""
 
 
 class StepClock:
-    """Divides the time of a run into steps, input waits, phases and gaps.
+    """Divides the time of a run into steps, input waits, phases (such as evaluation) and gaps (between steps).
 
     Steps and waits are measured with the timer (events on an accelerator), phases and gaps with the host's clock.
 
@@ -411,7 +411,7 @@ class StepClock:
         return len(self._segments), self._seconds[_GAP]
 
     def end_own_work(self, began: tuple[int, float] | None) -> None:
-        """End the monitor's own work: its time belongs to the step, but not to the gap and the input wait."""
+        """End the monitor's own work. Its time counts in the step, but not as a gap between steps or as input wait."""
         if self._state != _GAP or began is None:
             return
         self._turn(_GAP)

@@ -94,7 +94,7 @@ def _keep_sharded(value: DTensor) -> Kept:
 
 
 class LateValues:
-    """Copies the tensors of one window to the host, without waiting for the device.
+    """Copies the tensors of one logging window to the host, without waiting for the device.
 
     The copies are queued behind the work that computes the values; `are_there` polls whether they have arrived. CPU
     tensors are not copied.
@@ -321,7 +321,7 @@ class PricedWindow(NamedTuple):
 
 
 class Window:
-    """The steps of one row, while their values are copied from the device."""
+    """The steps of one log row, while their values are copied from the device to the host."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ METRICS = "metrics.json"
 """Written by the command of a `command` trainer, with any numbers that the report should show."""
 STACKS = "stacks.txt"
 GUARD = "guard.json"
-"""Why the guard, a second process that monitors the supervisor, killed a supervisor that hung."""
+"""Says why the guard, a second process that monitors the supervisor, killed a supervisor that hung."""
 RESULT = "result.json"
 
 KEPT_LOG, KEPT_RUN = "log.txt", "run"

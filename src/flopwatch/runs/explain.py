@@ -84,9 +84,10 @@ def add_up(sums: Sequence[LawSum | None]) -> LawSum | None:
 
 
 def _counts(cells: Mapping[str, Any], which: str) -> dict[str, int] | None:
-    """Return the count in each term of the FLOP formula; None if the number of samples is unknown.
+    """Return the `count` of each possible term of the FLOP formula; None if the number of samples is unknown.
 
-    Pairs and lengths are included only if positions / samples is a whole number. Padding counts in hardware FLOPs only.
+    Terms with pairs or lengths are left out if positions / samples is not a whole number, because then the samples
+    differ in length. If `which` is `model`, padding is left out of the positions.
     """
     samples = cells.get("samples")
     positions = cells.get("real_tokens", cells.get("tokens")) if which == "model" else cells.get("tokens")

@@ -42,7 +42,7 @@ def row_step(line: bytes) -> int | None:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Parse the JSON object on a line. NaN and infinity, which the log has as text, become numbers."""
+    """Parse the JSON object on a line. NaN and infinity, which the log stores as strings, become floats."""
     try:
         content = json.loads(line)
     except ValueError as error:

@@ -106,7 +106,7 @@ class JsonlSink:
         return os.path.samestat(there, os.fstat(descriptor))
 
     def _recreate(self, gone: int) -> None:
-        """Create the log again after it was deleted or replaced; it begins with the start and provenance of the run."""
+        """Close `gone`, the deleted or replaced log. Begin a new log with the run's start and provenance records."""
         self._descriptor = None
         os.close(gone)
         notice = Notice(

@@ -140,7 +140,7 @@ def _experiment_id(name: str | None, id_of: Callable[[str], str]) -> str:
 
 
 def _json_number(value: float) -> float | str:
-    """The number as in protobuf's JSON, which has texts for NaN and infinity."""
+    """The number as protobuf's JSON writes it: NaN and infinity become strings."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -34,7 +34,7 @@ FOLLOWER = "flopwatch.cli.trials.tracking"
 _PATIENCE_SECONDS = 300.0
 """How long the end of a sweep waits for the last trials to be logged."""
 _SILENT_SECONDS = 2.0
-"""After this time, a message says that the sweep waits for the last trials to be logged."""
+"""If logging the last trials of a sweep takes longer than this, a message tells the user what the sweep waits for."""
 _LONGEST_LINE = 2000
 
 

@@ -78,7 +78,7 @@ class Unwritten:
     """
 
     def __init__(self) -> None:
-        # The weak reference keeps torch from giving the address to another storage.
+        # By address. While a weak reference to a storage exists, no other storage can get the same address.
         self._storages: dict[int, StorageWeakRef] = {}
 
     def is_read_by(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:

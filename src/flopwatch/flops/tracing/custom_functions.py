@@ -299,7 +299,7 @@ class CustomFunctions:
             self._partners[key] = packs or self._partners.get(key, False)
 
     def _is_all_unpacked(self, factors: list[_Factor]) -> bool:
-        """Return whether both factors have unknown values, but the sizes of a product run under saved-tensor hooks."""
+        """Return whether both factors are unknown, and a forward product of these sizes ran with saved-tensor hooks."""
         return _sizes(factors) in self._packed_sizes and all(
             self._values.is_unknown(factor.tensor) for factor in factors
         )

@@ -75,7 +75,7 @@ class HookCopies:
         self._functions: dict[int, Any] = {}
 
     def tables(self, module: nn.Module) -> dict[str, Any]:
-        """Return the dicts of hooks that the copy of a module gets, by their names in `nn.Module`."""
+        """Return the dicts of hooks for the copy of `module`, by their attribute names in `nn.Module`."""
         kept: dict[str, Any] = {}
         for table in _FORWARD_TABLES:
             hooks = getattr(module, table)
@@ -123,7 +123,7 @@ class HookCopies:
             return None
 
     def _mapped(self, value: Any) -> Any:
-        """Return the copy's version of an object of the live model that a hook reaches."""
+        """Return the copied model's counterpart of `value`, an object that a hook of the live model uses."""
         if isinstance(value, FunctionType):
             return value if _is_library(value.__module__) else self._function(value)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):

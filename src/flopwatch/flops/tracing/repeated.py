@@ -205,7 +205,7 @@ def _index_positions(facts: list[_Facts]) -> set[_Position]:
     return {
         position
         for position, offsets in numbers.items()
-        # At least three layers are required, because two equal offsets may be a coincidence.
+        # At least three layers are required, because in two a setting may look like an index by coincidence.
         if len(offsets) >= 3 and offsets[0] is not None and len(set(offsets)) == 1
     }
 

@@ -32,10 +32,10 @@ class Verdict:
     """What the counted FLOPs of earlier steps show about the FLOPs of a step.
 
     Attributes:
-        finding: How counted FLOPs compare with FLOPs by formula. `agrees`: equal in all steps with the same calls.
-            `counted`: different in steps with the same calls and sizes. `differs`: different in steps with the same
-            calls but other sizes. `unseen`: no step with the same calls was counted.
-        count: With finding `counted`, the last count of this kind of step.
+        finding: How counted FLOPs compare with the formula's. `agrees`: equal in all counted steps with the same calls.
+            `counted`: unequal in steps with the same calls and sizes, so `count` replaces the formula. `differs`:
+            unequal in steps with the same calls but other sizes. `unseen`: no step with the same calls was counted.
+        count: If `finding` is `counted`, the last count of a step with the same calls and sizes.
         reason: Why the step's FLOPs are not exact; None if they are.
     """
 

@@ -29,7 +29,7 @@ _SHARE_FOR_NEW_SHAPES = 0.01
 _LEAST_ALLOWANCE_SECONDS = 10.0
 _SHARE_FOR_CHECKS = 0.0005
 _DRAWS = 8
-"""If a model's FLOPs are random, they are counted this often, to estimate their mean and range."""
+"""If a model's FLOPs are random, they are counted this many times, to estimate their mean and range."""
 
 
 @dataclass(frozen=True, slots=True)

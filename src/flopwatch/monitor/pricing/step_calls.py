@@ -96,7 +96,7 @@ class StepNoter:
         self._given: list[Any] = []
         """For each batch of the step, its arguments for the model if they are needed, otherwise None."""
         self._declared: dict[int, tuple[BatchLayout, CallKind, str | None]] = {}
-        """By the id of a `BatchLayout`: the layout, the model call to expect, and why that call is not certain."""
+        """By the id of a `BatchLayout`: the layout, the expected model call, and why the call is uncertain (or None)."""
         self._undeclared: dict[int, BatchLayout] = {}
         """Layouts of batches that came before a model was given."""
 
@@ -137,7 +137,7 @@ class StepNoter:
         return reading
 
     def _declare(self, batch: Any, plan: BatchLayout) -> None:
-        """Remember which model call a batch of this shape suggests, for steps whose calls are not recorded."""
+        """Remember which model call to expect for batches of layout `plan`, for steps whose calls are not recorded."""
         model = self._costs.model
         if len(self._declared) + len(self._undeclared) >= _MOST_DECLARED:
             self._declared.clear()
@@ -260,7 +260,8 @@ class StepNoter:
         if self._watched is None and not self._keeps_example and not listener.unseen:
             known = self._known_steps.get((nodes, outside.sized, *[kind for kind, _ in seen]))
             frequency = costs.check_every
-            # If a check is due with this step or the next, the arguments of calls must be kept.
+            # A step that checks the FLOP formula needs `_looked_at`. So does the step before it, in which `_looked_at`
+            # requests that the arguments of the next calls are kept for the check.
             is_check_near = frequency > 0 and (step + 1) % frequency <= 1
             if known is not None and not is_check_near:
                 self._given = []

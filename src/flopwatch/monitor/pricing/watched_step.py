@@ -161,7 +161,7 @@ class WatchedStep:
         self._mode.is_paused = is_paused
 
     def end(self) -> StepCount:
-        """End the count, even if the training has entered or left dispatch modes in the meantime."""
+        """End the count, even if the training has entered or exited dispatch modes in the meantime."""
         self._mode.is_over = True
         if compile_stance() is self._own_stance:  # otherwise the training has set another stance, which stays
             self._stance.__exit__(None, None, None)
@@ -178,10 +178,9 @@ class WatchedStep:
         )
 
     def _leave(self) -> str | None:
-        """Leave the mode; return why the count is not complete, or None.
+        """Exit the dispatch mode; return why the count is not complete, or None.
 
-        Leaving any mode pops the top of the stack. So if the training has left an older mode in the step, it has
-        popped ours instead.
+        Exiting any mode pops the top of torch's stack, so a training that exits an older mode in the step pops ours.
         """
         now = _modes_now()
         if now and now[-1] is self._mode:
@@ -192,7 +191,7 @@ class WatchedStep:
             _left_behind.append(self._mode)
             return "another dispatch mode began in the step and has not ended"
         if now and now == self._below[: len(now)]:
-            now[-1].__exit__(None, None, None)  # the training meant to leave this mode, but has left ours
+            now[-1].__exit__(None, None, None)  # the training meant to exit this mode, but popped ours
         return "another dispatch mode ended in the step"
 
 

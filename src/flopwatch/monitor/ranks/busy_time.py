@@ -76,8 +76,9 @@ def profile_of(
         steps: Number of steps in the window.
         seconds: Time of these steps.
         input_seconds: The part of `seconds` spent waiting for batches.
-        busy_seconds_per_step: Processor time of the training's thread per step, without the input wait.
-        stalled_share: Share of the time without input wait in which the thread was blocked, but not by other ranks.
+        busy_seconds_per_step: Processor time of the training's thread per step, excluding the input wait.
+        stalled_share: Of the time left after the input wait, the share in which the thread was blocked by something
+            other than another rank.
 
     >>> profile_of(10, 2.0, 0.1, 0.12, 0.1)
     Profile(input=0.01, compute=0.12, host=0.019)

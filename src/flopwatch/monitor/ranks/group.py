@@ -266,7 +266,7 @@ class DeviceCensus:
         store.add("on_any_device", 1)
 
     def ranks(self, *, is_final: bool = False) -> int | None:
-        """How many ranks share this rank's device; None while some ranks have not been counted, unless `is_final`."""
+        """How many ranks share this device. None until all ranks are counted; with `is_final`, the count so far."""
         if not is_final and int(self._store.add("on_any_device", 0)) < self._world_size:
             return None
         return int(self._store.add(self._key, 0))

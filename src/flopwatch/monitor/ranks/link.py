@@ -272,12 +272,12 @@ def _leave_all() -> None:
 
 
 def _listens(rank: int) -> str:
-    """The key in the store that a rank sets when it can receive the plan; sending earlier could block inside gloo."""
+    """The store's key that a rank sets when it can receive the `RunPlan`; sending it earlier could block in gloo."""
     return f"listens/{rank}"
 
 
 def _has_plan(rank: int) -> str:
-    """The key in the store that a rank sets when it is ready to send the plan to its children."""
+    """The store's key that a rank sets when it is ready to send the `RunPlan` to its children."""
     return f"has_plan/{rank}"
 
 

@@ -39,7 +39,7 @@ Step = TypeVar("Step", bound=HasMeasured)
 
 @dataclass(frozen=True, slots=True)
 class CompleteWindow(Generic[Step]):
-    """The logging rank's own steps, and the merged report of all ranks, which is None if the link has failed."""
+    """The logging rank's own steps, and the merged report of all ranks, which is None if exchanging reports failed."""
 
     steps: list[Step]
     report: RankReport | None

@@ -89,7 +89,7 @@ def binary_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
 
 
 def decimal_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
-    """Return 1, 2 and 5 times the powers of ten between two values, or fewer if these are more than `at_most`.
+    """Return the ticks from `low` to `high`: 1, 2 and 5 times powers of ten, or fewer if these are more than `at_most`.
 
     >>> decimal_ticks(90, 1200)
     [100.0, 200.0, 500.0, 1000.0]

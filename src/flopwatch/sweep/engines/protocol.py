@@ -62,10 +62,10 @@ class Engine(Protocol):
     name: str
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Prepare the engine. Return the names of those unfinished trials of an earlier runner that still run."""
+        """Prepare the engine. Return the names of those `unfinished` trials that an earlier runner left running."""
 
     def room(self, next_up: TrialSpec) -> int:
-        """Return how many trials like this one the engine accepts now; 0 if it is full."""
+        """Return how many trials like `next_up` the engine accepts now; 0 if it is full."""
 
     def submit(self, trials: Sequence[Trial]) -> None:
         """Start these trials, at most as many as `room` returned."""

@@ -75,7 +75,7 @@ class RayEngine:
         self._cpus_per_trial, self._gpus_per_trial = cpus_per_trial, gpus_per_trial
         self._token = uuid.uuid4().hex
         self._unsent: list[Trial] = []  # Trials that were submitted while Ray did not answer.
-        self._references: dict[Any, str] = {}  # The name of the trial of each Ray task that has not ended.
+        self._references: dict[Any, str] = {}  # For each Ray task that has not ended, the name of its trial.
         self._leaving: dict[str, _Leaving] = {}
         self._trials: dict[str, Trial] = {}  # All trials in `_references` and `_leaving`, by name.
         self._needs: dict[str, dict[str, float]] = {}
@@ -211,7 +211,7 @@ class RayEngine:
                 self._end_task(self._references.pop(reference), self._outcome(reference))
 
     def _outcome(self, reference: Any) -> dict[str, Any]:
-        """Write the files that a finished task returned, and return its evidence."""
+        """Write the files that a finished task returned, and return what is known about its end."""
         try:
             returned: ray_task.Returned = self._ray.get(reference, timeout=_GET_SECONDS)
         except Exception as error:  # many different classes if the task died, or an exception of the task itself

@@ -271,7 +271,7 @@ class SlurmEngine:
         slurm_commands.cancel(self._tasks[name].task for name in names if name in self._tasks)
 
     def withdraw(self) -> Sequence[str]:
-        """Remove pending tasks from Slurm's queue. A task that starts meanwhile continues or ends as `cancelled`."""
+        """Remove pending tasks from Slurm's queue. A task that starts meanwhile may run on, or end as `cancelled`."""
         back = [trial.name for trial in self._take_back()]
         pending = [task for task in self._tasks.values() if task.is_pending]
         if not pending or time.monotonic() < self._next_withdrawal:

@@ -225,7 +225,7 @@ def _read_exception(folder: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = clean_value(content)
     except BrokenRecordError:
         return None
-    # The worker writes only short texts, but the user's code may have written this file too.
+    # Cut long texts. The worker writes none, but the user's code may have written this file.
     return {name: cut(value, _LONGEST_TEXT) if isinstance(value, str) else value for name, value in found.items()}
 
 
@@ -270,7 +270,7 @@ def _read_measured(trial_dir: Path) -> _MeasuredFile:
 
 
 def with_missing_phases(measured: Measured, spec: TrialSpec, progress: Progress, why: str) -> Measured:
-    """For a trial that ended after its steps, record in `not_measured` why later phases were not measured."""
+    """For a trial that ran all steps but not all later phases, record in `not_measured` why phases are missing."""
     is_wanted = {"trace": spec.trace, "privacy": bool(spec.privacy)}
     is_measured = {
         "memory": "optimizer" in measured.memory.by_phase,

@@ -43,7 +43,7 @@ def become_guarded(sweep: Path, name: str) -> int | None:
     child = os.fork()
     if child:
         os.set_inheritable(reads, True)
-        os.closerange(3, reads)  # otherwise the guard would keep the supervisor's sockets open
+        os.closerange(3, reads)  # otherwise the guard process would keep the supervisor's sockets open
         os.closerange(reads + 1, _MOST_FILES)
         command = [sys.executable, "-I", "-S", str(_GUARD), str(child), str(reads), str(sweep), name]
         os.execv(sys.executable, command)
@@ -51,7 +51,7 @@ def become_guarded(sweep: Path, name: str) -> int | None:
     os.close(reads)
     os.setsid()
     die_with_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # the guard ended before `die_with_parent` was called
+    if os.getppid() != parent:  # the guard process ended before `die_with_parent` was called
         os.kill(os.getpid(), signal.SIGTERM)
     os.set_blocking(writes, False)
     return writes
@@ -121,7 +121,7 @@ def _clear_attempt(folder: Path, attempt: str, reason: str) -> None:
 
 
 def _exit_like(status: int) -> None:
-    """Exit with the supervisor's status, because the engine waits for this process."""
+    """Exit with the supervisor's status, because the engine reads the status of this process, not the supervisor's."""
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status not in (signal.SIGKILL, signal.SIGSTOP):

@@ -188,7 +188,7 @@ def _check_rows(function: str, batch: Mapping[str, Any], batch_size: int) -> Non
 
 
 def batch_rows(batch: Mapping[str, Any]) -> int:
-    """The number of samples: the length of the first tensor with several rows. A single row may be for all samples."""
+    """The number of samples: the length of the first tensor with several rows, as samples may share a single row."""
     lengths = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
     return next((length for length in lengths if length > 1), 1)
 

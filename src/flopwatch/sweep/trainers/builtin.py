@@ -214,9 +214,7 @@ class _PrivateTrainer:
 
 
 class DPSGDTrainer(_PrivateTrainer):
-    """DP-SGD as Opacus does it by default: hooks store the gradient of every sample, so memory grows with batch size x
-    parameters.
-    """
+    """DP-SGD as Opacus does it by default: hooks keep per-sample gradients, so memory grows with batch x parameters."""
 
     name = "dpsgd"
 

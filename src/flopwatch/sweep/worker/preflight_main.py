@@ -115,7 +115,7 @@ def _try_trainer(result: PreflightResult, request: Request) -> PreflightResult:
 
 
 def _try_on(tiny: nn.Module, result: PreflightResult, request: Request) -> PreflightResult:
-    """Run the trainer on a copy on which a standard step succeeded."""
+    """Run the trainer on `tiny`, a small copy of the model for which a standard training step succeeded."""
     if result.trainer == "standard":
         return result
     try:

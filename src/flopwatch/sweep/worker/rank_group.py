@@ -26,10 +26,10 @@ _LEAST_TIMEOUT_SECONDS = 1800.0
 
 
 class RankGroup:
-    """The process group of a trial with one process.
+    """The process group of a trial. This class is for a single process, `ManyRanks` is for several.
 
     Attributes:
-        rank: The rank of this process; rank 0 writes the results of all.
+        rank: The rank of this process; rank 0 writes the results of all ranks.
         size: The number of processes.
     """
 
