@@ -73,7 +73,7 @@ def flop_prefix(value: float) -> tuple[float, str]:
 
 
 def flop_rate(flops_per_s: float | None) -> str:
-    """FLOP/s, such as a peak.
+    """Write a rate in FLOP/s, such as a device's peak.
 
     >>> flop_rate(989.4e12)
     '989.4 TFLOP/s'
@@ -82,7 +82,7 @@ def flop_rate(flops_per_s: float | None) -> str:
 
 
 def byte_size(size: float | None, digits: int = 3) -> str:
-    """Memory in binary units.
+    """Write an amount of memory in binary units.
 
     >>> byte_size(3 * 2**30), byte_size(700 * 2**20), byte_size(512), byte_size(None)
     ('3.00 GiB', '700 MiB', '512 B', '–')

@@ -203,7 +203,7 @@ def continue_times(ledger: Ledger, last: LastRecord | None, session_start_unix_t
         session_start_unix_time: When this process started.
 
     Returns:
-        Unix time at which this session begins, at the earliest the end of the earlier session.
+        Unix time at which this session begins, never before the end of the earlier session.
     """
     newest = _later_of(_end_of(ledger), last, ledger.first_start_unix_time)
     if newest is None:

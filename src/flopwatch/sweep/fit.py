@@ -82,7 +82,7 @@ _MOST_GROWTH = 16
 
 _NEAR_MISS = 1.1
 """A predicted largest batch counts as nearly right if it is at most this many times the smallest batch that did not
-fit, because the prediction assumes that a trial can use all of the capacity, which no trial quite does.
+fit. Predictions are a little too high, because they assume that a trial can use all of the memory.
 """
 
 _PATIENCE = 8

@@ -150,7 +150,7 @@ def asked_for(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
 
 
 def _only_spec(command_does: str, *layers: dict[str, Any]) -> "TrialSpec":
-    """The trial that the settings describe; later dicts override earlier ones. Raises if there are several trials."""
+    """The trial that `layers` describe; later dicts override earlier ones. Raises InputError for several trials."""
     from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
 
     specs = expand(read_matrix(None, layered(*layers)))

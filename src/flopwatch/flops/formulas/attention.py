@@ -56,7 +56,7 @@ _POSITIONS_FIRST = [
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """The sizes of attention's products: the number of pairs in all heads and samples, and the widths of one head."""
+    """The sizes of attention's products: the position pairs in all heads and samples, and the widths of one head."""
 
     pairs: int
     query_width: int

@@ -305,8 +305,8 @@ class CountingMode(TorchDispatchMode):
 
         In the step's backward pass, an op is recomputation if grad mode is on or a module is running, because only
         checkpointing causes either. Testing grad mode alone is not enough, because a custom autograd function or a
-        nested checkpoint switches it off. If the model takes a gradient inside its forward pass (a gradient penalty,
-        forces), modules run with grad mode on anyway. There, an op is recomputation only if autograd's engine has
+        nested checkpoint switches it off. A model may also take a gradient inside its forward pass (a gradient penalty,
+        forces). Then modules run with grad mode on anyway, so an op is recomputation only if autograd's engine has
         called the running module, or if checkpointing's saved-tensor hook is running.
         """
         task = current_graph_task_id()

@@ -100,7 +100,7 @@ def _elementwise(mode: FakeTensorMode, args: tuple[Any, ...]) -> FakeTensor | No
             return None
         if tensor is not largest and not _broadcasts(tensor.shape, largest.shape):
             return None
-    # Integers may be promoted to another type.
+    # Torch may promote integers to another type, so the type of the result is not known here.
     if not dtype.is_floating_point:
         return None
     return _empty(mode, largest.shape, dtype)

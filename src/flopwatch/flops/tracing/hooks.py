@@ -173,7 +173,7 @@ def left_hooks_note(left_behind: list[str]) -> str | None:
 
 
 def _run_or_leave_out(hook: Any, name: str, left_behind: list[str], *args: Any, **kwargs: Any) -> Any:
-    """Run a hook. If it fails, for example because it needs the value of a fake tensor, list it as left out."""
+    """Run a hook. If it fails, such as by reading the value of a fake tensor, add `name` to `left_behind`."""
     try:
         return hook(*args, **kwargs)
     except Exception:

@@ -96,7 +96,7 @@ class StepNoter:
         self._given: list[Any] = []
         """For each batch of the step, its arguments for the model if they are needed, otherwise None."""
         self._declared: dict[int, tuple[BatchLayout, CallKind, str | None]] = {}
-        """By the id of a `BatchLayout`: the layout, the expected model call, and why the call is uncertain (or None)."""
+        """By the id of a `BatchLayout`: the layout, the expected model call, and why that is uncertain (or None)."""
         self._undeclared: dict[int, BatchLayout] = {}
         """Layouts of batches that came before a model was given."""
 

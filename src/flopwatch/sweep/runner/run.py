@@ -50,7 +50,7 @@ from flopwatch.sweep.supervisor.supervise import allowed_silence
 
 
 class LateResults:
-    """Keeps ended trials until their results are visible, or until it is certain that there will be no result."""
+    """Keeps ended trials until their results are visible in the sweep's folder, or certain to be missing."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -268,7 +268,7 @@ def _life_peak(memory: TreeMemory) -> HostPeak:
 
 
 def _limit_facts(limit: MemoryLimit, spec: TrialSpec, life_peak: HostPeak) -> dict[str, Any]:
-    """Return the memory limit and the peaks of the trial: as sampled, and as counted by the kernel in a cgroup."""
+    """Return the memory limit and the trial's peak memory, as sampled and as counted by the kernel in a cgroup."""
     if limit.kind == "none":
         return {}
     facts = {"by": limit.kind, "limit_bytes": spec.limits.memory_bytes, "life_bytes": life_peak.bytes}

@@ -104,7 +104,7 @@ def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Turn dropout off in this model, because its random numbers for one sample differ from those for a batch."""
+    """Turn dropout off in this model, because it would draw other random numbers for one sample than for a batch."""
     for module in model.modules():
         if isinstance(module, AnyDropout):
             module.p = 0.0

@@ -57,7 +57,7 @@ class RankGroup:
         return peak_of()
 
     def gathered(self, own: Any) -> list[Any]:
-        """The values of `own` of all processes, by rank."""
+        """The `own` values of all processes, in the order of their ranks."""
         return [own]
 
 
