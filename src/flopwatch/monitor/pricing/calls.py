@@ -146,7 +146,7 @@ class CallListener:
             self.backwards += of_part
 
     def look_at_parameters(self) -> None:
-        """Collect the model's parameters once, because this takes longer than all that `note` does for each call."""
+        """Store the model's parameters for `note`, because listing them takes longer than all the rest of `note`."""
         model = self._model() if self._model is not None else None
         self._parameters = list(model.parameters())[:_MOST_PARAMETERS] if model is not None else []
 
