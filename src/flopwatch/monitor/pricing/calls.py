@@ -1,4 +1,4 @@
-"""Records with which shapes of arguments a step calls the model. Its hook on the model reads no tensor values.
+"""Records the shapes of the arguments with which a step calls the model, by a hook that reads no tensor values.
 
 FLOPs are computed from these calls and not from the batch that a loop gives to the monitor, because a loop can call the
 model twice, without gradients, or with a part of the batch.
