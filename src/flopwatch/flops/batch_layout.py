@@ -66,11 +66,11 @@ class Layout:
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        """The length variables of this layout, that of the main sequence first."""
+        """The variables of this layout that are sequence lengths; that of the main sequence, `s`, comes first."""
         return tuple(name for name in LENGTHS if name in self.sizes)
 
     def match(self, batch: Description) -> dict[str, int] | None:
-        """Return the values of the variables in this batch; None if anything else differs from the example."""
+        """Return the value of each variable (`n`, `s`, ...) in `batch`; None if the batch does not fit this layout."""
         if batch.structure != self.structure or len(batch.sizes) != len(self.slots):
             return None
         found: dict[str, int] = {}
@@ -99,7 +99,7 @@ class Layout:
         return replace(self, variables=variables, sizes={**self.sizes, free: self.slots[moved[0]].size})
 
     def paths_along(self, variable: str) -> list[str]:
-        """Return the paths of the tensors that have a dimension which follows this variable."""
+        """Return the paths of the tensors and lists that have a size which depends on `variable`."""
         paths = [slot.path for slot, own in zip(self.slots, self.variables, strict=True) if own == variable]
         return list(dict.fromkeys(paths))
 
@@ -366,7 +366,7 @@ def _one_of_lists(batch: Any, lists: set[str], index: int) -> Any:
 
 
 def mask_variable(layout: Layout, mask: str = "attention_mask") -> str | None:
-    """Return the variable that the length of this mask follows; None if the mask is fixed in length or missing."""
+    """Return the variable that determines the length of `mask`; None if that length is fixed or the mask is missing."""
     pairs = zip(layout.slots, layout.variables, strict=True)
     return next((own for slot, own in pairs if slot.path == mask and slot.dim == 1 and slot.rank == 2), None)
 
@@ -389,7 +389,7 @@ def without_padding(sample: Any, layout: Layout, mask: str = "attention_mask") -
 
 
 def select_positions(sample: Any, layout: Layout, variable: str | None, columns: torch.Tensor) -> Any:
-    """Return the sample with only these positions in every dimension that follows the variable."""
+    """Return the sample, keeping only the positions `columns` in every dimension whose size depends on `variable`."""
     dims: dict[str, list[int]] = {}
     for slot, own in zip(layout.slots, layout.variables, strict=True):
         if own == variable and slot.dim is not None:

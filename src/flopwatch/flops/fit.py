@@ -51,7 +51,7 @@ def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fracti
 _SHORTEST_SPAN = 12
 # A model setting with one of these words in its name may be a length beyond which the FLOPs follow another formula.
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")
-# The maximum number of such lengths (window, chunk or block sizes) to test per model. Each takes two more traces.
+# The maximum number of window, chunk or block sizes to test per model. Each takes two more traces.
 _MOST_EDGES = 2
 # The number of samples in the largest tested batch. A trace of many samples takes no longer than one of few.
 _MANY = 16

@@ -41,8 +41,8 @@ class StepShape:
         return {SAMPLES: self.batch_size, **main, **dict(self.others)}
 
 
-# The exponents of n (samples) and s (length of the main sequence) in the terms that have a name. Terms with other
-# lengths are named after their variables, such as `n*s*t`.
+# The named terms of a FLOP formula, with their exponents of n (samples) and s (length of the main sequence). Terms
+# with other lengths are named after their variables, such as `n*s*t`.
 _EXPONENTS: Mapping[str, Mapping[str, int]] = {
     "samples": {"n": 1},
     "positions": {"n": 1, "s": 1},

@@ -180,7 +180,7 @@ class PythonReads(TorchFunctionMode):
 
 
 def with_steering(count: FlopCount, steering: Steering, risky_ops: Iterable[str]) -> FlopCount:
-    """Return the count with the recorded origins of sizes and decisions, and a note if a random draw is among them."""
+    """Return `count` with `risky_ops`, the origins recorded in `steering`, and a note if an origin is a random draw."""
     by_chance = CHANCE in steering.sizes | steering.reads
     notes = (*count.notes, ONE_DRAW) if by_chance else count.notes
     return replace(

@@ -152,7 +152,7 @@ _MONITORING = {
     },
     "freq.flops_profile_freq": "flops_profile_freq",
     "measure_flops_frequency": "flops_profile_freq",
-    # Sweeps and the command line call `seq_length` and `warm_up_steps` by the next two names.
+    # Sweeps and the command line use the next two names for `seq_length` and `warm_up_steps`.
     "seq_len": "seq_length",
     "warmup_steps": "warm_up_steps",
 }

@@ -137,7 +137,7 @@ class MonitoredRun:
         self._window_began = clock()
         self._has_looked_for_gaps = False
         self._begun: list[PricedStep] = []
-        """Steps of the current window whose values a checkpoint has already read."""
+        """Steps of the current logging window whose values were already read when a checkpoint was saved."""
 
     def _new_costs(self, mode: FlopMode) -> CallCosts:
         return CallCosts(

@@ -384,7 +384,7 @@ class Session:
         return _totals_of(ledger)
 
     def _continue_from(self, ledger: Ledger) -> None:
-        """Continue an earlier session's totals, and add the time of phases that this session has already had."""
+        """Continue the totals of an earlier session (`ledger`), and add the time that this session spent in phases."""
         booked, before = self._ledger.seconds, self._carried_seconds
         try:
             last = find_last_record(self._log_path)

@@ -54,7 +54,7 @@ class HostTimer:
 
 
 class EventTimer:
-    """Uses events in the current stream. Written from torch's documentation, and not yet run on a GPU."""
+    """Measures time with events in the current stream. Written from torch's documentation, and not yet run on a GPU."""
 
     def __init__(self, device: torch.device, event: Any = torch.Event) -> None:
         self._device = device
@@ -98,9 +98,9 @@ def _middle(values: Iterable[float]) -> float:
 
 
 class UsualGaps:
-    """Decides whether a gap was waiting for a batch or time outside steps, such as an evaluation.
+    """Decides whether the gap between two steps was spent waiting for a batch, or on other work, such as an evaluation.
 
-    A gap is time outside steps if it is more than 5 times as long as the median of the last 32 gaps and longer than a
+    A gap counts as other work if it is more than 5 times as long as the median of the last 32 gaps and longer than a
     typical step. It still counts as waiting if the loader has worker processes and the training's thread was idle,
     because a loader with several workers delivers several batches at once and then none for a while.
     """
@@ -239,7 +239,7 @@ class StepClock:
         self._state = _APART
         self._since = 0.0
         self._seconds = [0.0] * 5
-        """Seconds spent in each state since its entry was last set to 0."""
+        """For each state, the seconds spent in it since this entry was last set to 0."""
         self._before_phase = self._before_wait = _APART
         self._depth = 0
         self._fetches_are_timed = False
@@ -439,7 +439,7 @@ class StepClock:
             self._has_batch = False
 
     def _is_gap_kept(self) -> bool:
-        """Whether the gap that has just ended belongs to the step. If not, take it out of the step and report it."""
+        """Whether the gap that has just ended is part of the step. If not, remove it from the step and report it."""
         seconds = self._seconds
         is_outside = self._usual.is_outside(seconds[_GAP], seconds[_WORK], self._has_seen_other_work)
         if is_outside or self._has_seen_other_work:

@@ -30,7 +30,7 @@ class WaitTimer(Protocol):
         """Begin to time a fetch. Returns False if this fetch is not timed."""
 
     def end_wait(self, *, has_batch: bool = True) -> None:
-        """End a fetch that `begin_wait` has timed; `has_batch` says whether it has returned a batch."""
+        """End the fetch that `begin_wait` began to time; `has_batch` says whether the fetch returned a batch."""
 
 
 class TimedIterator(Generic[Batch]):
@@ -416,7 +416,7 @@ class TrainingMonitor:
             yield
 
     def spent_on(self, name: str) -> None:
-        """Add the time since the last step, or since a later call of this method, to a phase that has just ended."""
+        """Add the time since the last step, or the last call of this method if that is later, to the phase `name`."""
         self._do("spent_on", lambda run: run.spent_on(name), is_own_work=False)
 
     def set_phase(self, name: str) -> None:

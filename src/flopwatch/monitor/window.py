@@ -342,7 +342,7 @@ class Window:
         self._integers = LateValues([t for readings in self._readings for r in readings or () for t in r.tensors()])
 
     def _looked_at(self, readings: Sequence[Reading]) -> list[Reading] | None:
-        """Compute the sizes of a step's batches; None if one of them was overwritten or cannot be read."""
+        """Compute the sizes of a step's batches; None if a batch was overwritten in the meantime or cannot be read."""
         try:
             looked_at = [self._look_at(reading) for reading in readings]
         except Exception as error:  # for example, a dtype or tensor class does not support an op used here

@@ -159,7 +159,7 @@ class BrokenRecordError(FlopwatchError, ValueError):
         self._problem, self._field = problem, field
 
     def inside(self, name: str) -> "BrokenRecordError":
-        """The same error for a record that is itself the value of the field `name`."""
+        """The same error with `name` before the field's name, because the broken record is the value of `name`."""
         return BrokenRecordError(self._problem, f"{name}.{self._field}" if self._field else name)
 
 

@@ -140,8 +140,8 @@ class CostFactor:
     """The cost of a trainer divided by that of `standard`, at one batch size and sequence length.
 
     Attributes:
-        time: Ratio of the median step times; `low_time` and `high_time` follow from the 95 % intervals of both.
-        memory: Ratio of the peaks.
+        time: Ratio of the median step times; `low_time` and `high_time` are its bounds, from both 95 % intervals.
+        memory: Ratio of the memory peaks.
         memory_above_start: Ratio of the host memory that model and step added; None on an accelerator.
         flops: Ratio of the executed FLOPs.
     """

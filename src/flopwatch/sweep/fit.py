@@ -289,7 +289,7 @@ def _middle(low: int, high: int) -> int:
 
 
 def _edge(curve: Callable[[Sequence[Point], int], int | None], fitting: Sequence[Probe]) -> int | None:
-    """The largest batch within the capacity, as predicted by this curve through the measured peaks; None if unknown."""
+    """The largest batch that fits in memory, as predicted by `curve` from the peaks of `fitting`; None if unknown."""
     points = [(probe.batch_size, probe.peak_bytes) for probe in fitting if probe.peak_bytes is not None]
     capacity = next((probe.capacity_bytes for probe in reversed(fitting) if probe.capacity_bytes is not None), None)
     return None if capacity is None else curve(points, capacity)
@@ -318,10 +318,10 @@ def _reach(probe: Probe) -> tuple[float, float]:
 
 
 def next_for_fastest(probes: Sequence[Probe]) -> int | None:
-    """The batch to try next: between the fastest batch so far and the next smaller one that was tried.
+    """The batch to try next: between the fastest batch so far and its neighbour among the tried batches.
 
-    If the next larger one is more than twice as far away (as a ratio), the batch to try is between it and the fastest.
-    None if the two are so close (`_WORTHWHILE_GAP`) that a trial between them is not worthwhile.
+    The neighbour is the next smaller batch, unless the next larger one is more than twice as far away (as a ratio).
+    None if the neighbour is so close (`_WORTHWHILE_GAP`) that a trial in between is not worthwhile.
     """
     fastest, _ = fastest_of(probes)
     if fastest is None:

@@ -231,7 +231,7 @@ _MOST_PAIRS_AT_ONCE = 2**24
 def flex_sizes(
     query: Any, key: Any, value: Any, score_mod: Any, block_mask: tuple[Any, ...], attention: AttentionConvention
 ) -> AttentionSizes:
-    """Return the sizes of flex_attention's products. If `attention` is causal, masked pairs are left out."""
+    """Return the sizes of flex_attention's products. If `attention` is causal, masked query-key pairs are left out."""
     full = full_sizes(query, key, value)
     if attention == "full":
         return full

@@ -66,8 +66,8 @@ def _grouped_mm(call: OpCall) -> int:
 def grouped_mm_flops(a_shape: Sequence[int], b_shape: Sequence[int]) -> int:
     """Return the FLOPs of a grouped matmul, in which every row is multiplied with the matrix of one group.
 
-    Two 3-D factors are a plain batched product. Otherwise the groups split the rows, the columns or the contracted
-    dimension (for the weight gradient, with two 2-D factors), so their number does not change the FLOPs.
+    Two 3-D factors are a plain batched product. Otherwise the groups split the rows, the columns or (for the weight
+    gradient, with two 2-D factors) the contracted dimension, so the number of groups does not change the FLOPs.
     """
     if len(a_shape) == len(b_shape) == 3:
         return a_shape[0] * matmul_flops(a_shape[1], a_shape[2], b_shape[2])

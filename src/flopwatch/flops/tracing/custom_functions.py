@@ -305,7 +305,7 @@ class CustomFunctions:
         )
 
     def _may_be_known(self, factors: list[_Factor]) -> bool:
-        """Return whether one factor also occurs in a forward product, and the other was recomputed or unpacked."""
+        """Whether one factor is in a forward product and the other was recomputed or unpacked by saved-tensor hooks."""
         for key, other in zip(_partner_keys(factors), reversed(factors), strict=False):
             packed = self._partners.get(key)
             if packed is not None and (

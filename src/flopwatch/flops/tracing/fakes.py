@@ -189,7 +189,7 @@ def _are_of_one_type(*tensors: Any) -> bool:
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
-    """Return whether a tensor is dense and has no known values, with which the fake mode would have to calculate."""
+    """Return whether a tensor is dense and has no values. If it had values, the fake mode would compute with them."""
     return tensor.layout is torch.strided and tensor.constant is None and tensor.real_tensor is None
 
 

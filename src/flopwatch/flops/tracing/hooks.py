@@ -64,7 +64,7 @@ class HookCopies:
 
     Args:
         value: Returns the stand-in's version of an object of the live model.
-        left_behind: Receives the name of each hook that is not run.
+        left_behind: Receives the names of hooks that are left out with a note.
         extra: Takes a hook's name, and returns the context manager under which the hook runs.
     """
 

@@ -88,7 +88,7 @@ def _outermost(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Leave out losses that another loss depends on, because the backward pass of the other one includes them."""
     if len(losses) == 1:
         return losses
-    seen: set[Any] = {None}  # the grad_fn of an output that is a parameter, not a loss
+    seen: set[Any] = {None}  # None is the `grad_fn` of an output that is a parameter, not a loss
     for loss in losses.values():
         seen |= _nodes_below(loss.grad_fn)
     kept: dict[str, torch.Tensor] = {}
@@ -254,7 +254,7 @@ def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iter
 
 
 class _Followed:
-    """The dispatch modes of one thread, which are entered when the thread starts."""
+    """Enters dispatch modes when a thread starts, and exits them when the thread ends or the count is over."""
 
     def __init__(
         self, modes: Sequence[Any], first: FrameType, under_way: "set[_Followed]", is_over: threading.Event, before: Any

@@ -221,11 +221,11 @@ class _EntriesPerLayer:
         self._known: dict[int, list[Any]] = {}
 
     def of(self, layer: nn.Module, indices: set[int]) -> tuple[str, ...]:
-        """For each list with one entry per layer that `layer` holds, return the entries at these indices."""
+        """Return the entries at `indices` of each list in `layer` that has one entry per layer."""
         return tuple(repr([_entry(entries, index) for index in sorted(indices)]) for entries in self._near(layer))
 
     def all_near(self, layer: nn.Module) -> str:
-        """Return all lists with one entry per layer that `layer` holds, as one string."""
+        """Return all lists in `layer` that have one entry per layer, as one string."""
         return repr(list(self._near(layer)))
 
     def _near(self, layer: nn.Module) -> Iterator[Any]:

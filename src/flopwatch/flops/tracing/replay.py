@@ -2,10 +2,10 @@
 
 Of a group of equal layers (a `Kind`), the first two, one in the middle and the last run normally. The others are
 replayed: they return fake outputs of the right shapes, through one autograd node, and the FLOPs of a layer that ran are
-counted for them too, under their own path. At the end, the layers that ran must agree to the last FLOP. They are also
-checked for anything but computing outputs from inputs: writing to a buffer or an attribute, drawing random numbers,
-passing tensors on without returning them, calculating with the layer's index. If a check fails, the model is traced
-again with every layer run.
+counted for them too, under their own path. At the end, the layers that ran must agree to the last FLOP. They must also
+have done nothing but compute outputs from inputs: a layer must not write to a buffer or an attribute, draw random
+numbers, pass tensors on without returning them, or calculate with its index. If a check fails, the model is traced
+again, and every layer runs.
 """
 
 from collections.abc import Callable, Iterator

@@ -191,7 +191,7 @@ class _Replicator:
         cells = function.__closure__ or ()
         try:
             contents = [cell.cell_contents for cell in cells]
-        except ValueError:  # a cell that is still empty
+        except ValueError:  # a closure cell is still empty
             return function
         self._remember(function, function)  # a function may refer to itself
         mapped = [self.value(content) for content in contents]
@@ -247,7 +247,7 @@ def _call_inside(module: nn.Module, stack: ModuleStack, path: str, *args: Any, *
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the module had before `fully_shard`; a local batch norm for SyncBatchNorm."""
+    """Return the module's class before `fully_shard`; for SyncBatchNorm, a batch norm that does not communicate."""
     cls = type(module)
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

@@ -47,7 +47,7 @@ class BatchLayout:
     target: str | None = None
     """Name of the labels if they are a sequence of their own, such as the target of an encoder-decoder model."""
     named: tuple[str, ...] = ()
-    """All tensor names in the fields above that are not None."""
+    """The tensor names in the fields above, without the fields that are None."""
 
 
 class Reading(NamedTuple):
@@ -320,9 +320,9 @@ def is_mask_only(batch: Any) -> bool:
 
 
 def example_batch(model: nn.Module, batch: Any, plan: BatchLayout) -> Any:
-    """Return the arguments in a batch that `forward` accepts, except those that describe packed documents.
+    """Return the batch without arguments that `forward` does not accept or that describe packed documents.
 
-    A batch that consists only of a mask cannot be passed, so a dummy batch of the mask's shape is returned.
+    If the batch is only a mask, `forward` cannot be called with it, so a dummy batch of the mask's shape is returned.
     """
     if isinstance(batch, Mapping):
         tensors = {name: value for name, value in batch.items() if name not in PACKING or has_image_axes(value)}

@@ -168,7 +168,7 @@ class CallCosts:
             self._notify(*notices.counting())
         try:
             return self._learn_new(model, book, kind)
-        except Exception as error:  # the model can raise any error; `example` is dropped, so the model is not run again
+        except Exception as error:  # the model may raise anything; without `example` it is not counted again
             kind.example = None
             if kind.has_grad:
                 self._notify(*notices.flops_unknown(error))
@@ -328,7 +328,7 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
 def _described(value: Any, seen: dict[int, Any], depth: int = 2) -> Any:
     """Convert a value to one that can be compared later; None for tensors, modules and objects without attributes.
 
-    `seen` maps the ids of values to results, so that a configuration object of all layers is converted only once.
+    `seen` maps the ids of values to results, so that a configuration that all layers share is converted only once.
     """
     if type(value) in _PLAIN:
         return value

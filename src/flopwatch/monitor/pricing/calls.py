@@ -1,4 +1,4 @@
-"""Records with which shapes of arguments a step calls the model. Its hook on the model reads no tensor values.
+"""Records the shapes of the arguments with which a step calls the model, by a hook that reads no tensor values.
 
 FLOPs are computed from these calls and not from the batch that a loop gives to the monitor, because a loop can call the
 model twice, without gradients, or with a part of the batch.
@@ -146,7 +146,7 @@ class CallListener:
             self.backwards += of_part
 
     def look_at_parameters(self) -> None:
-        """Collect the model's parameters once, because this takes longer than all that `note` does for each call."""
+        """Store the model's parameters for `note`, because listing them takes longer than all the rest of `note`."""
         model = self._model() if self._model is not None else None
         self._parameters = list(model.parameters())[:_MOST_PARAMETERS] if model is not None else []
 

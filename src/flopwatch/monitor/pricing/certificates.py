@@ -252,7 +252,7 @@ class WatchPlan:
         self._last_met: dict[Any, int] = {}
         """For each kind of step whose FLOPs must be counted again, the index of its last step."""
         self._due: set[int] = set()
-        """Indices of later steps to count, because a kind of step in `_last_met` is expected there."""
+        """Indices of future steps to count, because a kind of step in `_last_met` is expected to recur there."""
 
     def forget(self) -> None:
         """Allow every kind of step to be counted again, because the FLOP formulas have changed."""
@@ -292,7 +292,7 @@ class WatchPlan:
         return self._is_met_in_a_row(calls.kind, steps)
 
     def _is_met_in_a_row(self, kind: Any, steps: int) -> bool:
-        """Whether a step of this kind is the first or directly follows another. If not, plan to count the next one."""
+        """True if this kind of step is new or occurred twice in a row; otherwise, plan to count its next occurrence."""
         if len(self._last_met) >= _MOST_WAITING:
             self._last_met, self._due = {}, set()
         gap = steps - self._last_met.get(kind, steps)

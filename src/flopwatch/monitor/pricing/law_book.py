@@ -85,7 +85,7 @@ class LawBook:
         self._began = clock()
         self._options: dict[str, Any] = {"method": method, "attention": attention, "loss_fn": loss_fn}
         self._laws: dict[Any, list[FlopLaw]] = {}
-        # The keys are weak references, so that an entry vanishes when `CallListener` drops its kind of call.
+        # The keys are weak references, so that an entry vanishes when `CallListener` drops the entry's `CallKind`.
         self._prices: WeakKeyDictionary[CallKind, CallPrice] = WeakKeyDictionary()
         self._spreads: WeakKeyDictionary[CallKind, tuple[int, int]] = WeakKeyDictionary()
         self._costs_by_nodes: WeakKeyDictionary[CallKind, dict[int, int]] = WeakKeyDictionary()

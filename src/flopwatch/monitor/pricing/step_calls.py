@@ -68,7 +68,7 @@ class StepNoter:
         on_other_work: Callable[[], None],
         notify: Notify,
     ) -> None:
-        """`on_other_work` is called when the model runs without gradients: this time must not count as input wait."""
+        """`on_other_work` is called if the model runs without gradients, because that time is not input wait."""
         self._attention = config.attention
         self._costs = costs
         self._is_alone = is_alone
@@ -235,12 +235,12 @@ class StepNoter:
     def end_step(
         self, readings: Sequence[Reading], step: int, settle_earlier_windows: Callable[[], None], loss: Any = None
     ) -> StepCalls:
-        """End a step; count the FLOPs of new kinds of calls, and return all its calls of the model.
+        """End a step; count the FLOPs of new kinds of calls, and return all calls of the model in the step.
 
         Args:
-            readings: Sizes of the batches that the loop has given.
+            readings: Sizes of the batches that the training loop has passed to the monitor.
             step: The step's number.
-            settle_earlier_windows: Ends the window before formulas change, so that no row mixes old and new formulas.
+            settle_earlier_windows: Called before formulas change, so that no row mixes old and new formulas.
             loss: The step's loss, with its autograd graph.
         """
         self._steps += 1

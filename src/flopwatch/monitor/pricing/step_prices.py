@@ -263,7 +263,7 @@ class Peaks:
         self._override = override_flops_per_s
         self._dtype = dtype
         self._whole: dict[str, tuple[Peak | None, str]] = {}
-        """Peak of the whole device, and why it is unknown, by compute type."""
+        """By compute type, the peak of the whole device, or None and the reason why it is unknown."""
         self._known: dict[str, Peak | None] = {}
         """Peak of one rank's share of the device, by compute type."""
 

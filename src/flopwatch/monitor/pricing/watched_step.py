@@ -366,7 +366,7 @@ def products_in_graph(loss: Any) -> int | None:
 
 
 def products_outside(loss: Any, own: Sequence[tuple[int, int]]) -> int:
-    """A hash of the matrix products between the model and the loss with their shapes; 0 if there are none.
+    """A hash of the names and shapes of the matrix products between the model's output and the loss; 0 without any.
 
     Args:
         loss: The loss, with or without its graph.

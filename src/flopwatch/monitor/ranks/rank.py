@@ -104,7 +104,7 @@ class Rank(Generic[Step]):
         return sum(thread.cpu_seconds for thread in threads if thread is not None)
 
     def plan(self, steps: Sequence[Step], log_every: int, log_seconds: float, laws: Any) -> None:
-        """On the logging rank, send the window length and the FLOP formulas to the other ranks, once."""
+        """On the logging rank, send the steps per logging window and the FLOP formulas to the other ranks, once."""
         if self.link is None or not self.is_logging or self.window_steps is not None:
             return
         seconds = [step.measured.seconds for step in steps if step.measured.seconds and not step.measured.is_warm_up]

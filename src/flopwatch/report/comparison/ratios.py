@@ -59,8 +59,8 @@ class Pair:
         outcome_a: Outcome in A; `missing` if the trial has no result. `outcome_b` is the outcome in B.
         reason_a: Why the trial ended in A, in one line; `reason_b` is the reason in B.
         ratios: The ratio of each quantity; empty unless both trials are `ok`.
-        differences: Settings that differ between these two trials, without `SweepComparison.settings`. Empty unless the
-            trials were paired by their names.
+        differences: Settings that differ between these two trials, except those in `SweepComparison.settings`. Empty
+            unless the trials were paired by their names.
         is_unstable: True if the 95 % interval of one of the step times is wider than 5 % of the median. The usual
             cause is another program on the same machine.
     """

@@ -89,7 +89,7 @@ class RayEngine:
         self._opened = ExitStack()
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Connect to Ray. Return the unfinished trials of an earlier runner whose supervisors have not ended yet."""
+        """Connect to Ray. Return the names of `unfinished` trials whose earlier supervisors are still alive."""
         self._sweep = sweep
         if self._address is None:
             self._opened.enter_context(in_environment(local_environment()))

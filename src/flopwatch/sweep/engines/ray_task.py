@@ -67,7 +67,7 @@ class Returned:
     """The return value of a trial's task.
 
     Attributes:
-        evidence: The evidence for `Ended`.
+        evidence: What is known about the trial's end, for `Ended.evidence`.
         files: Content of each file, by its path in the sweep's folder. Empty if the node has access to that folder.
     """
 

@@ -139,7 +139,7 @@ _FIELDS = {field.name for field in fields(TrialSpec)}
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition such as `trainer=ghost seq_len>=1024`. All parts (field, comparison, value) must hold."""
+    """A condition such as `trainer=ghost seq_len>=1024`. All its comparisons (`parts`) must hold."""
 
     parts: tuple[tuple[str, str, str], ...]
 

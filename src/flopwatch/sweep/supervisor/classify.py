@@ -70,7 +70,7 @@ def classify(facts: ExitFacts) -> tuple[Outcome, str]:
     """Return the outcome of a trial and the reason in one line.
 
     A trial whose steps are all measured is `ok` even if it failed later, because the later phases are measurements by
-    flopwatch and not part of the training. A cancelled trial stays `cancelled`, because it runs again.
+    flopwatch and not part of the training. A cancelled trial stays `cancelled`, so that it runs again.
     """
     outcome, reason = _ignoring_steps(facts)
     if outcome not in ("ok", "cancelled") and facts.has_finished_steps:

@@ -215,7 +215,7 @@ class JobNodes:
 
     def finish(self, *, at_once: bool = False) -> JobEnd:
         """End all agents and return how the ranks ended. With `at_once`, do not wait for reports of the nodes."""
-        for _ in range(3):  # the polls accept a new connection, read its agent's report, and notice the agent's exit
+        for _ in range(3):  # one poll each to accept a connection, read its agent's report, notice the agent's exit
             self.poll()
         if not at_once:
             self._poll_until(self._is_decided, _REPORTS_SECONDS)

@@ -57,7 +57,7 @@ _TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enfo
 _SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
 _SILENCE_SECONDS = 600.0  # This is the longest allowed time between two heartbeats of a supervisor.
 _GUARD_PATIENCE_SECONDS = 30.0
-"""The guard kills a supervisor that wrote no heartbeat for `allowed_silence` plus this time."""
+"""The guard process kills a supervisor that wrote no heartbeat for `allowed_silence` plus this time."""
 
 _SLURM_SIGNAL_SECONDS = 0.5  # The supervisor waits this long for Slurm's SIGTERM after its worker has failed.
 _SLURM_SUCCESS_SECONDS = 0.05  # The supervisor waits this long for SIGTERM if its worker has exited with code 0.

@@ -107,7 +107,7 @@ def label_losses(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    # Computed in fp32 or fp64, as in transformers, because bf16 is too coarse for the loss with a large vocabulary.
+    # The loss is computed in fp32 or fp64, as in transformers, because bf16 is too coarse for a large vocabulary.
     wide = logits if logits.dtype == torch.float64 else logits.float()
     each = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=_IGNORED, reduction="none")
     each, counted = each.view(len(labels), -1), (labels != _IGNORED).view(len(labels), -1)

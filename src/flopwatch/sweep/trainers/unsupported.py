@@ -1,6 +1,6 @@
 """Finds out why a DP trainer cannot train a model and what to do about it, and how Opacus handles each layer.
 
-Opacus itself gives no message or a misleading one in these cases.
+Opacus itself gives no message or a misleading one for a model that it cannot train.
 """
 
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ PARTS = ("forward", "backward", "optimizer")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 _LEAST_RESET_BYTES = 64 << 20
-"""A peak up to this much above the present size counts as reset, because the kernel's memory counters may lag."""
+"""A peak at most this far above the present size counts as reset, because the kernel's memory counters may lag."""
 
 
 def choose_device(name: str) -> torch.device:

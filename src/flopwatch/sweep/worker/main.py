@@ -78,7 +78,7 @@ def print_exception(error: BaseException, content: dict[str, Any]) -> None:
     """Print the exception to the log, and ignore errors of an excepthook or stderr that the trainer has replaced."""
     with contextlib.suppress(Exception):
         if len(content["message"]) < len(message_of(error)):
-            sys.stderr.write(content["traceback"])  # the shortened one, because a message of 50 MB would fill the log
+            sys.stderr.write(content["traceback"])  # shortened, because a message of 50 MB would fill the log
         else:
             sys.excepthook(type(error), error, error.__traceback__)
 

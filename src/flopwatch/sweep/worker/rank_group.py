@@ -22,7 +22,7 @@ from flopwatch.sweep.spec.parsing import check_processes, needs_one_process
 from flopwatch.sweep.trainers.batch import batch_rows, micro_batches
 
 _LEAST_TIMEOUT_SECONDS = 1800.0
-"""The shortest timeout of collectives: torch's default for gloo, so long that the supervisor ends a hang first."""
+"""The shortest timeout of collectives (torch's default for gloo). A supervisor ends a hang before it times out."""
 
 
 class RankGroup:

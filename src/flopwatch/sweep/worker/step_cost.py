@@ -66,7 +66,7 @@ def count_step(
 def _without_a_step(
     cost: StepCost, trainer: Trainer, model: nn.Module, batches: Sequence[Mapping[str, Any]]
 ) -> StepCost:
-    """The cost without running a step: the standard trainer's FLOPs follow from the model, other trainers' do not."""
+    """Add the hardware FLOPs of a standard trainer, counted without running a step; for other trainers, add a note."""
     if type(trainer) is not StandardTrainer or cost.model_flops is None:
         return _noted(cost, "the hardware FLOPs of this trainer are not counted in a trial with several processes")
     counts = [count_plain(model, batch, cost.attention) for batch in batches]  # type: ignore[arg-type]
