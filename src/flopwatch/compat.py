@@ -188,7 +188,7 @@ class OldModules:
 
 
 class _MovedModule:
-    """Import loader that fills a module with all names of the renamed one.
+    """Import loader for the old name of a renamed module. It copies the renamed module's content into a new module.
 
     The renamed module itself cannot be in `sys.modules` under both names, because the import system would overwrite its
     `__spec__` with that of the old name.

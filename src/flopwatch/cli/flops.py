@@ -188,7 +188,7 @@ def _modules(count: "FlopCount") -> "Table":
 
 
 def _without_numbers(path: str) -> str:
-    """Replace the number of the layer (the first one) and of the expert by `*`: `h.3.mlp.0` becomes `h.*.mlp.0`."""
+    """Replace the layer's number (the first in `path`) and the expert's by `*`: `h.3.mlp.0` becomes `h.*.mlp.0`."""
     without_layer = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path, count=1)
     return re.sub(r"\bexperts\.\d+", "experts.*", without_layer) or "(the model itself)"
 

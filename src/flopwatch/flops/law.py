@@ -180,7 +180,7 @@ class FlopLaw:
         return self.phase_flops(batch_size, seq_len, image_grids=image_grids).total
 
     def exact_for(self, batch_size: int, seq_len: int | None = None) -> bool:
-        """Return whether the FLOPs of this shape are exact: the shape lies inside `domain`, or it can be counted.
+        """Return whether this shape's FLOPs are exact: the shape lies inside `domain`, or `count_shape` can count it.
 
         >>> law = FlopLaw(True, (1, 64), "full", {"forward": {}}, domain={"n": (1, 8), "s": (1, 64)})
         >>> law.exact_for(4, 64), law.exact_for(4, 65)

@@ -154,7 +154,7 @@ def count_by_trace(
 
     `autocast` is the autocast state that the model runs under; None means the current one. With `replay`, only a few of
     the layers with equal structure run, which gives the same count. `memory` holds what earlier traces have proven
-    about the layers; None means the earlier traces of this model.
+    about the layers; None uses the memory kept for this model.
     """
     state = current_autocast() if autocast is None else autocast
     memory = memory or _memories.setdefault(model, ReplayMemory())
@@ -183,7 +183,7 @@ class _Trace:
     """Whether to count attention as one op where torch would decompose it; this takes longer."""
 
     def count(self, *, replay: bool) -> FlopCount:
-        """Count the step's FLOPs, and set `keep_whole` only if the result depends on it."""
+        """Count the step's FLOPs, with `keep_whole` only where the result depends on it, because it takes longer."""
         if self.attention == "causal" or device_type_of(self.model, self.autocast) != "cpu":
             return replace(self, keep_whole=True)._counted(replay=replay)
         try:

@@ -266,7 +266,7 @@ class RowMaker:
 
 
 class MeasuredSum:
-    """The sums for a session's rates. Timed steps are added up separately for each combination of known values."""
+    """Sums for a session's rates. Steps that lack a value are summed separately, because some rates skip them."""
 
     def __init__(self) -> None:
         self._steps = 0

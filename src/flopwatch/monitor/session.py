@@ -288,7 +288,7 @@ _TYPICAL_STEPS = 64
 
 
 class Totals(NamedTuple):
-    """The run's totals: `values` by metric key, `ledger` as written to the log and to checkpoints."""
+    """The run's totals in two forms: `values` by metric key, and `ledger` as the log and checkpoints store it."""
 
     values: dict[str, Number]
     ledger: dict[str, Any]

@@ -305,7 +305,7 @@ class StepClock:
         self.begin_gap()
 
     def end_step(self) -> tuple[Segments | None, Segments | None]:
-        """End a step; return its time and its input wait as segments, each None if unknown."""
+        """End a step; return its time and its input wait, each as pairs of start and end marks, or None if unknown."""
         now = self._clock()
         end = now if self._marks_by_clock else self._timer.mark()
         if self._busy_time is not None:
@@ -433,7 +433,7 @@ class StepClock:
 
     def _end_work(self) -> None:
         self._go(_OWN)
-        if self._has_batch:  # the loop does not open its steps, so the step began when the batch was fetched
+        if self._has_batch:  # the loop does not call `step()`, so the step began when the batch was fetched
             self._seconds[_WORK] += self._seconds[_GAP]
             self._seconds[_GAP] = 0.0
             self._has_batch = False

@@ -1,4 +1,4 @@
-"""A window: the steps of one row. Their values stay on the device until the window ends; then one copy fetches all."""
+"""A window: the steps of one log row. Values stay on the device until the window ends; then one copy fetches all."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic, sleep

@@ -136,9 +136,9 @@ def find_metric(key: str) -> Metric:
 
 
 # Goodput is the share of a run's wall time that is productive. Wall time begins with the run's first process and
-# includes the time between sessions. One of its uses is `train`, the time in steps; a step that is repeated after a
-# restart counts once. `input_wait`, `compile` and `stall` are separate parts of `train` that are lost; the rest of
-# `train` is productive. The functions below take and return seconds by use of time, as in `Row.ledger`.
+# includes the time between sessions. It is divided into uses. The use `train` is the time in steps; a step that is
+# repeated after a restart counts once. `input_wait`, `compile` and `stall` are disjoint parts of `train` that are lost;
+# the rest of `train` is productive. The functions below take and return the seconds of each use, as in `Row.ledger`.
 
 APART = ("eval", "checkpoint", "pause", "count", "outside")
 """Uses of the time between steps: the phases of the monitor, and `outside` for time in no phase."""

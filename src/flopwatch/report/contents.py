@@ -400,7 +400,7 @@ def cell_text(cell: Cell | None, metric: Metric) -> str:
 
 
 def best_trials(cells: Sequence[Cell | None], metric: Metric) -> set[str]:
-    """Return the best trial of a row for each value of `Cell.privacy`, if it is measurably better than the others."""
+    """Return the names of trials that are measurably better than all others in `cells` with equal `Cell.privacy`."""
     best: set[str] = set()
     known = [cell for cell in cells if cell is not None and metric.value(cell) is not None]
     for privacy in {cell.privacy for cell in known}:

@@ -1,7 +1,7 @@
 """Conclusions from the measurements of comparable trials: crossovers, what to run, cost factors and memory limits.
 
-A crossover is the batch size or sequence length from which on another trainer is faster or needs less memory. It lies
-between two measured values, and is interpolated there: the logarithm of the ratio of both costs is assumed to be linear
+A crossover is the batch size or sequence length from which on another trainer is faster or needs less memory. It is
+interpolated between two measured values: the logarithm of the ratio of the two trainers' costs is assumed to be linear
 in the logarithm of the batch size or sequence length. This is exact if both costs grow with a power of that size.
 
 What to run is decided for each sequence length, separately for private and not private trainers, because a faster

@@ -157,7 +157,7 @@ TOO_FEW = "too few steps to tell"
 CONFIDENCE = 0.99
 _DRAWS = 1000
 _MOST_STEPS_DRAWN = 50
-"""Longer blocks of steps are thinned to this length, because sorting every step of a long run 1,000 times is slow."""
+"""If a measure sorts steps, longer blocks are thinned to this length, because 1,000 sorts of a long run are slow."""
 _LEAST = 0.05
 """A change below 0.05 percent or percentage points is printed as 0.0, so it is not called a difference."""
 

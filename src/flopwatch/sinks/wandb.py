@@ -1,4 +1,4 @@
-"""Logs rows to Weights & Biases, into a run beside the run of the training, and each trial of a sweep as a run."""
+"""Logs rows to Weights & Biases, into a run separate from the training's run, and each trial of a sweep as a run."""
 
 import os
 from collections.abc import Iterator, Mapping

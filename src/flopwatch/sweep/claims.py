@@ -25,8 +25,8 @@ WITHDRAWN = "withdrawn"
 """Value of `attempt` in a `started.json` that was written so that no supervisor starts the trial any more."""
 
 _GUARD_SECONDS = 1.0  # how often a supervisor writes a byte to the process that kills the trial if the supervisor dies
-_LIVENESS_BYTES = 160  # longer than any content, so that a rewrite leaves no byte of the earlier content
-_HEARTBEAT_BYTES = 96  # longer than any content, so that a rewrite leaves no byte of the earlier content
+_LIVENESS_BYTES = 160  # content is padded to this length, so that a rewrite replaces all of the earlier content
+_HEARTBEAT_BYTES = 96  # content is padded to this length, so that a rewrite replaces all of the earlier content
 _ENDED = "ended"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 

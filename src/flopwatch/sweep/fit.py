@@ -257,9 +257,10 @@ def _just_closing(low: int, tolerance: float) -> int:
 def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int, tolerance: float) -> int:
     """Guess a batch in the bracket: above the largest batch that fitted, and below `too_large`, which did not fit.
 
-    The guess is the prediction of the line; after two trials in a row that did not fit (`misses`), of the parabola;
-    after three, the middle of the bracket. A prediction above the bracket is not used. If it is only slightly above,
-    which happens if trials cannot use all of the capacity, the guess is the batch that would end the search if it fits.
+    The guess is the largest batch that fits according to a line through the measured memory peaks; after two trials in
+    a row that did not fit (`misses`), according to a parabola; after three, it is the middle of the bracket. If the
+    prediction is slightly above the bracket, as when trials cannot use all of the capacity, the guess is the batch that
+    would end the search if it fits. A prediction far above the bracket is ignored.
     """
     low = fitting[-1].batch_size
     nearly = math.ceil((1 - tolerance) * (too_large - 1))  # the search ends if this batch fits
@@ -296,9 +297,9 @@ def _edge(curve: Callable[[Sequence[Point], int], int | None], fitting: Sequence
 
 
 def fastest_of(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
-    """The smallest batch that is not measurably slower than the best, and the next larger one if it is as fast.
+    """The smallest batch that is not measurably slower than the fastest, and the next larger batch that was tried.
 
-    Each is None if there is no such batch.
+    The second is None if it is measurably slower than the first. Each is None if there is no such batch.
     """
     timed = [probe for probe in _fitting(probes) if probe.samples_per_s]
     if not timed:
@@ -335,10 +336,7 @@ def next_for_fastest(probes: Sequence[Probe]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class HostLimit:
-    """A configuration with a limit of host memory, and the source of the limit as text.
-
-    The text is empty if the user gave the limit or if there is none.
-    """
+    """`spec` with a limit of host memory; `reason` is its source, empty if the user gave the limit or there is none."""
 
     spec: TrialSpec
     reason: str

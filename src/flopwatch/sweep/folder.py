@@ -139,7 +139,7 @@ def _make_folders(sweep: Path) -> None:
 
 
 def _move_wrong_types_aside(sweep: Path) -> None:
-    """Move to `earlier/` a file where the sweep needs a folder of that name, or a folder where it needs a file."""
+    """Move a file to `earlier/` if the sweep needs a folder of that name, and a folder if the sweep needs a file."""
     for name in (EARLIER, *_FOLDERS):
         if os.path.lexists(sweep / name) and not (sweep / name).is_dir():
             _move_aside(sweep, sweep / name)

@@ -168,7 +168,7 @@ def run_preflight(
 
 
 def _requests(specs: Sequence[TrialSpec]) -> dict[Pair, dict[str, Any]]:
-    """One request for each pair, with the smallest batch size and length of its trials."""
+    """One request for each `Pair` of settings, with the smallest batch size and length of the trials that have them."""
     requests: dict[Pair, dict[str, Any]] = {}
     for spec in specs:
         if spec.trainer == COMMAND:

@@ -154,7 +154,7 @@ def _dynamic_4bit(call: OpCall) -> OpFlops:
 
 @formula("bitsandbytes::int8_linear_matmul", "bitsandbytes::int8_scaled_mm")
 def _bitsandbytes_int8(call: OpCall) -> int:
-    """The shape of A is (..., contracted), that of B is (features, contracted)."""
+    """The shape of A is (..., input features), that of B is (output features, input features)."""
     return int(2 * prod(call.arguments["A"].shape) * call.arguments["B"].shape[0])
 
 
@@ -171,7 +171,7 @@ def _bitsandbytes_mixed(call: OpCall) -> OpFlops:
 
 @formula("bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit")
 def _bitsandbytes_4bit(call: OpCall) -> int:
-    """The argument `shapeB` is the weight's shape before packing: (features, contracted)."""
+    """The argument `shapeB` is the weight's shape before packing: (output features, input features)."""
     return int(2 * prod(call.arguments["A"].shape) * call.arguments["shapeB"][0])
 
 

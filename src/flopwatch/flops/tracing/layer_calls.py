@@ -49,7 +49,7 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
             same = places.setdefault(id(leaf), place)
             parts.append((same, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
         elif isinstance(leaf, torch.Tensor):
-            # The values of real tensors matter, so two keys are only equal for the same, unchanged tensor.
+            # FLOPs may depend on a real tensor's values, so the key has its id and version counter.
             parts.append((id(leaf), tensor_version(leaf)))
         elif isinstance(leaf, _PLAIN):
             parts.append((type(leaf), leaf))

@@ -233,8 +233,8 @@ def threads_noticed(report: Report) -> Iterator[None]:
 def threads_followed(modes: Callable[[], Sequence[Any]], report: Report) -> Iterator[None]:
     """Enter `modes()` in each thread that starts in the block; call `report` for each thread that outlives the block.
 
-    A thread leaves the modes when it ends, or at its first function call after the count, because a thread of a pool
-    lives on and must not do the training's own work under our modes.
+    A thread leaves the modes when it ends. If it outlives the block, as in a thread pool, it leaves them at its next
+    function call, because its later work for the training must not run under these modes.
     """
     before: Any = threading.getprofile()
     under_way: set[_Followed] = set()

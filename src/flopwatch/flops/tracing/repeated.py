@@ -89,7 +89,7 @@ def _containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[
 
 def _may_repeat(children: list[nn.Module]) -> bool:
     """Return whether enough children of one class have children themselves, and no child occurs twice."""
-    # Replaying a module without children, which is a single op, would save nothing.
+    # A child without children is a single op, so replaying it would save nothing.
     classes = Counter(type(child) for child in children if own_modules(child))
     return len(set(map(id, children))) == len(children) and max(classes.values(), default=0) >= FEWEST_EQUAL
 
@@ -297,5 +297,5 @@ _NOTICED = (
 # Python looks operators up on the class, so each one needs a method there.
 for _name in _NOTICED.split():
     setattr(WatchedIndex, f"__{_name}__", _noticed(f"__{_name}__"))
-# Using an index as the key of a dict is a lookup and not a calculation.
+# A hash does not call `used`, because using an index as the key of a dict is a lookup and not a calculation.
 WatchedIndex.__hash__ = int.__hash__  # type: ignore[method-assign]

@@ -46,7 +46,7 @@ class ReplayMemory:
 
     def __init__(self) -> None:
         self.proven: set[tuple[str, ...]] = set()
-        """The paths of the layers of each group that was proven equal."""
+        """The groups of layers that were proven equal. Each group is a tuple of the layers' paths."""
         self.is_refused = False
         self.proven_unchanged: set[tuple[str, ...]] = set()
         """The part of `proven` that was added since `unchanged` was entered."""

@@ -185,7 +185,7 @@ class BatchReader:
         return Reading(plan, row_lengths, trainable=trainable, grids=grids, targets=targets)
 
     def check_values(self, batch: Any, plan: BatchLayout) -> str | None:
-        """Check the values of mask and positions; called once per shape, because it can wait for the device.
+        """Check the values of mask and positions. Called once per shape, because reading them may wait for the device.
 
         Returns:
             A warning for the user; None if there is nothing to warn about.

@@ -102,9 +102,9 @@ class Certificates:
         Args:
             kind: The calls of the step, with sizes.
             pattern: The calls of the step, without sizes.
-            priced: FLOPs of the calls by the laws; None if unknown.
+            priced: FLOPs of the calls according to the formulas; None if unknown.
             count: The counted FLOPs.
-            calls_are_sure: Whether `priced` is exact; a smaller `count` then means that part of the step was not seen.
+            calls_are_sure: Whether `priced` is exact. If so, a smaller `count` means that part of the step was missed.
         """
         if calls_are_sure and priced is not None and count.phases.forward < priced.forward and count.failure is None:
             count = replace(count, failure="a part of the step ran where it was not seen, such as another thread")

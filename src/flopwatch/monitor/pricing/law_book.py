@@ -145,7 +145,7 @@ class LawBook:
         self._packed_runs_apart = offer.packed_runs_apart
 
     def renewed(self) -> "LawBook":
-        """Return a `LawBook` without laws, for a changed model, that keeps the time used for counting so far."""
+        """Return a `LawBook` for a changed model: without laws (formulas), but with the counting time used so far."""
         book = LawBook(self._clock, **self._options)
         book._began, book._first_seconds, book._check_seconds = self._began, self._first_seconds, self._check_seconds
         book.count_seconds, book.refused = self.count_seconds, self.refused
@@ -270,7 +270,7 @@ class LawBook:
         return replace(known, reason=reason)
 
     def _has_widened(self, laws: list[FlopLaw], model: nn.Module, kind: CallKind, batch: Any) -> bool:
-        """If counts agree with a law, extend the range of its valid sizes so that it includes this call."""
+        """If a law (formula) gives the call's counted FLOPs, make it valid for the call's sizes; False if none does."""
         for index, law in enumerate(laws):
             values = None if law.layout is None or not law.coefficients else law.layout.match(kind.description)
             if values is None or law.sample_grids != _grids_of_one(batch, values):

@@ -304,7 +304,7 @@ class StepNoter:
             self._certify(calls, count, step, calls_are_sure=bool(seen))
         self._watches_next = self._plan.would_another_count_help(calls, costs.certificates, self._steps)
         if not self._opens_steps:
-            # The loop does not mark where steps begin. No step is counted, because the last count would never end.
+            # Without `step()` no step is counted, because a count that begins in the last `log_step` would never end.
             self._nodes_before, self._nodes_apart = recorded_operations(), 0
             self.why_not_watched = NOT_OPENED
         if self._needs_no_second_look(calls, seen):
@@ -327,9 +327,9 @@ class StepNoter:
         self._known_steps[(calls.nodes, calls.outside.sized, *[kind for kind, _ in seen])] = calls
 
     def _needs_no_second_look(self, calls: StepCalls, seen: SeenCalls) -> bool:
-        """Whether later steps with the same calls can use this result.
+        """Whether `calls` can be stored and used for later steps that make the same calls.
 
-        They cannot while a call's FLOPs are not known, or while one more such step must be counted as it runs.
+        It cannot while the FLOPs of a call are unknown, or while one more such step must be counted as it runs.
         """
         if calls.count is not None or calls.doubt is not None:
             return False
@@ -404,7 +404,7 @@ class StepNoter:
         return change.doubt
 
     def _forget_calls(self) -> None:
-        """Drop all kinds of calls, so that each is seen again with its arguments and its FLOPs can be counted again."""
+        """Forget all recorded calls, so that each is recorded again with its arguments and its FLOPs can be counted."""
         self._plan.forget()
         self._listener.forget()
         self._declared.clear()

@@ -68,7 +68,7 @@ class StepPricer:
         self._main_type: str | None = None
         self._last_flops: dict[Any, StepFlops | None] = {}
         self._written: Any = None
-        """Values from which the newest record of how FLOPs are found was made. If they change, a new one is needed."""
+        """The values from which the newest `Provenance` record was made. If they change, a new record is needed."""
 
     @property
     def peak(self) -> Peak | None:

@@ -384,7 +384,7 @@ def products_outside(loss: Any, own: Sequence[tuple[int, int]]) -> int:
             continue
         name = node.name()
         parents = [(parent, index) for parent, index in node.next_functions if parent is not None]
-        # An autograd function written in Python may contain matrix products; its name has no final digit.
+        # A name without a final digit belongs to an autograd function in Python, which may contain matrix products.
         if name.startswith(_PRODUCTS) or (parents and not name[-1].isdigit()):
             made = [tuple(part.shape) for part in input_metadata(node)]
             found.append(f"{name} {made} {[tuple(input_metadata(parent)[index].shape) for parent, index in parents]}")

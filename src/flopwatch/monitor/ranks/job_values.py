@@ -119,7 +119,7 @@ def job_totals(report: RankReport, data_parallel_size: int) -> dict[str, int]:
 
 
 def job_values(report: RankReport, data_parallel_size: int) -> dict[str, Number]:
-    """Compute the metrics of a window of all ranks, by their keys in `flopwatch.records.metrics`.
+    """Compute the metrics of a logging window over all ranks, by their keys in `flopwatch.records.metrics`.
 
     >>> from flopwatch.monitor.measured_step import MeasuredStep
     >>> from flopwatch.monitor.ranks.reports import merge, report_of

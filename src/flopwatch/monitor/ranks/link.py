@@ -139,7 +139,7 @@ class RankLink:
             )
 
     def wait_for_plan(self, seconds: float) -> bool:
-        """Wait for the logging rank's plan; False on timeout."""
+        """Wait for the plan (window length and FLOP formulas) from the logging rank; False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.plan is not None or self.failure is not None, seconds)
 
@@ -172,8 +172,8 @@ class RankLink:
     def _join_run(self, job_store: Any) -> Any:
         """Wait until it is known which run this monitor belongs to; return the store of that run."""
         store = ranks_group.run_store(job_store, self._key.run)
-        # Count this rank on its device before its run is known. Otherwise ranks could wait for each other forever: the
-        # logging rank sends its plan after all ranks are counted, and another rank can need the plan to find its run.
+        # Register this rank's device before searching for its run. Otherwise ranks could wait for each other forever:
+        # the logging rank sends its plan after all have registered, and a rank may need the plan to find its run.
         self._census = DeviceCensus(store, self._device, self._world_size)
         if self._parent is None:
             ranks_group.publish_run(job_store, self._key)

@@ -221,7 +221,7 @@ def _amount(steps: Sequence[MeasuredStep], name: str) -> Amount:
 
 
 def merge(reports: Sequence[RankReport]) -> RankReport:
-    """Merge the reports of several ranks on the same window."""
+    """Merge the reports of several ranks on the same logging window."""
     first, *others = reports
     merged = first
     for other in others:

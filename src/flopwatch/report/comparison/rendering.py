@@ -359,5 +359,5 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def comparison_json(comparison: SweepComparison) -> str:
-    """Write the whole comparison as JSON without rounding, one pair per line."""
+    """Write the whole comparison as JSON without rounding, one pair of trials per line."""
     return json_document(record_fields(comparison))

@@ -62,7 +62,9 @@ class Engine(Protocol):
     name: str
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Prepare the engine. Return the names of those `unfinished` trials that an earlier runner left running."""
+        """Prepare the engine. Return the names of the trials in `unfinished` that an earlier runner submitted and that
+        are still queued or running. `wait` must report their ends.
+        """
 
     def room(self, next_up: TrialSpec) -> int:
         """Return how many trials like `next_up` the engine accepts now; 0 if it is full."""

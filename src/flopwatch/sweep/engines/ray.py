@@ -89,7 +89,7 @@ class RayEngine:
         self._opened = ExitStack()
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Connect to Ray. Return the names of `unfinished` trials whose earlier supervisors are still alive."""
+        """Connect to Ray. Return the names of trials in `unfinished` that an earlier runner's supervisors still run."""
         self._sweep = sweep
         if self._address is None:
             self._opened.enter_context(in_environment(local_environment()))
@@ -214,7 +214,7 @@ class RayEngine:
         """Write the files that a finished task returned, and return what is known about its end."""
         try:
             returned: ray_task.Returned = self._ray.get(reference, timeout=_GET_SECONDS)
-        except Exception as error:  # many different classes if the task died, or an exception of the task itself
+        except Exception as error:  # Ray has many errors for a dead task, and a task may raise anything
             cause = _cause(error)
             return {"error": type(cause).__name__, "detail": first_line(cause, 300)}
         ray_task.put_in_place(self._sweep, returned.files)

@@ -41,7 +41,7 @@ _LARGEST_SOURCE = 16 << 20
 """The digest of a larger file uses its size and modification time instead, because a command may name huge files."""
 
 _NO_SOURCES = ("/proc/", "/sys/")
-"""Files of the kernel look like regular files, but reading them may block, and their content changes."""
+"""Files in these folders are not read as sources, because reading kernel files may block and their content changes."""
 
 
 @cache

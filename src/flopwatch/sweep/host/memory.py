@@ -93,8 +93,8 @@ class TreeMemory:
 
     Attributes:
         peak: The largest sample so far, including the peaks that single processes had between two samples.
-        lower_bound_bytes: Memory that the tree certainly had at some moment, without pages of files. It decides whether
-            a limit was reached, because `peak` may be too high.
+        lower_bound_bytes: Memory that the descendants certainly had at some moment, without pages of files. It decides
+            whether a limit was reached, because `peak` may be too high.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -122,7 +122,7 @@ class TreeMemory:
         self.lower_bound_bytes = max([self.lower_bound_bytes, *(one.peak - one.file for one in found.values())])
 
     def over_limit_bytes(self) -> int | None:
-        """The memory of the tree if it is above the limit; None if it is not, or if the last sample is an estimate.
+        """The memory of all descendants if it is above the limit; None if it is not, or if it was only estimated.
 
         Pages of mapped data files do not count, because the kernel can drop them.
         """

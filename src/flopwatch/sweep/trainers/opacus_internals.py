@@ -96,7 +96,7 @@ def epsilon_spent(accountant: str, noise_multiplier: float, sample_rate: float, 
 def prv_half_width(
     noise_multiplier: float, sample_rate: float, steps: int, epsilon_error: float, delta_error: float
 ) -> float:
-    """Half the width of the grid that the PRV accountant would allocate, from which its memory can be predicted."""
+    """Half the width of the grid that the PRV accountant would allocate. It decides how much memory the grid takes."""
     random_variable = _name("opacus.accountants.analysis.prv", "PoissonSubsampledGaussianPRV")
     domain_size = _name("opacus.accountants.analysis.prv", "compute_safe_domain_size")
     return float(

@@ -86,9 +86,9 @@ def _tied_inside(model: nn.Module) -> list[str]:
 
 
 def tied_parameters(model: nn.Module) -> list[str]:
-    """The names of a trainable parameter that several layers share, if Opacus uses ghost clipping for one of them.
+    """All names of a trainable parameter that several layers share, one of them with ghost clipping; empty if none.
 
-    If the layer with ghost clipping runs second, Opacus raises an exception; otherwise it silently gets a wrong norm.
+    If that layer runs second, Opacus raises an exception; otherwise Opacus silently computes a wrong gradient norm.
     """
     names: dict[int, list[str]] = {}
     ghost: set[int] = set()

@@ -92,7 +92,7 @@ def reset_peak(device: torch.device) -> bool:
     except OSError:
         return False
     after = resident("self")
-    # Some kernels accept the write, but do not reset the peak.
+    # Some kernels accept the write to clear_refs, but do not reset the peak.
     is_ignored = before and after and after.peak - after.now > _LEAST_RESET_BYTES and after.peak >= before.peak
     return not is_ignored
 

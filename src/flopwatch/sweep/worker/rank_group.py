@@ -191,7 +191,7 @@ def job_cost(costs: Sequence[StepCost]) -> StepCost:
 
 
 def job_peak(measured: Sequence[tuple[bool, Peak | None]]) -> Peak | None:
-    """The sum of the devices' peaks. `measured` has, for each process, whether it measured a device, and the peak.
+    """Sum the devices' peaks. `measured` has an entry per process: (False, None) if another one measured its device.
 
     >>> one = Peak(1e12, "a GPU", "bf16", "its datasheet", "datasheet", "high")
     >>> job_peak([(True, one), (True, one), (False, None)]).flops_per_s
