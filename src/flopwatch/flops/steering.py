@@ -77,7 +77,7 @@ class Steering:
             _set_origin(tensor, frozenset({WEIGHTS}))
 
     def _follow_sizes(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """If input sizes depend on tensor values, mark the results too; if a matrix product uses them, update `sizes`."""
+        """If input sizes depend on values, mark the results too; if the op is a matrix product, update `sizes`."""
         if op_packet(func) is _aten.index:
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             origin = _origins(masks) | _sized([i for i in args[1] if i is not None])

@@ -396,7 +396,7 @@ class StepClock:
             self._come_back()
 
     def book(self) -> float:
-        """Return the seconds that have passed in the gap between two steps, and leave them out of the next step."""
+        """Return the seconds of the current gap between two steps, and leave them out of the next step."""
         if self._state != _GAP:
             return 0.0
         self._turn(_GAP)
