@@ -37,7 +37,7 @@ def outputs_are_captured() -> bool:
 def is_cache(value: Any) -> bool:
     """Whether `value` is a key-value cache of transformers.
 
-    In releases without the class `Cache` this is False. Then each of the layers that share a cache is traced.
+    In releases without the class `Cache` this is False, and every layer that gets a cache is traced, which is slower.
     """
     cache_class = getattr(sys.modules.get(CACHES), "Cache", None)
     return cache_class is not None and isinstance(value, cache_class)

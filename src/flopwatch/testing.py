@@ -144,7 +144,7 @@ class FakeEvents:
 
 
 class FakeMatmul:
-    """Replaces the timer of `measure_peak`: `flops_per_s` returns the FLOP/s for a shape, and the clock advances.
+    """Replaces the timer of `measure_peak`: computes times from `flops_per_s(shape)`, and advances `clock` by them.
 
     >>> clock = FakeClock()
     >>> time_matmul = FakeMatmul(clock, lambda shape: 1e9)

@@ -173,8 +173,8 @@ current_autograd_node: Callable[[], Any] = required(
 next_sequence_nr: Callable[[], int] = required(
     _AUTOGRAD, "_get_sequence_nr", "to attribute the backward pass to modules"
 )
-# The live monitor compares this number between steps, to notice ops outside of model calls. In torch releases
-# without `_get_sequence_nr` it is None, and these ops are not noticed.
+# The number of autograd nodes that this thread has made. The live monitor compares it between steps, to notice ops
+# outside of model calls. In torch releases without `_get_sequence_nr` it is None, and such ops are not noticed.
 recorded_operations: Callable[[], int | None] = getattr(_AUTOGRAD, "_get_sequence_nr", lambda: None)
 # The sequence number that a node got when its forward op ran.
 sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")

@@ -389,7 +389,7 @@ def without_padding(sample: Any, layout: Layout, mask: str = "attention_mask") -
 
 
 def select_positions(sample: Any, layout: Layout, variable: str | None, columns: torch.Tensor) -> Any:
-    """Return the sample, keeping only the positions `columns` in every dimension whose size depends on `variable`."""
+    """Return the sample with only the positions `columns` in each dimension whose size `variable` determines."""
     dims: dict[str, list[int]] = {}
     for slot, own in zip(layout.slots, layout.variables, strict=True):
         if own == variable and slot.dim is not None:

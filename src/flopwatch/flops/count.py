@@ -79,7 +79,7 @@ def _sum_of_rows(rows: Sequence[Any], keys: Sequence[Any], counted: Any) -> int:
 
 
 def real_columns(batch: Mapping[str, Any], layout: Layout) -> dict[str, list[torch.Tensor]]:
-    """Return the positions of each row that are not padding; the keys are the length variables of the masks.
+    """Return the positions of each row that are not padding. The keys are `layout`'s names for the sequence lengths.
 
     The padding of a decoder's target is marked by `decoder_attention_mask` or by trailing labels that the loss ignores.
     """

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of batches of any shape, made from one sample, to fit a formula or because no formula is exact."""
+"""Counts the FLOPs of batches of any shape, built from one sample, to fit a formula or to replace an inexact one."""
 
 import weakref
 from collections import OrderedDict

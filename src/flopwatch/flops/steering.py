@@ -77,7 +77,7 @@ class Steering:
             _set_origin(tensor, frozenset({WEIGHTS}))
 
     def _follow_sizes(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Copy the origins of an op's input sizes to its results, and record these origins if the op is a product."""
+        """If input sizes depend on values, mark the results too; if the op is a matrix product, update `sizes`."""
         if op_packet(func) is _aten.index:
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             origin = _origins(masks) | _sized([i for i in args[1] if i is not None])
@@ -97,7 +97,7 @@ class Steering:
                 _set_sized(leaf, origin)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Record the origins of the results of an op that has run."""
+        """Record what the results of an op were computed from: arguments of the batch, random draws or weights."""
         origin = _origins(args) | _origins(kwargs)
         tags = func.tags
         self._follow_sizes(func, args, out)

@@ -170,8 +170,8 @@ class RowMaker:
             window: This rank's steps, and the merged report of all ranks.
             peak: Peak of this rank's device.
             more: Further values for the row.
-            with_percentiles: True adds percentiles to `latest` even if the row is not detailed.
-            later_seconds: Time of later steps, which the row's wall time must not include.
+            with_percentiles: Whether the attribute `latest` gets percentiles even if the row is not detailed.
+            later_seconds: Seconds of the steps after this window, which the row's wall time must not include.
         """
         steps, world_size = window.steps, self.layout.world_size
         report = window.report if window.report is not None and window.report.ranks == world_size else None

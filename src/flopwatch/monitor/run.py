@@ -50,7 +50,7 @@ _MFU_ALARM = 1.05
 _LEAST_STALL_SECONDS, _LEAST_OUTSIDE_SECONDS = 0.5, 0.2
 """Seconds per session above which stalls and time outside steps are reported. On a busy machine, less is normal."""
 _MOST_NOTED_WINDOWS, _MOST_NOTED_STEPS, _PLAN_SECONDS = 4, 200, 10.0
-"""A rank that waits longer than this for the logging rank's plan (the number of steps per window) stops reporting."""
+"""A rank without a `RunPlan` from the logging rank stops reporting after this many windows, steps and seconds."""
 DEVICE_SECONDS = 60.0
 """How long a checkpoint and the end of a run wait for the device to finish its queued work."""
 _CHECKPOINT_SECONDS = 2.0

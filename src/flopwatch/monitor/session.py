@@ -361,7 +361,7 @@ class Session:
         Args:
             steps: The window's steps, which were announced with `expect`.
             amounts: Samples, tokens and FLOPs of all ranks; empty if the steps themselves contain them.
-            later_seconds: Time of later steps, which this row's wall time must not include.
+            later_seconds: Seconds of the steps after this window, which the row's wall time must not include.
         """
         self._unbooked_seconds -= _seconds_of(steps)
         self._ledger.add_amounts(amounts)

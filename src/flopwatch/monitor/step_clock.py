@@ -122,10 +122,10 @@ class UsualGaps:
         self._has_workers = False
 
     def gap_begins(self, short: tuple[float, float] | None = None) -> None:
-        """Begin a gap. The thread's processor time is read only if the loader has workers, because that call is slow.
+        """Begin a gap between steps. Processor time is read only if the loader has workers, because reading it is slow.
 
         Args:
-            short: Seconds of the previous gap and of the work before it, if `is_outside` was not called for that gap.
+            short: Seconds of the previous gap and of the step before it, if that gap was too short for `is_outside`.
         """
         if short is not None:
             self._gaps.append(short[0])
@@ -217,9 +217,9 @@ class StepClock:
             timer: Measures steps and input waits.
             clock: Host time.
             busy_time: Adds up the processor time of steps; None if that is not measured.
-            on_time_outside: Called with the seconds of each gap that is time outside steps.
+            on_time_outside: Called with the seconds of each gap between steps that was not spent waiting for a batch.
             on_wait_unknown: Called once, if steps fetch micro-batches in a way that cannot be timed.
-            seconds_before_first_step: Time spent in phases so far.
+            seconds_before_first_step: Initial value of the attribute of this name, if this clock replaces another one.
         """
         self._busy_time = busy_time
         self._was_in_step = self._worked_before_wait = False
@@ -230,7 +230,7 @@ class StepClock:
         self._thread = threading.get_ident()
         self._usual = UsualGaps()
         self._short_gap: tuple[float, float] | None = None
-        """Argument of `UsualGaps.gap_begins`: seconds of the gap before this step, and of the work before that gap."""
+        """If the gap before this step was short: its seconds and those of the step before it. See `UsualGaps`."""
         self._start: Any = None
         self._segments: list[tuple[Any, Any]] = []
         self._gap_at = 0
@@ -333,7 +333,7 @@ class StepClock:
         return segments, waits
 
     def begin_gap(self) -> None:
-        """Begin the gap before the next batch; called after `end_step` and the monitor's own work."""
+        """Begin the gap, the time until the next batch arrives; called after `end_step` and the monitor's own work."""
         now = self._clock()
         if self._depth:
             self._before_phase = _GAP
@@ -396,7 +396,7 @@ class StepClock:
             self._come_back()
 
     def book(self) -> float:
-        """Return the seconds that have passed in the gap between two steps, and leave them out of the next step."""
+        """Return the seconds of the current gap between two steps, and leave them out of the next step."""
         if self._state != _GAP:
             return 0.0
         self._turn(_GAP)

@@ -192,7 +192,7 @@ def _limit(crossover: Crossover) -> str:
 
 
 def crossover_digest(crossovers: Iterable[Crossover]) -> list[str]:
-    """Return one sentence for each pair of trainers, joining their crossovers at several batch sizes or lengths."""
+    """Write crossovers (sizes above which another trainer is better) as sentences, one for each pair of trainers."""
     alike: dict[tuple[str, ...], list[Crossover]] = defaultdict(list)
     for crossover in crossovers:
         if crossover.is_claimed:

@@ -57,7 +57,7 @@ def ends_before(high: float | None, low: float | None) -> bool:
 
 
 def interpolated(low: _Point, high: _Point) -> float:
-    """Return the batch size or sequence length at which the line through both points reaches equal costs."""
+    """Return the batch size or sequence length between two points at which both trainers cost the same."""
     share = low.log_ratio / (low.log_ratio - high.log_ratio)
     return exp(log(low.value) + share * (log(high.value) - log(low.value)))
 

@@ -265,7 +265,7 @@ def _guess_between(fitting: Sequence[Probe], too_large: int, misses: int, tolera
     low = fitting[-1].batch_size
     nearly = math.ceil((1 - tolerance) * (too_large - 1))  # the search ends if this batch fits
     if low >= (1 - tolerance) * (nearly - 1):
-        return nearly  # the search ends whether this batch fits or not
+        return nearly  # a trial of this batch ends the search, whether the batch fits or not
     curves = {2: (edge_of_parabola, edge_of_line)}.get(misses, (edge_of_line, edge_of_parabola))
     for edge in (_edge(curve, fitting) for curve in curves if misses <= 2):
         if edge is not None and edge < nearly:

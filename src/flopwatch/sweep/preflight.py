@@ -217,7 +217,7 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def _progress(sweep: Path, ending: str) -> dict[Pair, PreflightResult]:
-    """The results in the worker's progress file. A pair without a result was being tried when the worker ended."""
+    """The results in the progress file. A pair of trainer and model that was not finished gets the reason `ending`."""
     found: dict[Pair, PreflightResult] = {}
     for line in read_lines(sweep / PROGRESS):
         if "begun" in line:

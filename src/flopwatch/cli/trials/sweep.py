@@ -63,7 +63,7 @@ def sweep(
     detach: Annotated[bool, flag("Run in the background; `flopwatch sweep attach` shows it.", "--detach")] = False,
     order_seed: Annotated[int, flag("Seed of the random order in which trials run.", "--order-seed")] = 0,
     in_order: Annotated[bool, flag("Run trials in the order of the matrix.", "--in-order")] = False,
-    # Checks before the sweep, and what is recorded.
+    # Checks before the sweep, traces, and tracking services.
     quick: Annotated[bool, flag("Run each trainer on a tiny model for 3 steps; about a minute.", "--quick")] = False,
     dry_run: Annotated[bool, flag("Show the trials and the predicted time; run nothing.", "--dry-run")] = False,
     only_preflight: Annotated[bool, flag("Only show which trainer supports which model.", "--only-preflight")] = False,

@@ -150,7 +150,7 @@ def _sample_lengths(tokens: Any) -> list[int]:
 
 @formula("aten::_euclidean_dist")
 def _euclidean(call: OpCall) -> OpFlops:
-    """The kernel's matrix product has two extra columns, which hold the squared norms."""
+    """The kernel's matrix product has two extra columns for the squared norms. Their FLOPs are `extra`."""
     pairs, width = prod(call.out.shape), call.arguments["x1"].shape[-1]
     return OpFlops(2 * pairs * width, 2 * pairs * 2)
 
@@ -162,7 +162,7 @@ def _distances(call: OpCall) -> int:
 
 @formula("aten::_cdist_backward")
 def _cdist_backward(call: OpCall) -> int:
-    """For the first points' gradient, the gradient of each pair's distance is multiplied with the second point."""
+    """The op computes the gradient of `x1` only: each pair's `grad` is multiplied with the pair's point in `x2`."""
     return _distance_products(call, prod(call.arguments["grad"].shape))
 
 

@@ -319,7 +319,7 @@ class CountingMode(TorchDispatchMode):
         return "recompute" if runs_again else "backward"
 
     def _module(self, phase: Phase) -> str:
-        """Return the path of the op's module; in the backward pass, of the module whose forward pass made the node."""
+        """Return the module path of an op; in a backward pass, of the module that made the running autograd node."""
         if phase == "backward":
             node = current_autograd_node()
             return "" if node is None else self._module_of_node.get(sequence_nr(node), "")

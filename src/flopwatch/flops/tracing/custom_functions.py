@@ -127,7 +127,7 @@ class Values:
                     self._set(tensor, self._number(object(), in_backward=False), 0, is_from_forward=False)
 
     def _follow_copy(self, func: OpOverload, args: tuple[Any, ...], out: Any, in_backward: bool) -> bool:
-        """If an op makes a copy with equal strides and type, give the copy its source's number, and return True."""
+        """If an op copies a tensor and keeps strides and type, give both the same content number and return True."""
         if op_packet(func) not in _COPIES:
             return False
         source = args[0]
@@ -248,7 +248,7 @@ class CustomFunctions:
     def runs_again(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, is_product: bool
     ) -> bool:
-        """Record an op that has run, and return whether it is a product that was computed before."""
+        """Record an op that has run; return whether it is a matrix product that repeats an earlier one."""
         if self.doubt == NOT_FOLLOWED:
             return False
         try:
@@ -333,8 +333,8 @@ class CustomFunctions:
     def _forward_call(self, address: int, depth: int) -> Hashable:
         """Return a key for a call of `apply`, from its frame's address and its autograd node's sequence number.
 
-        The address alone is not enough, because the next call may reuse it. Inside nested functions the sequence number
-        changes, so there only the address is compared.
+        The address alone is not enough, because the next call may reuse it. If a custom function calls another one, the
+        sequence number changes within the outer call, so then only the address is compared.
         """
         node = next_sequence_nr()
         is_same = depth > 1 or self._last_depth > 1 or node == self._last_node

@@ -89,7 +89,7 @@ class HookCopies:
             kept[table] = OrderedDict()
             for key, hook in getattr(module, table).items():
                 copy = self._per_sample(hook)
-                # The copy is a forward hook, because torch warns about a backward hook if no input needs a gradient.
+                # The copy becomes a forward hook, because torch warns about backward hooks if no input needs gradients.
                 if copy is not None:
                     kept[FORWARD_HOOKS][key] = functools.partial(_when_gradient_comes, copy)
                 elif not _is_quiet(hook):

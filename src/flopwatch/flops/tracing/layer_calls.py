@@ -124,7 +124,7 @@ class LayerOutput:
         return sorted(frozenset().union(*self.reach.values()))
 
     def filled(self, made: dict[int, torch.Tensor], leaves: list[Any]) -> list[Any]:
-        """Return the leaves of the output, with `made` as its new tensors."""
+        """Return the leaves of the output: the tensors `made`, plain values, and inputs (`leaves`) passed through."""
         results = {**made, **self.others, **{number: leaves[place] for number, place in self.inputs.items()}}
         return [results[number] for number in range(len(results))]
 

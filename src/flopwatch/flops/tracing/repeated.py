@@ -58,7 +58,7 @@ def equal_layers(replica: nn.Module) -> list[Kind]:
 
 
 def found_again(replica: nn.Module, known: Iterable[Kind]) -> list[Kind] | None:
-    """Return the same groups of layers in another copy of the model; None if the model has changed."""
+    """Return the groups of layers `known`, with the modules of the copy `replica`; None if the model has changed."""
     kinds = []
     for each in known:
         modules = [replica.get_submodule(path) for path in each.paths]
@@ -195,7 +195,7 @@ def _is_idle(hook: Any) -> bool:
 
 
 def _index_positions(facts: list[_Facts]) -> set[_Position]:
-    """Return the positions where every layer has its place in the container, plus a constant, as an integer."""
+    """Return the positions of settings that hold a layer's index in its container, or that index plus a constant."""
     numbers: dict[_Position, list[int | None]] = {}
     for place, own in enumerate(facts):
         for position, value in own.items():

@@ -137,7 +137,7 @@ class Replay:
     def _samples(self, kind: Kind) -> set[int]:
         count = len(kind.paths)
         # The first layer always runs, because its inputs may need no gradient, unlike those of later layers. The last
-        # layer always runs, because the model may use outputs of it that it ignores in other layers.
+        # layer always runs, because the model may use more outputs of the last layer than of the others.
         return {0, count - 1} if kind.paths in self._memory.proven else {0, 1, count // 2, count - 1}
 
     def _called(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
@@ -301,8 +301,8 @@ class Replay:
     def failed_like_the_model(self, error: Exception, *, in_backward: bool) -> bool:
         """Return whether a trace in which every layer runs would surely have raised this error too.
 
-        This is sure if no layer was replayed. For an error in the forward pass it is also sure if an earlier trace of
-        the unchanged model has proven the replayed layers equal, and the layers that ran this time agree.
+        This is sure if no layer was replayed (counted without running). For an error in the forward pass it is also
+        sure if an earlier trace of the unchanged model has proven these layers equal, and those that ran now are equal.
         """
         if not self.is_attached or not self.replayed:
             return self.is_attached

@@ -45,7 +45,7 @@ class BatchLayout:
     labels: str | None
     grids: str | None
     target: str | None = None
-    """Name of the labels if they are a sequence of their own, such as the target of an encoder-decoder model."""
+    """Name of the labels. Their rows may have other lengths than the inputs, as in an encoder-decoder model."""
     named: tuple[str, ...] = ()
     """The tensor names in the fields above, without the fields that are None."""
 
@@ -132,7 +132,7 @@ class BatchReader:
         self._reads_targets = False
 
     def read_targets(self, reads: bool) -> None:
-        """If `reads` is True, read the lengths of labels from now on, because FLOPs depend on these lengths."""
+        """If `reads` is True, read the lengths of labels in all later batches, because the FLOPs depend on them."""
         self._reads_targets = self._reads_targets or reads
 
     def read(self, batch: Any, lengths: Sequence[int] | None = None) -> Reading:
@@ -161,7 +161,7 @@ class BatchReader:
         return self._measured(plan, tensors, documents)
 
     def look_at_held(self, reading: Reading) -> Reading | None:
-        """Compute the delayed sizes of a batch; None if the training has overwritten the batch in the meantime."""
+        """Compute the sizes that `read` left for later; None if the training has overwritten the batch since then."""
         if reading.held is None:
             return reading
         if any(tensor_version(tensor) != version for tensor, version in reading.held.values()):

@@ -382,7 +382,7 @@ class OutsideCalls:
             self._notes.append((kind, None if weight is None else weight.shape, *shapes))
 
     def _step_aside(self) -> None:
-        """Remove the hook until a call of the model returns. If none does, `end` returns None for the step's hashes."""
+        """Remove the hook until this call of the model returns. If it raises, `end` returns an empty `OutsideWork`."""
         self._is_on = False
         table, key = self._calls
         table.pop(key, None)
@@ -425,7 +425,7 @@ def _place_of(handle: RemovableHandle) -> _Place:
 
 
 class _OutsideHook:
-    """The hook for calls of all modules. Errors inside it do not reach the training."""
+    """A forward pre-hook of all modules, which passes each call to `OutsideCalls.note` and never raises."""
 
     def __init__(self, calls: OutsideCalls) -> None:
         self._calls = calls
@@ -442,6 +442,6 @@ class _OutsideHook:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_outside_compilation(hook: _OutsideHook) -> int:
-    """Record that the hook is compiled. This runs while the compiler traces the hook, not in the compiled code."""
+    """Record that the hook is being compiled. The compiler calls this as it traces the hook; compiled code does not."""
     hook._calls.has_met_compiled_code = True
     return 0

@@ -116,7 +116,7 @@ class Certificates:
         is_whole = not count.uncounted and count.failure is None
         ratio = count.phases.total / total if total and is_whole else None
         if pattern not in self._patterns and len(self._patterns) >= _MOST_PATTERNS:
-            del self._patterns[next(iter(self._patterns))]  # drop the oldest pattern; its steps become inexact
+            del self._patterns[next(iter(self._patterns))]  # from now on, steps with this oldest pattern are not exact
         self._patterns.setdefault(pattern, _Ratios()).add(ratio)
         self.runs_more = self.runs_more or ratio != 1
 
@@ -243,12 +243,12 @@ class WatchPlan:
     """
 
     def __init__(self, *, is_alone: bool) -> None:
-        """With several ranks (`is_alone` False), only the schedule chooses, so that all ranks count the same steps."""
+        """If `is_alone` is False, only the schedule chooses steps to count, so that all ranks count the same steps."""
         self._is_alone = is_alone
         self.not_before = 0
         self._watches = self._futile_watches = 0
         self._settled: tuple[Any, ...] = ()
-        """The newest kind of step whose FLOPs need not be counted again."""
+        """The calls of the newest step that needs no further counting, and `Certificates.version` at that time."""
         self._last_met: dict[Any, int] = {}
         """For each kind of step whose FLOPs must be counted again, the index of its last step."""
         self._due: set[int] = set()

@@ -125,7 +125,7 @@ class LawBook:
         return price
 
     def count_call(self, model: nn.Module, kind: CallKind, example: Any) -> CallPrice | None:
-        """Count a call's FLOPs, which depend on tensor values; estimate them if the time for counting is used up."""
+        """Count a call whose FLOPs depend on tensor values; estimate its FLOPs if the time for counting is used up."""
         if not self._may_count():
             return self._spread_price(kind)
         with self._paid():
@@ -244,7 +244,7 @@ class LawBook:
             return self._count(model, kind, batch)
 
     def _noted_count(self, kind: CallKind, count: FlopCount) -> CallPrice:
-        """Return the counted FLOPs, valid for one batch only; include them in the range for this kind of call."""
+        """Return the FLOPs counted for one call, and update the lowest and highest count of this kind of call."""
         total = count.forward_flops + count.backward_flops
         low, high = self._spreads.get(kind, (total, total))
         self._spreads[kind] = min(low, total), max(high, total)

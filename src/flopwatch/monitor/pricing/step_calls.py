@@ -88,7 +88,7 @@ class StepNoter:
         self._counted_at: dict[Any, int] = {}
         """For each pattern (the calls of a step, without sizes), the last step whose FLOPs were counted as it ran."""
         self._known_steps: dict[Any, StepCalls] = {}
-        """The results of earlier steps by their calls; later steps with the same calls use them."""
+        """Results of earlier steps, by a key made of the step's calls. Later steps with the same calls reuse them."""
         self._known_version = 0
         """The value of `CallCosts.version` for which `_known_steps` is valid."""
         self._opens_steps = self._is_in_step = self._keeps_example = False

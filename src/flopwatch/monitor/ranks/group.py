@@ -31,7 +31,7 @@ from flopwatch.records.flops import Peak
 from flopwatch.torch_internals import default_store, fsdp_groups, gloo_group
 
 _PATIENCE = dt.timedelta(days=7)
-"""Gloo's timeout. It is long, because only the training decides how long a rank may be suspended or unreachable."""
+"""Gloo's timeout. It is long, so that the monitor never gives up on a suspended rank before the training does."""
 _AT_ONCE = dt.timedelta(milliseconds=1)
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 2.0
 """Limits of the pause between two polls of the key-value store."""
@@ -87,11 +87,11 @@ def end_run(job_store: Any, key: RunKey) -> None:
 def find_run(job_store: Any, key: RunKey, rank: int, has_plan: str) -> str | None:
     """Find the run to which this rank's monitor belongs; None while that is not certain.
 
-    The right run has the same log path. If ranks write to different paths (`out/rank3`, a disk of the node), the n-th
-    monitor of a rank belongs to the n-th run of the logging rank. This order leaves out runs that have ended, that this
-    rank has joined before, or whose log belongs to another monitor of this process. The order is uncertain if some
-    monitors exist only on the logging rank. So it is used only once the logging rank can send its plan (window
-    length and FLOP formulas), because by then all monitors that were started together are published.
+    A run with the same log path is the right one. If ranks write to different paths (`out/rank3`, a disk of the node),
+    the n-th monitor of this rank takes the n-th run of the logging rank, or the next one that has not ended and that
+    this rank has not joined. That could be the run of another monitor, so it is taken only if its log belongs to no
+    other monitor of this process, and only once the logging rank can send its `RunPlan`. By then, all monitors that
+    were started together have published their runs.
     """
     if is_set(job_store, _by_log(key)):
         return str(job_store.get(_by_log(key)).decode())

@@ -277,7 +277,7 @@ def _listens(rank: int) -> str:
 
 
 def _has_plan(rank: int) -> str:
-    """The store's key that a rank sets when it is ready to send the `RunPlan` to its children."""
+    """The key in the store that a rank sets when it is ready to send the `RunPlan` to its children in the tree."""
     return f"has_plan/{rank}"
 
 

@@ -147,7 +147,7 @@ def _shade(peak_bytes: int | None, span: tuple[int, int]) -> int:
 
 
 def _largest_shared(cells: Iterable[Cell], seq_lens: Sequence[int]) -> dict[int, list[Cell]]:
-    """For each sequence length, find the batch sizes that most trainers ran; return the cells of the largest one."""
+    """For each sequence length, the cells at the batch size that the most trainers ran (on a tie, the largest)."""
     by_place: dict[tuple[int, int], list[Cell]] = {}
     for cell in cells:
         by_place.setdefault((cell.seq_len, cell.batch_size), []).append(cell)

@@ -71,7 +71,7 @@ class Scale(NamedTuple):
 
 
 def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12, least: float = 1.0) -> Scale:
-    """Make a scale with a margin of factor `room`. `high / low` is at least `least`, so that it has ticks."""
+    """Make a logarithmic scale with margins of factor `room`. It spans at least the factor `least`, so it has ticks."""
     low, high = min(values) / room, max(values) * room
     more = max((least * low / high) ** 0.5, 1.0)
     return Scale(low / more, high * more, start, end)

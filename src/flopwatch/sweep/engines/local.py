@@ -280,7 +280,7 @@ class LocalEngine:
     """Runs trials on this machine.
 
     Args:
-        gpus: Device numbers of the GPUs to use; None finds them, and () uses the CPU cores.
+        gpus: Device numbers of the GPUs to use; None means all visible ones, () means to use the CPU cores instead.
         jobs: Number of trials that run at once on the CPU cores. Several trials slow each other down.
     """
 

@@ -221,7 +221,7 @@ def on_bundle(group: Any, index: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AgentOrder:
-    """The argument of the tasks of all nodes but the first. `address` and `token` are those of the supervisor."""
+    """The argument of `run_agent`, the task on every node but the first. `address` and `token` are the supervisor's."""
 
     order: Order
     node: int

@@ -116,7 +116,7 @@ def kill_descendants(pid: int, patience_seconds: float = 10.0) -> list[int]:
 
 
 def kill_marked(trial_dir: Path, patience_seconds: float = 10.0, attempt: str = "") -> list[int]:
-    """SIGKILL all processes that `marked_processes` finds until none is left; return those that survive."""
+    """SIGKILL what `marked_processes` finds until nothing is left or the time is over; return the pids that survive."""
     return _kill_until_gone(lambda: marked_processes(trial_dir, attempt), patience_seconds)
 
 

@@ -179,7 +179,7 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_canonical_keys(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each spelling by the setting's name, so that `batch_size` in a later layer overrides `batch_sizes`."""
+    """Replace each alias of a setting by its name, so that `batch_size` in a later layer overrides `batch_sizes`."""
     found: dict[str, Any] = {}
     for key, value in layer.items():
         name = _ALIASES.get(key, key)

@@ -332,7 +332,7 @@ class RunningNodes:
         return self.nodes.is_over
 
     def finish(self, *, at_once: bool) -> JobEnd:
-        """End all nodes, and write the exception of the rank that failed first to `exception.json`."""
+        """End all agents, and save the exception of the rank that failed first as `exception.json`."""
         end = self.nodes.finish(at_once=at_once)
         if end.first is not None and end.first.exception is not None:
             write_json(self.trial_dir / EXCEPTION, end.first.exception)

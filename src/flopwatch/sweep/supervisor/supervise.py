@@ -291,7 +291,7 @@ class _Watch:
     def sample(self, folder: Path, spec: TrialSpec) -> None:
         self.memory.sample()
         latest = _latest_progress(folder, spec)
-        # The phase was read after the sample, so the sample belongs to this phase or an earlier one.
+        # Memory was sampled before the phase was read, so the sample is from this phase or an earlier one.
         if latest.phase not in AFTER_THE_STEPS:
             self.steps_peak = self.memory.peak
         if latest != self.progress:

@@ -107,7 +107,7 @@ def _try_trainer(result: PreflightResult, request: Request) -> PreflightResult:
             _run_step("standard", copy.deepcopy(tiny), request if is_ours else {**request, "options": {}})
         except UnsupportedError:
             raise
-        except Exception as error:  # the smaller sizes may contradict each other; try the next copy
+        except Exception as error:  # the reduced sizes of this copy may be invalid; try the next copy
             problem = f"a standard training step of a tiny copy failed: {_said(error)}"
             continue
         return _try_on(tiny, result, request)
