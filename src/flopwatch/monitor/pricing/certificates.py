@@ -271,7 +271,7 @@ class WatchPlan:
         self._watches += 1
 
     def note_futile(self) -> None:
-        """Record a counted step in which the model did not run. After two of these, no step requests a count of the next."""
+        """Record a counted step in which the model did not run. After two of these, steps no longer request counts."""
         self._futile_watches += 1
 
     def would_another_count_help(self, calls: StepCalls, certificates: Certificates, steps: int) -> bool:
