@@ -47,7 +47,7 @@ def solve(matrix: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fracti
     return [row[-1] for row in rows]
 
 
-# The smallest range of lengths: it has room for three lengths to fit a quadratic on, and for others to test the fit.
+# The range of traced lengths is at least this wide: three lengths fit a quadratic, further ones test the fit.
 _SHORTEST_SPAN = 12
 # A model setting with one of these words in its name may be a length beyond which the FLOPs follow another formula.
 _EDGE_WORDS = ("window", "chunk", "block", "stride", "bucket", "segment")

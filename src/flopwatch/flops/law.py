@@ -235,8 +235,8 @@ class FlopLaw:
         (position embeddings, pairs of samples) are evaluated at the greatest lengths.
 
         Args:
-            rows: The lengths of each sample, by variable.
-            image_grids: The grids of all images; by default, each sample has the images of the example.
+            rows: For each sample, its lengths by variable, such as `{"s": 512}`.
+            image_grids: The grids of all images; by default, each sample has images as in the fitted batch.
         """
         longest = {name: max(row[name] for row in rows) for name in rows[0]}
         grids = self._grids(image_grids, len(rows))

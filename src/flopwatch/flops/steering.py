@@ -50,12 +50,11 @@ _PYTHON_READS = {
 
 
 class Steering:
-    """Records what decides sizes and control flow while a model is counted.
+    """Records which origins (arguments of the batch, `CHANCE`, `WEIGHTS`) decide a model's sizes and control flow.
 
     Attributes:
-        sizes: Origins of the sizes of matrix products, and of values that the model's own code has read and may branch
-            on: arguments of the batch, `CHANCE`, `WEIGHTS`.
-        reads: Origins of values that libraries have read, and of sizes that no matrix product has used so far.
+        sizes: Origins of sizes of matrix products, and of values that the model's own code reads and may branch on.
+        reads: Origins of values that libraries read, and of sizes that no matrix product has used so far.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The table of products, and the peak of a device by this table or by its architecture. Never loads torch."""
+"""The table of accelerators, and the peak FLOP/s of a device by this table or its architecture. Never loads torch."""
 
 import json
 import re
@@ -123,7 +123,7 @@ class Accelerator:
         is_default_for_name: Whether to choose this product if several have the same name and no fact tells them apart.
         generic_name: A name that many products report. It identifies this product only together with `generic_when`.
         generic_when: Facts that must all be known and match for `generic_name`.
-        unit_count: Number of units of the whole product, as torch counts them.
+        unit_count: Streaming multiprocessors, compute units or cores of the whole product, as torch counts them.
         peak_tflops: Dense teraFLOP/s by compute type, with 32-bit accumulation.
         source: The document that states the rates.
         confidence: How reliable the source is.
@@ -197,7 +197,7 @@ _MATMUL_RATES = {"fp64": ("fp64_tensor", "fp64_matrix", "fp64"), "fp32": ("fp32_
 _RATES_BEHIND_A_DTYPE = {"fp64_tensor", "fp64_matrix", "fp32_matrix", "fp32_packed"}
 _USUAL_TRAINING_DTYPES = ("bf16", "fp16", "fp32")
 _MOST_SUGGESTIONS = 4
-# A product is suggested if its similarity (shared words with a digit, likeness of letters from 0 to 1) exceeds this.
+# Suggest a product if both names share a word with a digit, such as H100, or if difflib's similarity is above 0.5.
 _TOO_FAR = (0, 0.5)
 
 

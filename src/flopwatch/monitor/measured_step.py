@@ -252,7 +252,7 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=dict)
     first_start_unix_time: float | None = None
     _not_compared: list[float] = field(default_factory=list, repr=False)
-    """`work_seconds` of warm-up steps, kept until they can be compared with a typical step to find the lost time."""
+    """`work_seconds` of warm-up steps, kept until the typical time is known; what exceeds it is then lost time."""
 
     def add_steps(self, steps: Iterable[MeasuredStep], typical_seconds: float | None = None) -> None:
         """Add steps. If a warm-up or stalled step took longer than `typical_seconds`, the excess is lost time."""

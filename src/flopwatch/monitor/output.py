@@ -29,7 +29,7 @@ Notify = Callable[[Level, str, str], None]
 
 
 class NoticeText(NamedTuple):
-    """A notice without a step number. A code is sent only once, so variants of a notice have codes like `code:name`."""
+    """A notice without its step. Each `code` is sent once; a suffix as in `sink_failed:csv` allows one per sink."""
 
     level: Level
     code: str

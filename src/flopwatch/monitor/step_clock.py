@@ -148,10 +148,10 @@ class UsualGaps:
             self._cpu_at_gap += self._cpu_seconds() - self._cpu_at_phase
 
     def is_outside(self, gap_seconds: float, work_seconds: float, has_seen_other_work: bool) -> bool:
-        """Whether the gap that has just ended was time outside steps rather than waiting for a batch.
+        """Whether the last gap between steps or micro-batches was other work (such as an evaluation), not input wait.
 
-        `work_seconds` is the time between this gap and the one before; `has_seen_other_work` says whether the model
-        was called without gradients in the gap.
+        `gap_seconds` is the length of this gap, `work_seconds` the time between it and the gap before.
+        `has_seen_other_work` says whether the model was called without gradients in this gap.
         """
         is_outside = gap_seconds > SHORT_GAP_SECONDS and self._is_long(gap_seconds)
         if is_outside and not has_seen_other_work:
@@ -247,7 +247,7 @@ class StepClock:
         self._waits: list[tuple[Any, Any]] = []
         self._arrivals = self._micro_batches = 0
         self._is_unclear = False
-        """Whether part of the step's input wait is unknown, or lies in a gap that was taken out of the step."""
+        """Whether the time before a batch was also spent on other work, so that the step's input wait is unknown."""
         self._has_reported_unknown = False
         self.first_step_began: float | None = None
         self.seconds_before_first_step = seconds_before_first_step

@@ -299,7 +299,7 @@ class TrainingMonitor:
             grad_norm: A number or a tensor.
             learning_rate: A number or a tensor.
             attention_mask: Mask of the batch, if `batch` is not given; shows which tokens are padding.
-            skip_wandb: True keeps a window out of W&B, if it is True for all steps of the window.
+            skip_wandb: A window is not sent to W&B if this is True for all of its steps.
             batch: What the model was given. Shapes, mask, labels, packed lengths and image grids are taken from it
                 without waiting for the device. With gradient accumulation, pass each batch to `micro_batch` instead.
             lengths: Lengths of the documents in a packed batch, if the batch does not contain them.
@@ -407,7 +407,7 @@ class TrainingMonitor:
     def phase(self, name: str) -> Iterator[None]:
         """A context for work outside steps: `with monitor.phase("eval"): ...`.
 
-        `eval` and `checkpoint` have their own metrics; any other name is added to the pauses.
+        `eval` and `checkpoint` have their own metrics. The time of a phase with any other name counts as a pause.
         """
         if self._run is None:
             yield

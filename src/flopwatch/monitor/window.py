@@ -27,7 +27,7 @@ class Kept(NamedTuple):
     version: int
 
     def is_unchanged(self) -> bool:
-        """Whether nothing was written into the tensor since it was kept. Always False for `_NOT_A_NUMBER`."""
+        """Whether nothing was written into the tensor since it was kept; False if the kept value was not a number."""
         return tensor_version(self.value) == self.version
 
 
@@ -372,7 +372,7 @@ class Window:
         return True
 
     def settle(self) -> SettledWindow:
-        """Read all values, which must have arrived."""
+        """Read all values. Call this only after `has_arrived` has returned True."""
         scalars, integers = iter(self._scalars.read()), iter(self._integers.read())
         steps = [
             SettledStep(

@@ -145,7 +145,7 @@ APART = ("eval", "checkpoint", "pause", "count", "outside")
 LOST = ("start_up", "compile", *APART, "input_wait", "stall", "restart", "rerun")
 """Every use of time that is not productive, except `other`, which is the remainder."""
 _OF_STEPS = ("train", "input_wait", "warm_up", "compile", "stall")
-"""Uses of time in steps. A resume resets their seconds to those at the checkpoint; all other seconds keep growing."""
+"""Uses of the time in steps. A resumed run takes their seconds from the checkpoint; all other seconds keep growing."""
 _STALL_FACTOR = 5.0
 """A step that takes more than this many times the median counts as stalled, for example by a hung file system."""
 

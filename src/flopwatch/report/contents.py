@@ -185,7 +185,7 @@ def crossover_sentence(crossover: Crossover) -> str:
 
 
 def _limit(crossover: Crossover) -> str:
-    """Write the rounded crossover, or the lower end of the measured interval if the rounded value is not inside it."""
+    """Return `below batch 12`, or `up to batch 8` if rounding moved the crossover out of the measured interval."""
     at = rounded(crossover.at or 0)
     is_between = crossover.low < at <= crossover.high
     return f"below {crossover.axis} {at}" if is_between else f"up to {crossover.axis} {crossover.low}"

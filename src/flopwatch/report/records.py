@@ -278,7 +278,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Versions, device, host and so on, and the number of trials that ran with exactly these."""
+    """Settings such as versions, device and host, and the number of trials that ran with exactly these settings."""
 
     settings: Mapping[str, str]
     trials: int

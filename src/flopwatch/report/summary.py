@@ -130,7 +130,7 @@ def _warnings(groups: Sequence[Group], by_outcome: Mapping[str, int]) -> tuple[s
 
 
 def privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow, ...]:
-    """Group (column, result) pairs by batch size and spent epsilon; each row names the trainers with these."""
+    """Make a row for each batch size and privacy budget, with the columns (trainers) whose trials spend that budget."""
     found: dict[tuple[int, PrivacySpent], list[str]] = {}
     for column, result in trials:
         if result.outcome == "ok" and result.measured.privacy is not None:

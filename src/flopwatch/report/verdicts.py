@@ -133,7 +133,7 @@ def throughput_interval(cell: Cell) -> tuple[float, float] | None:
     """Return the 95 % interval of the samples per second; None if the step time has no interval."""
     if not (cell.samples_per_s and cell.seconds and cell.low_seconds and cell.high_seconds):
         return None
-    # Do not use the batch size here, because a command may report a rate over several devices.
+    # This may differ from the batch size, because a user's command may report the samples of several devices.
     samples = cell.samples_per_s * cell.seconds
     return samples / cell.high_seconds, samples / cell.low_seconds
 

@@ -101,7 +101,7 @@ def rows_from_end(path: str | Path) -> Iterator[dict[str, Any]]:
 def _current_run(path: Path) -> Iterator[_Found]:
     """Yield the records of the last run in the file, newest first, without those that a later session replaced."""
     last_valid_step = inf
-    superseded: _RowLine | None = None  # The oldest row so far whose last steps were run again by a later session.
+    superseded: _RowLine | None = None  # The row read last, if a later session ran some of its steps again.
     is_last_of_session = True
     has_later_row = False  # Whether a later row of the same session was found.
     for line in lines_from_end(path):

@@ -1,4 +1,4 @@
-"""Finds the largest and the fastest batch of a configuration with real trials, in a folder like a sweep's."""
+"""Finds the largest and the fastest batch of a configuration by running trials, in a folder with a sweep's files."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ Point: TypeAlias = tuple[int, int]
 
 
 def edge_of_line(points: Sequence[Point], capacity: int) -> int | None:
-    """The largest batch whose memory is within the capacity, by a straight line; None if the line does not rise.
+    """The largest batch whose memory, predicted by a line, is within `capacity`; None if the line does not rise.
 
     The line is fitted by least squares, weighted by the squared batch size, because large batches are nearest to the
     capacity.

@@ -182,7 +182,7 @@ def _requests(specs: Sequence[TrialSpec]) -> dict[Pair, dict[str, Any]]:
 
 def _run_worker(sweep: Path, deadline: float) -> str:
     """Run the worker until it ends or the deadline passes; return how it ended, as text."""
-    # A tiny copy needs no GPU, and a CUDA context would take memory from a running trial.
+    # Hide GPUs: a tiny copy of the model needs none, and a CUDA context would take memory from a running trial.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     environment = {**os.environ, **hidden, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "flopwatch.sweep.worker.preflight_main", str(sweep.resolve())]

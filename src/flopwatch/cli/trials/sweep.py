@@ -151,7 +151,7 @@ def _read(given: dict[str, Any]) -> _Request:
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
-    """The given flags that describe the matrix: each value, under the name that the setting has in a YAML file."""
+    """The values of the given flags that describe the matrix, by the names of the settings in a YAML file."""
     same = ("batch_sizes", "seq_lens", "models", "dtypes", "steps", "retries", "retry_on", "budget")
     limits = {"memory": given["memory"], "wall_seconds": given["timeout"], "no_progress_seconds": given["no_progress"]}
     flags = {name: given[name] for name in same} | {

@@ -215,7 +215,7 @@ class LiveTable:
         return Text("   ".join(part for part in parts if part), style="dim")
 
     def _seconds_left(self) -> float | None:
-        """Estimate the seconds until the sweep ends from the trials that have run; None before the first has ended."""
+        """Estimate the seconds until the sweep ends by the mean time per trial; None before any trial has ended."""
         left = len(self._plan.trials) - sum(self._counts.values())
         return (self._clock() - self._began) / self._ran * left if self._ran and left else None
 

@@ -210,7 +210,7 @@ def _runs(folder: Path, offset: int, over: threading.Event) -> Iterator[TrialRun
 
 
 def _log_to_all(logs: list[TrialLog], runs: Iterator[TrialRun]) -> list[Logged]:
-    """Log to each service in its own thread, so that a slow service does not delay the other."""
+    """Log to each service in its own thread, so that a slow service does not delay the others."""
     queues: list[Queue[TrialRun | None]] = [Queue() for _ in logs]
     found: list[Logged] = [Logged(0, (), gave_up=True)] * len(logs)
 

@@ -89,7 +89,7 @@ class Unwritten:
             return False
         if not self._storages:
             return False
-        if packet in _COPY_WHOLE:  # a copy of an unwritten tensor is unwritten too
+        if packet in _COPY_WHOLE:  # a copy of a tensor that no op has written counts as not written too
             if self._known(args[0]):
                 self._made(out)
             return False

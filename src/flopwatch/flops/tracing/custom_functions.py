@@ -59,7 +59,7 @@ class _Content(NamedTuple):
     """If this storage is a copy, add this to an offset in it to get the offset in the original storage."""
     is_from_forward: bool
     reference: StorageWeakRef | None
-    """A weak reference: no new storage object can get the address of this one, but its data can be freed."""
+    """Keeps the storage's address, by which `Values` finds it, from being used again. The data can still be freed."""
 
 
 class Values:
@@ -116,7 +116,7 @@ class Values:
             self._set(tensor, self._number((key, index), in_backward), 0, is_from_forward)
 
     def note_outside(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Record that an op outside of custom functions copies a known storage, or writes to one."""
+        """Record an op outside of custom functions if it copies or writes a storage whose content has a number."""
         if not self._contents:
             return
         if op_packet(func) in _COPIES and storage_address(args[0]) in self._contents:
@@ -378,7 +378,7 @@ def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, cal
 
 
 def _matrix(tensor: torch.Tensor, contracted: int, values: Values, call: _Call) -> _Factor:
-    """Return a factor of a matrix product, described with its contracted dimension last."""
+    """Describe a factor of a matrix product as if `contracted`, the dimension summed over, were its last dimension."""
     value = values.of(tensor, in_backward=call.is_backward)
     dims = tensor.dim()
     summed = dims + contracted
@@ -399,7 +399,7 @@ def _sizes(factors: list[_Factor]) -> Hashable:
 
 
 def _partner_keys(factors: list[_Factor]) -> list[Hashable]:
-    """Return a key for each of two factors: its own role and value, and the role and size of the other factor."""
+    """If there are two factors, return for each its `role` and `value`, and the `role` and `size` of the other."""
     if len(factors) != 2:
         return []
     first, second = factors

@@ -62,7 +62,7 @@ ELEMENTWISE = {attrgetter(name)(_aten) for name in _ELEMENTWISE.split()}
 """Ops whose output is contiguous and of the inputs' type if all inputs are contiguous and of one floating type."""
 # Keyword arguments of elementwise ops that do not change the type or shape of the output.
 _KEEP_THE_TYPE = {"alpha", "approximate"}
-# Keyword arguments that ops in `SHAPED_BY_TORCH` may have.
+# With any other keyword argument, an op in `SHAPED_BY_TORCH` runs in the fake mode.
 _COPY_OPTIONS = {"dtype", "device", "memory_format", "non_blocking"}
 
 
@@ -157,7 +157,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 def quick_loss(mode: FakeTensorMode, func: Any, args: tuple[Any, ...]) -> Any:
-    """Return the result of a cross entropy with real targets, because the fake mode would decompose it; else None."""
+    """Return the fake result of `nll_loss` or its backward, which the fake mode would decompose; otherwise None."""
     if func is _aten.nll_loss_forward.default:
         scores, target, weight, reduction, _ = args
         if weight is None and _are_rows_of_scores(scores, target):

@@ -28,7 +28,7 @@ _FORWARD_TABLES = (FORWARD_PRE_HOOKS, FORWARD_HOOKS)
 # Hooks of these libraries only use the module that they get (old-style weight norm, captured hidden states), so they
 # run without being copied.
 _COMPUTE = ("torch.nn.utils.", "transformers.")
-# Hooks of these libraries shard a model, move it between devices, time it or count it. They are left out.
+# Hooks of these libraries shard, move, time or count a model. The traced copy of the model does not get them.
 _WATCH_OR_MOVE = (
     "accelerate.",
     "composer.",

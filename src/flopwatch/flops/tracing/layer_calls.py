@@ -115,7 +115,7 @@ class LayerOutput:
             else:
                 return None
             if isinstance(result, torch.Tensor):
-                places.setdefault(id(result), -1)  # an output with the same new tensor twice cannot be replayed
+                places.setdefault(id(result), -1)  # -1: a new tensor; if the output has it twice, it cannot be replayed
         return None if -1 in described.inputs.values() else described
 
     @property

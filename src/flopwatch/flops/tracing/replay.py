@@ -49,7 +49,7 @@ class ReplayMemory:
         """The groups of layers that were proven equal. Each group is a tuple of the layers' paths."""
         self.is_refused = False
         self.proven_unchanged: set[tuple[str, ...]] = set()
-        """The part of `proven` that was added since `unchanged` was entered."""
+        """The part of `proven` that was added in the current `unchanged` block; empty outside of such a block."""
         self._is_unchanged = False
         self._known: list[Kind] | None = None
 
@@ -221,7 +221,7 @@ class Replay:
         return output.filled(made, leaves)
 
     def gradient_came(self, call: _Call, outputs: set[int]) -> set[int]:
-        """Record that the backward pass reached a replayed call, and return the inputs that the gradients reach."""
+        """Record that gradients of `outputs` have reached a replayed call, and return the inputs to which they flow."""
         # The autograd node of a replayed layer cannot be differentiated again, so double backward needs real layers.
         if call.outputs_with_gradient or not outputs or torch.is_grad_enabled():
             raise ReplayRefusedError("a replayed layer was differentiated twice")

@@ -61,7 +61,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 class _Now(threading.local):
-    """The paths of the modules that run in this thread, and the id of the autograd run that called each of them."""
+    """The paths of the modules that run in this thread, and for each the id of the backward pass that called it."""
 
     def __init__(self) -> None:
         self.paths = [""]
@@ -94,7 +94,7 @@ class ModuleStack:
 
     @property
     def entered_in(self) -> int:
-        """The id of the autograd run that called the running module; -1 if autograd did not call it."""
+        """The id of the backward pass that called the running module; -1 if no backward pass called it."""
         return self._now.tasks[-1]
 
     @contextmanager
@@ -148,7 +148,7 @@ class _Replicator:
             name: None if child is None else self.module(child, f"{path}.{name}".lstrip("."))
             for name, child in own_modules(original).items()
         }
-        # Attributes come after the children, so that a child that is also a plain attribute gets its path in the tree.
+        # Copy attributes after submodules: a module that is both must get its path from its place in the module tree.
         attributes = [(name, value) for name, value in original.__dict__.items() if not _is_left_out(name, value)]
         twin.__dict__.update({name: self.value(value) for name, value in attributes})
         self._copied_modules.append((original, twin))
@@ -292,7 +292,7 @@ def undisturbed(devices: Iterable[torch.device] = ()) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(_no_autocast_cache())
         stack.enter_context(without_global_hooks())
-        # The user's own dispatch modes, such as another counter, would see our ops.
+        # Otherwise the user's own dispatch modes, such as another FLOP counter, would see the ops of the trace.
         stack.enter_context(disable_current_modes())
         # A compiled function whose first run is under a dispatch mode is never compiled afterwards (pytorch issue
         # 140909), so compiled functions run eagerly here, which does not change their state.

@@ -1,6 +1,6 @@
 """Adds up the FLOPs of a step's ops by phase, op, module and compute type, and lists ops without a formula.
 
-`EventLog` records the calls in order instead, so that `replay.py` can count the ops of one layer again for another.
+`EventLog` records the calls in order instead, so that `replay.py` can reuse those of one layer for an equal layer.
 """
 
 from collections import Counter, defaultdict

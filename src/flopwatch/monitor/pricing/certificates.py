@@ -121,7 +121,7 @@ class Certificates:
         self.runs_more = self.runs_more or ratio != 1
 
     def needs_another(self, kind: Hashable, pattern: Hashable) -> bool:
-        """Whether counting one more step of this kind could make the FLOPs of such steps exact."""
+        """Whether one more counted step with these calls (`kind`, `pattern`) could make their FLOPs exact."""
         known = self._kinds.get(kind)
         if known is not None and _differs(known):
             return len(known.counts) < _ENOUGH_COUNTS
@@ -271,7 +271,7 @@ class WatchPlan:
         self._watches += 1
 
     def note_futile(self) -> None:
-        """Record that the model did not run in a counted step; after two such steps, only the schedule chooses."""
+        """Record a counted step in which the model did not run. After two of these, steps no longer request counts."""
         self._futile_watches += 1
 
     def would_another_count_help(self, calls: StepCalls, certificates: Certificates, steps: int) -> bool:

@@ -195,7 +195,7 @@ class LawBook:
             )
         except FlopwatchError:
             return executed, executed, unclear
-        # Variable-length attention kernels do not compute attention across documents.
+        # Flash attention computes each packed document alone, so the executed FLOPs are those of the documents.
         return alone, (alone if self._packed_runs_apart else executed), None
 
     def _by_known_law(self, kind: CallKind) -> CallPrice | None:
@@ -428,7 +428,7 @@ class FlopMode:
         return self.book is not None and self.frequency > 0 and step > 0 and step % self.frequency == 0
 
     def facts(self) -> dict[str, Any]:
-        """Method, exactness, coverage, law and notes, for the log's record of how FLOPs are found."""
+        """Fields of the log's record about FLOP counting. `law` is the FLOP formula; {} unless there is exactly one."""
         laws = self.book.laws if self.book is not None else []
         known = [law.coverage for law in laws if law.coverage is not None]
         return {

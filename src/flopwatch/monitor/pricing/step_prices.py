@@ -167,7 +167,7 @@ class StepPricer:
 
 
 def _priced(book: LawBook, prices: Sequence[CallPrice], works: Sequence[Work]) -> StepFlops:
-    """Add up the FLOPs of a step's calls. Model FLOPs exclude padding if calls and batches have equal shapes."""
+    """Add up the FLOPs of a step's calls. Model FLOPs exclude padding only if each call has the shape of its batch."""
     aligned = len(works) == len(prices) and all(map(_is_same_shape, prices, works))
     model = hardware = recompute = 0
     by_dtype: dict[str, PhaseFlops] = {}
@@ -220,7 +220,7 @@ def _shares(by_dtype: Mapping[str, PhaseFlops], total: int) -> dict[str, int]:
 
 
 def _counted(count: StepCount, reason: str | None, priced: StepFlops | None = None) -> StepFlops:
-    """Return the FLOPs of a step that was counted as it ran; the FLOPs of padding are taken from `priced`."""
+    """Return the FLOPs of a counted step. Model FLOPs exclude padding, whose FLOPs are computed from `priced`."""
     total, recompute = count.phases.total, count.phases.recompute
     padding = 0
     if priced is not None and priced.hardware is not None and priced.recompute is not None:

@@ -95,7 +95,7 @@ def is_watched_by_ranks(index: int) -> bool:
     """Whether the step with this index is counted in a training of several ranks.
 
     All ranks count the same steps, because counting slows a step down and all ranks wait for the slowest. Counting
-    begins at step 33, and again at step 257 for ranks that receive the FLOP laws late.
+    begins at step 33, and again at step 257 for ranks that receive the FLOP formulas late.
 
     >>> [index for index in range(60) if is_watched_by_ranks(index)][:6]
     [33, 35, 37, 40, 42, 44]

@@ -43,7 +43,7 @@ class Straggler:
 
     @property
     def cause(self) -> Cause:
-        """The cause with the largest part of the excess."""
+        """The main reason why this rank is busy longer than the others."""
         return max(self.shares, key=lambda cause: self.shares[cause])
 
 

@@ -22,7 +22,7 @@ _runs_of: Counter[int] = Counter()
 _runs_in: Counter[str] = Counter()
 """Number of runs that monitors of this process have joined, by log path."""
 _known_logs: set[str] = set()
-"""Log paths of all monitors of this process, each with a number appended."""
+"""Log path of each run of this process, plus `/` and a number, because several runs may write to one path."""
 _MOST_INCOMPLETE = 200
 """The logging rank keeps up to this many windows while it waits for other ranks; then it continues without them."""
 
@@ -112,7 +112,7 @@ class Rank(Generic[Step]):
         self.link.announce(RunPlan(self.window_steps, laws))
 
     def new_plan(self) -> RunPlan | None:
-        """On the other ranks, return the logging rank's plan once when it has arrived; otherwise None."""
+        """Return the logging rank's plan at the first call after its arrival; None at other calls and on that rank."""
         if not self.waits_for_plan or self.link is None or self.link.plan is None:
             return None
         self.window_steps = self.link.plan.window_steps

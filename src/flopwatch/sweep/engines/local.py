@@ -297,7 +297,7 @@ class LocalEngine:
         self._pool: SlotPool
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
-        """Wait until the supervisors of an earlier runner, which end together with that runner, have ended."""
+        """Wait for the supervisors of an earlier runner to end. They end soon after that runner has ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
         for trial in unfinished:
             is_supervised(sweep, trial.name)  # the first call starts a timer; the timers of all trials run in parallel

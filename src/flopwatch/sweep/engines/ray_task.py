@@ -152,7 +152,7 @@ def _call_guarded(
 
 
 def status_evidence(status: int) -> dict[str, int]:
-    """Return the evidence for an exit status of `ray_guard.py`; above 128 it is 128 plus a signal number.
+    """Return the signal or the exit code for an exit status of `ray_guard.py`, which adds 128 to a signal's number.
 
     >>> status_evidence(139)
     {'signal': 11}

@@ -324,7 +324,7 @@ def _evidence(task: _Task, found: Accounted | None) -> dict[str, Any]:
 
 
 def _line(file: Path, index: int) -> tuple[str, str]:
-    """Return the trial and the attempt in this line of a names file; two empty texts if there is no such line."""
+    """Return trial and attempt from line `index` of an array's `.names` file; two empty texts without such a line."""
     try:
         with opened_regular(file) as names:
             line = names.read().decode(errors="replace").splitlines()[index]

@@ -317,7 +317,7 @@ def _kibibytes(rest: bytes) -> int:
 
 _V1_ROOT = Path("/sys/fs/cgroup/memory")
 _V2_ROOT = Path("/sys/fs/cgroup")
-_LEAST_SLACK_BYTES = 1 << 30  # how far RLIMIT_DATA is above the limit at least; it also counts reserved memory
+_LEAST_SLACK_BYTES = 1 << 30  # RLIMIT_DATA is at least this far above the limit, because it counts unused memory too
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,7 +299,7 @@ def _spec(
     options: Mapping[str, Any],
     **settings: Any,
 ) -> TrialSpec:
-    """The trial of one combination; `settings` are the axes whose values a TrialSpec takes unchanged."""
+    """The trial of one combination of values. `settings` are passed to TrialSpec under the same names."""
     own, trainer, label = entry
     images = image_preset(settings["model"])
     if images is not None:  # an image model has one input size, so several sequence lengths give the same trial

@@ -225,11 +225,11 @@ class WorkerExit:
         own_kill: The outcome that the supervisor chose when it killed the worker; None if it did not kill the worker.
         own_kill_detail: The reason for this kill as a text.
         stacks: The Python stacks of the worker's threads before the kill.
-        host_peak: Peak host memory of all its processes: until the last step, or until the end for a command.
+        host_peak: Peak host memory of the trial's processes until the last step; for a command, until its end.
         lower_bound_bytes: Lower bound of the peak host memory, without file pages.
         memory_limit: The memory limit, how it is enforced, and the peaks from the supervisor's samples and the kernel.
         unkillable_pids: Processes that survived SIGKILL because they are blocked in the kernel.
-        job_end: The end of the ranks, for a trial of several processes.
+        job_end: How the ranks ended, if the trial has several processes.
     """
 
     pid: int

@@ -34,8 +34,8 @@ _TICK_SECONDS = 0.2  # time between two samples of the memory, the same as in `s
 class NodeMemory:
     """Samples the host memory of this node's ranks in a thread, and kills the ranks if they exceed their limit.
 
-    On the first node the supervisor does this. `rank` is the first rank of the node, whose heartbeat file contains the
-    phase of the trial. The limit is for all processes of the node together; None means no limit.
+    On the first node the supervisor does this. `rank` is the node's first rank; the trial's phase is read from its
+    heartbeat file. `limit_bytes` is for all processes of the node together; None means no limit.
     """
 
     def __init__(self, trial_dir: Path, rank: int, limit_bytes: int | None) -> None:

@@ -71,7 +71,7 @@ def _text(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> di
 
 
 def _token_ids(model: nn.Module, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Random ids without the padding token, for whose embedding Opacus 1.6 computes a gradient and torch does not."""
+    """Random ids except the padding token, because Opacus 1.6 computes a gradient for its embedding; torch does not."""
     size = vocabulary(model)
     ids = torch.randint(size, shape, generator=generator)
     for module in model.modules():
@@ -206,7 +206,7 @@ def micro_batches(batch: Mapping[str, Any], size: int | None) -> list[Mapping[st
 
 
 def _part(name: str, value: Any, rows: int, begin: int, size: int) -> Any:
-    """The part of a value that belongs to `size` samples from `begin`; a value for all samples is not divided."""
+    """The rows of `value` for `size` samples from `begin`; `value` itself if it has no rows, or one row for all."""
     if not isinstance(value, torch.Tensor | list | tuple) or (isinstance(value, torch.Tensor) and not value.dim()):
         return value
     if len(value) == rows:
