@@ -90,7 +90,7 @@ def aten_packet(name: str) -> Any:
     return getattr(torch.ops.aten, name, None) or object()
 
 
-# These ops are private, because users call them through public functions of torch.
+# Private ops, which users run through public functions such as `torch.nn.functional.ctc_loss`.
 CTC_LOSS = aten_packet("_ctc_loss")
 CTC_LOSS_BACKWARD = aten_packet("_ctc_loss_backward")
 GROUPED_MM = aten_packet("_grouped_mm")

@@ -108,7 +108,7 @@ def _tokens(run: WatchedRun) -> Card:
     if value is None:
         samples = run.value("perf/samples_per_second")
         return Card("tokens/s", None, "", "" if samples is None else f"{number(samples, digits=4)} samples/s", "")
-    # A card has no room for seven large digits.
+    # Numbers from a million on are abbreviated, because seven large digits do not fit on a card.
     shown = number(value, digits=4) if value < 1e6 else count(value, digits=4)
     digits = shown.rstrip("kMBT")
     remark = "" if padding is None else f"{100 - padding:.0f} % real"

@@ -49,11 +49,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Says which variable determines each size of a batch.
+    """Says which sizes of a batch can vary, and with which variable: `n` (samples) or `s`, `t`, `u` (lengths).
 
     Attributes:
         slots: All sizes of the example batch, in the order of `Description.sizes`.
-        variables: The variable of each slot; None for a slot of fixed size.
+        variables: The name of each slot's variable; None for a slot of fixed size.
         factors: The ratio of each slot's size to its variable, such as 3 for three images per sample.
         sizes: The values of the variables in the example batch.
     """

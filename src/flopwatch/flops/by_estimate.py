@@ -72,7 +72,7 @@ _AFTER_POOLING = {"classifier", "fc", "head", "visual_projection"}
 
 
 def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream]:
-    """Return the streams of a batch by name; `text`, `image` and `merged` (merged patches) are always among them."""
+    """Return the streams of a batch by name: text, image, merged image patches, for some models encoder and decoder."""
     text = _text_stream(batch)
     image = _image_stream(model, batch, text)
     streams = {"text": text, "image": image, "merged": _merged(model, image)}
@@ -85,7 +85,7 @@ def read_streams(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Stream
 
 
 def stream_of(path: str, streams: Mapping[str, Stream]) -> str:
-    """Return the name of the stream that a module processes, judged by the module's path."""
+    """Return which stream (such as `text` or `image`) a module processes, judged by the module's path."""
     parts = path.lower().split(".")
     if any(word in part for part in parts for word in ("merger", "projector")):
         return "merged"

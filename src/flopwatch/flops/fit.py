@@ -260,7 +260,7 @@ def _levels(sample: Sample, name: str) -> tuple[int, int, int]:
 def _held_out(
     model: nn.Module, sample: Sample, levels: dict[str, Any], at: Any, *, runs_for_real: bool
 ) -> list[StepShape]:
-    """Return the shapes to test on: the two longest lengths, the shortest, a middle one, and those at window sizes."""
+    """Return shapes to test on: the two longest lengths, the shortest, a middle one, and the model's window sizes."""
     many = 3 if runs_for_real else max(_MANY, 2 * sample.layout.sizes[SAMPLES])
     if not levels:
         return [at(5, {}), at(7, {}), *([] if runs_for_real else [at(many, {}), at(many - 3, {})])]
@@ -292,7 +292,7 @@ def _with_images(sample: Sample) -> tuple[list[str], list[StepShape], list[StepS
     side = sample.merge
     fit_grids: list[list[Grid]] = [[(1, 2 * side, 2 * side)], [(1, 3 * side, 4 * side)], [(1, 2 * side, 2 * side)] * 2]
     other_grids: list[list[Grid]] = [[(1, side, 5 * side)], [(1, 4 * side, 6 * side), (1, 2 * side, 3 * side)]]
-    # 40 more positions are enough: the last list of grids needs 30 placeholders, and 3 text tokens around its images.
+    # 40 more positions are enough: the largest images need 30 placeholders, and 3 text tokens around them.
     length = _range_of(sample, "s")[1] + 40
 
     def with_grids(grids: list[Grid], batch_size: int = 1) -> StepShape:

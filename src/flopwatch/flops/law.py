@@ -204,7 +204,7 @@ class FlopLaw:
         return self.cost(self._shape(batch_size, seq_len, image_grids))
 
     def cost(self, shape: StepShape) -> PhaseFlops:
-        """Return the FLOPs that a step of this shape executes, by phase. A shape outside `domain` is counted."""
+        """Return the FLOPs of a step of this shape, by phase: from the formula, or outside `domain` by counting."""
         if self.coefficients and self.covers_shape(shape):
             return self._summed(lambda term: term_value(term, shape))
         if self.count_shape is None:
@@ -267,9 +267,9 @@ class FlopLaw:
 
         Args:
             documents: The number of documents, and the sums of their lengths and squared lengths.
-            longest: The length of each row; None if the documents fill one row without padding.
+            longest: The length of a row with its padding; None if the documents fill one row without padding.
             rows: The number of rows that the documents are packed into.
-            others: Lengths of other sequences of each document.
+            others: Variable and length of further sequences, such as a decoder's target; the same for all documents.
             image_grids: The grids of all images; by default, each document has the images of the example.
         """
         # The sums of length⁰, length¹ and length² over all documents, indexed by the exponent of s.

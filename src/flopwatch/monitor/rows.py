@@ -143,7 +143,7 @@ class RowMaker:
         """Make a partial row of all steps that are in no row yet, with the totals after them. Changes no state.
 
         Args:
-            begun: Steps of the window that has not ended. Earlier windows that are in no row yet come first in the row.
+            begun: Steps of the current window. In the row, they follow the steps of ended windows that have no row yet.
         """
         steps = [*(step for window in self._held for step in window.steps), *begun]
         if not self._is_warm_up_known:

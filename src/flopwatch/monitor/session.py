@@ -244,7 +244,7 @@ def _later_of(
 
 
 def _as_last_record(newest: Mapping[str, Any], ledger: Ledger, log: Path) -> LastRecord:
-    """Return the totals with the newest record's time, which is computed from the record's wall time if it has one."""
+    """Return the totals and the newest record's time: first start plus wall time if known, else its `unix_time`."""
     is_summary = newest["type"] == "summary"
     if is_summary:  # a summary also contains the time of phases after the last row
         names = ("train", "input_wait", "warm_up", "wall", *LOST)
@@ -351,7 +351,7 @@ class Session:
         self._ledger.add_seconds(phase, seconds)
 
     def expect(self, steps: Sequence[MeasuredStep]) -> None:
-        """Announce steps that `book` will add later; until then, no row's wall time includes them."""
+        """Announce steps that `book` will add later. Until then, their time is left out of the wall time of rows."""
         self._unbooked_seconds += _seconds_of(steps)
         self._last_work.extend(_typical_work(steps))
 

@@ -234,7 +234,7 @@ class StepClock:
         self._start: Any = None
         self._segments: list[tuple[Any, Any]] = []
         self._gap_at = 0
-        """Index in `_segments` at which the current gap begins."""
+        """Index in `_segments` of the first segment since the last step, micro-batch or timed fetch ended."""
         self._wait_began: Any = None
         self._state = _APART
         self._since = 0.0

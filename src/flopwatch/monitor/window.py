@@ -87,7 +87,7 @@ def read_now(value: Any) -> float | None:
 
 
 def _keep_sharded(value: DTensor) -> Kept:
-    """Keep a DTensor, such as a norm, if it is replicated. Others are dropped, as reading them needs a collective."""
+    """Keep a replicated DTensor, such as a norm. Drop any other, because reading it needs a collective."""
     is_whole = all(placement.is_replicate() for placement in value.placements)
     local = value.to_local().detach()
     return _keep_copy(local) if is_whole and local.numel() == 1 else _NOT_A_NUMBER

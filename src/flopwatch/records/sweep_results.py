@@ -217,7 +217,7 @@ def _read_list(file: Path, found: SweepResults) -> set[tuple[str, str, float | N
 
 
 def _worth_opening(sweep: Path, found: SweepResults) -> list[str]:
-    """Names of trials whose `result.json` may be newer than `results.jsonl`; opening those of all trials is slow."""
+    """Names of trials whose `result.json` may be newer than `results.jsonl`. Opening every `result.json` is slow."""
     try:
         index_changed = (sweep / RESULTS).stat().st_mtime
     except OSError:

@@ -211,7 +211,7 @@ def escaped(text: str) -> str:
 
 def fenced(text: str) -> str:
     """Write text as a Markdown code block, with a fence that is longer than any run of backticks in the text."""
-    text = plain(text)  # Control characters go first, because removing them can join backticks.
+    text = plain(text)  # Remove control characters first, because this can make separate backticks adjacent.
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}text\n{text}\n{fence}"

@@ -201,7 +201,7 @@ def frontier(cells: Iterable[Cell]) -> tuple[FrontierPoint, ...]:
 
 
 def _factor(cell: Cell, standard: Cell) -> CostFactor:
-    is_bound = cell.is_lower_bound or standard.is_lower_bound  # The ratio of two lower bounds is not a bound.
+    is_bound = cell.is_lower_bound or standard.is_lower_bound  # FLOPs have no known ratio if either is a lower bound.
     return CostFactor(
         cell.trainer,
         cell.batch_size,

@@ -40,7 +40,7 @@ class JsonlSink:
         flush_seconds: float = 5.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        # Less than `flush_seconds`, because otherwise `write` would flush the first row of each gathered group alone.
+        # Rows queue up for this long. If it were `flush_seconds`, `write` would flush the first of them alone.
         self.gather_seconds = 0.8 * flush_seconds
         self._path = Path(path)
         self._flush_steps = flush_steps

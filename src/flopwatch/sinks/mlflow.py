@@ -184,7 +184,7 @@ class MlflowSink:
         patience_seconds: float = 60.0,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        # Less than `send_seconds`, because otherwise `write` would send the first row of each gathered group alone.
+        # Rows queue up for this long. If it were `send_seconds`, `write` would send the first of them alone.
         self.gather_seconds = 0.8 * send_seconds
         self._send_seconds = send_seconds
         self._output_dir = Path(output_dir)

@@ -34,7 +34,7 @@ class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, log_dir: Path | str, flush_seconds: float = 30.0, clock: Clock = monotonic_seconds) -> None:
-        # Less than `flush_seconds`, because otherwise `write` would flush the first row of each gathered group alone.
+        # Rows queue up for this long. If it were `flush_seconds`, `write` would flush the first of them alone.
         self.gather_seconds = 0.8 * flush_seconds
         self._log_dir = Path(log_dir) / "flopwatch"
         self._flush_seconds = flush_seconds

@@ -78,7 +78,7 @@ MOST_BATCH = 4096  # the default for the largest batch to try
 
 _FIRST_BATCHES = (1, 8)
 _MOST_GROWTH = 16
-"""The next batch is at most this many times the largest that fitted, because the line is inaccurate far beyond it."""
+"""The next batch is at most this many times the largest that fitted, because far predictions are inaccurate."""
 
 _NEAR_MISS = 1.1
 """A predicted largest batch counts as nearly right if it is at most this many times the smallest batch that did not
@@ -403,8 +403,8 @@ def fit_batch(
         observer: Its methods are called when a trial starts and ends.
         stop: Can end the search.
         max_batch: The largest batch to try.
-        preflight: Called once, before the first trial that must run. It returns a function that says why a trial cannot
-            run, or None.
+        preflight: Called once, before the first trial that must run. It returns a function that takes a trial and
+            returns why the trial cannot run, or None if it can.
         make_engine: Makes the engine that runs the trials.
         on_probe: Called with the result of each batch size, including results of earlier runs.
     """
@@ -429,7 +429,7 @@ def fit_batch(
 
 
 def _plan(folder: Path, spec: TrialSpec) -> Plan:
-    """A plan in which trials that failed for another reason than memory run again, because that reason may be gone."""
+    """A plan that repeats a trial that failed for a reason other than memory, because that reason may be gone."""
     plan = make_plan(folder, [spec])
     has_failed = any(result.outcome in FAILED for result in plan.kept.values())
     return make_plan(folder, [spec], only="failed") if has_failed else plan

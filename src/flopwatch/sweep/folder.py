@@ -250,7 +250,7 @@ def silent_seconds(sweep: Path, name: str) -> float:
 
 
 def own_result(sweep: Path, name: str) -> TrialResult | None:
-    """The result of the attempt that was prepared last; None if there is none, or only that of an earlier attempt."""
+    """The result of the attempt that was prepared last; None if this attempt has no result yet."""
     result = read_result(result_file(sweep, name))
     attempt = attempt_of(sweep, name)
     is_earlier = result is not None and result.attempt and attempt and result.attempt != attempt

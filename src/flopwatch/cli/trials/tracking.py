@@ -192,7 +192,7 @@ def _wait_for_end(over: threading.Event) -> None:
 
 
 def _wait_for_plan(folder: Path, over: threading.Event) -> None:
-    """Wait until the sweep has created its folder, because a new sweep rejects one that has files, such as W&B's."""
+    """Wait until the sweep has created `folder`, because a new sweep rejects a folder with files, such as W&B's."""
     from flopwatch.records.trial_files import SWEEP
 
     while not (folder / SWEEP).exists() and not over.wait(0.1):

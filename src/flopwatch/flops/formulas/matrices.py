@@ -212,7 +212,7 @@ def _stored(matrix: Any) -> int | None:
         stored = int(matrix.values().numel())
     else:
         return None
-    if stored == 0 and isinstance(matrix, FakeTensor):  # torch's `to_sparse` and `coalesce` of fake tensors store none
+    if stored == 0 and isinstance(matrix, FakeTensor):  # `to_sparse` and `coalesce` of a fake tensor store 0 elements
         raise UntraceableError("a fake sparse tensor does not have the number of elements that the real one stores")
     return stored
 

@@ -76,7 +76,7 @@ class Values:
         self._draws.clear()
 
     def of(self, tensor: torch.Tensor, *, in_backward: bool) -> Value:
-        """Return the `Value` of a tensor; `in_backward` only matters if its storage is seen for the first time."""
+        """Return the `Value` of a tensor. `in_backward` is used only if the tensor's storage was not seen before."""
         content = self._content(tensor, in_backward)
         # The stride of a dimension of size 1 is arbitrary.
         strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

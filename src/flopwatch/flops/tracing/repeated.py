@@ -21,7 +21,7 @@ from flopwatch.library_internals import CACHES, OUTPUT_CAPTURING
 from flopwatch.torch_internals import HOOK_TABLES, MODULE_STATE, FakeTensor, own_buffers, own_modules, own_parameters
 
 FEWEST_EQUAL = 6
-"""In a smaller group of equal layers, all layers run: four must run anyway, so skipping others would save little."""
+"""In a smaller group of equal layers, all layers run. Four always run, so skipping the rest would save little."""
 # Real tensors with more elements than this count as different, because tracing a layer is faster than comparing them.
 _MOST_VALUES_COMPARED = 2**22
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -88,8 +88,8 @@ def _containers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[
 
 
 def _may_repeat(children: list[nn.Module]) -> bool:
-    """Return whether enough children of one class have children themselves, and no child occurs twice."""
-    # A child without children is a single op, so replaying it would save nothing.
+    """Return whether `FEWEST_EQUAL` or more children of one class have own children, and no child is listed twice."""
+    # Replaying a module without children, which is a single op, would save nothing.
     classes = Counter(type(child) for child in children if own_modules(child))
     return len(set(map(id, children))) == len(children) and max(classes.values(), default=0) >= FEWEST_EQUAL
 

@@ -94,7 +94,7 @@ class ModuleStack:
 
     @property
     def entered_in(self) -> int:
-        """The id of the backward pass that called the running module; -1 if no backward pass called it."""
+        """The id of the backward pass in which the running module was called; -1 if it was called outside of one."""
         return self._now.tasks[-1]
 
     @contextmanager

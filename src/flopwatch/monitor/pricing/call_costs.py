@@ -139,7 +139,7 @@ class CallCosts:
         self._sees_calls = True
 
     def keep_waiting(self, kinds: Sequence[CallKind]) -> None:
-        """While another rank counts FLOPs, keep the arguments of at most 64 kinds of calls; drop other arguments."""
+        """Keep the `example` of at most 64 `kinds` while this rank waits for the logging rank's FLOP formulas."""
         for kind in kinds:
             if len(self._waiting) < _MOST_WAITING:
                 self._waiting.add(kind)
@@ -230,7 +230,7 @@ class CallCosts:
             self.learn(kind)
 
     def _forget(self) -> None:
-        """Drop all FLOP formulas. Earlier steps whose FLOPs are not computed yet still refer to the old formulas."""
+        """Drop all FLOP formulas. Earlier steps whose FLOPs are not computed yet still use the old formulas."""
         if self.mode.book is not None:
             self.mode.book = self.mode.book.renewed()
         self.certificates = Certificates()

@@ -98,7 +98,7 @@ class StepNoter:
         self._declared: dict[int, tuple[BatchLayout, CallKind, str | None]] = {}
         """By the id of a `BatchLayout`: the layout, the expected model call, and why that is uncertain (or None)."""
         self._undeclared: dict[int, BatchLayout] = {}
-        """Layouts of batches that came before a model was given."""
+        """By id: layouts of batches that were read before the model was known, or in a mode without FLOP formulas."""
 
     def set_model(self, model: nn.Module) -> None:
         if self._costs.model is not None and self._costs.model is not model:
@@ -191,7 +191,7 @@ class StepNoter:
             yield
         finally:
             self._listen(was)
-            if was:  # this context is not inside another one
+            if was:  # otherwise this context is inside another one, which adds these operations
                 self._nodes_apart += (recorded_operations() or 0) - (before or 0)
 
     def _listen(self, listens: bool) -> None:

@@ -191,7 +191,7 @@ class WatchedStep:
             _left_behind.append(self._mode)
             return "another dispatch mode began in the step and has not ended"
         if now and now == self._below[: len(now)]:
-            now[-1].__exit__(None, None, None)  # the training meant to exit this mode, but popped ours
+            now[-1].__exit__(None, None, None)  # the training left this mode, but torch popped ours instead
         return "another dispatch mode ended in the step"
 
 

@@ -105,7 +105,7 @@ _WAITS_FOR_RANKS = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parall
 
 
 class StallSampler:
-    """Samples in its own thread whether the thread that created it is blocked, but not by waiting for other ranks."""
+    """Samples in its own thread how often the thread that created it is idle without waiting for other ranks."""
 
     def __init__(self, busy_time: BusyTime) -> None:
         self._busy_time = busy_time

@@ -188,7 +188,7 @@ def park(thread: threading.Thread) -> bool:
 
 
 def _is_asleep(thread: threading.Thread) -> bool:
-    """Whether a thread waits in the kernel. A running thread might hold a lock that the exit needs (malloc's)."""
+    """Whether a thread waits in the kernel. A running one might hold a lock, such as malloc's, that the exit needs."""
     try:
         stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
     except OSError:  # not Linux, or the thread has just ended

@@ -172,7 +172,7 @@ def _rates(report: RankReport, data_parallel_size: int) -> dict[str, Number]:
 
 
 def _utilisation(report: RankReport, data_parallel_size: int) -> dict[str, Number]:
-    """Compute MFU and HFU; the report's seconds are summed over all devices."""
+    """Compute MFU, HFU and FLOP/s. Rates are per device, because the report's seconds are summed over all devices."""
     values: dict[str, Number] = {}
     for name, share in (("model_flops", "mfu"), ("hardware_flops", "hfu")):
         flops = counted_once(report.timed_total(name), data_parallel_size)

@@ -26,7 +26,7 @@ _LENGTH_BYTES = 8
 _MOST_WAITING = 64
 """The maximum number of reports that wait to be sent; each further report is joined with the last one."""
 _CHILD_SECONDS = 30.0
-"""How long a rank with the plan (`RunPlan`) waits for its children to join the run. Later children are left out."""
+"""How long a rank waits until its children (directly below it in the tree of ranks) join. Later ones are left out."""
 _END_SECONDS = 1.0
 """How long to wait for the thread to end after `give_up`."""
 _THE_END = RankReport(0, -1, ranks=0, is_last=True)

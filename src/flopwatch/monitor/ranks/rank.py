@@ -207,7 +207,7 @@ def window_steps(step_seconds: float | None, log_every: int, log_seconds: float)
 
 
 def ends_window(step: int, previous: int | None, window_steps: int) -> bool:
-    """Whether a window ends with this step. `previous`, the step before, is needed because numbers can be skipped.
+    """Whether a window ends with this step. Step numbers can have gaps, so `previous` gives the step before.
 
     >>> ends_window(49, 48, 50), ends_window(50, 49, 50), ends_window(1024, 512, 50)
     (True, False, True)

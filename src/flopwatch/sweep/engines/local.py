@@ -353,7 +353,7 @@ class LocalEngine:
             running = self._running[name]
             running.process.kill()
             claimed = read_json(trial_folder(running.trial.sweep, name) / STARTED)
-            # The SIGKILL above ended the guard, but not the supervisor.
+            # `running.process` is the trial's guard. When it dies, its child, the supervisor, gets only SIGTERM.
             if isinstance(claimed, dict) and is_alive_here(claimed):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(claimed["pid"], signal.SIGKILL)

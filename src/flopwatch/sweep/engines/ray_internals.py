@@ -111,7 +111,7 @@ def start_local(ray: Any, cpus: int | None, gpus: int | None) -> None:
     """Start a local Ray with one node, without dashboard. It ends together with this process."""
     loopback = {"_node_ip_address": "127.0.0.1"} if _has_parameter(ray.init, "_node_ip_address") else {}
     ray.init(
-        address="local",  # otherwise Ray connects to the cluster of an earlier Ray, if its files exist
+        address="local",  # otherwise Ray connects to an older cluster if it finds that cluster's files
         num_cpus=cpus,
         num_gpus=gpus,
         include_dashboard=False,

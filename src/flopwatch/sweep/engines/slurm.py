@@ -204,7 +204,7 @@ class SlurmEngine:
     def _has_final_result(self, name: str) -> bool:
         """Whether the trial has a result other than `cancelled`.
 
-        A supervisor that Slurm ends writes `cancelled`. The reason, such as a time limit, must be read from Slurm.
+        If Slurm ends the supervisor, the result is `cancelled`. Only Slurm knows the reason, such as a time limit.
         """
         file = result_file(self._sweep, name)
         if not file.exists():

@@ -335,7 +335,7 @@ class MemoryLimit:
     folder: Path | None = None
 
     def oom_kills(self) -> int:
-        """How many processes of the cgroup the kernel has killed, because they were out of memory."""
+        """How many processes of the cgroup the kernel has killed because memory ran out."""
         return read_oom_kills(self.folder) if self.folder else 0
 
     def peak_bytes(self) -> int | None:

@@ -300,7 +300,7 @@ class _Run:
         self._reclaim_ended()
 
     def _with_attempts(self, trial: Trial) -> Trial:
-        """Add the attempts that a runner made before it was killed, so that they count as retries of this trial."""
+        """Add the attempts of an earlier runner that was killed, so that they count as retries of this trial."""
         if trial.name in self.plan.again:  # the user runs a finished trial again, so its retries count from 0
             return trial
         attempts = listed_attempts(trial.sweep, trial.name, trial.key)

@@ -79,7 +79,7 @@ class _Supervisor:
         self.begins: queue.Queue[int] = queue.Queue()
 
     def send(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # if the supervisor has ended, the thread of `obey` ends this process
+        with contextlib.suppress(OSError):  # if the supervisor has ended, the thread that runs `obey` ends this process
             self._socket.sendall(encoded(message))
 
     def obey(self, agent: "_Agent") -> None:

@@ -246,7 +246,7 @@ def _run_worker(trial: _Supervised) -> WorkerExit:
 
 
 def _start_nodes(trial: _Supervised, limit: MemoryLimit) -> "RunningNodes | None":
-    """Start a trial with several processes; return None if it has one process, or is a command that starts its own."""
+    """Start the processes of a trial; return None if it has only one, or if it is a command that starts its own."""
     if trial.spec.world_size == 1 or trial.spec.trainer == "command":
         return None
     from flopwatch.sweep.supervisor.job_nodes import start_nodes

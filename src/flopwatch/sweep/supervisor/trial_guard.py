@@ -23,7 +23,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def main(supervisor: int, pipe: int, trial: list[str]) -> None:
     def forward(number: int, frame: object) -> None:
-        # The pid cannot be reused yet, because waitpid is called after these handlers are removed.
+        # No other process can get the supervisor's pid yet, because waitpid is called after these handlers are removed.
         os.kill(supervisor, signal.SIGTERM)
 
     for number in _FORWARDED:

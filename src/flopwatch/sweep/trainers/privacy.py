@@ -84,7 +84,7 @@ _MOST_TRIES = 12
 """The search for the noise halves the interval from x / 2 to x this many times, so its error is at most x / 8192."""
 
 _EPSILON_ERROR = 0.01
-"""The error of epsilon that the PRV accountant allows by default. Error, steps and delta determine its grid."""
+"""The PRV accountant's default error of epsilon. With steps and delta, it determines the accountant's grid."""
 
 
 def privacy_spent(privacy: Mapping[str, Any], batch_size: int, noise_multiplier: float) -> PrivacySpent:
