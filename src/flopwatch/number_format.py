@@ -13,7 +13,7 @@ _COUNT_PREFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 """The prefix for 1e9 is B, because the sizes of models and datasets are given in billions."""
 _BINARY_PREFIXES = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
 _ROUNDS_UP = 0.9995
-"""A value of at least this fraction of a unit is shown in that unit, because the next smaller one would show 1,000."""
+"""A value of at least this fraction of a unit is shown in that unit: 999,999 as 1M instead of 1,000k."""
 
 _LARGEST_WRITTEN_OUT = 1e15
 """Larger numbers are written with an exponent, because a value from a damaged file could have 300 digits."""

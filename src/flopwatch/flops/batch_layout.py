@@ -280,7 +280,7 @@ class Sample:
         return resized(self.one, self.layout, values)
 
     def with_grids(self, grids: Sequence[Grid], length: int) -> Any:
-        """Return the sample as a batch with images of these grids, and with the patches and placeholders for them."""
+        """Return a batch of one sample: one image for each of `grids`, and text tokens that fill it up to `length`."""
         tensors = named(self.one)
         per_patch = tensors["pixel_values"].shape[1]
         counts = [prod(grid) // self.merge**2 for grid in grids]

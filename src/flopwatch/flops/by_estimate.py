@@ -38,7 +38,7 @@ class Stream:
 
     @property
     def attended_now(self) -> int:
-        """The number of positions of one sample that attend to each other, after the strides of all modules so far."""
+        """The number of positions of one sample that attend to each other, reduced by the convolutions so far."""
         return prod(self.size) if self._before else self.attended
 
     def linear_positions(self, path: str) -> int:

@@ -65,7 +65,7 @@ PHASES = ("forward", "backward", "recompute")
 
 
 def term_name(exponents: Mapping[str, int]) -> str:
-    """Return the name of a product of variables.
+    """Return the name of a term, a product of powers of variables. Some terms have a name in words, such as `pairs`.
 
     >>> term_name({"n": 1, "s": 2}), term_name({"n": 1, "s": 1, "t": 1})
     ('pairs', 'n*s*t')

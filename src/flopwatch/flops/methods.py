@@ -97,7 +97,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientKeeper:
-    """Restores the gradients of live parameters, because a closure may lead the model's code to them."""
+    """Restores `grad` of the user's own parameters, because the model's copy may reach them through a closure."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}

@@ -66,7 +66,7 @@ class Steering:
             (self.reads if _is_library_reading() else self.sizes).update(origin)
 
     def name_batch(self, batch: Any) -> None:
-        """Set the origin of each real tensor of a batch to the name of its argument."""
+        """Record on each real tensor of a batch the name of its argument, as the origin of its values."""
         for path, tensor in tensors_of(batch).items():
             if not isinstance(tensor, FakeTensor):
                 _set_origin(tensor, frozenset({path.partition(".")[0]}))

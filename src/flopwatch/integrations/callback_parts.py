@@ -93,13 +93,13 @@ class FetchTimer:
 
     @harmless
     def begin_wait(self) -> bool:
-        """Start to time the fetch of a batch. Returns False if the monitor does not time this fetch."""
+        """Begin to time a fetch. Returns False if the monitor does not time this fetch."""
         monitor = self._callback.monitor
         return monitor is not None and bool(monitor.begin_wait())
 
     @harmless
     def end_wait(self, *, has_batch: bool = True) -> None:
-        """Stop measuring; call this only if `begin_wait` returned True."""
+        """End a fetch for which `begin_wait` returned True; `has_batch` is False if no batch was left."""
         if self._callback.monitor is not None:
             self._callback.monitor.end_wait(has_batch=has_batch)
 

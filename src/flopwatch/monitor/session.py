@@ -326,7 +326,7 @@ class Session:
         first_step_began: float | None,
         seconds_before_first_step: float,
     ) -> dict[str, Any]:
-        """Begin the session, after its first step has ended; return the ledger as it was before that step.
+        """Begin the session, after its first step has ended; return the run's totals before that step as JSON.
 
         The totals continue those of the log if the log has later steps than the checkpoint.
 
@@ -334,7 +334,7 @@ class Session:
             first_step: Number of the first step.
             environment: Description of this process; shows whether torchelastic has restarted the job.
             first_step_began: When the first step was opened, by the monitor's clock; None if it was not opened.
-            seconds_before_first_step: Time of phases before the first step, which the ledger already contains.
+            seconds_before_first_step: Time of phases, such as evaluation, before the first step; not start-up time.
         """
         if self.resumed_after is None or self.resumed_after + 1 < first_step:
             self._resume_from_log(first_step, environment)

@@ -78,10 +78,10 @@ def timer_for(device: torch.device, clock: Clock) -> StepTimer:
 
 _REMEMBERED = 32
 _FEWEST = 4
-"""A gap is compared with earlier gaps only if at least this many were measured."""
+"""A gap (time between two steps) can count as unusually long only after this many gaps were measured."""
 _FACTOR = 5.0
 SHORT_GAP_SECONDS = 0.05
-"""A gap of at most this length is never unusual, because a busy machine causes gaps of some tens of milliseconds."""
+"""A gap between steps is not unusual up to this length, because a busy machine causes gaps of tens of milliseconds."""
 _IDLE_SHARE = 0.2
 """A thread that uses less than this share of a core counts as idle."""
 
@@ -403,7 +403,7 @@ class StepClock:
         return self._take_gap_out()
 
     def begin_own_work(self) -> tuple[int, float] | None:
-        """Begin the monitor's own work in a gap; pass the returned value to `end_own_work`."""
+        """Begin the monitor's own work between two steps; pass the returned value to `end_own_work`."""
         if self._state != _GAP or self._start is None:
             return None
         self._turn(_GAP)
@@ -423,7 +423,7 @@ class StepClock:
         self._gap_at += len(own)
 
     def other_work(self) -> None:
-        """Note a call of the model without gradients, because a gap with such a call is not only input wait."""
+        """Note that the model was called without gradients between two steps: that time is not only input wait."""
         if self._state == _GAP:
             self._has_seen_other_work = True
 

@@ -559,7 +559,7 @@ class TrainingMonitor:
         return ", ".join([f"step {self._started_run.last_step:,}", *parts]) + percent + closed
 
     def _do(self, part: str, action: Callable[[MonitoredRun], None], *, is_own_work: bool = True) -> None:
-        """Call `action`; report its errors as those of `part`. `is_own_work` says that its time is no input wait."""
+        """Call `action`; report its errors as those of `part`. With `is_own_work`, its time is no input wait."""
         run = self._run
         if run is None:
             return

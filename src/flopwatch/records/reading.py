@@ -329,7 +329,7 @@ def _any_float(value: Any) -> float:
 
 
 def clean_value(value: Any, depth: int = 0) -> Any:
-    """Return any JSON value without lone surrogates; raises BrokenRecordError if it could not be written to a file."""
+    """Return a JSON value without lone surrogates. Raises BrokenRecordError if no file could hold the value."""
     kind = type(value)
     if kind is str:
         return value if value.isascii() else _writable(value)

@@ -141,7 +141,7 @@ def _from_ledger(ledger: object, group: str, name: str) -> Number | None:
 
 
 def recompute_percent(log: RunLog) -> float | None:
-    """Mean share of recomputed FLOPs over the rows that logged it, weighted by the executed FLOPs of each row."""
+    """Mean of the logged `perf/recompute_percent`, each row weighted by its executed FLOPs; None if unknown."""
     shares = [
         (row.values["perf/recompute_percent"], sum(filter(None, row.steps.get("hardware_flops", ()))))
         for row in log.rows

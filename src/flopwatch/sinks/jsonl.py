@@ -52,7 +52,7 @@ class JsonlSink:
         self._flushed_step: int | None = None
         self._flushed_at = clock()
         self._headers: dict[type, bytes] = {}
-        """The lines of the run's start and provenance; a file that has to be created again begins with them."""
+        """The lines with the run's start and provenance. They are written again if the log must be created anew."""
 
     def write(self, record: Record) -> None:
         line = _encode(record.to_json())

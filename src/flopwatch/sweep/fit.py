@@ -208,7 +208,7 @@ def _too_large(probes: Sequence[Probe]) -> int | None:
 
 
 def _fitting(probes: Sequence[Probe]) -> list[Probe]:
-    """The batches that fitted, sorted by size, without those above a batch that did not fit: they fitted by chance."""
+    """The batches that fitted, sorted by size, up to the first that did not fit; larger ones fitted only by chance."""
     edge = _too_large(probes)
     fitting = [probe for probe in probes if probe.fits and (edge is None or probe.batch_size < edge)]
     return sorted(fitting, key=lambda probe: probe.batch_size)

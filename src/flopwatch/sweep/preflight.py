@@ -78,7 +78,7 @@ class PreflightResult:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of trainable parameters by Opacus's method, such as `{"ghost": 0.99, "functorch": 0.01}`."""
+        """For each method of Opacus, its share of the trainable parameters: `{"ghost": 0.99, "functorch": 0.01}`."""
         return {path: sum(by_class.values()) for path, by_class in self.layers.items()}
 
     def to_json(self) -> dict[str, Any]:

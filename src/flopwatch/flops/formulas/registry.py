@@ -32,9 +32,9 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True)
 class OpFlops:
-    """FLOPs of one call: those that the model needs, and `extra` ones that the kernel executes beyond that.
+    """FLOPs of one call: `needed` by the model, and `extra` FLOPs that the kernel executes in addition.
 
-    `dtype` is the compute type if it is not that of the op's first factor, as in a kernel that quantises its input.
+    `dtype` is the compute type if it differs from the activation's type, as in a kernel that quantises its input.
     """
 
     needed: int

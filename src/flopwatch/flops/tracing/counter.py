@@ -68,7 +68,7 @@ METADATA_OPS = {
     *("storage_offset", "stride"),
     *("sym_is_contiguous", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride"),
 }
-"""Ops that only query a tensor. A mode must not handle them, because an exception in them would abort the process."""
+"""Ops that only query a tensor. A dispatch mode must not handle them: an exception in them would abort the process."""
 
 
 class Unwritten:

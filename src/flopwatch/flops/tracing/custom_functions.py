@@ -96,7 +96,7 @@ class Values:
     def follow(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, in_backward: bool
     ) -> None:
-        """Record the results and writes of an op inside a custom function."""
+        """Record the tensors that an op inside a custom function returns or changes in place."""
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._follow_copy(func, args, out, in_backward):

@@ -211,7 +211,7 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 
 class Faker:
-    """Makes fake tensors of one mode, and runs ops on them."""
+    """Makes fake tensors, all with the same `FakeTensorMode`, and runs ops on them."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,6 +1,6 @@
 """Runs one training step (forward, loss, backward) on a copy of the model, under the user's autocast.
 
-It also notices work that a dispatch mode does not see: threads that the model starts, and Triton kernels.
+This module also notices work that a dispatch mode does not see: threads that the model starts, and Triton kernels.
 """
 
 import sys
@@ -31,7 +31,7 @@ def step_loss(output: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor, str | 
         if not isinstance(loss, torch.Tensor):
             given = type(loss).__name__
             raise InputError(f"the loss must be a tensor, got {given}; let loss_fn return a scalar tensor")
-    # With any loss, the gradient of an output has the output's shape, so a plain sum costs the same FLOPs.
+    # A sum may replace the real loss: gradients have the same shapes with any loss, so the backward FLOPs are equal.
     scalars = [loss if loss.dim() == 0 else loss.sum() for loss in parts.values()]
     total = scalars[0]
     for loss in scalars[1:]:

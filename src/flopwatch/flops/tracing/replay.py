@@ -55,7 +55,7 @@ class ReplayMemory:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Search for equal layers only once in the block, so the caller must not change the model there."""
+        """Inside this context, search for equal layers only once, so the caller must not change the model in it."""
         self._is_unchanged = True
         try:
             yield

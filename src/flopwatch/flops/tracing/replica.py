@@ -157,8 +157,8 @@ class _Replicator:
         return twin
 
     def copy_hooks(self) -> None:
-        """Copy all hooks, after all modules are copied, because a hook may reach any module, even outside the tree."""
-        for original, twin in self._copied_modules:  # the loop extends the list, because hooks may reach other modules
+        """Copy all hooks. All modules must be copied before, because a hook may refer to any module."""
+        for original, twin in self._copied_modules:  # the list grows, because hooks may reach other modules
             twin.__dict__.update(self._hooks.tables(original))
 
     def value(self, value: Any) -> Any:

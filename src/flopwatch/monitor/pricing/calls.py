@@ -103,7 +103,7 @@ class CallListener:
         self.calls: list[tuple[CallKind, Any]] = []
         """Calls since the step began, each with its arguments, or with None if these are not needed."""
         self.backwards = 0
-        """How often each of a few parameters has received a gradient in the step, as digits of one number."""
+        """How many gradients each hooked parameter got in the step, as digits of a number in base `_MOST_BACKWARDS`."""
         self._kinds: dict[Any, tuple[CallKind, None]] = {}
         self._last_key: Any = None
         self._last_call: tuple[CallKind, None] | None = None
@@ -290,7 +290,7 @@ _MOST_NOTED = 4096
 
 
 class OutsideWork:
-    """Hashes of the modules that a step calls outside the model; None if unknown.
+    """Two hashes of a step's calls of modules outside the model; both are None if these calls are unknown.
 
     Attributes:
         sized: Hash of the modules and of the shapes of their arguments.

@@ -284,7 +284,7 @@ class LawBook:
     def _widened(
         self, law: FlopLaw, model: nn.Module, kind: CallKind, batch: Any, values: Mapping[str, int]
     ) -> FlopLaw | None:
-        """Extend a law to twice these sizes if counts there agree with it, so that growing sizes need few counts."""
+        """If counts agree with a law, extend its range to `values`, and to twice each value if it also holds there."""
         if _phases(self._count(model, kind, batch)) != _formula(law, _shape(law, values)):
             return None
         domain = dict(law.domain)
@@ -322,7 +322,7 @@ class LawBook:
                 self._hidden.add(kind)
 
     def hides_cost(self, kind: CallKind) -> bool:
-        """Whether counted calls had different FLOPs although autograd recorded equally many operations."""
+        """Whether two counted calls of this kind had equally many autograd nodes, but different FLOPs."""
         return kind in self._hidden
 
     def _may_count(self) -> bool:

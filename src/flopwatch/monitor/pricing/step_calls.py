@@ -363,8 +363,8 @@ class StepNoter:
             self._notify(*self.doubt)
         if len(self._counted_at) < _MOST_DECLARED:
             self._counted_at[calls.pattern] = step
-        # The intervals serve to compare matrix products outside the model. Until a count has found such products, they
-        # are not needed, because the first such product would change the number of autograd nodes.
+        # `intervals` serve to notice when matrix products outside the model change. While counts find no such products,
+        # the number of autograd nodes is enough, because it changes with the first one.
         self._outside.has_intervals = certificates.runs_more
 
     def _keep_example(self, keeps: bool) -> None:

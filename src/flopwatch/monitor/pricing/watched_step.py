@@ -157,7 +157,7 @@ class WatchedStep:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def set_paused(self, is_paused: bool) -> None:
-        """Count nothing during evaluation and while flopwatch runs the model, because that is not part of the step."""
+        """Pause or resume the count. Evaluations and flopwatch's own runs of the model are not part of the step."""
         self._mode.is_paused = is_paused
 
     def end(self) -> StepCount:
@@ -234,7 +234,7 @@ class _PassingMode(CountingMode):
         if short_op_name(func) in METADATA_OPS:
             return NotImplemented
         if torch.is_inference_mode_enabled() and can_decompose(func) and not _has_kernel(func, _device_types(args)):
-            # In inference mode composite ops arrive undecomposed. Decomposing the ops in `_WHOLE` would change results.
+            # Composite ops arrive undecomposed in inference mode. Decomposing the ops in `_WHOLE` would change results.
             if short_op_name(func) not in _WHOLE and find_formula(func) is None:
                 with self:
                     return func.decompose(*args, **kwargs)

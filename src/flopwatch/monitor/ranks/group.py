@@ -197,7 +197,7 @@ def _is_asleep(thread: threading.Thread) -> bool:
 
 
 def _signal_that_pauses() -> int | None:
-    """Make libc's `pause` the handler of an unused signal; a Python handler could not run in the thread."""
+    """Make libc's `pause` the handler of an unused signal, because Python handlers run only in the main thread."""
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
     for number in range(signal.SIGRTMAX, signal.SIGRTMIN - 1, -1):

@@ -203,7 +203,7 @@ def gpu_uuids(gpus: Sequence[str]) -> dict[str, str]:
 
 
 def check_gpus(gpus: Sequence[str]) -> None:
-    """Raise InputError if this machine does not have one of these GPUs, because torch would silently use the CPU."""
+    """Raise InputError if any of these GPUs is missing on this machine, because torch would silently use the CPU."""
     known = visible_gpus()
     if not known and any(Path(place).exists() for place in _UNCOUNTED):
         return
@@ -300,7 +300,7 @@ class LocalEngine:
         """Wait for the supervisors of an earlier runner to end. They end soon after that runner has ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
         for trial in unfinished:
-            is_supervised(sweep, trial.name)  # the first call starts a timer; the timers of all trials run in parallel
+            is_supervised(sweep, trial.name)  # watch all heartbeats from now on, so that their timeouts run in parallel
         deadline = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS
         for trial in unfinished:
             while is_supervised(sweep, trial.name) and time.monotonic() < deadline:

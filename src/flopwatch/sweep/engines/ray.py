@@ -200,7 +200,7 @@ class RayEngine:
                 time.sleep(min(1.0, left))
 
     def _collect(self, seconds: float) -> None:
-        """Wait for finished tasks and move their trials to `_leaving`."""
+        """Wait until tasks finish, and move their trials to `_leaving` until their supervisors have ended too."""
         if not self._references:
             time.sleep(seconds)
             return
@@ -259,7 +259,7 @@ class RayEngine:
                 self._end_task(name, {"error": "NodeDiedError", "host": dead[node]})
 
     def withdraw(self) -> Sequence[str]:
-        """Cancel the tasks that have not begun. A later call returns their names, when Ray has ended them."""
+        """Cancel the tasks that have not begun. Once Ray has ended them, the next call returns their trials' names."""
         self._unrun += [trial.name for trial in self._unsent]
         self._unsent = []
         with self._outage.tolerated():

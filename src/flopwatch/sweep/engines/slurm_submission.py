@@ -58,7 +58,7 @@ class Request:
 def request_for(
     spec: TrialSpec, *, cpus: int | None, gpus: float, memory_megabytes: int | None, minutes: int | None
 ) -> Request:
-    """Return the request of a trial. The arguments apply where the trial's configuration sets nothing.
+    """Return a trial's request to Slurm. `cpus` and `gpus` apply if `spec` sets none; the others override its limits.
 
     GPU fractions are rounded up, because Slurm allocates whole GPUs only.
 

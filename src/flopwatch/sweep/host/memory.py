@@ -41,7 +41,7 @@ one reading takes. The urgent values apply if the limit seems exceeded or large 
 """
 
 _WORTH_A_ROLLUP = 0.05
-"""The next reading of smaps_rollup is urgent if new processes have more than this share of the tree's memory."""
+"""smaps_rollup is read sooner (`_ROLLUP_URGENT_SECONDS`) if new processes hold more than this share of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class TreeMemory:
         rollup = read_rollup(found)
         if rollup is not None and rollup.total > (self.peak.bytes or 0):
             # The processes are read one after the other. If one ends after it was read, its share of common pages is
-            # counted again in the PSS of those read later. A second reading is very unlikely to have the same error.
+            # counted twice, because the PSS of later processes then includes it. A second reading shows such an error.
             again = read_rollup(found)
             rollup = again if again is not None and again.total < rollup.total else rollup
         took, now = time.process_time() - began, time.monotonic()

@@ -283,7 +283,7 @@ def proves_too_large(result: TrialResult) -> bool:
 
 
 def inferred_result(trial: Trial, failures: Sequence[TrialResult]) -> TrialResult | None:
-    """Return the result of a trial that is skipped because a smaller one ran out of memory; None if it must run."""
+    """Return the result `oom_inferred` if a smaller trial in `failures` ran out of memory; None if `trial` must run."""
     for failure in failures:
         if is_larger(trial.spec, failure.spec):
             return TrialResult(
@@ -306,8 +306,8 @@ OVER_BUDGET = 75
 
 
 def exit_status(plan: Plan, counts: Mapping[str, int], *, was_stopped: bool, is_over_budget: bool = False) -> int:
-    """Return 130 or 75 if trials are left because of Ctrl-C or the time budget. Otherwise return 1 if a trial failed in
-    this run or an earlier one, and 0 if none failed. `counts` is the number of ended trials by outcome.
+    """Return 130 if Ctrl-C left trials without a result, and 75 if the time budget did. Otherwise return 1 if a trial
+    failed, now or in an earlier run, and 0 if none failed. `counts` is the number of ended trials by outcome.
     """
     if was_stopped and trials_left(plan, counts):
         return STOPPED  # shells use this status after Ctrl-C, so `sweep && report` does not run the report

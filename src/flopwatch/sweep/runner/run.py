@@ -341,7 +341,7 @@ class _Run:
         self.observer.ended(result)
 
     def _reclaim_ended(self) -> None:
-        """Record the results of trials in `elsewhere` whose supervisors have ended. Queue those without a result."""
+        """Remove ended trials from `elsewhere`: record the result of each, or queue the trial again if it has none."""
         ended = [trial for trial in self.elsewhere.values() if self.late.is_over(trial)]
         for trial in ended:
             del self.elsewhere[trial.name]

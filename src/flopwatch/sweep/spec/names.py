@@ -96,7 +96,7 @@ def _part(key: str, settings: Mapping[str, Any]) -> str:
     value = settings[key]
     if key == "ckpt":
         return "ckpt" if value else ""
-    if key in ("layout", "micro") and value is None:  # None is one process, or an undivided batch
+    if key in ("layout", "micro") and value is None:  # one process (layout), or no micro-batches (micro)
         return ""
     if key == "model":
         return slug(_model_word(str(value)))

@@ -64,8 +64,8 @@ def has_ghost_norm(layer: object) -> bool:
 def has_gradient_hook(layer: object) -> bool:
     """Whether Opacus has a formula for the per-sample gradients of this layer's class.
 
-    GRAD_SAMPLERS is Opacus's undocumented table of these classes. Opacus runs a layer of another class again under
-    functorch's vmap.
+    GRAD_SAMPLERS is Opacus's undocumented table of these classes. For all other layers, Opacus computes per-sample
+    gradients with functorch's vmap, which runs the layer a second time.
     """
     return type(layer) in _attribute(load_opacus().two_pass_module, "GRAD_SAMPLERS")
 

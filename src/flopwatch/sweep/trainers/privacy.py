@@ -152,7 +152,7 @@ _TOO_LARGE = "epsilon is the looser bound of the accountant rdp, because prv wou
 
 
 def _with_noise_for(training: PrivacySpent, target: float) -> PrivacySpent:
-    """The training with a noise level at which epsilon is at most the target, and at most _TARGET_ERROR below it."""
+    """Return `training` with a noise multiplier whose epsilon is between `target` - _TARGET_ERROR and `target`."""
     if training.accountant != "prv":
         return replace(training, noise_multiplier=_noise(training, target))
     # Opacus's search begins with very low noise, for which the PRV accountant takes gigabytes. So this search begins

@@ -69,7 +69,7 @@ def _with_buffers(model: nn.Module) -> str | None:
 
 
 def _tied_inside(model: nn.Module) -> list[str]:
-    """The names of a parameter that occurs twice in a layer that Opacus handles with functorch; empty if there is none.
+    """Find a parameter with several names in one layer that Opacus runs with functorch. Return these names, or [].
 
     BERT's output head is a layer with such a parameter, its bias.
     """

@@ -278,7 +278,7 @@ def with_small_width(settings: Settings) -> Settings:
 
 
 def _parts(settings: Settings, shrink: Callable[[Settings], Settings]) -> Settings:
-    """The config with smaller nested configs, which a model of text and images has."""
+    """Apply `shrink` to all nested configs, such as the `text_config` and `vision_config` of a multimodal model."""
     return {
         key: shrink(value) if key.endswith("_config") and isinstance(value, dict) else value
         for key, value in settings.items()

@@ -102,7 +102,7 @@ class ManyRanks(RankGroup):
         # Imported here, because it imports torch.distributed.fsdp, which takes a second.
         from flopwatch.monitor.ranks.group import device_identity
 
-        # If several processes share a device, only the first measures its peak, with as many threads as all together.
+        # If several processes share a device, the first measures its peak, using as many threads as all of them have.
         mine = device_identity(device)
         devices = self.gathered((mine, torch.get_num_threads()))
         first = [identity for identity, _ in devices].index(mine) == self.rank
