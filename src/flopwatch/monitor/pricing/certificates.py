@@ -81,7 +81,7 @@ class Certificates:
         self._other_graphs: set[Hashable] = set()
 
     def look_at_graph(self, kind: Hashable, products: int, *, is_counted: bool) -> None:
-        """Compare the matrix products in a loss's autograd graph with those in a step of this kind that was counted."""
+        """If `is_counted`, store the number of matrix products in a loss graph; else compare it with the stored one."""
         if is_counted and len(self._graphs) < _MOST_KINDS:
             self._graphs[kind] = products
         elif self._graphs.get(kind, products) != products:
