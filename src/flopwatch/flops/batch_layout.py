@@ -169,7 +169,7 @@ def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_
     With `floats_too`, a dimension of a float tensor gets the variable of the sequence that has the same size.
     """
     main = next((name for name in MAIN_SEQUENCE if any(slot.path == name for slot in slots)), None)
-    # Dimensions of equal size share a variable; `fit.separate_lengths` tests whether the model lets them differ.
+    # Dimensions of equal size get the same variable; `fit.separate_lengths` later tests whether they can differ.
     variables = list(plain.variables)
     sizes: dict[int, str] = {seq_len: LENGTHS[0]}
     for index, slot in enumerate(slots):

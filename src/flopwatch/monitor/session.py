@@ -1,4 +1,4 @@
-"""One session of a run, from the start of a process to its end: holds the totals, and continues those in the log."""
+"""One session of a run, from start to end of a process. It adds to the totals that earlier sessions logged."""
 
 import os
 import platform

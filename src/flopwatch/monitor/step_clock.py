@@ -382,7 +382,7 @@ class StepClock:
 
     @contextmanager
     def apart(self) -> Iterator[list[float]]:
-        """A context whose time belongs to no step. At the end, its seconds (0 if nested) are in the yielded list."""
+        """A context whose time belongs to no step. At exit, its seconds (0 if nested) are added to the yielded list."""
         self._leave()
         began = self._clock()
         seconds: list[float] = []

@@ -86,7 +86,7 @@ def _settings() -> tuple[Any, ...]:
 class LayerOutput:
     """The outputs of a layer: new tensors, inputs that are passed through, plain values; and how gradients flow back.
 
-    The keys of all dicts are positions among the leaves of the output.
+    The keys of all dicts are positions in the flattened output.
     """
 
     structure: TreeSpec

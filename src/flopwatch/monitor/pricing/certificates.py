@@ -20,7 +20,7 @@ _MOST_KINDS, _MOST_PATTERNS = 512, 4096
 _FIRST_ADAPTIVE = 6
 """After this many steps of a session, FLOPs can be counted in steps outside the schedule too (see `is_watched`)."""
 _MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
-"""Limit on counted steps: 24 plus 0.2 % of all steps. Beyond it, FLOPs are counted only in steps of the schedule."""
+"""FLOPs are counted in up to 24 steps plus 0.2 % of all steps; beyond that, only in steps of the schedule."""
 _MOST_WAITING = 64
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
