@@ -199,7 +199,7 @@ def saved_tensor_hooks() -> Any:
 def is_checkpoint_recomputing() -> bool:
     """Whether `torch.utils.checkpoint` is recomputing a part of the forward pass.
 
-    Checkpointing then has a hook for saved tensors of the class `_recomputation_hook`. In torch releases without it,
+    Torch's hook for saved tensors is then `_recomputation_hook`. In torch releases that do not have this hook,
     recomputation is recognised by grad mode and module calls, which fails if the forward pass computes gradients.
     """
     hooks = saved_tensor_hooks()

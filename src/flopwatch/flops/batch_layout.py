@@ -99,7 +99,7 @@ class Layout:
         return replace(self, variables=variables, sizes={**self.sizes, free: self.slots[moved[0]].size})
 
     def paths_along(self, variable: str) -> list[str]:
-        """Return the paths of the tensors and lists that have a size which depends on `variable`."""
+        """Return the paths of the tensors that have a dimension whose size `variable` determines."""
         paths = [slot.path for slot, own in zip(self.slots, self.variables, strict=True) if own == variable]
         return list(dict.fromkeys(paths))
 
@@ -169,7 +169,7 @@ def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_
     With `floats_too`, a dimension of a float tensor that is as long as a sequence gets the variable of that sequence.
     """
     main = next((name for name in MAIN_SEQUENCE if any(slot.path == name for slot in slots)), None)
-    # Dimensions of equal size share a variable; `fit.separate_lengths` tests whether the model lets them differ.
+    # Dimensions of equal size get the same variable; `fit.separate_lengths` later tests whether they can differ.
     variables = list(plain.variables)
     sizes: dict[int, str] = {seq_len: LENGTHS[0]}
     for index, slot in enumerate(slots):
@@ -185,7 +185,7 @@ def _with_lengths(plain: Layout, slots: Sequence[Slot], seq_len: int, *, floats_
 
 
 def resized(batch: Any, layout: Layout, values: Mapping[str, int]) -> Any:
-    """Resize a batch of one sample, so that the layout's variables have these values."""
+    """Resize a batch of one sample to the sizes that the layout gives for these values of its variables."""
     sizes = iter(layout.sizes_at(values))
     return _resized(batch, layout.structure, sizes)
 
@@ -366,7 +366,7 @@ def _one_of_lists(batch: Any, lists: set[str], index: int) -> Any:
 
 
 def mask_variable(layout: Layout, mask: str = "attention_mask") -> str | None:
-    """Return the variable that determines the length of `mask`; None if that length is fixed or the mask is missing."""
+    """Return the variable that determines the length of `mask`; None if the length is fixed or the mask is missing."""
     pairs = zip(layout.slots, layout.variables, strict=True)
     return next((own for slot, own in pairs if slot.path == mask and slot.dim == 1 and slot.rank == 2), None)
 

@@ -105,7 +105,7 @@ def _text_stream(batch: Mapping[str, Any]) -> Stream:
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2:
         return Stream(0, 0, 0)
     lengths = real_lengths(batch) or [ids.shape[1]] * ids.shape[0]
-    # Attention pairs grow with the square of the length, so each row counts with the root mean square of all lengths.
+    # Attention FLOPs grow with the square of the length, so the typical length is the root mean square.
     attended = round((sum(length**2 for length in lengths) / len(lengths)) ** 0.5)
     return Stream(ids.shape[0], sum(lengths), attended)
 

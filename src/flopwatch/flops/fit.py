@@ -172,7 +172,7 @@ def _depends_on_values(name: str, batch: Any, counts: ShapeCounts, own: FlopCoun
         tried += 1
         if (count.forward_flops, count.backward_flops) != (own.forward_flops, own.backward_flops):
             return True
-    # If the model rejected every altered batch, nothing is known, so the values are assumed to change the FLOPs.
+    # If the model rejected all values that were tried, assume that this argument's values change the FLOPs.
     return not tried
 
 

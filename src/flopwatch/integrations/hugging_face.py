@@ -187,7 +187,7 @@ class FlopwatchCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
 
 
 def _move_to_front(callback: Any, callbacks: list[Any]) -> None:
-    """Move the callback before W&B's and TensorBoard's, which must get the row after the values were added to it.
+    """Move the callback to the front, so that it adds its values to a log row before W&B and TensorBoard get the row.
 
     The `Trainer` may be iterating over the list. Callbacks behind this one keep their index, so each is called once.
     """

@@ -97,7 +97,7 @@ class RowMaker:
         self._held.append(window)
 
     def windows_past_warm_up(self, *, flush: bool) -> list[PricedWindow]:
-        """Return the windows that can become rows. With `flush`, return all, even if warm-up may not be over."""
+        """Return the windows to log; none while warm-up steps are still unknown, unless `flush` is True."""
         must_wait = not self._is_warm_up_known and self._config.warm_up_steps == "auto" and not flush
         if must_wait and sum(len(window.steps) for window in self._held) < _STEPS_TO_SEE_WARM_UP:
             return []
@@ -238,7 +238,7 @@ class RowMaker:
         return exact, notes
 
     def _of_all_ranks(self, partial: RankReport | None, complete: RankReport | None) -> dict[str, Number]:
-        """Compute the metrics of all ranks; if ranks are missing, only the number of ranks that have reported."""
+        """Compute the metrics of the whole job; if reports are missing, only the number of ranks that reported."""
         world_size = self.layout.world_size
         self.straggler = None
         reporting = world_size if complete is not None else 1 if partial is None else partial.ranks

@@ -66,7 +66,7 @@ class _LateWindow(NamedTuple):
 
     Attributes:
         window: Steps whose values have not been read yet.
-        begun: Earlier steps of the same window, which a checkpoint has already read.
+        begun: Earlier steps of the same window, whose values were read when a checkpoint was saved.
         busy_seconds_per_step: Processor time of the training's thread in a typical step; None if not measured.
         doubt: Why the FLOPs of these steps are not exact; None if no such reason is known.
     """

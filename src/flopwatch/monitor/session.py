@@ -1,4 +1,4 @@
-"""One session of a run, from the start of a process to its end: holds the totals, and continues those in the log."""
+"""One session of a run, from start to end of a process. It adds to the totals that earlier sessions logged."""
 
 import os
 import platform
@@ -130,8 +130,8 @@ def device_memory_gib(device: torch.device) -> dict[str, float]:
 class ResumePoint(NamedTuple):
     """The last logged step before the one at which a run continues, and the totals up to that step.
 
-    `is_estimated` is True if the step lies inside a window of several ranks. The totals are then partly an estimate,
-    because the log contains the sums of all ranks only for whole windows.
+    `is_estimated` is True if there are several ranks and the step is not the last of its logging window. The totals are
+    then partly an estimate, because the log contains the sums of all ranks only for whole windows.
     """
 
     step: int
@@ -175,7 +175,7 @@ def find_resume_point(log: Path, first_step: int) -> ResumePoint | None:
 def _share_of_window(
     of_all_ranks: Mapping[str, int], window: Sequence[MeasuredStep], rest: Sequence[MeasuredStep]
 ) -> dict[str, int]:
-    """Estimate the sums of all ranks for the steps `rest` of a window by their share of the logging rank's own sums."""
+    """Estimate the sums over all ranks for the steps `rest`, from their share of the window on the logging rank."""
     shares: dict[str, int] = {}
     for name, total in of_all_ranks.items():
         own, own_rest = (sum(getattr(step, name) or 0 for step in steps) for steps in (window, rest))

@@ -81,7 +81,7 @@ _FEWEST = 4
 """A gap (time between two steps) can count as unusually long only after this many gaps were measured."""
 _FACTOR = 5.0
 SHORT_GAP_SECONDS = 0.05
-"""A gap between steps is not unusual up to this length, because a busy machine causes gaps of tens of milliseconds."""
+"""A shorter gap between steps is never unusual, because a busy machine causes gaps of some tens of milliseconds."""
 _IDLE_SHARE = 0.2
 """A thread that uses less than this share of a core counts as idle."""
 
@@ -115,7 +115,7 @@ class UsualGaps:
         self._gaps: deque[float] = deque(maxlen=_REMEMBERED)
         self._gaps_seen = self._sorted_at = 0
         self._sorted: list[float] = []
-        """Sorted copy of `_gaps`, made after the first `_sorted_at` gaps."""
+        """Sorted copy of `_gaps`, made when `_gaps_seen` was `_sorted_at`."""
         self._works: deque[float] = deque(maxlen=_REMEMBERED)
         self._cpu_at_gap = self._cpu_at_phase = 0.0
         self._gaps_begun = 0
@@ -139,7 +139,7 @@ class UsualGaps:
             self._cpu_at_gap = self._cpu_seconds()
 
     def leave_gap(self) -> None:
-        """Begin a phase inside the gap. The phase's processor time does not belong to the gap."""
+        """Begin a phase, such as an evaluation, between two steps. Its processor time does not count for the gap."""
         if self._has_workers:
             self._cpu_at_phase = self._cpu_seconds()
 
@@ -349,7 +349,7 @@ class StepClock:
         self._short_gap = None
 
     def begin_wait(self) -> bool:
-        """Begin to time a fetch. Returns False in a phase or in another thread, where fetches are not timed."""
+        """Begin to time a fetch. Returns False if it is not timed: in a phase such as evaluation, or another thread."""
         if self._depth or self._state == _WAIT or threading.get_ident() != self._thread:
             return False
         self._fetches_are_timed = True
@@ -382,7 +382,7 @@ class StepClock:
 
     @contextmanager
     def apart(self) -> Iterator[list[float]]:
-        """A context whose time belongs to no step. At the end, its seconds (0 if nested) are in the yielded list."""
+        """A context whose time belongs to no step. At exit, its seconds (0 if nested) are added to the yielded list."""
         self._leave()
         began = self._clock()
         seconds: list[float] = []

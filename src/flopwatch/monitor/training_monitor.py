@@ -373,7 +373,7 @@ class TrainingMonitor:
                 self.end_wait()
 
     def begin_wait(self) -> bool:
-        """Begin to time a fetch of a batch. Returns False in a phase or another thread, where fetches are not timed."""
+        """Begin to time a fetch of a batch. Returns False if it is not timed: in an evaluation or another thread."""
         if self._run is None:
             return False
         try:

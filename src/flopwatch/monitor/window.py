@@ -206,7 +206,7 @@ class DatasetMetrics:
             arrived, self._late = self._values(self._late.read()[0]), None
         if self._sums is not None and self._late is None:
             self._late, self._sums = LateValues([self._sums]), None
-            if not arrived and self._late.are_there():  # on a CPU the sums are there at once
+            if not arrived and self._late.are_there():  # on a CPU nothing has to be copied
                 arrived, self._late = self._values(self._late.read()[0]), None
         return arrived
 

@@ -222,7 +222,7 @@ def next_for_largest(probes: Sequence[Probe], max_batch: int, tolerance: float =
     high = max_batch + 1 if too_large is None else too_large
     if high - low <= 1 or (too_large is not None and low >= (1 - tolerance) * (high - 1)):
         return None
-    # The line needs two small batches first. A third did not shorten the search (benchmarks/sweeps/fit_trials.py).
+    # Try two small batches first to fit a line to their memory. A third did not help (benchmarks/sweeps/fit_trials.py).
     first = next((size for size in _FIRST_BATCHES if low < size < high), None)
     guess = first or _guess(probes, fitting, too_large, tolerance)
     return max(low + 1, min(guess, high - 1))
@@ -244,7 +244,7 @@ def _guess_above(fitting: Sequence[Probe], tolerance: float) -> int:
         return 4 * low
     if edge >= just_closing:
         return min(edge, _MOST_GROWTH * low)
-    # By the line, hardly any larger batch fits. Each time that one fits all the same, the next guess is a larger step.
+    # A straight line predicts that hardly any larger batch fits. Whenever a larger one fits, the next step is larger.
     surprises = sum(probe.batch_size >= 0.9 * low for probe in fitting) - 1
     return (min(edge + 1, just_closing), just_closing, 2 * low)[min(surprises, 2)]
 
@@ -371,7 +371,7 @@ def _limited(spec: TrialSpec, limit_bytes: int) -> TrialSpec:
 
 
 def _earlier_limit(folder: Path, spec: TrialSpec) -> int | None:
-    """The memory limit of an earlier trial here that differs only in batch size and limit; None if there is none."""
+    """The memory limit of a trial in `folder` that equals `spec` except for batch size and limit; None without one."""
     for entry in read_trial_list(folder).trials.values():
         try:
             earlier = TrialSpec.from_json(entry.get("spec", {}))

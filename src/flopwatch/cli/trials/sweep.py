@@ -46,7 +46,7 @@ def sweep(
     memory: Annotated[str | None, flag("Limit of host memory for each trial, such as 4GiB.")] = None,
     timeout: Annotated[float | None, flag("End a trial after this many seconds. Default: 3600.")] = None,
     no_progress: Annotated[
-        float | None, flag("End a trial that does no step for this many seconds. Default: 600.")
+        float | None, flag("End a trial that finishes no step for this many seconds. Default: 600.")
     ] = None,
     # Where trials run.
     engine: Annotated[str, flag("Where trials run: local, ray or slurm.")] = "local",

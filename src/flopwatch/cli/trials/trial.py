@@ -233,7 +233,7 @@ def _supervised(folder: Path, spec: "TrialSpec", name: str | None, *, quiet: boo
 def _fit_spec(words: list[str], flags: dict[str, Any]) -> "TrialSpec":
     from flopwatch.sweep.spec.parsing import parse_overrides
 
-    # No trace is recorded, because a trace needs memory, so that only a smaller batch would fit.
+    # No trace is recorded, because its memory would reduce the largest batch that fits.
     return _only_spec("`flopwatch fit` tries", {"warmup_steps": 2, "trace": False}, parse_overrides(words), flags)
 
 

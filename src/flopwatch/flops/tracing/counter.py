@@ -98,7 +98,7 @@ class Unwritten:
         for tensor in written:
             self._storages.pop(storage_address(tensor), None)
         for tensor in read:
-            self._storages.pop(storage_address(tensor), None)  # report each storage once
+            self._storages.pop(storage_address(tensor), None)  # so that each storage is reported once
         return bool(read)
 
     def _values_read(

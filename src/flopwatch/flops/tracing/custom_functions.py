@@ -44,7 +44,7 @@ _COPIES = {_aten.clone, TO_COPY}
 
 
 class Value(NamedTuple):
-    """The number of a storage's content, and which part of it a tensor covers. Equal `Value`s mean equal elements."""
+    """Tensors with equal `Value`s have equal elements. `content` is a number for what their storage contains."""
 
     content: int
     offset: int
@@ -346,7 +346,7 @@ class CustomFunctions:
 
 
 def _outermost_apply() -> tuple[int | None, int, bool]:
-    """Return the id of the outermost `apply` frame (or None), the nesting depth, and whether modules run inside it."""
+    """Return the id of the outermost `Function.apply` frame or None, the nesting depth, and if modules run inside."""
     frame, found, depth, modules, through_modules = sys._getframe(1), None, 0, False, False
     while frame is not None and frame.f_code is not ENGINE_CODE:
         code = frame.f_code
@@ -368,7 +368,7 @@ def _factors(func: OpOverload, arguments: Mapping[str, Any], values: Values, cal
     is_attention = "attention" in name and "backward" not in name
     kind = "attention" if is_attention else name
     tensors = {key: each for key, each in arguments.items() if isinstance(each, torch.Tensor) and key != "out"}
-    if is_attention:  # other arguments depend on whether gradients are needed
+    if is_attention:  # other arguments are ignored, because they depend on whether gradients are needed
         tensors = {key: tensors[key] for key in ("query", "key", "value") if key in tensors} or tensors
     settings = [] if is_attention else [repr(each) for each in arguments.values() if not isinstance(each, torch.Tensor)]
     return [

@@ -61,7 +61,7 @@ def call_key(leaves: list[Any], structure: TreeSpec) -> Key | None:
 
 
 def _is_only_looked_up(value: Any) -> bool:
-    """Return whether several layers may get the same object: a cache, which training never reads, or a block mask."""
+    """Return whether `value` is a KV cache, which training never reads, or a block mask, which no layer changes."""
     if is_cache(value):
         return True
     flex = sys.modules.get("torch.nn.attention.flex_attention")
@@ -86,7 +86,7 @@ def _settings() -> tuple[Any, ...]:
 class LayerOutput:
     """The outputs of a layer: new tensors, inputs that are passed through, plain values; and how gradients flow back.
 
-    The keys of all dicts are positions among the leaves of the output.
+    The keys of all dicts are positions in the flattened output.
     """
 
     structure: TreeSpec

@@ -278,7 +278,7 @@ class _Followed:
 
 
 def _is_inside_mode(frame: FrameType | None) -> bool:
-    """Return whether a mode's handler is running, in which the mode cannot be exited, because torch has popped it."""
+    """Return whether a handler of a mode is running. Torch has then popped the mode, so the mode cannot be exited."""
     while frame is not None:
         if frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__"):
             return True

@@ -213,7 +213,7 @@ def _index_positions(facts: list[_Facts]) -> set[_Position]:
 class _EntriesPerLayer:
     """Finds lists with one entry per layer, such as `config.layer_types`, in the objects that a layer holds.
 
-    Their entries are compared, because `WatchedIndex` does not notice when it is used as the index of a list.
+    Entries of different layers are compared, because `WatchedIndex` cannot notice its use as an index of a list.
     """
 
     def __init__(self, layer_count: int) -> None:

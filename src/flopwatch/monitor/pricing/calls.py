@@ -158,7 +158,7 @@ class CallListener:
         self.begin_step()
 
     def forget(self) -> None:
-        """Drop all kinds of calls, because the model has changed."""
+        """Drop the stored `CallKind`s, because the model has changed."""
         self._kinds.clear()
         self._last_key = self._last_call = None
 

@@ -20,7 +20,7 @@ _MOST_KINDS, _MOST_PATTERNS = 512, 4096
 _FIRST_ADAPTIVE = 6
 """After this many steps of a session, FLOPs can be counted in steps outside the schedule too (see `is_watched`)."""
 _MOST_WATCHES, _SHARE_WATCHED = 24, 0.002
-"""Limit on counted steps: 24 plus 0.2 % of all steps. Beyond it, FLOPs are counted only in steps of the schedule."""
+"""FLOPs are counted in up to 24 steps plus 0.2 % of all steps; beyond that, only in steps of the schedule."""
 _MOST_WAITING = 64
 _ENOUGH_COUNTS = 2
 _ENOUGH_AGREEING = 3
@@ -81,7 +81,7 @@ class Certificates:
         self._other_graphs: set[Hashable] = set()
 
     def look_at_graph(self, kind: Hashable, products: int, *, is_counted: bool) -> None:
-        """Compare the matrix products in a loss's autograd graph with those in a step of this kind that was counted."""
+        """If `is_counted`, store the number of matrix products in a loss graph; else compare it with the stored one."""
         if is_counted and len(self._graphs) < _MOST_KINDS:
             self._graphs[kind] = products
         elif self._graphs.get(kind, products) != products:

@@ -404,14 +404,14 @@ def _grids_of_one(batch: Any, values: Mapping[str, int]) -> tuple[Grid, ...]:
 
 @dataclass
 class FlopMode:
-    """How a run computes its FLOPs. The modes differ in how laws are made and checked.
+    """How a run computes its FLOPs. The modes differ in how FLOP formulas (laws) are made and checked.
 
     Attributes:
         name: `estimate`, `profiler`, `smart` or `hybrid`; `flops_fn` if the user's function gives the FLOPs.
-        book: The FLOP laws; None if flopwatch counts nothing.
+        book: The laws of the run; None if flopwatch counts nothing.
         frequency: Steps between two checks of a law; 0 means never.
         within_allowance: Whether the time for checks is limited.
-        later: An empty book that replaces `book` at the first check if `book` has only estimates; otherwise None.
+        later: If `book` has only estimates, an empty book that replaces it at the first check; otherwise None.
         method: The name of the method for the log if there are no laws.
         notes: Remarks for the log's record of how FLOPs are found.
     """
@@ -477,7 +477,7 @@ def make_mode(config: MonitorConfig, clock: Clock, loss_fn: LossFn | None) -> Fl
 
 
 def _is_exact(law: FlopLaw) -> bool:
-    """Whether the law's FLOPs are exact. A law without a formula can be exact, because each shape is counted."""
+    """Whether a law gives exact FLOPs. Without a formula, each new batch shape is counted, which can be exact too."""
     is_counted = not law.coefficients and law.method != "estimate" and law.coverage in (None, 1.0)
     return law.exact or (is_counted and not law.per_batch and not law.doubts)
 

@@ -374,7 +374,7 @@ class StepNoter:
     def _calls(
         self, seen: SeenCalls, readings: Sequence[Reading]
     ) -> tuple[tuple[CallKind, ...], tuple[Any, ...], str | None]:
-        """Return the step's calls, or those to expect from its batches; their arguments; and why they are uncertain."""
+        """Return the calls (recorded, or expected from batches), their arguments, and why they are uncertain."""
         if seen and not self._opens_steps:
             # Leave out calls in eval mode without gradients: they are an evaluation between two calls of `log_step`.
             seen = [call for call in seen if call[0].has_grad or call[0].is_training]

@@ -279,7 +279,7 @@ class Peaks:
             self._known.clear()
 
     def of(self, compute_type: str) -> Peak | None:
-        """The peak for this compute type, or for the user's setting `dtype` if there is one; None if unknown."""
+        """The peak for the `dtype` that the user has set, otherwise for `compute_type`; None if unknown."""
         name = self._dtype or self._with_tf32(compute_type)
         if name not in self._known:
             peak, why = self._ask(name)

@@ -105,7 +105,7 @@ def is_watched_by_ranks(index: int) -> bool:
 
 
 def next_watched(index: int, is_turn: Callable[[int], bool] = is_watched) -> int:
-    """Return the index of the next counted step; if the next 64 steps have none, the index after these.
+    """Return the index of the next counted step from `index` on, or `index + 64` if the next 64 steps have none.
 
     >>> next_watched(13)
     15

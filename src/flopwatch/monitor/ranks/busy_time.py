@@ -91,7 +91,7 @@ def profile_of(
 
 
 _SAMPLE_SECONDS = 0.001
-"""Duration of a sample. A thread that uses the processor for less than `_BUSY_SHARE` of this time counts as blocked."""
+"""Length of one observation. A thread that uses the processor for less than `_BUSY_SHARE` of it counts as blocked."""
 _BUSY_SHARE = 0.2
 _SHARE_OF_A_CORE = 0.0003
 """Share of a core that sampling may use; the pauses between samples are chosen accordingly."""

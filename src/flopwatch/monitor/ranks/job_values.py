@@ -99,7 +99,7 @@ class StragglerHistory:
 
 
 def counted_once(amount: Amount, data_parallel_size: int) -> int | None:
-    """Sum an amount over different batches; None if a batch is missing.
+    """Sum an amount over all batches, each counted once; None if the number of ranks shows that some are missing.
 
     Of the ranks that share a batch, either all report its amount or only one does, such as a pipeline's first stage.
 

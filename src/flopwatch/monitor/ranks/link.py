@@ -51,11 +51,11 @@ class RankLink:
 
     Attributes:
         merged: On the logging rank, a queue of the merged reports of all ranks.
-        plan: The plan of the logging rank; None until it arrives.
+        plan: The `RunPlan` from the logging rank; None until it arrives.
         failure: Why the link has failed; None while it works.
         cpu_seconds: Processor time of the link's thread.
         ranks_on_device: How many ranks compute on this rank's device; None until that is known.
-        absent: Children of this rank (see `children`) that have not joined the run although the plan is known.
+        absent: Once `plan` has arrived, the children of this rank (see `children`) that have not joined the run.
     """
 
     def __init__(self, key: RunKey, rank: int, world_size: int, device: str = "") -> None:

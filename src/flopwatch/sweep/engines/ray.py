@@ -179,7 +179,7 @@ class RayEngine:
     def _order(self, trial: Trial, need: Mapping[str, float]) -> ray_task.Order:
         handed_on = [name for name in os.environ if name == "PYTHONPATH" or name.startswith(("NCCL_", "GLOO_"))]
         environment = {name: os.environ[name] for name in handed_on}
-        if not need["GPU"]:  # Ray would not set the variable, so the trial would see the GPUs of other trials
+        if not need["GPU"]:  # Ray would not set CUDA_VISIBLE_DEVICES, so the trial would see all GPUs
             environment["CUDA_VISIBLE_DEVICES"] = ""
         spec = (trial_folder(trial.sweep, trial.name) / SPEC).read_bytes()
         where = (str(trial.sweep.resolve()), trial.name, self._token, spec, os.getcwd())

@@ -331,7 +331,7 @@ def _line(file: Path, index: int) -> tuple[str, str]:
     except (FileNotFoundError, UnreadableError, IndexError):
         return "", ""
     name, blank, attempt = line.rpartition(" ")
-    return (name, attempt) if blank else (line, "")  # flopwatch 0.1.0 wrote no attempts
+    return (name, attempt) if blank else (line, "")  # flopwatch 0.1.0 wrote only the trial's name
 
 
 def _log(names: Path, index: int) -> Path:

@@ -24,7 +24,7 @@ _MEMORY_MARGIN_BYTES = 256 << 20
 """Slurm's memory limit is this much larger than the trial's own, because the supervisor needs memory too."""
 
 _FULL_PAUSE_SECONDS = 20.0  # Time until the next submission if the user has too many jobs.
-_FIRST_PAUSE_SECONDS = 2.0  # Time until the next submission after any other error. Each further error doubles it.
+_FIRST_PAUSE_SECONDS = 2.0  # Pause before a retry, unless the user has too many jobs. Each further error doubles it.
 _LONGEST_PAUSE_SECONDS = 300.0
 
 
@@ -188,7 +188,7 @@ class Outbox:
         return placed, ended
 
     def _try_to_submit(self, array: Array) -> str | Mapping[str, Any] | None:
-        """Return the job number, or the evidence if the submission is given up, or None if it must be retried."""
+        """Return the job number; None if the submission must be retried; if it is given up, a dict that says why."""
         try:
             return self._submit(array)
         except slurm_commands.QueueFullError as error:

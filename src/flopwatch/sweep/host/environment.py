@@ -36,7 +36,7 @@ OF_THIS_HOST = ("cpu", "gpus", "driver")
 
 _PACKAGES = ("torch", "opacus", "transformers")
 _SOURCES_LAST_SECONDS = 5.0
-"""Sources are read again after this time, because a user may edit a trainer while the sweep runs."""
+"""Source files are hashed again after this time, because a user may edit a trainer while the sweep runs."""
 _LARGEST_SOURCE = 16 << 20
 """The digest of a larger file uses its size and modification time instead, because a command may name huge files."""
 

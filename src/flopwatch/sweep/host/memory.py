@@ -252,7 +252,7 @@ class Rollup:
 
 
 def read_rollup(found: Mapping[int, Resident]) -> Rollup | None:
-    """The memory of these processes by smaps_rollup; None if the kernel does not report the PSS of all of them."""
+    """Read the memory of these processes from smaps_rollup; None if the PSS of a living process cannot be read."""
     parts = {pid: part for pid in found if (part := _rollup_of(pid))}
     if not parts or any(resident(pid) is not None for pid in found.keys() - parts.keys()):
         return None

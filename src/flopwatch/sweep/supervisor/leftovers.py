@@ -35,7 +35,7 @@ def become_guarded(sweep: Path, name: str) -> int | None:
     """
     if sys.platform != "linux":
         return None
-    adopt_orphans()  # this stays in effect in the guard after exec, but the guard's child does not inherit it
+    adopt_orphans()  # only for the guard: exec keeps the setting, but the child (supervisor) does not inherit it
     reads, writes = os.pipe()
     parent = os.getpid()
     # Block signals until the guard has installed its handlers.
@@ -98,9 +98,9 @@ def _remove_group(folder: Path) -> None:
 
 
 def main(sweep: Path, name: str, supervisor: int, status: int, reason: str) -> None:
-    """Kill what is left of an attempt, then exit with the exit status of its supervisor.
+    """Kill the remaining processes of an attempt, then exit with the exit status of its supervisor.
 
-    The guard calls this with exec, so all processes of the trial that lost their parent are children of this process.
+    The guard (`trial_guard.py`) execs this program, so the trial's orphaned processes are children of this process.
     """
     kill_descendants(os.getpid())
     folder = trial_folder(sweep.resolve(), name)
@@ -111,7 +111,7 @@ def main(sweep: Path, name: str, supervisor: int, status: int, reason: str) -> N
 
 
 def _clear_attempt(folder: Path, attempt: str, reason: str) -> None:
-    """Kill what is left of this attempt, but not of the next one, which may already be running."""
+    """Kill the remaining processes of this attempt, but none of the next attempt, which may already be running."""
     kill_marked(folder, attempt=attempt)
     for group in _groups(group_name(folder, attempt)):
         _remove_group(group)

@@ -26,7 +26,7 @@ PerSampleLosses = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """A function of the model's output and the batch that returns the loss of each sample, of shape (batch size,)."""
 
 _IGNORED = -100  # the label that torch's cross-entropy ignores by default
-_SAME = 1e-3  # losses count as equal up to this relative difference: bf16 causes less, shifted labels cause more
+_SAME = 1e-3  # losses count as equal below this relative difference; bf16 causes less, a wrong shift of labels more
 _ADVICE = "give the model a method per_sample_losses(output, batch) that returns one loss for each sample"
 
 

@@ -100,7 +100,7 @@ def load_trainer(name: str) -> type[Trainer]:
 def load_object(kind: str, path: str) -> Any:
     """Import `package.module:name`, whose module may be in the working directory; `kind` is for the error message."""
     module_name, _, name = path.partition(":")
-    sys.path.insert(0, "")  # the working directory, as `python -m` does, because a user's file may be there
+    sys.path.insert(0, "")  # search the working directory, as `python -m` does: a user's file may be there
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:

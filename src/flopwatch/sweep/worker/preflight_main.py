@@ -38,8 +38,8 @@ _BATCH_SIZE, _SEQ_LEN = 3, 8
 """Batch size and length differ from each other and from the copies' sizes, so that swapped dimensions raise errors."""
 
 _SAME_GRADIENTS = 1e-2
-"""Gradients with a smaller relative difference count as equal. Rounding in fp32 causes differences below 1e-5, and a
-sample that is missing from a norm causes one above 1e-2.
+"""Gradients with a smaller relative difference count as equal. Rounding in fp32 causes differences below 1e-5, and
+a gradient norm that is computed without one of the samples causes differences above 1e-2.
 """
 
 Request = Mapping[str, Any]
@@ -186,7 +186,7 @@ def _said(error: Exception) -> str:
 MOST_PARAMETERS = 20_000_000
 """Larger models are not run in the preflight, because a step would take seconds and hundreds of megabytes."""
 
-# Sizes of the copies, and the names of these sizes in the configs of transformers.
+# Sizes of the tiny copies of models, and what these sizes are called in the configs of transformers.
 _HEADS, _HEAD_WIDTH, _VOCABULARY, _EXPERTS, _PATCH = 4, 8, 96, 4, 4
 _CHANNELS, _SIDE = 8, 32
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
