@@ -16,7 +16,7 @@ from testbeds.loops import (
 from testbeds.loops.audit import Loop
 
 CHANCE = "random numbers or activations"
-COMPILED = "compiled code"
+COMPILED = "compiled code|uses torch.compile"
 ESTIMATE = "an estimate"
 NOT_OPENED = "logged but not opened"
 NOT_YET = "no step with such calls was counted|so far"
