@@ -186,7 +186,7 @@ _top_saved_tensors_hooks = required(
 engine_run_backward = required(torch.autograd.graph, "_engine_run_backward", "to run the backward pass")
 
 ENGINE_CODE: CodeType | None = getattr(engine_run_backward, "__code__", None)
-"""Code object of the frame where a backward pass begins. In torch releases without it, the whole stack is searched."""
+"""Code object of the function that starts a backward pass. A search of the stack ends at its frame, or at the last."""
 APPLY_CODE: CodeType = cast("Any", torch.autograd.Function.apply).__func__.__code__
 """Code object of the frame where the forward pass of a custom autograd function begins."""
 

@@ -144,7 +144,7 @@ def open_logs(folder: Path, wandb: str | None, mlflow: str | None) -> "list[Tria
 
 
 def log_capture(capture: "Capture", wandb: str | None, mlflow: str | None) -> None:
-    """Log every trial that has a result, or update its run. Exits with status 1 if a trial was not logged."""
+    """Log every trial that has a result, or update its earlier run there. Exit with status 1 if that failed for one."""
     from flopwatch.report.exports import trial_runs
 
     is_whole = True

@@ -120,7 +120,7 @@ class CallListener:
         self.forget()
         self.look_at_parameters()
         if compiled_call(model) is not None and type(model).__module__.startswith("torch.nn"):
-            # A hook on a compiled module of torch, such as Sequential, would change how the module is compiled.
+            # If the compiled model is of a class of torch.nn, such as Sequential, a hook would change its compilation.
             self.is_compiled = True
             return
         self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
