@@ -63,7 +63,7 @@ campaign: install
 	$(BIN)/python benchmarks/sweeps/week.py --trials 20000
 	$(BIN)/python benchmarks/sweeps/memory.py
 	$(BIN)/python benchmarks/sweeps/many_processes.py --engines local slurm ray
-	FLOPWATCH_LONG=1 $(BIN)/pytest tests/sweep/engines tests/sweep/test_privacy.py tests/cli/test_wrong_names.py tests/flops/test_padding.py tests/flops/test_variants.py
+	FLOPWATCH_LONG=1 $(BIN)/pytest tests/sweep/engines tests/sweep/test_privacy.py tests/cli/test_wrong_names.py tests/flops/test_padding.py tests/flops/test_variants.py tests/flops/tracing/test_replay.py
 	$(BIN)/python benchmarks/ranks/rank_overhead.py
 	$(BIN)/python benchmarks/ranks/rank_overhead.py --link
 	$(BIN)/python benchmarks/ranks/growth.py

@@ -174,4 +174,6 @@ def test_one_rank_alone_never_waits_for_the_others(kind: str) -> None:
 
     assert result["method"] == ("trace" if kind == "by hand" else "estimate")
     assert not result["law is exact"]
-    assert result["step"].startswith(("InputError: its parameters", "NeedsOtherRanksError: the model itself calls"))
+    assert result["step"].startswith(
+        ("InputError: the model's parameters", "NeedsOtherRanksError: the model itself calls")
+    )

@@ -14,10 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import flopwatch
 from flopwatch.records.flops import FlopCount
-from support.quick import for_each
+from support.quick import for_each, varied
 from testbeds.architectures import ARCHITECTURES, SEED, Architecture, true_flops
 
-each_architecture = for_each()
+each_architecture = for_each(varied())
 
 # peft refuses some layers (fused experts, Mamba's output): the attention projections or the classifier then.
 _LORA_TARGETS = {

@@ -18,7 +18,7 @@ from flopwatch.flops.methods import count_by_trace
 from flopwatch.flops.tracing import repeated, replay
 from flopwatch.flops.tracing.replay import ReplayMemory
 from flopwatch.flops.tracing.tally import EventLog, Tally
-from support.quick import QUICK
+from support.quick import for_each, varied
 from testbeds.architectures import BY_NAME, causal_batch, text_sizes
 
 LAYERS = 10
@@ -72,10 +72,9 @@ def built_deep(name):
     return dataclasses.replace(architecture, config=lambda: deep(architecture.config(), layers=8)).build()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BY_NAME]
-)
-def test_a_replayed_count_is_the_full_one(name):
+@for_each(varied())
+def test_a_replayed_count_is_the_full_one(architecture):
+    name = architecture.name
     assert_same(built_deep(name), BY_NAME[name].batch(2, 24), replayed=name not in ALL_LAYERS_RUN)
 
 
