@@ -18,7 +18,7 @@ SPEC = TrialSpec("standard", "tiny", 2, 8).to_json()
         ({"spec": SPEC}, "the field 'name' is missing"),
         ({"spec": {"trainer": "standard"}, "name": "t"}, "spec: the field 'model' is missing"),
         ({"spec": SPEC, "name": 3}, "name: expected text, found 3"),
-        ({"format": FORMAT + 1, "spec": SPEC, "name": "t"}, "written by a newer flopwatch"),
+        ({"format": FORMAT + 1, "spec": SPEC, "name": "t"}, "a newer flopwatch wrote this record"),
         ({"spec": {**SPEC, "nodes": 3}, "name": "t"}, "cannot share a batch of"),
     ],
 )

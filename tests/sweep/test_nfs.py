@@ -104,7 +104,7 @@ def test_another_host_takes_over_from_a_killed_runner(folder):
     runner.wait()
     assert start(folder, 4, {**environment, "NFS_STANDIN_HOST": "login2"}).wait(180) == 0
     assert all_ok(folder, 4)
-    assert b"held" in (folder.parent / "errors.txt").read_bytes(), "it said why it waited"
+    assert b"waiting" in (folder.parent / "errors.txt").read_bytes(), "it said why it waited"
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ def _from_file(file: Path, *, has_folder: bool) -> "tuple[TrialSpec, Path, str]"
             f"{file} is not the spec.json of a trial ({error}); name a file SWEEP/trials/NAME/spec.json"
         ) from None
     except NewerFormatError as error:
-        raise InputError(f"{file} cannot be read, because {error}; update flopwatch") from None
+        raise InputError(f"{file} cannot be read, because {error}") from None
     check_processes(job.spec)
     folder = file.resolve().parent.parent.parent
     if not has_folder and not is_sweep_folder(folder):

@@ -196,7 +196,7 @@ def _read_job(folder: Path) -> TrialJob:
     except (UnreadableError, BrokenRecordError) as error:
         raise UnusableSpecError(f"{folder / SPEC} is damaged: {error}") from None
     except NewerFormatError as error:
-        reason = f"{folder / SPEC} cannot be read, because {error}; update flopwatch on this node"
+        reason = f"{folder / SPEC} cannot be read on this node, because {error}"
         raise UnusableSpecError(reason) from None
 
 
