@@ -26,15 +26,15 @@ check: install
 # One thread per worker: the models are tiny, and more would only wait for each other.
 # The tests of a file share what is dear to start (a server, ranks), so they stay in one worker; conftest.py puts the
 # longest files first, and xdist must not sort them again.
-# Two workers per core, because many tests wait for processes that they have started.
-WORKERS ?= $(shell expr 2 \* `nproc`)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Two workers per core for all tests, because many of them wait for processes that they have started.
+WORKERS ?= $(shell nproc)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --dist loadfile --no-loadscope-reorder
 
 test: install
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) --numprocesses $(WORKERS) -m "not slow and not gpu"
 
 test-all: install
-	$(PYTEST) -m "not gpu" --durations 20
+	$(PYTEST) --numprocesses $$((2 * $(WORKERS))) -m "not gpu" --durations 20
 
 docs: install
 	$(BIN)/mkdocs build --strict --quiet

@@ -1,6 +1,7 @@
 """What holds for every test, in tests/ and beside the benchmarks."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -50,6 +51,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts pytest in the background makes it ignore SIGINT, and every child would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test` does not import files in which every test is slow, because the frameworks they import take long."""
+    leaves_out_slow = "not slow" in (config.option.markexpr or "")
+    if leaves_out_slow and collection_path.suffix == ".py" and _ALL_SLOW.search(collection_path.read_text("utf-8")):
+        return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

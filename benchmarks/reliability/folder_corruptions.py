@@ -67,8 +67,6 @@ def run_campaign(
     place: Path, count: int, seed: int, *, with_torch: bool, batch_sizes: Sequence[int] = (1, 2)
 ) -> Figures:
     """Corrupt copies of real folders, and look at each through every door."""
-    os.environ.setdefault("FLOPWATCH_SLOT_DIR", str(place / "slots"))
-    os.environ.setdefault("FLOPWATCH_VISIBLE_SECONDS", "2")  # how long a runner with damaged files is watched for life
     templates = make_templates(place, f"batch_sizes: {list(batch_sizes)}\n{_SIZES}", with_torch=with_torch)
     figures = Figures()
     for number in range(count):
@@ -277,7 +275,9 @@ def main() -> None:
     parser.add_argument("--no-torch", action="store_true", help="commands only")
     asked = parser.parse_args()
     began = time.monotonic()
+    os.environ.setdefault("FLOPWATCH_VISIBLE_SECONDS", "2")  # how long a runner with damaged files is watched for life
     with tempfile.TemporaryDirectory(prefix="folder-corruptions-") as place:
+        os.environ.setdefault("FLOPWATCH_SLOT_DIR", f"{place}/slots")
         figures = run_campaign(Path(place), asked.count, asked.seed, with_torch=not asked.no_torch)
     print(f"{figures.corruptions} corrupted folders in {time.monotonic() - began:.0f} s, seed {asked.seed}")
     print(f"  kinds: {', '.join(f'{kind} {number}' for kind, number in sorted(figures.by_kind.items()))}")

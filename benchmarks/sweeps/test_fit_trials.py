@@ -4,6 +4,8 @@ import pytest
 
 from sweeps import fit_trials as made_up
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", range(6))
 def test_made_up_problems_take_half_the_trials_of_bisection(seed):

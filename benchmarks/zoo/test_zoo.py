@@ -18,6 +18,8 @@ from zoo.pool import Worker
 from zoo.specimen import Outcome, Shape, Specimen, Verdict
 from zoo.truth import true_flops
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = ("gpt2", "deberta-v2", "vit", "resnet")
 """`python -m zoo` examines all of them; the kinds that steer a count are in tests/flops/test_every_architecture.py."""
 

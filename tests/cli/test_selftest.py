@@ -7,7 +7,7 @@ import pytest
 
 from flopwatch.cli import main
 
-pytestmark = pytest.mark.requirement("R8")
+pytestmark = [pytest.mark.slow, pytest.mark.requirement("R8")]
 
 
 @pytest.mark.slow

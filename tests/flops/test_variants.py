@@ -17,6 +17,8 @@ from flopwatch.records.flops import FlopCount
 from support.quick import for_each, varied
 from testbeds.architectures import ARCHITECTURES, SEED, Architecture, true_flops
 
+pytestmark = pytest.mark.slow
+
 each_architecture = for_each(varied())
 
 # peft refuses some layers (fused experts, Mamba's output): the attention projections or the classifier then.

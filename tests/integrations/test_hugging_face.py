@@ -8,6 +8,8 @@ from flopwatch.testing import FakeClock
 from testbeds.frameworks import tiny_run
 from testbeds.frameworks.tiny_hf import hf_trainer, logged_rows, quick_callback
 
+pytestmark = pytest.mark.slow
+
 
 class TestRows:
     @pytest.mark.slow

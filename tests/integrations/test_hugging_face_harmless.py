@@ -12,7 +12,10 @@ from flopwatch.integrations.hugging_face import FlopwatchCallback
 from testbeds.frameworks import tiny_run
 from testbeds.frameworks.tiny_hf import hf_trainer, quick_callback
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo, of itself
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]  # dynamo, of itself
 
 
 def traces_on(trainer):

@@ -18,6 +18,8 @@ from support.integrations.slow_loader import MICRO_BATCHES, SlowBatches, SlowLin
 from testbeds.frameworks.tiny_hf import hf_trainer, quick_callback
 from testbeds.frameworks.tiny_lightning import lightning_trainer
 
+pytestmark = pytest.mark.slow
+
 POINTS = 2.0
 
 accumulations = pytest.mark.parametrize("accumulation", [1, 2, 4])

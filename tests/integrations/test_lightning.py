@@ -16,6 +16,8 @@ from testbeds.frameworks import tiny_run
 from testbeds.frameworks.tiny_hf import logged_rows
 from testbeds.frameworks.tiny_lightning import ImageModule, TextModule, lightning_trainer, quick_callback
 
+pytestmark = pytest.mark.slow
+
 
 class TestRows:
     def test_our_numbers_are_in_the_loggers_row_of_the_loss(self, tmp_path):

@@ -12,6 +12,8 @@ from flopwatch.runs import read_log, rows_from_end
 from flopwatch.testing import FakeClock, RecordingSink
 from support.small_models import TINY_FLOPS_PER_TOKEN, TinyText, text_batch
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 2 * 8
 
 

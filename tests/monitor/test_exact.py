@@ -11,6 +11,8 @@ from flopwatch.testing import FakeClock
 from support.quick import for_each
 from testbeds.architectures import BY_NAME, causal_batch, image_batch, qwen_vl_batch, true_flops
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = range(3, 60)
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 import flopwatch
 
+pytestmark = pytest.mark.slow
+
 STEPS = 300
 MODES = ["smart", "estimate", "profiler", "hybrid"]
 SCRIPT = Path(__file__).parent / "scripts" / "train_ddp.py"

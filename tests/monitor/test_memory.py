@@ -9,6 +9,8 @@ from torch import nn
 
 from flopwatch import TrainingMonitor
 
+pytestmark = pytest.mark.slow
+
 SHAPES, PASSES, WIDTH = 4_300, 2, 2
 MOST_ENTRIES = 4_200
 """The largest bound in the monitor is 4,096 shapes."""

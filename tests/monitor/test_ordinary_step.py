@@ -18,6 +18,8 @@ from flopwatch.models.load import Decoder
 from flopwatch.models.presets import PRESETS
 from support.forbidden_calls import forbidden_calls
 
+pytestmark = pytest.mark.slow
+
 LOG_EVERY = 10
 FIRST_ORDINARY = 4
 """The model has been counted by then, and everything is loaded."""

@@ -330,7 +330,7 @@ def test_a_silent_runner_of_another_host_is_replaced_and_a_living_one_is_named(t
     told = []
     with held_folder(tmp_path / "s", told.append):
         pass
-    assert "pid 77 on far held" in told[0]
+    assert "pid 77 on far; waiting" in told[0]
     write_json(tmp_path / "s" / RUNNERS / "4.runner", {**elsewhere(), "pid": 78})
     sign, stop = LivenessFile(tmp_path / "s" / RUNNERS / "4.beat", {}), threading.Event()
     beats = threading.Thread(target=lambda: [sign.beat() for _ in iter(lambda: stop.wait(0.2), True)])

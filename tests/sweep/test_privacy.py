@@ -13,6 +13,8 @@ from flopwatch.records.trial import Measured, TrialSpec, content_key
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.trainers.privacy import privacy_spent, training_plan
 
+pytestmark = pytest.mark.slow
+
 accountants = pytest.importorskip("opacus.accountants")
 
 LONG = pytest.mark.skipif("FLOPWATCH_LONG" not in os.environ, reason="20 s more; in `make campaign`")

@@ -19,6 +19,8 @@ from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.supervisor.build_result import collect_measurements
 from support.sweeping import Listener, run_sweep
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def sweep(tmp_path):

@@ -10,6 +10,8 @@ import pytest
 from testbeds import slow_link as slow_link_module
 from testbeds.slow_link import ADDRESSES, need_slow_link, slow_link
 
+pytestmark = pytest.mark.slow
+
 PORT = 9000
 ANSWER = f"""
 import socket

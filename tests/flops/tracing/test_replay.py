@@ -21,6 +21,8 @@ from flopwatch.flops.tracing.tally import EventLog, Tally
 from support.quick import for_each, varied
 from testbeds.architectures import BY_NAME, causal_batch, text_sizes
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 10
 DEEPER = {"num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"}
 

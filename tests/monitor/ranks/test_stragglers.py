@@ -9,6 +9,8 @@ from flopwatch.monitor.ranks.busy_time import BusyTime, profile_of
 from flopwatch.monitor.ranks.job_values import StragglerHistory, explain_straggler, find_straggler
 from flopwatch.monitor.ranks.reports import Profile, RankReport, merge, report_of
 
+pytestmark = pytest.mark.slow
+
 STEP = 0.2
 
 

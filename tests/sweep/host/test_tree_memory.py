@@ -25,6 +25,8 @@ from flopwatch.sweep.host.memory import (
 from flopwatch.sweep.host.processes import descendants
 from flopwatch.sweep.supervisor.supervise import supervise
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 
 LOADERS = f"""

@@ -15,6 +15,8 @@ from flopwatch.sweep.trainers.batch import micro_batches, trial_batch
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer, run_step, step_parts
 from flopwatch.sweep.worker.step_cost import count_step
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ALL = ["standard", "dpsgd", "ghost", "fast"]
 ROWS = 7

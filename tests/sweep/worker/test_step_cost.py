@@ -12,6 +12,8 @@ from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
 from flopwatch.sweep.worker.step_cost import count_step
 from support.tiny_transformers import build
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ALL = ["standard", "dpsgd", "ghost", "fast"]
 B, T, VOCABULARY, WIDTH, INNER = 3, 10, 23, 7, 11
