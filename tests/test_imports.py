@@ -62,6 +62,7 @@ def test_nothing_heavy_is_loaded(statement):
     assert heavy_modules_after(statement) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement", ["import flopwatch; flopwatch.peak_flops('cpu')", RUN.format(arguments=["peak", "--device", "cpu"])]
 )
@@ -80,6 +81,7 @@ def imported_roots(file):
             yield node.module.partition(".")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("user", "other"), [("tests", "benchmarks"), ("benchmarks", "tests"), ("testbeds", "tests")])
 def test_tests_and_benchmarks_share_testbeds_and_nothing_else(user, other):
     shared = {"testbeds", *(path.stem for path in (ROOT / user).iterdir())}

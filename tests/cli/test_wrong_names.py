@@ -128,6 +128,7 @@ def test_a_device_is_no_matrix():
         read_matrix(Path("/dev/zero"), {})
 
 
+@pytest.mark.slow
 def test_thousands_of_colliding_names_are_different_and_take_no_quadratic_time():
     many = 20_000 if "FLOPWATCH_LONG" in os.environ else 10_000  # `make campaign` sets it
     specs = [TrialSpec("command", "x", 1, 8, label="Command", steps=steps) for steps in range(1, many + 1)]

@@ -23,7 +23,7 @@ IMAGES_ONLY = ["vit", "convnext", "resnet", "segformer"]
 
 
 def _named(names: list[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in {"llama"} else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 SHAPES = int(os.environ.get("FLOPWATCH_TEST_SHAPES", "8"))
@@ -147,6 +147,7 @@ def test_hardware_flops_follow_the_law_too() -> None:
     assert law.hardware_flops(3, 23) == count.hardware_flops > count.model_flops
 
 
+@pytest.mark.slow
 def test_it_knows_the_range_it_was_verified_on() -> None:
     law = flopwatch.fit_flops_law(BY_NAME["llama"].build(), BY_NAME["llama"].batch(2, 40))
 

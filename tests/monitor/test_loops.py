@@ -11,8 +11,8 @@ from testbeds.loops.loops import LOOPS
 PENDING = "so far|no step with such calls|times the FLOPs of the model's calls"
 
 
-QUICK = {loop.name for loop in [loop for loop in LOOPS if not loop.is_slow][::6]}
-"""Every sixth in `make test`, all of them in CI."""
+QUICK = {loop.name for loop in [loop for loop in LOOPS if not loop.is_slow][::12]}
+"""Every twelfth in `make test`, all of them in CI."""
 
 
 def marks_of(loop: Loop) -> list[pytest.MarkDecorator]:

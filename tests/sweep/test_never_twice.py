@@ -201,6 +201,7 @@ def test_a_late_result_of_an_earlier_attempt_is_not_the_new_ones(sweep):
     assert read_result(result_file(sweep, "one")) is not None
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_given_up_stops_and_writes_nothing(sweep):
     trial = ready(sweep, TREE)
     guard, watching, tree = started_tree(trial)

@@ -148,6 +148,7 @@ class Wrapped(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_decorated", [True, False])
 @pytest.mark.parametrize("what", ["model", "in place", "step"])
 @pytest.mark.usefixtures("compiler")

@@ -57,6 +57,7 @@ def opened(tmp_path, count=2, **settings):
     return engine, trials
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

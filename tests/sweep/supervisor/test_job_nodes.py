@@ -53,6 +53,7 @@ def test_all_are_told_where_to_meet_once_all_have_come(nodes):
     assert not nodes.is_over
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said",
     [
