@@ -150,7 +150,9 @@ def test_a_memory_limit_is_a_host_out_of_memory(sweep, monkeypatch, kind):
             pytest.skip("no cgroup may be made here")
     else:
         monkeypatch.setattr("flopwatch.sweep.host.memory.group_places", list)
-    name = ready(sweep, f"exec {sys.executable} -c 'held = bytearray(1 << 29)'", limits=Limits(60.0, None, 2**28))
+    # Without a cgroup the supervisor measures the memory now and then, so the process must not end at once.
+    command = f"exec {sys.executable} -c 'import time; held = bytearray(1 << 29); time.sleep(50)'"
+    name = ready(sweep, command, limits=Limits(60.0, None, 2**28))
     result = supervise_in_a_fork(sweep, name)
     assert result.outcome == "oom_host"
     assert result.evidence["memory_limit"]["by"] == kind
