@@ -39,6 +39,7 @@ class Week:
     attaches: int = 3
     share_lost: float = 0.01
     seed: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def start(week: Week, folder: Path) -> RunnerState:
     lengths = ",".join(str(length) for length in range(1, _SEQ_LENS + 1))
     words = ["sweep", "--command", "true", f"batch_size={batches}", f"seq_len={lengths}", "-o", str(folder)]
     engine = ["--engine", "flopwatch.testing:FlakyEngine", "--engine-option", f"share_lost={week.share_lost}"]
+    engine += ["--engine-option", f"seconds={week.seconds}"]
     limit = ["--limit", str(week.trials), "--detach"]
     subprocess.run([*_FLOPWATCH, *words, *engine, *limit], check=True, stdout=subprocess.DEVNULL)
     state = read_runner(folder)

@@ -9,6 +9,7 @@ from os import getpid, sysconf
 from pathlib import Path
 from random import Random
 from threading import Event
+from time import sleep
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -298,11 +299,12 @@ class FlakyEngine(InProcessEngine):
         share_lost: Probability that an attempt is lost.
         seed: Determines which attempts are lost.
         room: Number of trials that the engine accepts at once.
+        seconds: Time that passes before trials end.
     """
 
-    def __init__(self, share_lost: float = 0.01, seed: int = 0, room: int = 8) -> None:
+    def __init__(self, share_lost: float = 0.01, seed: int = 0, room: int = 8, seconds: float = 0.0) -> None:
         super().__init__(self._answer, room)
-        self._share_lost, self._seed = share_lost, seed
+        self._share_lost, self._seed, self._seconds = share_lost, seed, seconds
 
     def _answer(self, trial: Trial) -> TrialResult | None:
         chance = Random(f"{trial.name} {len(trial.earlier_attempts)} {self._seed}").random()
@@ -318,6 +320,7 @@ class FlakyEngine(InProcessEngine):
         self.submitted.clear()  # otherwise the list would grow with every trial of a long sweep
 
     def wait(self, seconds: float) -> Sequence[Ended]:
+        sleep(self._seconds)
         return [Ended(ended.name, {"state": "NODE_FAIL", "host": "n1"}) for ended in super().wait(seconds)]
 
 
